@@ -1,0 +1,1 @@
+"""kvmosaic: language models that answer from documents whose keys and values were computed once."""

@@ -1,0 +1,123 @@
+"""Settings: frozen dataclasses, composed, each field explained below it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.layout import ChunkContext, PositionStrategy
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_MAX_BYTES = 2**50
+
+
+def parse_bytes(size: int | str) -> int:
+    """Reads a size: a number of bytes, or text such as "2GiB", "512 MB" or "1.5G" (K, M, G, T are powers of 1024).
+
+    Raises:
+        InvalidConfig: not a size, not positive, or above 1 PiB.
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        if match is None or match[2].upper() not in _UNITS:
+            raise InvalidConfig(f"{size!r} is not a size; write a number of bytes or for example '2GiB' or '512MB'")
+        size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if isinstance(size, bool) or not 0 < size <= _MAX_BYTES:
+        raise InvalidConfig(f"a size must be between 1 byte and 1 PiB, got {size}")
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCacheConfig:
+    """What the chunk cache keeps, how large it may grow, and how documents are placed."""
+
+    capacity: int | str = "2GiB"
+    """Memory for cached chunks: bytes or text such as "2GiB"."""
+    memory_fraction: float | None = None
+    """Instead of `capacity`: this fraction of the device's memory (0 < fraction < 1)."""
+    block_size: int = 16
+    """Token slots per block, for both pools."""
+    max_chunks: int = 100_000
+    """Most chunks kept at once."""
+    max_chunk_tokens: int = 32_768
+    """Longest chunk; see `long_chunks`."""
+    max_prompt_chunks: int = 4_096
+    """Most documents in one prompt."""
+    long_chunks: Literal["error", "split"] = "error"
+    """What happens to a longer document: an error, or a split into sub-chunks."""
+    separator: str | None = "##"
+    """Text that splits a prompt string into segments; None: strings are never split."""
+    hash_algorithm: Literal["sha256", "xxh3_128"] = "sha256"
+    """Hash of the cache keys; xxh3_128 is faster and always compares tokens."""
+    position_strategy: PositionStrategy = "shared"
+    """Where documents stand: see the design, section 2."""
+    chunk_context: ChunkContext = "system"
+    """What a document saw when it was computed: the system prompt, or nothing."""
+    eviction: Literal["lru", "priority"] = "lru"
+    """Who leaves first when the cache is full."""
+    verify_tokens: bool = True
+    """Compare the tokens of a hit with those asked for, whatever the hash."""
+    log_stats_seconds: float | None = None
+    """Log the statistics this often; None: never."""
+
+    def __post_init__(self) -> None:
+        _check_choice("long_chunks", self.long_chunks, ("error", "split"))
+        _check_choice("hash_algorithm", self.hash_algorithm, ("sha256", "xxh3_128"))
+        _check_choice("position_strategy", self.position_strategy, ("shared", "sequential", "absolute"))
+        _check_choice("chunk_context", self.chunk_context, ("system", "none"))
+        _check_choice("eviction", self.eviction, ("lru", "priority"))
+        _check_range("block_size", self.block_size, 1, 4096)
+        _check_range("max_chunks", self.max_chunks, 1, 10**8)
+        _check_range("max_chunk_tokens", self.max_chunk_tokens, 1, 10**7)
+        _check_range("max_prompt_chunks", self.max_prompt_chunks, 1, 10**6)
+        parse_bytes(self.capacity)
+        if self.memory_fraction is not None and not 0 < self.memory_fraction < 1:
+            raise InvalidConfig(f"memory_fraction must be above 0 and below 1, got {self.memory_fraction}")
+        if self.log_stats_seconds is not None and not 0 < self.log_stats_seconds <= 86_400:
+            raise InvalidConfig(f"log_stats_seconds must be above 0 and at most 86400, got {self.log_stats_seconds}")
+        if self.separator is not None and not self.separator.strip():
+            raise InvalidConfig(f"separator must contain a visible character, got {self.separator!r}")
+
+    @property
+    def capacity_bytes(self) -> int:
+        """`capacity` in bytes."""
+        return parse_bytes(self.capacity)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How much the engine runs at once."""
+
+    max_batched_tokens: int = 2_048
+    """Most tokens in one step: missing chunks, questions and one token for every answer under way."""
+    max_running: int = 64
+    """Most sequences that run at once."""
+    max_waiting: int = 100_000
+    """Most requests that wait; more are refused."""
+    request_cache: int | str = "1GiB"
+    """Memory for prefixes, questions and answers: bytes or text such as "1GiB"."""
+    max_model_len: int | None = None
+    """Most positions of one sequence; None: what the model allows."""
+    enable_prefix_caching: bool = True
+    """Keep the blocks of system prompts, questions and answers for later requests that begin alike."""
+
+    def __post_init__(self) -> None:
+        _check_range("max_batched_tokens", self.max_batched_tokens, 1, 2**20)
+        _check_range("max_running", self.max_running, 1, 65_536)
+        _check_range("max_waiting", self.max_waiting, 1, 10**7)
+        if self.max_model_len is not None:
+            _check_range("max_model_len", self.max_model_len, 1, 2**27)
+        parse_bytes(self.request_cache)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidConfig(f"{name} is {value!r}; choose " + " or ".join(repr(choice) for choice in choices))
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidConfig(f"{name} must be a whole number between {low} and {high}, got {value!r}")

@@ -1,0 +1,153 @@
+"""Every error kvmosaic raises, one tree.
+
+    KVMosaicError
+    ├── InvalidConfig                 a setting that cannot work
+    ├── InvalidPrompt                 a prompt that cannot be answered
+    │   ├── EmptySegment              a system text, document or question without tokens
+    │   ├── ChunkTooLong              a document longer than `max_chunk_tokens`
+    │   ├── PromptTooLong             more positions than the model has
+    │   ├── TooManyChunks             more documents than a prompt may have
+    │   ├── InvalidTokenId            a token id outside the vocabulary
+    │   ├── InvalidSees               a chunk that is told to see one that is not before it
+    │   ├── InvalidSeparator          a separator that cannot split anything
+    │   ├── InvalidOffset             a `position_offset` that is missing, negative or overlapping
+    │   ├── InvalidMessages           chat messages that are not chat messages
+    │   └── InvalidDocument           a document that is not a mapping with a text
+    ├── InvalidSampling               sampling parameters outside their range
+    ├── CacheError
+    │   ├── OutOfBlocks               a pool has no block left that may be taken
+    │   ├── ChunkCacheFull            a chunk that cannot fit, even after eviction
+    │   ├── UnknownChunk              a name or handle that no chunk has
+    │   └── ChunkInUse                deleting a chunk that a running request reads
+    ├── ModelError
+    │   ├── ModelNotFound             no folder and no hub name
+    │   ├── UnsupportedModel          a model whose attention cannot be reached
+    │   ├── NotMovable                moved chunks on a model that does not allow them
+    │   └── SelfCheckFailed           composed and dense logits differ
+    └── EngineError
+        ├── UnknownRequest            a request id the engine does not have
+        ├── RequestTooLarge           a request that could never run in the given memory
+        └── EngineStopped             use after `close`
+
+A message states the value, the limit and the way out. After any of them the cache is as it was before the call.
+"""
+
+from __future__ import annotations
+
+
+class KVMosaicError(Exception):
+    """Root of every error this package raises on purpose."""
+
+
+class InvalidConfig(KVMosaicError, ValueError):
+    """A setting that cannot work."""
+
+
+class InvalidPrompt(KVMosaicError, ValueError):
+    """A prompt that cannot be answered."""
+
+
+class EmptySegment(InvalidPrompt):
+    """A system text, document or question without tokens."""
+
+
+class ChunkTooLong(InvalidPrompt):
+    """A document longer than `max_chunk_tokens`."""
+
+
+class PromptTooLong(InvalidPrompt):
+    """More positions than the model has."""
+
+
+class TooManyChunks(InvalidPrompt):
+    """More documents than a prompt may have."""
+
+
+class InvalidTokenId(InvalidPrompt):
+    """A token id outside the vocabulary."""
+
+
+class InvalidSees(InvalidPrompt):
+    """A chunk that is told to see a chunk that does not stand before it."""
+
+
+class InvalidSeparator(InvalidPrompt):
+    """A separator that cannot split anything."""
+
+
+class InvalidOffset(InvalidPrompt):
+    """A `position_offset` that is missing, negative or overlaps the system prompt."""
+
+
+class InvalidMessages(InvalidPrompt):
+    """Chat messages that are not chat messages."""
+
+
+class InvalidDocument(InvalidPrompt):
+    """A document that is not a mapping with a text."""
+
+
+class InvalidSampling(KVMosaicError, ValueError):
+    """Sampling parameters outside their range."""
+
+
+class CacheError(KVMosaicError):
+    """The cache cannot do what was asked."""
+
+
+class OutOfBlocks(CacheError):
+    """A pool has no block left that may be taken."""
+
+
+class ChunkCacheFull(CacheError):
+    """A chunk that cannot fit, even after eviction."""
+
+
+class UnknownChunk(CacheError, KeyError):
+    """A name or handle that no cached chunk has."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return str(self.args[0]) if self.args else ""
+
+
+class ChunkInUse(CacheError):
+    """Deleting a chunk that a running request reads."""
+
+
+class ModelError(KVMosaicError):
+    """The model cannot be used as asked."""
+
+
+class ModelNotFound(ModelError):
+    """No folder and no hub name."""
+
+
+class UnsupportedModel(ModelError):
+    """A model whose attention cannot be reached."""
+
+
+class NotMovable(ModelError):
+    """Moved chunks were asked of a model whose keys cannot be moved."""
+
+
+class SelfCheckFailed(ModelError):
+    """Composed and dense logits differ."""
+
+
+class EngineError(KVMosaicError):
+    """The engine cannot do what was asked."""
+
+
+class UnknownRequest(EngineError, KeyError):
+    """A request id the engine does not have."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class RequestTooLarge(EngineError):
+    """A request that could never run in the memory the engine has."""
+
+
+class EngineStopped(EngineError):
+    """The engine was used after it was closed."""

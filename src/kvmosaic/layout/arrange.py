@@ -1,0 +1,107 @@
+"""Placing segments: the three position strategies."""
+
+from __future__ import annotations
+
+from kvmosaic.errors import InvalidConfig, InvalidOffset, InvalidSees
+from kvmosaic.layout.span import ChunkContext, Layout, PositionStrategy, Span, View
+from kvmosaic.prompt import Prompt, Segment, SegmentKind
+
+
+def arrange(prompt: Prompt, strategy: PositionStrategy = "shared", chunk_context: ChunkContext = "system") -> Layout:
+    """Gives every segment of a tokenized prompt its place and its views.
+
+    With n system tokens and chunks of m_1, m_2, … tokens:
+
+        shared        every chunk at n; the question at n + max m
+        sequential    chunk i at n + m_1 + … + m_(i-1); the question at n + sum m
+        absolute      chunk i at its `position_offset`; the question after the last token of all
+
+    A chunk is *computed* in a place that does not depend on the other chunks: right after what it sees (the system
+    prompt, and chunks named in `sees`), or from position 0 when it sees nothing. The question's views move it from there.
+
+    Raises:
+        InvalidOffset: an offset that is missing, unexpected or inside the system prompt.
+        InvalidSees: a chunk sees itself, a later chunk or a chunk that does not exist.
+        InvalidConfig: an unknown strategy or chunk context.
+    """
+    if strategy not in ("shared", "sequential", "absolute"):
+        raise InvalidConfig(f"position_strategy is {strategy!r}; choose 'shared', 'sequential' or 'absolute'")
+    if chunk_context not in ("system", "none"):
+        raise InvalidConfig(f"chunk_context is {chunk_context!r}; choose 'system' or 'none'")
+    if prompt.is_plain:
+        return Layout((Span(prompt.segments[0], 0),), strategy, chunk_context)
+    system = prompt.segments[0] if prompt.segments[0].kind is SegmentKind.SYSTEM else None
+    spans = [Span(system, 0)] if system else []
+    first_chunk, system_end = len(spans), system.num_tokens if system else 0
+    context = tuple(View(0, 0) for _ in spans) if chunk_context == "system" else ()
+    base = system_end if context else 0
+    for index, segment in enumerate(prompt.chunks):
+        _check_sees(segment, index)
+        views, start = _seen_chunks(segment, spans, first_chunk, base, strategy)
+        if strategy == "absolute":
+            start = _checked_offset(segment, max(start, system_end))
+        elif segment.position_offset is not None:
+            raise InvalidOffset(
+                f"{segment.label} has position_offset {segment.position_offset}, but the strategy is {strategy!r}; "
+                "use position_strategy='absolute' or leave the offset out"
+            )
+        spans.append(Span(segment, start, context + views))
+    positions = _prompt_positions(spans, first_chunk, system_end - base, strategy)
+    places = list(zip(positions, spans, strict=True))
+    views = tuple(View(index, place - span.start) for index, (place, span) in enumerate(places))
+    question_start = max((place + span.num_tokens for place, span in places), default=0)
+    spans.append(Span(prompt.segments[-1], question_start, views))
+    return Layout(tuple(spans), strategy, chunk_context)
+
+
+def _seen_chunks(
+    segment: Segment, spans: list[Span], first_chunk: int, base: int, strategy: PositionStrategy
+) -> tuple[tuple[View, ...], int]:
+    """Views of the chunks named in `sees`, and the first position after all that the chunk sees."""
+    views, end = [], base
+    for number in sorted(segment.sees):
+        seen = spans[first_chunk + number]
+        place = end if strategy == "sequential" else seen.start
+        views.append(View(first_chunk + number, place - seen.start))
+        end = max(end, place + seen.num_tokens)
+    return tuple(views), end
+
+
+def _prompt_positions(spans: list[Span], first_chunk: int, shift: int, strategy: PositionStrategy) -> list[int]:
+    """Where the question sees the first token of each span; `shift` takes blind chunks behind the system prompt."""
+    positions = [span.start for span in spans[:first_chunk]]
+    cursor = sum(span.num_tokens for span in spans[:first_chunk])
+    for span in spans[first_chunk:]:
+        if strategy == "sequential":
+            positions.append(cursor)
+            cursor += span.num_tokens
+        else:
+            positions.append(span.start + (shift if strategy == "shared" else 0))
+    return positions
+
+
+def _check_sees(segment: Segment, index: int) -> None:
+    for number in segment.sees:
+        if not 0 <= number < index:
+            raise InvalidSees(
+                f"{segment.label} is chunk {index} and is told to see chunk {number}; "
+                f"a chunk sees only chunks before it (0 to {index - 1})"
+                if index
+                else f"{segment.label} is the first chunk and cannot see chunk {number}; remove it from sees"
+            )
+    if len(set(segment.sees)) != len(segment.sees):
+        raise InvalidSees(f"{segment.label} names a chunk twice in sees={segment.sees}; name each once")
+
+
+def _checked_offset(segment: Segment, lowest: int) -> int:
+    offset = segment.position_offset
+    if offset is None:
+        raise InvalidOffset(
+            f"{segment.label} has no position_offset; the strategy 'absolute' needs one of at least {lowest} per chunk"
+        )
+    if offset < lowest:
+        raise InvalidOffset(
+            f"{segment.label} has position_offset {offset}, but the tokens it sees end at {lowest}; "
+            f"use an offset of at least {lowest}"
+        )
+    return offset

@@ -1,0 +1,58 @@
+"""A layout written out as one dense mask: for tests, and for people who want to look."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmosaic.layout.span import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayout:
+    """What every token of a prompt sees, T tokens in prompt order.
+
+    token_ids: [T]
+    positions: [T], where each token stands while it is computed
+    mask: [T, T], True where the row token sees the column token
+    distances: [T, T], how far the column's key is moved for the row; 0 where the mask is False
+    """
+
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    mask: NDArray[np.bool_]
+    distances: NDArray[np.int64]
+
+    @property
+    def question_positions(self) -> NDArray[np.int64]:
+        """[T], where each token stands as the last token sees it."""
+        return self.positions + self.distances[-1]
+
+    @property
+    def is_one_forward(self) -> bool:
+        """Whether one dense forward with `question_positions` and `mask` means the same: all distances agree."""
+        relative = self.question_positions[None, :] - self.question_positions[:, None]
+        computed = self.positions[None, :] + self.distances - self.positions[:, None]
+        return bool(np.all((relative == computed) | ~self.mask))
+
+
+def dense(layout: Layout) -> DenseLayout:
+    """Writes a layout out as positions, a boolean mask and distances (numpy, no torch)."""
+    offsets = np.cumsum([0] + [span.num_tokens for span in layout.spans])
+    num_tokens = int(offsets[-1])
+    mask = np.zeros((num_tokens, num_tokens), dtype=np.bool_)
+    distances = np.zeros((num_tokens, num_tokens), dtype=np.int64)
+    positions = np.zeros(num_tokens, dtype=np.int64)
+    token_ids = np.zeros(num_tokens, dtype=np.int64)
+    for index, span in enumerate(layout.spans):
+        rows = slice(offsets[index], offsets[index + 1])
+        positions[rows] = span.start + np.arange(span.num_tokens)
+        token_ids[rows] = span.token_ids
+        mask[rows, rows] = np.tri(span.num_tokens, dtype=np.bool_)
+        for view in span.views:
+            columns = slice(offsets[view.span], offsets[view.span + 1])
+            mask[rows, columns] = True
+            distances[rows, columns] = view.distance
+    return DenseLayout(token_ids, positions, mask, distances)
