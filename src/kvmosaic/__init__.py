@@ -1,1 +1,55 @@
 """kvmosaic: language models that answer from documents whose keys and values were computed once."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvmosaic.attention import Piece, composed_attention
+    from kvmosaic.config import ChunkCacheConfig, EngineConfig
+    from kvmosaic.errors import KVMosaicError
+    from kvmosaic.llm import LLM
+    from kvmosaic.prompt import Prompt, Segment
+    from kvmosaic.sampling import CompletionOutput, RequestOutput, SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "ChunkCacheConfig",
+    "CompletionOutput",
+    "EngineConfig",
+    "KVMosaicError",
+    "Piece",
+    "Prompt",
+    "RequestOutput",
+    "SamplingParams",
+    "Segment",
+    "composed_attention",
+]
+
+# Names are imported on first use, so that `import kvmosaic` and the command line's --help stay without torch.
+_HOMES = {
+    "LLM": "kvmosaic.llm",
+    "ChunkCacheConfig": "kvmosaic.config",
+    "CompletionOutput": "kvmosaic.sampling",
+    "EngineConfig": "kvmosaic.config",
+    "KVMosaicError": "kvmosaic.errors",
+    "Piece": "kvmosaic.attention",
+    "Prompt": "kvmosaic.prompt",
+    "RequestOutput": "kvmosaic.sampling",
+    "SamplingParams": "kvmosaic.sampling",
+    "Segment": "kvmosaic.prompt",
+    "composed_attention": "kvmosaic.attention",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvmosaic' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

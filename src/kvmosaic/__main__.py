@@ -1,0 +1,5 @@
+"""`python -m kvmosaic`: the command line."""
+
+from kvmosaic.cli import main
+
+main()

@@ -1,0 +1,22 @@
+"""Settings for every test: one torch thread, no network, repeatable random examples."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# Read when torch and tokenizers are first imported, and by the processes that tests start. Two workers with one thread
+# each are faster than many threads that wait for each other.
+for name, value in {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}.items():
+    os.environ.setdefault(name, value)
+
+# Timing is not what these tests are about: a busy machine must not fail them.
+settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("here"), derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "here")
