@@ -1,0 +1,114 @@
+"""Composed attention: one set of queries over pieces of keys that were cached anywhere, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvmosaic.attention.merge import apply_sinks, merge_partials
+from kvmosaic.attention.torch_backend import AttentionBackend, TorchBackend
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.rope import Rotation, turn
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One run of keys, used as if it stood `distance` positions further on than where it was computed.
+
+    key: [S, G, D] as cached (rotated at the positions it was computed at); any strides, never copied or written
+    value: [S, G, Dv]
+    distance: how far the keys are moved
+    causal: the last T of the S keys belong to the T queries: query i sees the first S - T + i + 1 keys
+    """
+
+    key: Tensor
+    value: Tensor
+    distance: int = 0
+    causal: bool = False
+
+
+def composed_attention(
+    query: Tensor,
+    pieces: Sequence[Piece],
+    *,
+    rotation: Rotation | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    backend: AttentionBackend | None = None,
+) -> Tensor:
+    """Attention over a list of pieces, each at its own distance, joined exactly.
+
+    A key rotated at position j and used at j + d scores q . R(d) k = (R(-d) q) . k, so the query is turned once per
+    distance and no key is touched.
+
+    Args:
+        query: [T, H, D], rotated at its own positions.
+        pieces: what the queries see; G divides H.
+        rotation: the model's rotation; needed as soon as a piece is moved.
+        scaling: factor on the scores; default D ** -0.5.
+        softcap: soft cap on the scores.
+        sinks: [H] learned sink scores.
+        backend: who computes one piece; default `TorchBackend()`.
+
+    Returns:
+        [T, H, Dv] in the dtype of the query.
+
+    Raises:
+        InvalidConfig: no pieces, shapes that do not fit, or a moved piece without a rotation.
+    """
+    _check(query, pieces, rotation)
+    backend = backend or TorchBackend()
+    num_rows = query.shape[0]
+    outputs, sums = [], []
+    for piece in pieces:
+        turned = query
+        if piece.distance and rotation is not None:
+            precision = torch.promote_types(query.dtype, torch.float32)
+            distances = torch.full((num_rows,), -piece.distance, device=query.device)
+            turned = turn(query, rotation.tables(distances, dtype=precision, device=query.device))
+        mask = None
+        if piece.causal:
+            num_keys = piece.key.shape[0]
+            ones = torch.ones(num_rows, num_keys, dtype=torch.bool, device=query.device)
+            mask = ones.tril_(num_keys - num_rows)
+        output, lse = backend.attend(
+            turned,
+            piece.key,
+            piece.value,
+            scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
+            mask=mask,
+            softcap=softcap,
+        )
+        outputs.append(output)
+        sums.append(lse)
+    rows = torch.arange(num_rows, device=query.device).repeat(len(pieces))
+    merged, lse = merge_partials(torch.cat(outputs), torch.cat(sums), rows, num_rows)
+    return merged if sinks is None else apply_sinks(merged, lse, sinks)
+
+
+def _check(query: Tensor, pieces: Sequence[Piece], rotation: Rotation | None) -> None:
+    if not pieces:
+        raise InvalidConfig("composed_attention got no pieces; a query needs at least one key to see")
+    if query.dim() != 3:
+        raise InvalidConfig(f"query must be [T, H, D], got the shape {list(query.shape)}")
+    for number, piece in enumerate(pieces):
+        key, value = list(piece.key.shape), list(piece.value.shape)
+        fits = len(key) == 3 and len(value) == 3 and key[:2] == value[:2] and key[0] > 0 and key[2] == query.shape[2]
+        if not fits or query.shape[1] % key[1]:
+            raise InvalidConfig(
+                f"piece {number} has keys {key} and values {value}, which do not fit the query {list(query.shape)}; "
+                "keys are [S, G, D] and values [S, G, Dv] with S > 0, the D of the query, and G dividing its heads"
+            )
+        if piece.causal and key[0] < query.shape[0]:
+            raise InvalidConfig(
+                f"piece {number} is causal with {key[0]} keys for {query.shape[0]} queries; "
+                "a causal piece ends with one key per query"
+            )
+        if piece.distance and rotation is None:
+            raise InvalidConfig(
+                f"piece {number} is moved by {piece.distance}, but no rotation was given; pass rotation=…"
+            )

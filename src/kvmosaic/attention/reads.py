@@ -1,0 +1,163 @@
+"""Reads: which keys the rows of a step read, as plain data.
+
+A step computes groups of rows. Every group sees runs of stored keys whole (each moved by its own distance), and its own
+rows causally. Windows and chunked masks only take keys away again, so one list of groups serves every layer; the plan for
+one kind of mask is made from it by `plan_reads`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+PoolName = Literal["request", "chunk_cache"]
+
+
+class Mask(Protocol):
+    """What a layer hides besides the future: nothing, all but a window, or other chunks of positions."""
+
+    @property
+    def kind(self) -> Literal["full", "window", "chunked"]:
+        """The kind of mask."""
+
+    @property
+    def size(self) -> int:
+        """Window or chunk length in positions; 0 for full."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRead:
+    """A run of stored keys that a group of rows sees."""
+
+    pool: PoolName
+    first_slot: int
+    num_tokens: int
+    position: int
+    """Where the first key stands for the reader: the position it was computed at, plus `distance`."""
+    distance: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Neighbouring rows of one span that a step computes.
+
+    A single row may list its own slot among its reads (`reads_itself`); several rows read each other causally.
+    """
+
+    first_row: int
+    num_rows: int
+    position: int
+    reads: tuple[RunRead, ...]
+    reads_itself: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One attention call: a slice of stacked queries against one run of keys."""
+
+    first: int
+    last: int
+    """The stacked queries [first, last)."""
+    pool: PoolName | None
+    """None: the keys of the step's own rows."""
+    first_slot: int
+    num_tokens: int
+    causal: bool = False
+    mask: Tensor | None = None
+    """[last - first, num_tokens] bool; None: everything is seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """All calls of one step for the layers with one kind of mask.
+
+    rows: [R] the row of every stacked query; queries that share a run stand side by side, so it is read once
+    distances: [R] how far the keys are moved for it
+    """
+
+    calls: tuple[Call, ...]
+    rows: Tensor
+    distances: Tensor
+    num_rows: int
+    is_moved: bool
+    is_single: bool
+    """Every row has exactly one call, in order: nothing to stack, nothing to merge."""
+
+
+@dataclass(slots=True)
+class _Stack:
+    """Readers of one run of keys."""
+
+    causal: bool = False
+    needs_mask: bool = False
+    readers: list[tuple[RowGroup, int, int]] = field(default_factory=list)
+    """Group, distance, position of the first key for the reader."""
+
+
+def plan_reads(groups: Sequence[RowGroup], mask: Mask, device: torch.device) -> ReadPlan:
+    """Trims every read to what the mask shows, and stacks the readers of equal runs into one call."""
+    stacks: dict[tuple[object, ...], _Stack] = {}
+    for number, group in enumerate(groups):
+        first_seen = _lowest_seen(mask, group.position)
+        last_seen = _lowest_seen(mask, group.position + group.num_rows - 1)
+        for read in group.reads:
+            hidden = max(0, first_seen - read.position)
+            if hidden >= read.num_tokens:
+                continue
+            position = read.position + hidden
+            masked = last_seen > position
+            run = (read.pool, read.first_slot + hidden, read.num_tokens - hidden)
+            stack = stacks.setdefault((*run, number) if masked else run, _Stack(needs_mask=masked))
+            stack.readers.append((group, read.distance, position))
+        if not group.reads_itself:
+            masked = last_seen > group.position
+            stack = _Stack(group.num_rows > 1, masked, [(group, 0, group.position)])
+            stacks[None, group.first_row, group.num_rows] = stack
+    return _stacked(stacks, mask, device)
+
+
+def _stacked(stacks: dict[tuple[object, ...], _Stack], mask: Mask, device: torch.device) -> ReadPlan:
+    calls: list[Call] = []
+    rows: list[int] = []
+    distances: list[int] = []
+    for (pool, first_slot, num_tokens, *_), stack in stacks.items():
+        first = len(rows)
+        for group, distance, _ in stack.readers:
+            rows.extend(range(group.first_row, group.first_row + group.num_rows))
+            distances.extend([distance] * group.num_rows)
+        shown = _shown_keys(stack, mask, num_tokens, device) if stack.needs_mask else None  # type: ignore[arg-type]
+        causal = stack.causal and shown is None
+        calls.append(Call(first, len(rows), pool, first_slot, num_tokens, causal, shown))  # type: ignore[arg-type]
+    num_rows = max(rows) + 1
+    return ReadPlan(
+        tuple(calls),
+        torch.tensor(rows, device=device),
+        torch.tensor(distances, device=device),
+        num_rows,
+        is_moved=any(distances),
+        is_single=rows == list(range(num_rows)),
+    )
+
+
+def _shown_keys(stack: _Stack, mask: Mask, num_tokens: int, device: torch.device) -> Tensor:
+    """[rows, num_tokens] bool: the keys that the only reader's rows see."""
+    ((group, _, position),) = stack.readers
+    lowest = [_lowest_seen(mask, group.position + row) for row in range(group.num_rows)]
+    keys = torch.arange(position, position + num_tokens, device=device)
+    shown = keys[None, :] >= torch.tensor(lowest, device=device)[:, None]
+    if stack.causal:
+        shown &= torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril_()
+    return shown
+
+
+def _lowest_seen(mask: Mask, position: int) -> int:
+    """Position of the earliest key that a row at `position` sees."""
+    if mask.kind == "window":
+        return position - mask.size + 1
+    if mask.kind == "chunked":
+        return position // mask.size * mask.size
+    return -(1 << 62)

@@ -1,0 +1,126 @@
+"""Step attention: what every layer does during one forward of composed prompts.
+
+    write the new keys and values into their slots
+    turn the stacked queries, one rotation per (row, distance)
+    one call per run of keys, whoever reads it
+    merge by log-sum-exp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kvmosaic.attention.merge import apply_sinks, merge_partials
+from kvmosaic.attention.reads import Call, Mask, PoolName, ReadPlan, RowGroup, plan_reads
+from kvmosaic.attention.torch_backend import AttentionBackend
+from kvmosaic.memory import BlockStorage
+from kvmosaic.rope import Rotation, RotationTables, turn
+
+
+class LayerAttention(Protocol):
+    """What step attention needs to know of a layer; `kvmosaic.model.LayerSpec` is one."""
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """The layer's rotation; None when its keys do not depend on positions."""
+
+    @property
+    def mask(self) -> Mask:
+        """What the layer hides."""
+
+
+class LayerCall(Protocol):
+    """One layer's attention call; `kvmosaic.model.AttentionCall` is one."""
+
+    layer_index: int
+    query: Tensor
+    """[T, H, D], normed and rotated."""
+    key: Tensor
+    """[T, G, D]."""
+    value: Tensor
+    """[T, G, Dv]."""
+    scaling: float
+    softcap: float | None
+    sinks: Tensor | None
+    module: nn.Module
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Where the rows of a step are stored: `rows` of the step go to `slots` of a pool."""
+
+    pool: PoolName
+    rows: Tensor | slice
+    slots: Tensor | slice
+
+
+class StepAttention:
+    """Receives every attention call of one forward."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerAttention],
+        storages: Mapping[PoolName, BlockStorage],
+        groups: Sequence[RowGroup],
+        writes: Sequence[Write],
+        backend: AttentionBackend,
+    ) -> None:
+        self._layers = layers
+        self._storages = storages
+        self._groups = groups
+        self._writes = writes
+        self._backend = backend
+        self._plans: dict[Mask, ReadPlan] = {}
+        self._tables: dict[tuple[Mask, Rotation], RotationTables] = {}
+
+    def __call__(self, call: LayerCall) -> Tensor:
+        """Attention of one layer: queries [T, H, D] to outputs [T, H, Dv]."""
+        index = call.layer_index
+        for write in self._writes:
+            self._storages[write.pool].write(index, write.slots, call.key[write.rows], call.value[write.rows])
+        layer = self._layers[index]
+        plan = self._plan(layer.mask, call.query.device)
+        query = call.query if plan.is_single else call.query[plan.rows]
+        if plan.is_moved and layer.rotation is not None:
+            query = turn(query, self._turning_tables(layer, plan, query))
+        results = [self._attend(call, query[part.first : part.last], part) for part in plan.calls]
+        if len(results) == 1:
+            output, lse = results[0]
+        else:
+            output, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
+        if not plan.is_single:
+            output, lse = merge_partials(output, lse, plan.rows, plan.num_rows)
+        if call.sinks is not None:
+            output = apply_sinks(output, lse, call.sinks)
+        return output
+
+    def _attend(self, call: LayerCall, query: Tensor, part: Call) -> tuple[Tensor, Tensor]:
+        if part.pool is None:
+            rows = slice(part.first_slot, part.first_slot + part.num_tokens)
+            key, value = call.key[rows], call.value[rows]
+        else:
+            key, value = self._storages[part.pool].run(call.layer_index, part.first_slot, part.num_tokens)
+        return self._backend.attend(
+            query, key, value, scaling=call.scaling, causal=part.causal, mask=part.mask, softcap=call.softcap
+        )
+
+    def _plan(self, mask: Mask, device: torch.device) -> ReadPlan:
+        plan = self._plans.get(mask)
+        if plan is None:
+            plan = self._plans[mask] = plan_reads(self._groups, mask, device)
+        return plan
+
+    def _turning_tables(self, layer: LayerAttention, plan: ReadPlan, query: Tensor) -> RotationTables:
+        assert layer.rotation is not None
+        key = (layer.mask, layer.rotation)
+        tables = self._tables.get(key)
+        if tables is None:
+            precision = torch.promote_types(query.dtype, torch.float32)
+            tables = layer.rotation.tables(-plan.distances, dtype=precision, device=query.device)
+            self._tables[key] = tables
+        return tables

@@ -1,0 +1,135 @@
+"""Torch backend: one attention call over one run of keys, on any device.
+
+Two ways to the same numbers. `attend_plain` writes out scores and softmax: it is the definition of correct, knows soft caps
+and any head sizes, and keeps its memory bounded by working through the queries in slices. `attend` takes torch's flash
+kernel for the CPU where that is possible. Both read grouped keys without copying them: the queries of the heads that
+share a key head are packed side by side.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_MAX_SCORES = 1 << 25
+"""Scores held at once by `attend_plain`."""
+
+
+class AttentionBackend(Protocol):
+    """Attention over one run of keys, with the log-sum-exp needed to join it with others."""
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        causal: bool = False,
+        mask: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attends R queries to S keys.
+
+        Args:
+            query: [R, H, D], rotated to meet the keys.
+            key: [S, G, D], any strides.
+            value: [S, G, Dv], any strides.
+            scaling: factor on the scores.
+            causal: query i sees the first i + 1 keys (R == S).
+            mask: [R, S] bool, True where a key is seen.
+            softcap: scores become softcap * tanh(score / softcap).
+
+        Returns:
+            outputs [R, H, Dv] in the dtype of the query, and log-sum-exp [R, H] in float32 (float64 for float64); a query
+            that sees nothing gives -inf.
+        """
+
+
+class TorchBackend:
+    """Attention with torch operations only."""
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        causal: bool = False,
+        mask: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `AttentionBackend.attend`."""
+        is_prefix = value.shape[-1] < key.shape[-1] and value.data_ptr() == key.data_ptr()
+        fits_flash = query.device.type == "cpu" and (value.shape[-1] == key.shape[-1] or is_prefix)
+        if not fits_flash or softcap is not None:
+            return attend_plain(query, key, value, scaling=scaling, causal=causal, mask=mask, softcap=softcap)
+        # values that are a prefix of the keys (latent attention): attend to the whole key, keep the prefix
+        output, lse = _attend_flash(query, key, key if is_prefix else value, scaling, causal, mask)
+        return output[..., : value.shape[-1]], lse
+
+
+def _attend_flash(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    num_rows, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    group = num_heads // num_kv_heads
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    if not causal and mask is None:
+        packed = query.view(num_rows, num_kv_heads, group, head_dim) if query.is_contiguous() else None
+        packed = (packed if packed is not None else query.unflatten(1, (num_kv_heads, group))).transpose(0, 1)
+        packed = packed.reshape(1, num_kv_heads, num_rows * group, head_dim)
+        output, lse = flash(packed, key.transpose(0, 1)[None], value.transpose(0, 1)[None], 0.0, False, scale=scaling)
+        output = output.reshape(num_kv_heads, num_rows, group, -1).transpose(0, 1).reshape(num_rows, num_heads, -1)
+        return output, lse.reshape(num_kv_heads, num_rows, group).transpose(0, 1).reshape(num_rows, num_heads)
+    # [G, H/G, R, D] against [G, 1 -> H/G, S, D]: every kv head is a batch row, its keys are expanded, not copied
+    heads = query.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
+    keys = key.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+    values = value.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+    bias = None
+    if mask is not None:
+        bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -torch.inf)
+        bias = bias[None, None]
+    output, lse = flash(heads, keys, values, 0.0, causal and mask is None, attn_mask=bias, scale=scaling)
+    output = output.permute(2, 0, 1, 3).reshape(num_rows, num_heads, -1)
+    lse = lse.permute(2, 0, 1).reshape(num_rows, num_heads)
+    if mask is not None:
+        lse = lse.masked_fill(~mask.any(1)[:, None], -torch.inf)
+    return output, lse
+
+
+def attend_plain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention written out; arguments and results as `AttentionBackend.attend`."""
+    num_rows, num_heads, _ = query.shape
+    num_keys, num_kv_heads, _ = key.shape
+    if causal and mask is None:
+        mask = torch.ones(num_rows, num_keys, dtype=torch.bool, device=query.device).tril_()
+    precision = torch.promote_types(query.dtype, torch.float32)
+    keys, values = key.to(precision), value.to(precision)
+    outputs, sums = [], []
+    step = max(1, _MAX_SCORES // (num_heads * num_keys))
+    for first in range(0, num_rows, step):
+        part = query[first : first + step].to(precision).unflatten(1, (num_kv_heads, -1))
+        scores = torch.einsum("rgjd,sgd->rgjs", part, keys) * scaling
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if mask is not None:
+            scores = scores.masked_fill(~mask[first : first + step, None, None, :], -torch.inf)
+        lse = torch.logsumexp(scores, dim=-1)
+        weights = torch.exp(scores - lse.nan_to_num(neginf=0.0)[..., None])
+        outputs.append(torch.einsum("rgjs,sgd->rgjd", weights, values).flatten(1, 2))
+        sums.append(lse.flatten(1, 2))
+    return torch.cat(outputs).to(query.dtype), torch.cat(sums)

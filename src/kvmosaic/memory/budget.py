@@ -1,0 +1,33 @@
+"""Memory budget: how many blocks fit."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from kvmosaic.errors import InvalidConfig
+
+MAX_BLOCKS = 1 << 22
+
+
+def blocks_within(num_bytes: int, bytes_per_block: int, purpose: str) -> int:
+    """Number of blocks that fit into a budget.
+
+    Raises:
+        InvalidConfig: not even one block fits.
+    """
+    count = min(num_bytes // max(bytes_per_block, 1), MAX_BLOCKS)
+    if count < 1:
+        raise InvalidConfig(
+            f"{purpose} is {num_bytes} bytes, but one block of this model takes {bytes_per_block} bytes; "
+            f"give it at least {bytes_per_block} bytes or use a smaller block_size"
+        )
+    return count
+
+
+def device_memory_bytes(device: torch.device) -> int:
+    """Total memory of a device: of the GPU, or of the machine for the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
