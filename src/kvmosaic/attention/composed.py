@@ -69,7 +69,7 @@ def composed_attention(
         if piece.distance and rotation is not None:
             precision = torch.promote_types(query.dtype, torch.float32)
             distances = torch.full((num_rows,), -piece.distance, device=query.device)
-            turned = turn(query, rotation.tables(distances, dtype=precision, device=query.device))
+            turned = turn(query, rotation.tables(distances, dtype=precision, device=query.device)).to(query.dtype)
         mask = None
         if piece.causal:
             num_keys = piece.key.shape[0]

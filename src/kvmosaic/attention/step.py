@@ -1,9 +1,9 @@
 """Step attention: what every layer does during one forward of composed prompts.
 
-    write the new keys and values into their slots
-    turn the stacked queries, one rotation per (row, distance)
-    one call per run of keys, whoever reads it
-    merge by log-sum-exp
+write the new keys and values into their slots
+turn the stacked queries, one rotation per (row, distance)
+one call per run of keys, whoever reads it
+merge by log-sum-exp
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class StepAttention:
         plan = self._plan(layer.mask, call.query.device)
         query = call.query if plan.is_single else call.query[plan.rows]
         if plan.is_moved and layer.rotation is not None:
-            query = turn(query, self._turning_tables(layer, plan, query))
+            query = turn(query, self._turning_tables(layer, plan, query)).to(call.query.dtype)
         results = [self._attend(call, query[part.first : part.last], part) for part in plan.calls]
         if len(results) == 1:
             output, lse = results[0]

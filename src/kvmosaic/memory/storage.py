@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What one layer stores per token.
+class StoredLayer(Protocol):
+    """What one layer stores per token; `kvmosaic.model.LayerSpec` is one.
 
     A layer whose values are a prefix of its keys (latent attention) stores the keys only; a layer that reads the keys of
     another layer stores nothing and names that layer in `source_layer`.
     """
 
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    source_layer: int
-    value_in_key: bool = False
+    @property
+    def num_kv_heads(self) -> int:
+        """G, key heads."""
 
-    def bytes_per_token(self, dtype: torch.dtype, layer_index: int) -> int:
+    @property
+    def key_dim(self) -> int:
+        """D, numbers in a key."""
+
+    @property
+    def value_dim(self) -> int:
+        """Dv, numbers in a value."""
+
+    @property
+    def source_layer(self) -> int:
+        """The layer whose keys are read: its own index, or an earlier one."""
+
+    @property
+    def value_in_key(self) -> bool:
+        """Whether the value is the first `value_dim` numbers of the key."""
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes that one token takes in this layer."""
-        if self.source_layer != layer_index:
-            return 0
-        width = self.key_dim if self.value_in_key else self.key_dim + self.value_dim
-        return self.num_kv_heads * width * dtype.itemsize
 
 
 class BlockStorage:
@@ -43,7 +52,7 @@ class BlockStorage:
     """
 
     def __init__(
-        self, layers: Sequence[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self, layers: Sequence[StoredLayer], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.layers = tuple(layers)
         self.num_blocks = num_blocks
@@ -67,7 +76,7 @@ class BlockStorage:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers."""
-        per_token = sum(layer.bytes_per_token(self.dtype, index) for index, layer in enumerate(self.layers))
+        per_token = sum(layer.bytes_per_token(self.dtype) for layer in self.layers)
         return per_token * self.block_size
 
     @property

@@ -1,0 +1,87 @@
+"""Batch: the rows of one forward, flattened, with their slots and reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvmosaic.attention import PoolName, RowGroup, RunRead, Write
+from kvmosaic.cache import BlockRun
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRows:
+    """Neighbouring tokens of one span, to be computed in a step.
+
+    token_ids: the tokens
+    position: position of the first one
+    pool, slots: where their keys and values are written; runs of slots, as many as tokens
+    reads: the stored keys that all of them see: earlier spans, and earlier tokens of their own span
+    reads_itself: a single token whose own slot is already among the reads
+    wants_logits: whether the logits of the last token are needed
+    """
+
+    token_ids: Sequence[int]
+    position: int
+    pool: PoolName
+    slots: Sequence[BlockRun]
+    reads: tuple[RunRead, ...]
+    reads_itself: bool = False
+    wants_logits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The rows of one forward as tensors: T tokens of any number of spans, R rows whose logits are wanted."""
+
+    token_ids: Tensor
+    positions: Tensor
+    logit_rows: Tensor
+    groups: tuple[RowGroup, ...]
+    writes: tuple[Write, ...]
+
+
+def flatten(spans: Sequence[SpanRows], device: torch.device) -> Batch:
+    """Lays the rows of all spans side by side."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    logit_rows: list[int] = []
+    groups: list[RowGroup] = []
+    rows: dict[PoolName, list[tuple[int, Sequence[BlockRun]]]] = {}
+    for span in spans:
+        first, count = len(token_ids), len(span.token_ids)
+        token_ids.extend(span.token_ids)
+        positions.extend(range(span.position, span.position + count))
+        groups.append(RowGroup(first, count, span.position, span.reads, span.reads_itself))
+        rows.setdefault(span.pool, []).append((first, span.slots))
+        if span.wants_logits:
+            logit_rows.append(len(token_ids) - 1)
+    return Batch(
+        torch.tensor(token_ids, device=device),
+        torch.tensor(positions, device=device),
+        torch.tensor(logit_rows, dtype=torch.long, device=device),
+        tuple(groups),
+        tuple(_write(pool, parts, device) for pool, parts in rows.items()),
+    )
+
+
+def _write(pool: PoolName, parts: Sequence[tuple[int, Sequence[BlockRun]]], device: torch.device) -> Write:
+    """One write per pool; slices where rows and slots are neighbours, so that nothing is scattered."""
+    rows: list[int] = []
+    slots: list[int] = []
+    for first, runs in parts:
+        for run in runs:
+            slots.extend(range(run.first_slot, run.first_slot + run.num_tokens))
+        rows.extend(range(first, first + sum(run.num_tokens for run in runs)))
+    return Write(pool, _slice_or_index(rows, device), _slice_or_index(slots, device))
+
+
+def _slice_or_index(numbers: list[int], device: torch.device) -> Tensor | slice:
+    if numbers[-1] - numbers[0] + 1 == len(numbers) and all(
+        b - a == 1 for a, b in zip(numbers, numbers[1:], strict=False)
+    ):
+        return slice(numbers[0], numbers[-1] + 1)
+    return torch.tensor(numbers, device=device)

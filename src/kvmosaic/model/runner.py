@@ -1,0 +1,49 @@
+"""Runner: one forward of an unmodified transformers model over rows of many spans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvmosaic.attention import AttentionBackend, PoolName, StepAttention, TorchBackend
+from kvmosaic.cache import BlockCopy
+from kvmosaic.memory import BlockStorage
+from kvmosaic.model.batch import SpanRows, flatten
+from kvmosaic.model.load import LoadedModel
+
+
+class Runner:
+    """Owns the block tensors of both pools and carries out steps on them."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        num_blocks: Mapping[PoolName, int],
+        block_size: int,
+        backend: AttentionBackend | None = None,
+    ) -> None:
+        self.model = model
+        self.backend = backend or TorchBackend()
+        self.storages: dict[PoolName, BlockStorage] = {
+            pool: BlockStorage(model.layers, count, block_size, model.dtype, model.device)
+            for pool, count in num_blocks.items()
+        }
+
+    def run(self, spans: Sequence[SpanRows], copies: Sequence[BlockCopy] = ()) -> Tensor:
+        """Computes the keys and values of all given rows and stores them.
+
+        Args:
+            spans: the rows; those that others read may stand anywhere in the list.
+            copies: blocks of the request pool to copy before anything is written (copy-on-write).
+
+        Returns:
+            [R, V] logits in float32 (float64 for float64 models), one row for every span that wants them, in order.
+        """
+        for copy in copies:
+            self.storages["request"].copy_block(copy.source, copy.target)
+        batch = flatten(spans, self.model.device)
+        receiver = StepAttention(self.model.layers, self.storages, batch.groups, batch.writes, self.backend)
+        logits = self.model.forward(batch.token_ids, batch.positions, batch.logit_rows, receiver)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
