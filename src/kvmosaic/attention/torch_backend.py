@@ -1,7 +1,7 @@
 """Torch backend: one attention call over one run of keys, on any device.
 
-Two ways to the same numbers. `attend_plain` writes out scores and softmax: it is the definition of correct, knows soft caps
-and any head sizes, and keeps its memory bounded by working through the queries in slices. `attend` takes torch's flash
+Two ways to the same numbers. `attend_plain` writes out scores and softmax: it is the definition of correct, knows soft
+caps and any head sizes, and keeps its memory bounded by working through the queries in slices. `attend` takes torch's flash
 kernel for the CPU where that is possible. Both read grouped keys without copying them: the queries of the heads that
 share a key head are packed side by side.
 """
@@ -43,8 +43,8 @@ class AttentionBackend(Protocol):
             softcap: scores become softcap * tanh(score / softcap).
 
         Returns:
-            outputs [R, H, Dv] in the dtype of the query, and log-sum-exp [R, H] in float32 (float64 for float64); a query
-            that sees nothing gives -inf.
+            outputs [R, H, Dv] in the dtype of the query, and log-sum-exp [R, H] in float32 (float64 for float64);
+            a query that sees nothing gives -inf.
         """
 
 

@@ -17,7 +17,7 @@ def arrange(prompt: Prompt, strategy: PositionStrategy = "shared", chunk_context
         absolute      chunk i at its `position_offset`; the question after the last token of all
 
     A chunk is *computed* in a place that does not depend on the other chunks: right after what it sees (the system
-    prompt, and chunks named in `sees`), or from position 0 when it sees nothing. The question's views move it from there.
+    prompt, and chunks named in `sees`), or from position 0 when it sees nothing. The question's views move it.
 
     Raises:
         InvalidOffset: an offset that is missing, unexpected or inside the system prompt.

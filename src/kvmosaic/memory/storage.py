@@ -12,8 +12,8 @@ from torch import Tensor
 class StoredLayer(Protocol):
     """What one layer stores per token; `kvmosaic.model.LayerSpec` is one.
 
-    A layer whose values are a prefix of its keys (latent attention) stores the keys only; a layer that reads the keys of
-    another layer stores nothing and names that layer in `source_layer`.
+    A layer whose values are a prefix of its keys (latent attention) stores the keys only; a layer that reads the keys
+    of another layer stores nothing and names that layer in `source_layer`.
     """
 
     @property
@@ -85,7 +85,7 @@ class BlockStorage:
         return self.bytes_per_block * self.num_blocks
 
     def write(self, layer_index: int, slots: Tensor | slice, keys: Tensor, values: Tensor) -> None:
-        """Stores the keys [n, G, D] and values [n, G, Dv] of n tokens; layers without storage of their own skip this."""
+        """Stores the keys [n, G, D] and values [n, G, Dv] of n tokens; layers that store nothing skip this."""
         layer = self.layers[layer_index]
         if layer.source_layer != layer_index:
             return

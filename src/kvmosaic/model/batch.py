@@ -80,8 +80,6 @@ def _write(pool: PoolName, parts: Sequence[tuple[int, Sequence[BlockRun]]], devi
 
 
 def _slice_or_index(numbers: list[int], device: torch.device) -> Tensor | slice:
-    if numbers[-1] - numbers[0] + 1 == len(numbers) and all(
-        b - a == 1 for a, b in zip(numbers, numbers[1:], strict=False)
-    ):
+    if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
         return slice(numbers[0], numbers[-1] + 1)
     return torch.tensor(numbers, device=device)

@@ -109,6 +109,7 @@ class Prompt:
             question: token ids of the question.
             names: one name per chunk, for reports, pins and deletion.
             salt: tenant salt.
+
         Raises:
             EmptySegment: a segment has no tokens.
             InvalidPrompt: no question, or a different number of names and chunks.
