@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvmosaic.console import folder as folders
+from kvmosaic.console.folder import read_documents
+from kvmosaic.errors import InvalidDocument
+
+
+def test_documents_are_text_files_sorted_by_name(tmp_path: Path) -> None:
+    (tmp_path / "b.md").write_text("second\n")
+    (tmp_path / "a.txt").write_text("\ufefffirst")
+    (tmp_path / "c.pdf").write_bytes(b"%PDF")
+    (tmp_path / ".hidden.txt").write_text("hidden")
+    (tmp_path / "folder.txt").mkdir()
+    assert read_documents(tmp_path) == [{"id": "a", "text": "first"}, {"id": "b", "text": "second"}]
+
+
+def test_files_with_one_stem_keep_their_endings(tmp_path: Path) -> None:
+    for name in ("a.md", "a.txt", "b.txt"):
+        (tmp_path / name).write_text(name)
+    assert [document["id"] for document in read_documents(tmp_path)] == ["a.md", "a.txt", "b"]
+
+
+def test_folder_that_is_missing_or_a_file_is_named_in_the_error(tmp_path: Path) -> None:
+    with pytest.raises(InvalidDocument, match="nowhere does not exist"):
+        read_documents(tmp_path / "nowhere")
+    (tmp_path / "file.txt").write_text("text")
+    with pytest.raises(InvalidDocument, match="file.txt is not a folder"):
+        read_documents(tmp_path / "file.txt")
+
+
+def test_folder_without_text_files_says_what_it_looks_for(tmp_path: Path) -> None:
+    with pytest.raises(InvalidDocument, match=r"no \.txt or \.md file"):
+        read_documents(tmp_path)
+
+
+def test_undecodable_and_empty_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    with pytest.raises(InvalidDocument, match=r"latin\.txt is not UTF-8 text \(byte 3\)"):
+        read_documents(tmp_path)
+    (tmp_path / "latin.txt").write_text(" \n")
+    with pytest.raises(InvalidDocument, match=r"latin\.txt is empty"):
+        read_documents(tmp_path)
+
+
+def test_sizes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("x" * 100)
+    for limit, value, message in [
+        ("MAX_FILES", 1, "has 2 documents; at most 1"),
+        ("MAX_FILE_BYTES", 99, "has 100 bytes; a document may have 99"),
+        ("MAX_FOLDER_BYTES", 150, "more than 150 characters"),
+    ]:
+        with monkeypatch.context() as patch, pytest.raises(InvalidDocument, match=message):
+            patch.setattr(folders, limit, value)
+            read_documents(tmp_path)
