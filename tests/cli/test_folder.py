@@ -28,7 +28,7 @@ def test_folder_that_is_missing_or_a_file_is_named_in_the_error(tmp_path: Path) 
     with pytest.raises(InvalidDocument, match="nowhere does not exist"):
         read_documents(tmp_path / "nowhere")
     (tmp_path / "file.txt").write_text("text")
-    with pytest.raises(InvalidDocument, match="file.txt is not a folder"):
+    with pytest.raises(InvalidDocument, match=r"file\.txt is not a folder"):
         read_documents(tmp_path / "file.txt")
 
 
@@ -52,7 +52,7 @@ def test_sizes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for limit, value, message in [
         ("MAX_FILES", 1, "has 2 documents; at most 1"),
         ("MAX_FILE_BYTES", 99, "has 100 bytes; a document may have 99"),
-        ("MAX_FOLDER_BYTES", 150, "more than 150 characters"),
+        ("MAX_FOLDER_BYTES", 150, "longer than 150 characters"),
     ]:
         with monkeypatch.context() as patch, pytest.raises(InvalidDocument, match=message):
             patch.setattr(folders, limit, value)

@@ -20,7 +20,7 @@ def read_documents(folder: Path) -> list[dict[str, str]]:
     hidden files are left out.
 
     Raises:
-        InvalidDocument: not a folder, no such file in it, too many or too large files, or a file that is not UTF-8 text.
+        InvalidDocument: not a folder, no such file in it, too many or too large files, or a file that is not UTF-8.
     """
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"

@@ -11,9 +11,10 @@ def printable(text: str) -> str:
 
 
 def _mark(character: str) -> str:
-    if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cs") and character not in _DIRECTIONS:
+    if character in "\n\t":
         return character
-    return "\N{REPLACEMENT CHARACTER}"
+    steers = character in _DIRECTIONS or unicodedata.category(character) in ("Cc", "Cs")
+    return "\N{REPLACEMENT CHARACTER}" if steers else character
 
 
 _DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
