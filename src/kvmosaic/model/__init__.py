@@ -1,0 +1,18 @@
+"""transformers behind one door: loading, finding out what a model does, and reaching its attention."""
+
+from kvmosaic.model.hook import ATTENTION_NAME, AttentionCall, Receiver, attention_scope, install
+from kvmosaic.model.layers import LayerSpec, MaskSpec
+from kvmosaic.model.load import load_model
+from kvmosaic.model.loaded import LoadedModel
+
+__all__ = [
+    "ATTENTION_NAME",
+    "AttentionCall",
+    "LayerSpec",
+    "LoadedModel",
+    "MaskSpec",
+    "Receiver",
+    "attention_scope",
+    "install",
+    "load_model",
+]

@@ -1,0 +1,14 @@
+"""Finding a model's rotation, and turning heads by a distance."""
+
+from kvmosaic.rope.detect import PROBE_POSITIONS, Detection, detect_rotation
+from kvmosaic.rope.rotation import Rotation, RotationLayout, RotationTables, turn
+
+__all__ = [
+    "PROBE_POSITIONS",
+    "Detection",
+    "Rotation",
+    "RotationLayout",
+    "RotationTables",
+    "detect_rotation",
+    "turn",
+]

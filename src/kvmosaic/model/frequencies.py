@@ -1,0 +1,78 @@
+"""Rotary frequencies: collecting a model's buffers, and pinning those that change with the longest position.
+
+Dynamic NTK and LongRoPE choose their frequencies from the longest position of the whole batch and write them into the
+module: one long request would change every other one, and no cached key would stay true. They are chosen once, for the
+longest sequence the model will run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+def frequency_buffers(module: nn.Module) -> list[Tensor]:
+    """Every different `*inv_freq` buffer of a model, each [pairs]."""
+    found: list[Tensor] = []
+    for name, buffer in module.named_buffers():
+        is_frequency = name.endswith("inv_freq") and not name.endswith("original_inv_freq") and buffer.dim() == 1
+        if is_frequency and not any(torch.equal(buffer, other) for other in found):
+            found.append(buffer)
+    return found
+
+
+def changes_with_length(module: nn.Module) -> bool:
+    """Whether any frequencies depend on the longest position of a batch."""
+    return any(True for _ in _changing(module))
+
+
+def pin_frequencies(module: nn.Module, max_positions: int) -> None:
+    """Fixes all frequencies as if a sequence of `max_positions` were in every batch. Static ones are left alone.
+
+    For LongRoPE this means the long factors whenever `max_positions` is above the original length.
+    """
+    for rotary, layer_type, rope_type in list(_changing(module)):
+        prefix = f"{layer_type}_" if layer_type else ""
+        buffer: Tensor = getattr(rotary, f"{prefix}inv_freq")
+        keywords = {"layer_type": layer_type} if layer_type else {}
+        pinned, scaling = ROPE_INIT_FUNCTIONS[rope_type](
+            rotary.config, buffer.device, seq_len=max_positions, **keywords
+        )
+        buffer.copy_(pinned.to(buffer.device, buffer.dtype))
+        if isinstance(rotary.rope_type, dict):
+            rotary.rope_type = {**rotary.rope_type, layer_type: "default"}
+        else:
+            rotary.rope_type = "default"
+        if hasattr(rotary, "rope_init_fn"):
+            _pin_recomputed(rotary, pinned, scaling, max_positions)
+
+
+def _changing(module: nn.Module) -> Iterator[tuple[Any, str | None, str]]:
+    """Rotary modules whose frequencies change: (module, layer type or None, rope type)."""
+    for rotary in module.modules():
+        rope_type = getattr(rotary, "rope_type", None)
+        if isinstance(rope_type, str):
+            kinds: dict[str | None, str] = {None: rope_type}
+        elif isinstance(rope_type, dict):
+            kinds = {str(name): str(kind) for name, kind in rope_type.items()}
+        else:
+            continue
+        for layer_type, kind in kinds.items():
+            if "dynamic" in kind or kind == "longrope":
+                yield rotary, layer_type, kind
+
+
+def _pin_recomputed(rotary: Any, pinned: Tensor, scaling: float, max_positions: int) -> None:
+    """Pins a module that computes its frequencies anew in every forward (Phi-MoE)."""
+    rotary.rope_init_fn = lambda *_, **__: (pinned, scaling)
+    parameters = dict(rotary.config.rope_parameters)
+    if "long_mscale" in parameters:
+        is_long = max_positions > parameters["original_max_position_embeddings"]
+        chosen = parameters["long_mscale" if is_long else "short_mscale"]
+        rotary.config = copy.deepcopy(rotary.config)
+        rotary.config.rope_parameters = {**parameters, "long_mscale": chosen, "short_mscale": chosen}

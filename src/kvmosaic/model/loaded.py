@@ -1,0 +1,176 @@
+"""A transformers model that answers through our attention, and what is known about it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvmosaic.errors import InvalidConfig, UnsupportedModel
+from kvmosaic.model.fingerprint import fingerprint as compute_fingerprint
+from kvmosaic.model.frequencies import changes_with_length, pin_frequencies
+from kvmosaic.model.hook import Receiver, attention_scope
+from kvmosaic.model.layers import LayerSpec
+from kvmosaic.model.probe import probe_layers
+
+_MAX_POSITIONS = 2**27
+_LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
+
+
+@dataclass(eq=False)
+class LoadedModel:
+    """A model with its tokenizer, its layers and its limits. Build it with `load_model` or `from_module`.
+
+    The module is the user's own transformers model, unchanged but for three things: its attention function, frequencies
+    that would change with length (pinned), and latent attention modules that hand out latents while a receiver listens.
+    """
+
+    module: Any
+    tokenizer: Any
+    """A transformers tokenizer, or None if the model came without one."""
+    config: Any
+    """The configuration of the text model."""
+    layers: tuple[LayerSpec, ...]
+    max_positions: int | None
+    """Positions 0 … max_positions - 1 may be used; None: no limit."""
+    max_forward_tokens: int | None
+    """Most tokens of one flattened forward, for models that count them; None: no limit."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    fingerprint: str
+    """Identity of the model: see `fingerprint`."""
+    _keeps_rows: bool = field(default=True, repr=False)
+
+    @classmethod
+    def from_module(
+        cls, model: Any, tokenizer: Any = None, fingerprint: str | None = None, *, max_positions: int | None = None
+    ) -> LoadedModel:
+        """Takes a transformers model that is already in memory. It is put in evaluation mode.
+
+        Args:
+            model: a `...ForCausalLM`.
+            tokenizer: its tokenizer, if text goes in or comes out.
+            fingerprint: its identity, if it is known; otherwise computed from configuration and weights.
+            max_positions: the longest sequence to be run, at most what the model has. Frequencies that change with the
+                length are pinned for it.
+
+        Raises:
+            UnsupportedModel: its attention cannot be reached, or its tokens are mixed by more than attention.
+            InvalidConfig: `max_positions` is not between 1 and the model's limit.
+        """
+        model.eval()
+        config = model.config.get_text_config()
+        limit = _position_limit(config)
+        if max_positions is not None:
+            limit = _checked_positions(max_positions, limit, changes_with_length(model))
+        pin_frequencies(model, limit or _MAX_POSITIONS)
+        layers = probe_layers(model, limit)
+        forward_limit = _counted_tokens(config, layers)
+        embeddings = model.get_input_embeddings().weight
+        return cls(
+            module=model,
+            tokenizer=tokenizer,
+            config=config,
+            layers=layers,
+            max_positions=min(limit or forward_limit, forward_limit) if forward_limit else limit,
+            max_forward_tokens=forward_limit,
+            vocab_size=min(int(config.vocab_size), embeddings.shape[0]),
+            eos_token_ids=_eos_token_ids(model, tokenizer),
+            dtype=embeddings.dtype,
+            device=embeddings.device,
+            fingerprint=fingerprint or compute_fingerprint(model, model.config),
+            _keeps_rows="logits_to_keep" in inspect.signature(model.forward).parameters,
+        )
+
+    @property
+    def immovable_reason(self) -> str:
+        """Why cached tokens cannot be used at another position, naming the layers; empty when they can."""
+        reasons: dict[str, list[int]] = {}
+        for layer in self.layers:
+            if not layer.is_movable:
+                reasons.setdefault(layer.immovable_reason, []).append(layer.index)
+        return "; ".join(f"{_layer_range(indices, len(self.layers))}: {why}" for why, indices in reasons.items())
+
+    @property
+    def is_movable(self) -> bool:
+        """Whether every layer's keys may be used at another position than the one they were computed at."""
+        return all(layer.is_movable for layer in self.layers)
+
+    def bytes_per_token(self, dtype: torch.dtype | None = None) -> int:
+        """Bytes of keys and values that one token takes in all layers."""
+        return sum(layer.bytes_per_token(dtype or self.dtype) for layer in self.layers)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, receiver: Receiver) -> Tensor:
+        """One flattened forward: all tokens side by side, told apart by the receiver alone.
+
+        Args:
+            token_ids: [T] whole numbers on the model's device.
+            positions: [T], where each token stands.
+            logit_rows: [R], the rows whose logits are wanted.
+            receiver: called once per layer, in order.
+
+        Returns:
+            [R, V] logits, in the model's dtype.
+        """
+        if self.max_forward_tokens is not None and token_ids.shape[0] > self.max_forward_tokens:
+            raise UnsupportedModel(
+                f"{type(self.module).__name__} counts the tokens of a forward and is exact up to "
+                f"{self.max_forward_tokens}, got {token_ids.shape[0]}; lower max_batched_tokens"
+            )
+        arguments = {"logits_to_keep": logit_rows} if self._keeps_rows else {}
+        with torch.inference_mode(), attention_scope(receiver):
+            logits: Tensor = self.module(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **arguments
+            ).logits[0]
+            return logits if self._keeps_rows else logits[logit_rows]
+
+
+def _position_limit(config: Any) -> int | None:
+    """The most positions a configuration allows, or None."""
+    for name in _LENGTH_FIELDS:
+        limit = getattr(config, name, None)
+        if isinstance(limit, int) and limit > 0:
+            return limit
+    return None
+
+
+def _checked_positions(wanted: int, limit: int | None, may_exceed: bool) -> int:
+    """A user's `max_positions`; frequencies made for any length may go beyond the configuration's."""
+    highest = _MAX_POSITIONS if limit is None or may_exceed else limit
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or not 1 <= wanted <= highest:
+        raise InvalidConfig(f"max_positions must be a whole number between 1 and {highest}, got {wanted!r}")
+    return wanted
+
+
+def _counted_tokens(config: Any, layers: tuple[LayerSpec, ...]) -> int | None:
+    """Tokens after which a model that counts rows instead of reading positions goes wrong.
+
+    Llama 4 scales the queries of its layers without rotation by the row number, from row `floor_scale` on.
+    """
+    if getattr(config, "attn_temperature_tuning", False) and any(layer.rotation is None for layer in layers):
+        scale = getattr(config, "floor_scale", None)
+        return int(scale) - 1 if scale else None
+    return None
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end an answer: the generation configuration's (or the model's), and the tokenizer's."""
+    found: set[int] = set()
+    generation = getattr(model, "generation_config", None)
+    declared = getattr(generation, "eos_token_id", None)
+    if declared is None:
+        declared = getattr(model.config.get_text_config(), "eos_token_id", None)
+    for token in (declared, getattr(tokenizer, "eos_token_id", None)):
+        found.update(token if isinstance(token, list | tuple) else [] if token is None else [token])
+    return tuple(sorted(int(token) for token in found))
+
+
+def _layer_range(indices: list[int], total: int) -> str:
+    if len(indices) == total:
+        return "every layer" if total > 1 else "its only layer"
+    return ("layers " if len(indices) > 1 else "layer ") + ", ".join(str(index) for index in indices)

@@ -1,0 +1,276 @@
+"""Reading a model's attention layers off the model itself, by a few tiny forwards.
+
+Attention is replaced by "every token returns its own value", which makes three questions answerable in all layers at
+once: does every layer call attention exactly once; does anything besides attention mix tokens; and how do queries and
+keys of the same token change with its position?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvmosaic.errors import UnsupportedModel
+from kvmosaic.model.frequencies import frequency_buffers
+from kvmosaic.model.hook import ATTENTION_NAME, PROBE_NAME, AttentionCall, attention_scope, install
+from kvmosaic.model.latent import can_keep_latent, expand_again, keep_latent
+from kvmosaic.model.layers import LayerSpec, MaskSpec
+from kvmosaic.model.masks import read_mask
+from kvmosaic.rope import PROBE_POSITIONS, Detection, detect_rotation
+
+_NUM_TOKENS = 6
+_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
+_FINE_TOLERANCE = 1e-4
+
+
+def probe_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...]:
+    """Finds out what every attention layer of a transformers model does, and leaves the model ready for our receivers.
+
+    Args:
+        module: a `...ForCausalLM` in evaluation mode, with pinned frequencies.
+        max_positions: the most positions the model has, if it has a limit.
+
+    Raises:
+        UnsupportedModel: attention cannot be reached in every layer, or tokens are mixed by something else.
+    """
+    install()
+    before = module.config._attn_implementation
+    for part in module.modules():
+        expand_again(part)
+    try:
+        _select(module, PROBE_NAME)
+        layers = _read_layers(module, max_positions)
+        _select(module, ATTENTION_NAME)
+    except BaseException:
+        module.set_attn_implementation(before)
+        raise
+    return layers
+
+
+def _read_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...]:
+    tokens = _probe_tokens(module)
+    contiguous = list(range(_NUM_TOKENS))
+    calls, _ = _record(module, tokens, contiguous)
+    _check_calls(module, calls)
+    changed = [tokens[-1], *tokens[1:]]
+    others, _ = _record(module, changed, contiguous)
+    _check_independence(calls, others)
+    positions = [position for position in PROBE_POSITIONS if max_positions is None or position < max_positions]
+    same, _ = _record(module, [tokens[0]] * len(positions), positions)
+    frequencies = frequency_buffers(module)
+    detections = [detect_rotation(call.query, call.key, call.value, positions, frequencies) for call in same]
+    sources = _sources(calls)
+    masks = _masks(calls, max_positions)
+    layers = [
+        _layer(call, detection, mask, source)
+        for call, detection, mask, source in zip(calls, detections, masks, sources, strict=True)
+    ]
+    return _with_latents(module, tokens, calls, layers)
+
+
+def _select(module: Any, name: str) -> None:
+    """Switches the model to one of our attention functions, or says that it has no such switch."""
+    try:
+        module.set_attn_implementation(name)
+    except (ValueError, KeyError, AttributeError, NotImplementedError) as error:
+        raise UnsupportedModel(f"{_name(module)} cannot be given another attention function: {error}") from error
+    if module.config.get_text_config()._attn_implementation != name:
+        raise UnsupportedModel(
+            f"the attention of {_name(module)} cannot be reached: it is written into the model instead of being called "
+            "through transformers' AttentionInterface"
+        )
+
+
+def _record(module: Any, tokens: Sequence[int], positions: Sequence[int]) -> tuple[list[AttentionCall], Tensor]:
+    """One forward in which every token returns its own value: the calls in layer order, and all logits."""
+    calls: list[AttentionCall] = []
+
+    def own_value(call: AttentionCall) -> Tensor:
+        calls.append(call)
+        return call.value.repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
+
+    device = module.get_input_embeddings().weight.device
+    try:
+        with torch.inference_mode(), attention_scope(own_value):
+            output = module(
+                input_ids=torch.tensor([tokens], device=device),
+                position_ids=torch.tensor([positions], device=device),
+                use_cache=False,
+            )
+    except Exception as error:  # whatever the model's code raises, the answer is the same
+        raise UnsupportedModel(
+            f"{_name(module)} fails when its attention is called from outside "
+            f"({type(error).__name__}: {error}); its layers use the mask or the cache for something else"
+        ) from error
+    calls.sort(key=lambda call: call.layer_index)
+    return calls, output.logits[0]
+
+
+def _check_calls(module: Any, calls: list[AttentionCall]) -> None:
+    """Requires exactly one call per layer."""
+    indices = [call.layer_index for call in calls]
+    num_layers = max(int(module.config.get_text_config().num_hidden_layers), max(indices, default=-1) + 1)
+    if not indices:
+        raise UnsupportedModel(
+            f"{_name(module)} never calls its attention through transformers' AttentionInterface, so it cannot be reached"
+        )
+    missing = sorted(set(range(num_layers)) - set(indices))
+    if missing:
+        raise UnsupportedModel(
+            f"{_name(module)}: {_layers_text(missing)} of {num_layers} never call attention{_layer_kinds(module, missing)}; "
+            "what such a layer knows about earlier tokens is one state that depends on their order and cannot be composed"
+        )
+    twice = sorted({index for index in indices if indices.count(index) > 1})
+    if twice:
+        raise UnsupportedModel(
+            f"{_name(module)}: {_layers_text(twice)} call attention more than once per forward; exactly one is supported"
+        )
+
+
+def _check_independence(calls: list[AttentionCall], others: list[AttentionCall]) -> None:
+    """Requires that a token's queries, keys and values ignore the token before it when attention does."""
+    tolerance = _TOLERANCE.get(calls[0].query.dtype, _FINE_TOLERANCE)
+    for call, other in zip(calls, others, strict=True):
+        for name in ("query", "key", "value"):
+            mine, theirs = (getattr(part, name)[1:].double() for part in (call, other))
+            if float((mine - theirs).abs().max()) > tolerance * max(float(mine.abs().max()), 1e-30):
+                raise UnsupportedModel(
+                    f"{_name(call.module)}: layer {call.layer_index} mixes tokens outside attention (a recurrent or "
+                    "convolutional state); such a state depends on the order of all tokens and cannot be composed"
+                )
+
+
+def _masks(calls: list[AttentionCall], max_positions: int | None) -> list[MaskSpec]:
+    """Every layer's mask: from its predicate, else from its window argument."""
+    known: dict[int, MaskSpec | None] = {}
+    masks = []
+    for call in calls:
+        if callable(call.mask):
+            if id(call.mask) not in known:
+                known[id(call.mask)] = read_mask(call.mask, call.query.device)
+            mask = known[id(call.mask)]
+        else:
+            mask = MaskSpec("window", call.window) if call.window else MaskSpec()
+        if mask is None:
+            raise UnsupportedModel(
+                f"{_name(call.module)}: the mask of layer {call.layer_index} is neither causal nor a causal window or "
+                "chunk, so parts of a prompt cannot be computed before the rest is known"
+            )
+        reaches_all = max_positions is not None and mask.size >= max_positions
+        masks.append(MaskSpec() if reaches_all else mask)
+    return masks
+
+
+def _sources(calls: list[AttentionCall]) -> list[int]:
+    """For every layer, the first layer with exactly the same keys and values."""
+    first: dict[tuple[bytes, bytes], int] = {}
+    return [first.setdefault((_bytes(call.key), _bytes(call.value)), call.layer_index) for call in calls]
+
+
+def _layer(call: AttentionCall, detection: Detection, mask: MaskSpec, source: int) -> LayerSpec:
+    return LayerSpec(
+        index=call.layer_index,
+        num_query_heads=call.query.shape[1],
+        num_kv_heads=call.key.shape[1],
+        key_dim=call.key.shape[2],
+        value_dim=call.value.shape[2],
+        rotation=detection.rotation,
+        is_movable=detection.is_movable,
+        immovable_reason=detection.reason,
+        mask=mask,
+        source_layer=source,
+    )
+
+
+def _with_latents(
+    module: Any, tokens: list[int], expanded: list[AttentionCall], layers: list[LayerSpec]
+) -> tuple[LayerSpec, ...]:
+    """Switches latent attention layers to latents, each only if its scores and values stay the same."""
+    projections = {
+        call.layer_index: keep_latent(call.module)
+        for call, layer in zip(expanded, layers, strict=True)
+        if can_keep_latent(call.module) and layer.is_stored and _turns_its_end(call.module, layer)
+    }
+    if not projections:
+        return tuple(layers)
+    latents, _ = _record(module, tokens, list(range(_NUM_TOKENS)))
+    for index, projection in projections.items():
+        call, latent = expanded[index], latents[index]
+        if not _is_same(call, latent, projection.expand(_repeated(latent))):
+            expand_again(call.module)
+            continue
+        rotation = layers[index].rotation
+        width = projection.rank + projection.rope_dim
+        layers[index] = LayerSpec(
+            index=index,
+            num_query_heads=latent.query.shape[1],
+            num_kv_heads=1,
+            key_dim=width,
+            value_dim=projection.rank,
+            rotation=rotation.at(projection.rank, width) if rotation else None,
+            is_movable=layers[index].is_movable,
+            immovable_reason=layers[index].immovable_reason,
+            mask=layers[index].mask,
+            source_layer=index,
+            value_in_key=True,
+        )
+    return tuple(layers)
+
+
+def _turns_its_end(module: nn.Module, layer: LayerSpec) -> bool:
+    """Whether a layer rotates exactly the part of its heads that is kept beside the latent."""
+    rotation = layer.rotation
+    return rotation is None or (
+        rotation.offset == module.qk_nope_head_dim and layer.num_query_heads == layer.num_kv_heads
+    )
+
+
+def _repeated(call: AttentionCall) -> Tensor:
+    return call.value.expand(-1, call.query.shape[1], -1)
+
+
+def _is_same(call: AttentionCall, latent: AttentionCall, value: Tensor) -> bool:
+    """Whether latent attention gives the scores and values of the expanded heads."""
+    tolerance = _TOLERANCE.get(call.query.dtype, _FINE_TOLERANCE)
+    scores, latent_scores = (
+        torch.einsum("qhd,khd->hqk", part.query.double(), part.key.double().expand(-1, part.query.shape[1], -1))
+        for part in (call, latent)
+    )
+    pairs = ((scores, latent_scores), (call.value.double(), value.double()))
+    return all(float((mine - other).abs().max()) <= tolerance * float(mine.abs().max()) for mine, other in pairs)
+
+
+def _probe_tokens(module: Any) -> list[int]:
+    """Different ordinary token ids, none of them the padding token (whose embedding may be zero)."""
+    config = module.config.get_text_config()
+    padding = getattr(config, "pad_token_id", None)
+    vocab_size = int(config.vocab_size)
+    ids = [(vocab_size // 3 + 7 * number) % vocab_size for number in range(_NUM_TOKENS + 1)]
+    return [token for token in ids if token != padding][:_NUM_TOKENS]
+
+
+def _bytes(x: Tensor) -> bytes:
+    return x.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+
+def _name(module: Any) -> str:
+    return type(module).__name__
+
+
+def _layers_text(indices: list[int]) -> str:
+    if len(indices) == 1:
+        return f"layer {indices[0]}"
+    return "layers " + ", ".join(str(index) for index in indices[:8]) + (", …" if len(indices) > 8 else "")
+
+
+def _layer_kinds(module: Any, indices: list[int]) -> str:
+    """What the configuration calls these layers, in brackets."""
+    kinds = getattr(module.config.get_text_config(), "layer_types", None) or getattr(
+        module.config.get_text_config(), "layers_block_type", None
+    )
+    if not kinds or max(indices) >= len(kinds):
+        return ""
+    return " (" + ", ".join(sorted({str(kinds[index]) for index in indices})) + ")"

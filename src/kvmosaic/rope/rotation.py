@@ -1,0 +1,112 @@
+"""A rotary rotation: which dimensions of a head turn, in which pairs, how fast and which way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+RotationLayout = Literal["half", "interleaved"]
+
+
+@dataclass(frozen=True, slots=True)
+class RotationTables:
+    """Cosines and sines of R distances, ready for `turn`.
+
+        turned = x * cos + x[..., permutation] * sin
+
+    cos, sin: [R, 1, D], 1 and 0 outside the rotary dimensions; the pair's sign is inside `sin`
+    permutation: [D], the partner of every dimension (itself outside the rotary dimensions)
+    is_identity: all distances are 0, so that turning returns its input
+    """
+
+    cos: Tensor
+    sin: Tensor
+    permutation: Tensor
+    is_identity: bool = False
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The rotation R(a) that a layer applies to queries and keys at position a.
+
+        half           pairs (0, r/2), (1, r/2 + 1), …      interleaved    pairs (0, 1), (2, 3), …
+
+        head:  | …unturned… | offset … offset + rotary_dim | …unturned… |      head_dim numbers
+
+    Equal rotations compare and hash equal, so layers that turn alike can share their tables.
+    """
+
+    layout: RotationLayout
+    offset: int
+    """First rotary dimension inside the head."""
+    rotary_dim: int
+    """Number of rotary dimensions: two per frequency."""
+    sign: int
+    """+1 for the usual direction, -1 for the opposite one."""
+    inv_freq: tuple[float, ...]
+    """Angle per position of each pair, in float64."""
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        assert self.rotary_dim == 2 * len(self.inv_freq), "two dimensions per frequency"
+        assert 0 <= self.offset <= self.head_dim - self.rotary_dim, "the rotary dimensions lie inside the head"
+        assert self.sign in (-1, 1)
+
+    def at(self, offset: int, head_dim: int) -> Rotation:
+        """The same rotation in a head of another shape, such as a latent followed by its rotary part."""
+        return replace(self, offset=offset, head_dim=head_dim)
+
+    def tables(
+        self, distances: Tensor, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> RotationTables:
+        """Tables of R(distance) for every distance.
+
+        Args:
+            distances: [R] whole numbers, of either sign. On the CPU the all-zero case is noticed and costs nothing.
+            dtype: of the tables. Angles are computed in float64 and cast at the end.
+            device: of the tables.
+        """
+        is_identity = distances.device.type == "cpu" and not bool(distances.any())
+        frequencies = torch.tensor(self.inv_freq, dtype=torch.float64, device=distances.device)
+        angles = distances.to(torch.float64)[:, None] * (self.sign * frequencies)
+        cos = torch.ones(len(distances), self.head_dim, dtype=torch.float64, device=distances.device)
+        sin = torch.zeros_like(cos)
+        first, second = self._pairs(distances.device)
+        cos[:, first] = cos[:, second] = angles.cos()
+        sin[:, first] = -angles.sin()
+        sin[:, second] = angles.sin()
+        permutation = torch.arange(self.head_dim, device=distances.device)
+        permutation[first], permutation[second] = second, first
+        return RotationTables(
+            cos[:, None].to(device=device, dtype=dtype),
+            sin[:, None].to(device=device, dtype=dtype),
+            permutation.to(device),
+            is_identity,
+        )
+
+    def _pairs(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The two dimensions of every pair, [rotary_dim / 2] each."""
+        number = torch.arange(len(self.inv_freq), device=device)
+        if self.layout == "half":
+            return self.offset + number, self.offset + number + len(self.inv_freq)
+        return self.offset + 2 * number, self.offset + 2 * number + 1
+
+
+def turn(x: Tensor, tables: RotationTables) -> Tensor:
+    """Turns heads by the distances of the tables.
+
+    `turn(query, rotation.tables(-d))` is R(-d) q: the query that reads a key moved by d.
+
+    Args:
+        x: [R, H, D] (or anything that broadcasts with [R, 1, D]).
+        tables: of R distances, or of 1.
+
+    Returns:
+        [R, H, D], in the wider type of `x` and the tables. `x` itself when every distance is 0.
+    """
+    if tables.is_identity:
+        return x
+    return x * tables.cos + x.index_select(-1, tables.permutation) * tables.sin
