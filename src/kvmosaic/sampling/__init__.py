@@ -1,0 +1,31 @@
+"""How tokens are chosen, turned into text and returned."""
+
+from kvmosaic.sampling.answer import Answer
+from kvmosaic.sampling.detokenizer import Decoder, Detokenizer, decode_all
+from kvmosaic.sampling.output import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from kvmosaic.sampling.params import SamplingParams
+from kvmosaic.sampling.reuse import ReuseReport, SegmentAction, SegmentReuse
+from kvmosaic.sampling.sampler import SampledToken, SamplingState, sample
+from kvmosaic.sampling.stopping import Finish, StopRules, StopStrings
+
+__all__ = [
+    "Answer",
+    "CompletionOutput",
+    "Decoder",
+    "Detokenizer",
+    "Finish",
+    "FinishReason",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "ReuseReport",
+    "SampledToken",
+    "SamplingParams",
+    "SamplingState",
+    "SegmentAction",
+    "SegmentReuse",
+    "StopRules",
+    "StopStrings",
+    "decode_all",
+    "sample",
+]

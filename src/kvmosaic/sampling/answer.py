@@ -1,0 +1,106 @@
+"""An answer in the making: its tokens, its text so far, and whether it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from kvmosaic.sampling.detokenizer import Decoder, Detokenizer, decode_all
+from kvmosaic.sampling.output import CompletionOutput, Logprob
+from kvmosaic.sampling.params import SamplingParams
+from kvmosaic.sampling.sampler import SampledToken
+from kvmosaic.sampling.stopping import Finish, StopRules, StopStrings
+
+
+class Answer:
+    """One answer in the making: takes sampled tokens, gives text and the reason it ended.
+
+    After it has ended, `append` must not be called again.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        tokenizer: Decoder | None = None,
+        eos_token_ids: Collection[int] = (),
+        *,
+        index: int = 0,
+        max_tokens: int | None = None,
+    ) -> None:
+        """Begins an empty answer.
+
+        Args:
+            params: the sampling parameters.
+            tokenizer: turns ids into text; None gives empty text.
+            eos_token_ids: the model's end-of-sequence tokens.
+            index: which of the n answers.
+            max_tokens: what the model has room for, if that is less than `params.max_tokens`.
+        """
+        self.params = params
+        self.index = index
+        self.token_ids: list[int] = []
+        self.finish: Finish | None = None
+        self.rules = StopRules(params, eos_token_ids, max_tokens)
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._text = StopStrings(params.stop_strings, keep=params.include_stop_str_in_output)
+        self._num_taken = 0
+        self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self._cumulative = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self.token_ids)
+
+    def append(self, sampled: SampledToken) -> Finish | None:
+        """Adds a token; returns why the answer ended, or None while it goes on."""
+        assert self.finish is None, "the answer has ended"
+        token_id = sampled.token_id
+        self.token_ids.append(token_id)
+        self._keep_logprobs(sampled)
+        by_id = self.rules.by_id(token_id, self.num_tokens)
+        search = self.num_tokens > self.rules.min_tokens
+        # The token that ended the answer by its id is no text, unless that was asked for.
+        new = "" if by_id and not self.params.include_stop_str_in_output else self._detokenizer.append(token_id)
+        ended = by_id or self.rules.by_length(self.num_tokens)
+        found = self._text.append(new + (self._detokenizer.flush() if ended else ""), search=search)
+        self.finish = Finish("stop", found) if found is not None else ended
+        return self.finish
+
+    def abort(self) -> None:
+        """Ends the answer where it is."""
+        if self.finish is None:
+            self._text.append(self._detokenizer.flush(), search=False)
+            self.finish = Finish("abort")
+
+    def take_text(self) -> str:
+        """The text that is certain and was not taken yet, for streaming."""
+        end = len(self._text.text) if self.finish else self._text.num_shown
+        start, self._num_taken = self._num_taken, max(self._num_taken, end)
+        return self._text.text[start:end]
+
+    def output(self) -> CompletionOutput:
+        """The answer so far; its text holds nothing that a later token could take back."""
+        end = len(self._text.text) if self.finish else self._text.num_shown
+        return CompletionOutput(
+            index=self.index,
+            text=self._text.text[:end],
+            token_ids=tuple(self.token_ids),
+            cumulative_logprob=None if self._logprobs is None else self._cumulative,
+            logprobs=None if self._logprobs is None else tuple(self._logprobs),
+            finish_reason=self.finish.reason if self.finish else None,
+            stop_reason=self.finish.stop_reason if self.finish else None,
+        )
+
+    def _keep_logprobs(self, sampled: SampledToken) -> None:
+        if self._logprobs is None or sampled.logprob is None:
+            return
+        ranked = [(sampled.token_id, sampled.logprob, sampled.rank)]
+        ranked += [(token_id, value, rank) for rank, (token_id, value) in enumerate(sampled.top, start=1)]
+        self._logprobs.append(
+            {
+                token_id: Logprob(value, rank, decode_all(self._tokenizer, [token_id], skip_special_tokens=False))
+                for token_id, value, rank in ranked
+            }
+        )
+        self._cumulative += sampled.logprob

@@ -1,0 +1,103 @@
+"""Detokenizer: text from token ids as they come, never half a character."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+_BROKEN = "�"
+_MAX_BROKEN = 3
+"""A UTF-8 character has at most 4 bytes, so at most 3 trailing marks may still turn into a character."""
+_WINDOW = 16
+_LONGEST_WINDOW = 64
+
+
+class Decoder(Protocol):
+    """The part of a transformers tokenizer that this module needs."""
+
+    @property
+    def all_special_ids(self) -> Collection[int]:
+        """Ids that are left out of the text."""
+
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> object:
+        """Turns ids into text."""
+
+
+def decode_all(tokenizer: Decoder | None, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    """Decodes a list of ids at once; empty text without a tokenizer."""
+    if tokenizer is None or not token_ids:
+        return ""
+    text = tokenizer.decode(
+        list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )
+    assert isinstance(text, str)
+    return text
+
+
+class Detokenizer:
+    """Turns one answer's token ids into text, one id at a time.
+
+        ids      [ ...done... | window of a few tokens | ]
+        text of the window:     [ emitted | held ]
+
+    Each id decodes only a short window, so a long answer costs linear time. The window begins at a token where the text
+    was whole, with some tokens before the new one, because decoders look at their neighbours (a leading space, `##`).
+    Text that ends in half a character is held back until the rest has come. The pieces joined are the text of all ids
+    decoded at once.
+    """
+
+    def __init__(self, tokenizer: Decoder | None, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = frozenset(tokenizer.all_special_ids) if tokenizer and skip_special_tokens else frozenset()
+        self._skip_special_tokens = skip_special_tokens
+        self._window: list[int] = []
+        self._emitted = 0
+        self._whole_ends: list[int] = []
+        self._held = ""
+
+    def append(self, token_id: int) -> str:
+        """Takes the next id and returns the text that is certain now; often a word, sometimes nothing."""
+        if self._tokenizer is None or token_id in self._skipped:
+            return ""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        broken = len(text) - len(text.rstrip(_BROKEN))
+        certain = len(text) - min(broken, _MAX_BROKEN)
+        new = text[self._emitted : certain]
+        self._emitted = max(self._emitted, certain)
+        self._held = text[self._emitted :]
+        if not broken:
+            self._whole_ends.append(len(self._window))
+        if len(self._window) > (_WINDOW if self._whole_ends else _LONGEST_WINDOW):
+            self._shorten()
+        return new
+
+    def flush(self) -> str:
+        """Returns what is held back: half a character at the end of an answer, as the mark for broken text."""
+        held, self._held = self._held, ""
+        self._emitted += len(held)
+        return held
+
+    def copy(self) -> Detokenizer:
+        """A detokenizer in the same state, for a fork of the answer."""
+        twin = Detokenizer(self._tokenizer, skip_special_tokens=self._skip_special_tokens)
+        twin._window, twin._whole_ends = list(self._window), list(self._whole_ends)
+        twin._emitted, twin._held = self._emitted, self._held
+        return twin
+
+    def _shorten(self) -> None:
+        """Drops old tokens from the window, up to a place where the text was whole."""
+        half = _WINDOW // 2
+        ends = [end for end in self._whole_ends if end <= len(self._window) - half]
+        start = ends[-1] if ends else 0
+        if not start and len(self._window) > _LONGEST_WINDOW:
+            start = len(self._window) - half
+        if start:
+            self._window = self._window[start:]
+            self._whole_ends = [end - start for end in self._whole_ends if end > start]
+            self._emitted = len(self._decode(self._window)) - len(self._held)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return decode_all(self._tokenizer, token_ids, skip_special_tokens=self._skip_special_tokens)

@@ -1,0 +1,92 @@
+"""Outputs: what a request returns, with vLLM's field names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvmosaic.sampling.reuse import ReuseReport
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log probability of one token, before temperature and filters."""
+
+    logprob: float
+    rank: int | None = None
+    """1 is the most likely token of the vocabulary."""
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One answer, complete or so far."""
+
+    index: int
+    """Which of the n answers."""
+    text: str
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float | None = None
+    """Sum over the chosen tokens; None unless `logprobs` were asked for."""
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    """Per token: the chosen and the most likely ones, by token id."""
+    finish_reason: FinishReason | None = None
+    """stop, length or abort; None while the answer goes on."""
+    stop_reason: int | str | None = None
+    """The stop text or stop id that ended it; None for the end-of-sequence token."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer is complete."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When things happened to a request: seconds of a monotonic clock."""
+
+    arrival_time: float = 0.0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds from arrival until the first step."""
+        return _difference(self.first_scheduled_time, self.arrival_time)
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival until the first token."""
+        return _difference(self.first_token_time, self.arrival_time)
+
+    @property
+    def total_time(self) -> float | None:
+        """Seconds from arrival until the last answer ended."""
+        return _difference(self.finished_time, self.arrival_time)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What a request returns: its answers, and what its prompt cost."""
+
+    request_id: str
+    prompt: str | None
+    """The prompt's text; None when it was given as token ids."""
+    prompt_token_ids: tuple[int, ...]
+    """All segments, in prompt order."""
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool = False
+    reuse: ReuseReport = field(default_factory=ReuseReport)
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were not computed for this request."""
+        return self.reuse.reused_tokens
+
+
+def _difference(end: float | None, start: float) -> float | None:
+    return None if end is None else end - start

@@ -1,0 +1,101 @@
+"""Reuse reports: what each segment of a prompt cost, and what the cache saved."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+SegmentAction = Literal["reused", "moved", "computed", "partly reused"]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentReuse:
+    """What happened to one segment."""
+
+    kind: str
+    """system, chunk, question or plain."""
+    num_tokens: int
+    action: SegmentAction
+    """reused where it was computed, moved (reused at another position), computed, or reused up to some token."""
+    name: str | None = None
+    distance: int = 0
+    """Positions by which the question sees it moved."""
+    reused_tokens: int = 0
+    num_blocks: int = 0
+    milliseconds: float = 0.0
+    """Time to look it up and attach it, or to compute it."""
+    note: str = ""
+    """What a reader should know, for example an approximation."""
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that went through the model."""
+        return self.num_tokens - self.reused_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """Names and values, for JSON."""
+        return {**asdict(self), "computed_tokens": self.computed_tokens}
+
+    def __str__(self) -> str:
+        label = f"{self.kind} {self.name!r}" if self.name else self.kind
+        moved = f" by {self.distance:+d}" if self.distance else ""
+        partly = f" ({self.reused_tokens} of {self.num_tokens})" if 0 < self.reused_tokens < self.num_tokens else ""
+        note = f"  ({self.note})" if self.note else ""
+        action = f"{self.action}{moved}{partly}"
+        return f"{label:<28.28} {self.num_tokens:>7} tokens  {action:<28} {self.milliseconds:>9.2f} ms{note}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseReport:
+    """What each segment of a prompt cost."""
+
+    segments: tuple[SegmentReuse, ...] = ()
+    time_to_first_token: float | None = None
+    """Seconds from the arrival of the request to its first token."""
+    composition: str = "exact"
+    """"exact", or the approximation that the settings asked for."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole prompt."""
+        return sum(segment.num_tokens for segment in self.segments)
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens whose keys and values came from the cache, moved or not."""
+        return sum(segment.reused_tokens for segment in self.segments)
+
+    @property
+    def moved_tokens(self) -> int:
+        """Reused tokens that the question sees at another position than the one they were computed at."""
+        return sum(segment.reused_tokens for segment in self.segments if segment.distance)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that went through the model."""
+        return sum(segment.computed_tokens for segment in self.segments)
+
+    @property
+    def reused_fraction(self) -> float:
+        """Reused tokens by all tokens; 0 for an empty report."""
+        return self.reused_tokens / self.num_tokens if self.num_tokens else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Names and values, for JSON."""
+        return {
+            "segments": [segment.to_dict() for segment in self.segments],
+            "num_tokens": self.num_tokens,
+            "reused_tokens": self.reused_tokens,
+            "moved_tokens": self.moved_tokens,
+            "computed_tokens": self.computed_tokens,
+            "time_to_first_token": self.time_to_first_token,
+            "composition": self.composition,
+        }
+
+    def __str__(self) -> str:
+        first = "" if self.time_to_first_token is None else f", first token after {self.time_to_first_token:.3f} s"
+        summary = (
+            f"{self.num_tokens} tokens: {self.reused_tokens} reused ({self.reused_fraction:.0%}; "
+            f"{self.moved_tokens} of them moved), {self.computed_tokens} computed{first}; {self.composition}"
+        )
+        return "\n".join([*map(str, self.segments), summary])

@@ -1,0 +1,192 @@
+"""Sampler: one token per row of logits, each row by its own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvmosaic.sampling import filters
+from kvmosaic.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A chosen token, with log probabilities if they were asked for."""
+
+    token_id: int
+    logprob: float | None = None
+    """Natural logarithm of its probability, before penalties, temperature and filters."""
+    rank: int | None = None
+    """1 when no token is more likely."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens and their log probabilities, best first."""
+
+
+class SamplingState:
+    """What sampling remembers of one answer: its generator, and which tokens it has seen.
+
+    The generator lives on the CPU and gives one number per token, so a seed means the same on every device and in every
+    batch. Token counts are kept only if a penalty needs them.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        vocab_size: int,
+        index: int = 0,
+        ending_ids: Collection[int] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Begins an answer.
+
+        Args:
+            params: the sampling parameters.
+            prompt_token_ids: what the repetition penalty counts as seen.
+            vocab_size: V.
+            index: which of the n answers; it is added to the seed.
+            ending_ids: ids that may not be drawn before `min_tokens`.
+            device: where the logits are.
+        """
+        self.params = params
+        self.num_tokens = 0
+        self._generator: torch.Generator | None = None
+        if not params.is_greedy:
+            self._generator = torch.Generator()
+            if params.seed is None:
+                self._generator.seed()
+            else:
+                self._generator.manual_seed((params.seed + index + 2**63) % 2**64 - 2**63)
+        self._ending = torch.tensor(sorted(set(ending_ids)), dtype=torch.long, device=device)
+        self.seen: Tensor | None = None
+        self.counts: Tensor | None = None
+        if params.has_penalties:
+            self.counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
+            self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self.seen[torch.tensor(list(prompt_token_ids), dtype=torch.long, device=device)] = True
+
+    def append(self, token_id: int) -> None:
+        """Notes a token of the answer."""
+        self.num_tokens += 1
+        if self.counts is not None and self.seen is not None:
+            self.counts[token_id] += 1
+            self.seen[token_id] = True
+
+    def draw(self) -> float:
+        """The next random number of this answer, in [0, 1)."""
+        assert self._generator is not None, "a greedy answer draws nothing"
+        return float(torch.rand((), generator=self._generator, dtype=torch.float64))
+
+    @property
+    def banned(self) -> Tensor | None:
+        """Ids that may not be drawn now, or None."""
+        return self._ending if self.num_tokens < self.params.min_tokens and len(self._ending) else None
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the next token is simply the largest logit."""
+        return self.params.is_greedy and not self.params.has_penalties and self.banned is None
+
+
+def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
+    """Chooses one token per row and notes it in the row's state.
+
+    The order is vLLM's: penalties, then temperature, min-p, top-k, top-p, then one draw. Greedy rows take the largest
+    logit after the penalties.
+
+    Args:
+        logits: [R, V], any floating type.
+        states: R states, one per row.
+
+    Returns:
+        R tokens; with log probabilities where `logprobs` were asked for.
+    """
+    assert logits.ndim == 2 and logits.shape[0] == len(states), "one row of logits per state"
+    if not states:
+        return []
+    chosen = logits.argmax(dim=-1)
+    special = [row for row, state in enumerate(states) if not state.is_plain_greedy]
+    if special:
+        rows = torch.tensor(special, device=logits.device)
+        picked = _sample_rows(logits[rows].float(), [states[row] for row in special])
+        chosen = chosen.index_copy(0, rows, picked)
+    token_ids = chosen.tolist()
+    for state, token_id in zip(states, token_ids, strict=True):
+        state.append(token_id)
+    return _with_logprobs(logits, token_ids, states)
+
+
+def _sample_rows(logits: Tensor, states: list[SamplingState]) -> Tensor:
+    """Token ids [R] for rows that need more than the largest logit."""
+    logits = _penalized(logits, states)
+    for row, state in enumerate(states):
+        if state.banned is not None:
+            logits[row, state.banned] = filters.NEVER
+    chosen = logits.argmax(dim=-1)
+    random_rows = [row for row, state in enumerate(states) if not state.params.is_greedy]
+    if random_rows:
+        rows = torch.tensor(random_rows, device=logits.device)
+        drawn = _draw(logits[rows], [states[row] for row in random_rows])
+        chosen = chosen.index_copy(0, rows, drawn)
+    return chosen
+
+
+def _penalized(logits: Tensor, states: list[SamplingState]) -> Tensor:
+    """Logits [R, V] after the penalties of the rows that have any."""
+    rows = [row for row, state in enumerate(states) if state.params.has_penalties]
+    if not rows:
+        return logits
+    index = torch.tensor(rows, device=logits.device)
+    params = [states[row].params for row in rows]
+    seen = torch.stack([s for row in rows if (s := states[row].seen) is not None])
+    counts = torch.stack([c for row in rows if (c := states[row].counts) is not None])
+    part = filters.penalize_repetition(logits[index], seen, _column(logits, [p.repetition_penalty for p in params]))
+    presence = _column(logits, [p.presence_penalty for p in params])
+    frequency = _column(logits, [p.frequency_penalty for p in params])
+    return logits.index_copy(0, index, filters.penalize_presence(part, counts, presence, frequency))
+
+
+def _draw(logits: Tensor, states: list[SamplingState]) -> Tensor:
+    """Token ids [R], drawn from the filtered distribution of each row."""
+    params = [state.params for state in states]
+    logits = filters.scale_temperature(logits, _column(logits, [p.temperature for p in params]))
+    if any(p.min_p > 0 for p in params):
+        logits = filters.keep_min_p(logits, _column(logits, [p.min_p for p in params]))
+    if any(p.top_k > 0 for p in params):
+        logits = filters.keep_top_k(logits, torch.tensor([p.top_k for p in params], device=logits.device))
+    if any(p.top_p < 1 for p in params):
+        logits = filters.keep_top_p(logits, _column(logits, [p.top_p for p in params]))
+    # Inverse of the cumulative distribution, in float64: one random number per row, and no token of probability 0.
+    reached = torch.softmax(logits.double(), dim=-1).cumsum(dim=-1)
+    drawn = torch.tensor([[state.draw()] for state in states], dtype=torch.float64, device=logits.device)
+    found = torch.searchsorted(reached, drawn * reached[:, -1:], right=True).squeeze(1)
+    last = (reached < reached[:, -1:]).sum(dim=-1)
+    return torch.minimum(found, last)
+
+
+def _with_logprobs(logits: Tensor, token_ids: list[int], states: Sequence[SamplingState]) -> list[SampledToken]:
+    """Adds log probabilities of the untouched logits where they were asked for."""
+    wanted = [row for row, state in enumerate(states) if state.params.logprobs is not None]
+    tokens = [SampledToken(token_id) for token_id in token_ids]
+    if not wanted:
+        return tokens
+    values = torch.log_softmax(logits[torch.tensor(wanted, device=logits.device)].float(), dim=-1)
+    for row, logprobs in zip(wanted, values, strict=True):
+        chosen = logprobs[token_ids[row]]
+        number = min(states[row].params.logprobs or 0, logprobs.shape[0])
+        best = logprobs.topk(number)
+        tokens[row] = SampledToken(
+            token_id=token_ids[row],
+            logprob=float(chosen),
+            rank=int((logprobs > chosen).sum()) + 1,
+            top=tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)),
+        )
+    return tokens
+
+
+def _column(like: Tensor, values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)
