@@ -25,3 +25,22 @@ def one_line(text: str, limit: int = 100) -> str:
     """The beginning of a text on one line, for headings."""
     line = " ".join(printable(text).split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def size_text(num_bytes: int) -> str:
+    """A number of bytes for people: "640 B", "2.5 KiB", "2.00 GiB"."""
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{num_bytes} B" if unit == "B" else f"{size:.3g} {unit}" if size < 1000 else f"{size:,.0f} {unit}"
+
+
+def duration_text(seconds: float | None) -> str:
+    """A duration for people: "0.42 ms", "35 ms", "1.24 s"; a dash when it is unknown."""
+    if seconds is None:
+        return "–"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.2f} ms"

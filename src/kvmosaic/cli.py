@@ -1,0 +1,162 @@
+"""The command line: run, demo, check, plan.
+
+Commands import what they need when they run, so that `--help` stays without torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from click import Context
+from typer.core import TyperGroup
+
+from kvmosaic.errors import KVMosaicError
+
+Model = Annotated[str, typer.Argument(help="A model folder, a hub name, or 'reader' for the bundled model.")]
+PromptText = Annotated[
+    str | None, typer.Argument(metavar="PROMPT", help="A text with separators; - reads prompts from standard input.")
+]
+Documents = Annotated[
+    Path | None, typer.Option("--documents", metavar="DIR", help="A folder of .txt and .md files, one document each.")
+]
+Questions = Annotated[
+    list[str] | None, typer.Option("--question", "-q", metavar="TEXT", help="What to ask; may be given several times.")
+]
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system text that comes before the documents.")]
+Separator = Annotated[str, typer.Option(metavar="TEXT", help="What separates the segments of a prompt text.")]
+Strategy = Annotated[
+    Literal["shared", "sequential"],
+    typer.Option("--position-strategy", help="Documents overlap (shared), or stand one behind the other (sequential)."),
+]
+ContextKind = Annotated[
+    Literal["system", "none"],
+    typer.Option("--chunk-context", help="What a document saw when it was computed: the system text, or nothing."),
+]
+DType = Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16, float16 or float64.")]
+Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or for example cuda:1.")]
+NoChunkCache = Annotated[bool, typer.Option("--no-chunk-cache", help="Compute every document again for every prompt.")]
+AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON: one object per line and prompt.")]
+
+
+class _Commands(TyperGroup):
+    """Commands whose expected errors are one message and exit code 2."""
+
+    def invoke(self, context: Context) -> object:
+        """Runs a command."""
+        try:
+            return super().invoke(context)
+        except KVMosaicError as error:
+            typer.echo(f"kvmosaic: {error}", err=True)
+            raise typer.Exit(2) from error
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    help="Answer from documents whose keys and values were computed once.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Entry point of the `kvmosaic` command."""
+    app(prog_name="kvmosaic")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from kvmosaic import __version__
+
+        typer.echo(f"kvmosaic {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def run(
+    model: Model = "reader",
+    prompt: PromptText = None,
+    documents: Documents = None,
+    question: Questions = None,
+    system: System = None,
+    separator: Separator = "##",
+    position_strategy: Strategy = "shared",
+    chunk_context: ContextKind = "system",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token every time.")] = 0.0,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    no_chunk_cache: NoChunkCache = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Answer questions about documents, and show what was reused.
+
+    kvmosaic run reader --documents notes --question "Where does the ferry go?"
+
+    Standard input (-) holds one prompt per line if every line has at least two separators; otherwise all of it is one
+    prompt.
+    """
+    from kvmosaic.console.asking import Asking, run_prompts
+    from kvmosaic.console.opening import Opening
+
+    model, prompt = ("reader", "-") if model == "-" else (model, prompt)
+    opening = Opening(model, dtype, device, position_strategy, chunk_context, separator, not no_chunk_cache)
+    run_prompts(opening, Asking(prompt, documents, tuple(question or ()), system), max_tokens, temperature, as_json)
+
+
+@app.command()
+def plan(
+    model: Model = "reader",
+    prompt: PromptText = None,
+    documents: Documents = None,
+    question: Questions = None,
+    system: System = None,
+    separator: Separator = "##",
+    position_strategy: Strategy = "shared",
+    chunk_context: ContextKind = "system",
+    dtype: DType = "auto",
+    device: Device = "auto",
+) -> None:
+    """Show how a prompt would be composed and what memory it takes, without answering it."""
+    from kvmosaic.console.asking import Asking
+    from kvmosaic.console.opening import Opening
+    from kvmosaic.console.planning import show_plans
+
+    model, prompt = ("reader", "-") if model == "-" else (model, prompt)
+    opening = Opening(model, dtype, device, position_strategy, chunk_context, separator)
+    show_plans(opening, Asking(prompt, documents, tuple(question or ()), system))
+
+
+@app.command()
+def check(model: Model = "reader", dtype: DType = "auto", device: Device = "auto") -> None:
+    """Check that a model's documents can be composed and moved. Exit code 1 when they cannot."""
+    from kvmosaic.console.checking import show_check
+    from kvmosaic.console.opening import Opening
+
+    if not show_check(Opening(model, dtype, device)):
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    documents: Documents = None,
+    position_strategy: Strategy = "sequential",
+    device: Device = "auto",
+) -> None:
+    """Answer questions about bundled documents, in ever other orders, and show what the cache did."""
+    from kvmosaic.console.demo import run_demo
+    from kvmosaic.console.opening import Opening
+
+    run_demo(Opening(device=device, position_strategy=position_strategy), documents)

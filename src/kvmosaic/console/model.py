@@ -1,0 +1,81 @@
+"""What is known about a model: its layers, its rotations, and the memory a token takes."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from kvmosaic.console.text import size_text
+
+if TYPE_CHECKING:
+    from kvmosaic.model import LayerSpec, LoadedModel
+    from kvmosaic.rope import Rotation
+
+
+def layer_table(layers: tuple[LayerSpec, ...]) -> Table:
+    """One row per run of equal layers: heads, rotation, mask, and whether cached keys may be moved."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for heading in ("layers", "heads", "head size", "rotation", "sees", "keys can be moved"):
+        table.add_column(heading)
+    for kind, members in groupby(layers, key=_kind):
+        run = list(members)
+        table.add_row(layer_range(run[0].index, run[-1].index), *kind)
+    return table
+
+
+def memory_table(model: LoadedModel, num_tokens: int) -> Table:
+    """Bytes of keys and values: per token, and for a prompt of this many tokens."""
+    per_token = model.bytes_per_token()
+    stored = [layer for layer in model.layers if layer.is_stored]
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column()
+    table.add_row("one token", Text(f"{size_text(per_token)} = {memory_formula(stored, model.dtype.itemsize)}"))
+    table.add_row("this prompt", Text(f"{size_text(per_token * num_tokens)} for {num_tokens:,} tokens"))
+    table.add_row("1 GiB holds", Text(f"{2**30 // max(per_token, 1):,} tokens"))
+    return table
+
+
+def memory_formula(stored: list[LayerSpec], item_bytes: int) -> str:
+    """How the bytes of one token come about, over the layers that keep keys of their own."""
+    terms = []
+    for (latent, heads, key, value), members in groupby(
+        stored, key=lambda layer: (layer.value_in_key, layer.num_kv_heads, layer.key_dim, layer.value_dim)
+    ):
+        count = len(list(members))
+        if latent:
+            terms.append(f"{count} layers × {key} latent numbers")
+        elif key == value:
+            terms.append(f"2 × {count} layers × {heads} heads × {key}")
+        else:
+            terms.append(f"{count} layers × {heads} heads × ({key} + {value})")
+    sum_of_terms = " + ".join(terms)
+    return f"({sum_of_terms}) × {item_bytes} bytes" if len(terms) > 1 else f"{sum_of_terms} × {item_bytes} bytes"
+
+
+def rotation_text(rotation: Rotation | None) -> str:
+    """A rotation in a few words: pairs, slice of the head, slowest turn."""
+    if rotation is None:
+        return "none"
+    end = rotation.offset + rotation.rotary_dim
+    part = "whole head" if rotation.rotary_dim == rotation.head_dim else f"dimensions {rotation.offset}–{end - 1}"
+    turning = [frequency for frequency in rotation.inv_freq if frequency > 0]
+    slowest = f", slowest turn {6.283185307 / min(turning):,.0f} tokens" if turning else ""
+    return f"{rotation.layout}, {part}{', reversed' if rotation.sign < 0 else ''}{slowest}"
+
+
+def layer_range(first: int, last: int) -> str:
+    """Layer numbers from the first to the last one."""
+    return str(first) if first == last else f"{first}–{last}"
+
+
+def _kind(layer: LayerSpec) -> tuple[str, str, str, str, str]:
+    heads = f"{layer.num_query_heads} / {layer.num_kv_heads}"
+    size = str(layer.key_dim) if layer.key_dim == layer.value_dim else f"{layer.key_dim} / {layer.value_dim}"
+    shared = "" if layer.is_stored else f", keys of layer {layer.source_layer}"
+    movable = "yes" if layer.is_movable else "no"
+    latent = f"{size} latent" if layer.value_in_key else size
+    return heads, latent, rotation_text(layer.rotation), f"{layer.mask}{shared}", movable

@@ -1,0 +1,61 @@
+"""Opening a model for a command, with a sign of life while it loads."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from kvmosaic.layout import ChunkContext, PositionStrategy
+    from kvmosaic.llm import LLM
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Which model a command opens, and how."""
+
+    model: str = "reader"
+    dtype: str = "auto"
+    device: str = "auto"
+    position_strategy: PositionStrategy = "shared"
+    chunk_context: ChunkContext = "system"
+    separator: str = "##"
+    enable_chunk_cache: bool = True
+
+
+def open_llm(opening: Opening, notices: Console) -> LLM:
+    """Loads the model; `notices` shows that something happens.
+
+    Raises:
+        KVMosaicError: the model cannot be loaded, or a setting cannot work.
+    """
+    with notices.status(f"loading {opening.model}"):
+        from kvmosaic.config import ChunkCacheConfig
+        from kvmosaic.llm import LLM
+
+        _quiet_libraries()
+        return LLM(
+            opening.model,
+            dtype=opening.dtype,
+            device=opening.device,
+            enable_chunk_cache=opening.enable_chunk_cache,
+            chunk_cache_config=ChunkCacheConfig(
+                separator=opening.separator,
+                position_strategy=opening.position_strategy,
+                chunk_context=opening.chunk_context,
+            ),
+        )
+
+
+def _quiet_libraries() -> None:
+    """Keeps progress bars and advice of transformers out of a command's output; errors still come through."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore", FutureWarning)

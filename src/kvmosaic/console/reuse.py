@@ -1,0 +1,61 @@
+"""What the cache did for a prompt, as a strip and as a table."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvmosaic.console.strip import Action, Bar, Strip, field
+from kvmosaic.console.text import duration_text, printable
+from kvmosaic.sampling.reuse import ReuseReport, SegmentReuse
+
+
+def reuse_strip(report: ReuseReport) -> Strip:
+    """The prompt of a report; a partly reused segment is drawn as two bars."""
+    return Strip([bar for segment in report.segments for bar in _bars(segment)])
+
+
+def reuse_table(report: ReuseReport) -> RenderableType:
+    """One row per segment, and one line about the whole prompt."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("segment", overflow="ellipsis", no_wrap=True, max_width=36)
+    table.add_column("tokens", justify="right")
+    table.add_column("what happened", no_wrap=True)
+    table.add_column("moved by", justify="right")
+    table.add_column("time", justify="right")
+    for segment in report.segments:
+        table.add_row(
+            printable(segment.name or segment.kind),
+            f"{segment.num_tokens:,}",
+            _action(segment),
+            f"{segment.distance:+,}" if segment.reused_tokens and segment.distance else "",
+            duration_text(segment.milliseconds / 1000),
+        )
+    notes = list(dict.fromkeys(segment.note for segment in report.segments if segment.note))
+    return Group(
+        table, Text(reuse_sentence(report)), *[Text(f"note: {printable(note)}", style="dim") for note in notes]
+    )
+
+
+def reuse_sentence(report: ReuseReport) -> str:
+    """The whole prompt in one line."""
+    sentence = (
+        f"{report.reused_tokens:,} of {report.num_tokens:,} prompt tokens came from the cache "
+        f"({report.reused_fraction:.0%}), {report.computed_tokens:,} were computed; "
+        f"first token after {duration_text(report.time_to_first_token)}"
+    )
+    return sentence if report.composition == "exact" else f"{sentence}; {report.composition}"
+
+
+def _bars(segment: SegmentReuse) -> list[Bar]:
+    label, found = segment.name or segment.kind, segment.reused_tokens
+    action: Action = "moved" if segment.distance else "reused"
+    bars = [Bar(label, found, action, segment.distance)] if found else []
+    return bars + ([Bar(label, segment.computed_tokens, "computed")] if segment.computed_tokens else [])
+
+
+def _action(segment: SegmentReuse) -> Text:
+    if 0 < segment.reused_tokens < segment.num_tokens:
+        return Text(f" {segment.reused_tokens:,} reused, {segment.computed_tokens:,} computed ", style=field("reused"))
+    return Text(f" {segment.action} ", style=field(segment.action))
