@@ -1,0 +1,32 @@
+"""What can be reused: keys, pools, tables, caches, and the planner over all of them. No tensors here."""
+
+from kvmosaic.cache.attachment import AttachedSpan, Attachment
+from kvmosaic.cache.block_pool import BlockId, BlockPool
+from kvmosaic.cache.block_table import BlockCopy, BlockRun, BlockTable
+from kvmosaic.cache.chunk import Chunk, ChunkState
+from kvmosaic.cache.chunk_index import ChunkIndex
+from kvmosaic.cache.keys import Key, KeyChain
+from kvmosaic.cache.plan import Plan, SpanPlan
+from kvmosaic.cache.planner import Planner
+from kvmosaic.cache.prefix_cache import PrefixCache
+from kvmosaic.cache.statistics import ChunkCacheStats
+
+__all__ = [
+    "AttachedSpan",
+    "Attachment",
+    "BlockCopy",
+    "BlockId",
+    "BlockPool",
+    "BlockRun",
+    "BlockTable",
+    "Chunk",
+    "ChunkCacheStats",
+    "ChunkIndex",
+    "ChunkState",
+    "Key",
+    "KeyChain",
+    "Plan",
+    "Planner",
+    "PrefixCache",
+    "SpanPlan",
+]

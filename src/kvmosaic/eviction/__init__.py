@@ -1,0 +1,9 @@
+"""Who leaves first when a pool is full."""
+
+from kvmosaic.eviction.choose import POLICIES, choose
+from kvmosaic.eviction.lru import LRU
+from kvmosaic.eviction.policy import Candidate, EvictionPolicy
+from kvmosaic.eviction.priority import Priority
+from kvmosaic.eviction.queue import EvictionQueue
+
+__all__ = ["LRU", "POLICIES", "Candidate", "EvictionPolicy", "EvictionQueue", "Priority", "choose"]

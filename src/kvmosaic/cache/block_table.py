@@ -1,0 +1,173 @@
+"""The block table: where the tokens of one span lie in a pool."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvmosaic.cache.block_pool import BlockId, BlockPool
+
+
+class BlockCopy(NamedTuple):
+    """A whole block to copy, to be carried out before anything is written to the target."""
+
+    source: BlockId
+    target: BlockId
+
+
+class BlockRun(NamedTuple):
+    """Tokens in neighbouring slots: one strided view of the pool's tensor."""
+
+    first_slot: int
+    num_tokens: int
+
+
+class BlockTable:
+    """The blocks that hold a growing run of tokens, in order; it owns one reference to each.
+
+        block_size 4, 10 tokens          token    0 1 2 3 | 4 5 6 7 | 8 9 . .
+        block_ids [7, 8, 2]              slot     28 … 31 | 32 … 35 | 8 9 . .
+        runs      (28, 8 tokens), (8, 2 tokens)           blocks 7 and 8 are neighbours
+
+    Only slots behind the last token are ever written. So a block can need a copy in one case only: it is the last one,
+    partly filled, and somebody else refers to it too. `append` checks that before every write.
+
+    Invariants:
+        len(block_ids) == ceil(num_tokens / block_size)
+        every block has at least this table's reference, until `release`
+    Always safe: `append(0)`; an `append` that raises changes nothing.
+    """
+
+    def __init__(self, pool: BlockPool, *, grows: bool = False) -> None:
+        """An empty table; `grows` leaves room behind its blocks (see `BlockPool.allocate`)."""
+        self.pool = pool
+        self.grows = grows
+        self.num_tokens = 0
+        self.is_released = False
+        self._block_ids: list[BlockId] = []
+        self._run_starts: list[int] = []
+        """Indexes into block_ids where a run of neighbours begins."""
+        self._finished_runs: tuple[BlockRun, ...] = ()
+        """All runs but the last, which alone can still grow."""
+
+    @classmethod
+    def adopt(
+        cls, pool: BlockPool, block_ids: Sequence[BlockId], num_tokens: int, *, grows: bool = False
+    ) -> BlockTable:
+        """A table over blocks that were retained for it: it takes over those references."""
+        assert len(block_ids) == pool.blocks_for(num_tokens)
+        table = cls(pool, grows=grows)
+        table._add_blocks(block_ids)
+        table.num_tokens = num_tokens
+        return table
+
+    @property
+    def block_ids(self) -> Sequence[BlockId]:
+        """The blocks in token order; read only."""
+        return self._block_ids
+
+    def blocks_to_append(self, count: int) -> int:
+        """Blocks that `append(count)` would take from the pool, a copied one included."""
+        if not count:
+            return 0
+        return self.pool.blocks_for(self.num_tokens + count) - len(self._block_ids) + self._last_is_shared()
+
+    def append(self, count: int) -> list[BlockCopy]:
+        """Makes room for `count` more tokens; returns the copies to carry out before they are written.
+
+        Raises:
+            OutOfBlocks: the pool has too few free blocks; the table is unchanged.
+        """
+        assert not self.is_released and count >= 0
+        copies: list[BlockCopy] = []
+        if needed := self.blocks_to_append(count):
+            is_copied = self._last_is_shared()
+            last = len(self._block_ids) - is_copied - 1
+            after = self._block_ids[last] if last >= 0 else None
+            new = self.pool.allocate(needed, after=after, grows=self.grows)
+            if is_copied:
+                source = self._drop_last_block()
+                copies.append(BlockCopy(source, new[0]))
+                self.pool.release([source])
+            self._add_blocks(new)
+        self.num_tokens += count
+        return copies
+
+    def fork(self) -> BlockTable:
+        """A second table over the same blocks; whoever appends first copies a partly filled last block."""
+        assert not self.is_released
+        self.pool.retain(self._block_ids)
+        other = BlockTable(self.pool, grows=self.grows)
+        other.num_tokens = self.num_tokens
+        other._block_ids = self._block_ids.copy()
+        other._run_starts = self._run_starts.copy()
+        other._finished_runs = self._finished_runs
+        return other
+
+    def release(self) -> None:
+        """Gives all references back; a second call does nothing."""
+        if self.is_released:
+            return
+        self.is_released = True
+        self.pool.release(self._block_ids)
+        self._block_ids, self._run_starts, self._finished_runs, self.num_tokens = [], [], (), 0
+
+    def slots(self, first: int, count: int) -> list[int]:
+        """The slots of `count` tokens from token number `first`: block_id * block_size + offset each."""
+        assert first >= 0 and first + count <= self.num_tokens, "slots lie inside the table"
+        size = self.pool.block_size
+        slots: list[int] = []
+        while count > 0:
+            index, offset = divmod(first, size)
+            here = min(size - offset, count)
+            slot = self._block_ids[index] * size + offset
+            slots.extend(range(slot, slot + here))
+            first, count = first + here, count - here
+        return slots
+
+    def runs(self, num_tokens: int | None = None) -> tuple[BlockRun, ...]:
+        """The first `num_tokens` tokens (all by default) as runs of neighbouring slots.
+
+        Costs O(number of runs), whatever the number of blocks: the table keeps its runs up to date as it grows.
+        """
+        count = self.num_tokens if num_tokens is None else num_tokens
+        assert 0 <= count <= self.num_tokens
+        if count == 0:
+            return ()
+        size = self.pool.block_size
+        last = bisect_right(self._run_starts, (count - 1) // size) - 1
+        start = self._run_starts[last]
+        run = BlockRun(self._block_ids[start] * size, count - start * size)
+        return (*self._finished_runs[:last], run) if last else (run,)
+
+    def check_invariants(self) -> None:
+        """Checks blocks, references and runs against each other."""
+        assert len(self._block_ids) == self.pool.blocks_for(self.num_tokens)
+        assert all(self.pool.reference_count(block_id) > 0 for block_id in self._block_ids)
+        starts = [i for i, b in enumerate(self._block_ids) if i == 0 or self._block_ids[i - 1] + 1 != b]
+        assert starts == self._run_starts
+        spelled = [slot for run in self.runs() for slot in range(run.first_slot, run.first_slot + run.num_tokens)]
+        assert spelled == self.slots(0, self.num_tokens)
+
+    def _last_is_shared(self) -> bool:
+        is_partly_filled = self.num_tokens % self.pool.block_size != 0
+        return is_partly_filled and self.pool.reference_count(self._block_ids[-1]) > 1
+
+    def _add_blocks(self, block_ids: Sequence[BlockId]) -> None:
+        blocks, starts, size = self._block_ids, self._run_starts, self.pool.block_size
+        finished: list[BlockRun] = []
+        for block_id in block_ids:
+            if not blocks or blocks[-1] + 1 != block_id:
+                if starts:
+                    finished.append(BlockRun(blocks[starts[-1]] * size, (len(blocks) - starts[-1]) * size))
+                starts.append(len(blocks))
+            blocks.append(block_id)
+        if finished:
+            self._finished_runs += tuple(finished)
+
+    def _drop_last_block(self) -> BlockId:
+        if self._run_starts[-1] == len(self._block_ids) - 1:
+            self._run_starts.pop()
+            self._finished_runs = self._finished_runs[: max(len(self._run_starts) - 1, 0)]
+        return self._block_ids.pop()

@@ -1,0 +1,92 @@
+"""A chunk: the keys and values of one document segment, kept whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvmosaic.cache.block_pool import BlockId
+from kvmosaic.cache.block_table import BlockTable
+from kvmosaic.cache.keys import Key, decode_tokens
+
+MAX_NAMES = 16
+
+
+class ChunkState(StrEnum):
+    """How far a chunk has come."""
+
+    COMPUTING = "computing"
+    READY = "ready"
+    ABANDONED = "abandoned"
+    """Its owner ended, or its step failed, before it was complete: wait no longer, plan again."""
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """One entry of the chunk index.
+
+        COMPUTING ──advance──▶ READY ──evict, delete──▶ gone
+            └─────abandon────▶ ABANDONED ──last user leaves──▶ gone
+
+    Its blocks are written once, by the attachment that owns it, and never again. The chunk's table holds one reference
+    to each block, and every attachment that reads it one more.
+    """
+
+    key: Key
+    root: Key
+    """What it saw and where it starts."""
+    tokens: bytes
+    """Its token ids, encoded; see `token_ids`."""
+    start: int
+    """Position of its first token, as computed."""
+    salt: str
+    table: BlockTable
+    created: float
+    """Seconds on the planner's clock."""
+    last_used: float
+    names: dict[str, None] = field(default_factory=dict)
+    """What people call it, latest last; at most `MAX_NAMES`, older ones are forgotten."""
+    state: ChunkState = ChunkState.COMPUTING
+    num_computed: int = 0
+    """Tokens that are computed, or will be by the step being assembled."""
+    pinned: bool = False
+    priority: float = 0.5
+    users: int = 0
+    """Attachments that hold it."""
+    hits: int = 0
+    """Spans that were attached to it without computing it."""
+    compute_ms: float = 0.0
+    """Milliseconds that computing it took, as reported by the engine."""
+    completed_step: int = -1
+    """The step that completed it."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole chunk."""
+        return self.table.num_tokens
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Its token ids."""
+        return decode_tokens(self.tokens)
+
+    @property
+    def block_ids(self) -> Sequence[BlockId]:
+        """Its blocks in the chunk pool."""
+        return self.table.block_ids
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all of its tokens are computed (or will be by the step being assembled)."""
+        return self.state is ChunkState.READY
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether whoever waits for it must plan again."""
+        return self.state is ChunkState.ABANDONED
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether it may leave when room is needed."""
+        return self.state is ChunkState.READY and self.users == 0 and not self.pinned

@@ -1,0 +1,151 @@
+"""Looking a layout up: what of it is cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvmosaic.cache.chunk import Chunk
+from kvmosaic.cache.chunk_index import ChunkIndex
+from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain, encode_tokens
+from kvmosaic.cache.plan import Action, Plan, SpanPlan
+from kvmosaic.cache.prefix_cache import PrefixCache, PrefixEntry
+from kvmosaic.cache.statistics import Counters
+from kvmosaic.layout import Layout
+from kvmosaic.prompt import SegmentKind
+
+
+@dataclass(slots=True)
+class Found:
+    """What a span of a plan finds in the caches now."""
+
+    entries: list[PrefixEntry] = field(default_factory=list)
+    chunk: Chunk | None = None
+
+
+def is_closed(layout: Layout, index: int) -> bool:
+    """Whether nothing will ever be written behind a span: a system prompt, a chunk, or any span but the last."""
+    kind = layout.spans[index].segment.kind
+    return kind in (SegmentKind.SYSTEM, SegmentKind.CHUNK) or index < len(layout.spans) - 1
+
+
+class Lookup:
+    """Turns layouts into plans. Reads the caches and changes nothing in them."""
+
+    def __init__(
+        self, chunks: ChunkIndex, prefix: PrefixCache | None, counters: Counters, clock: Callable[[], float]
+    ) -> None:
+        self._chunks = chunks
+        self._prefix = prefix
+        self._counters = counters
+        self._clock = clock
+
+    def plan(self, layout: Layout, salt: str, chain: KeyChain) -> Plan:
+        """Looks every span up, in order: the keys of later spans are made from those of the spans they see."""
+        distances = {view.span: view.distance for view in layout.last.views}
+        spans: list[SpanPlan] = []
+        missing: set[Key] = set()
+        for index, span in enumerate(layout.spans):
+            seen = [(spans[view.span].key, view.distance) for view in span.views]
+            if span.segment.kind is SegmentKind.CHUNK:
+                spans.append(self._plan_chunk(layout, index, seen, chain, missing, distances.get(index, 0)))
+            else:
+                spans.append(self._plan_prefix(layout, index, seen, chain, distances.get(index, 0)))
+        return Plan(layout, salt, tuple(spans))
+
+    def again(self, plan: Plan) -> list[Found] | None:
+        """What the spans of an older plan find now; None if a key of it has been taken by other tokens since."""
+        found: list[Found] = []
+        for span in plan.spans:
+            chunk = self._chunks.get(span.key) if span.is_chunk else None
+            if chunk is not None and not self._chunks.is_same(chunk, span.root, span.tokens):
+                return None
+            entries: list[PrefixEntry] = []
+            if self._prefix is not None and span.block_keys:
+                blocks = self._split(span.tokens, len(span.block_keys))
+                entries = self._prefix.match(span.root, span.block_keys, blocks)
+            found.append(Found(entries, chunk))
+        return found
+
+    def _plan_chunk(
+        self,
+        layout: Layout,
+        index: int,
+        seen: list[tuple[Key, int]],
+        chain: KeyChain,
+        missing: set[Key],
+        distance: int,
+    ) -> SpanPlan:
+        started = self._clock()
+        span = layout.spans[index]
+        tokens = encode_tokens(span.token_ids)
+        root = chain.root(span.start, seen)
+        key, chunk = self._chunks.find(chain, root, tokens)
+        action: Action = "compute"
+        if chunk is not None:
+            action = "reuse" if chunk.is_ready else "wait"
+        elif key in missing:
+            action = "wait"
+        missing.add(key)
+        self._counters.lookups += 1
+        self._counters.hits += action != "compute"
+        self._counters.lookup_seconds += self._clock() - started
+        return SpanPlan(
+            index,
+            span.segment.kind,
+            span.segment.name,
+            action,
+            span.num_tokens,
+            0 if action == "compute" else span.num_tokens,
+            distance,
+            tuple(chunk.block_ids) if chunk is not None else (),
+            key,
+            root,
+            (),
+            tokens,
+        )
+
+    def _plan_prefix(
+        self, layout: Layout, index: int, seen: list[tuple[Key, int]], chain: KeyChain, distance: int
+    ) -> SpanPlan:
+        span = layout.spans[index]
+        tokens = encode_tokens(span.token_ids)
+        root = chain.root(span.start, seen)
+        closed = is_closed(layout, index)
+        entries: list[PrefixEntry] = []
+        num_reused = 0
+        if self._prefix is not None:
+            size = self._prefix.pool.block_size
+            blocks = self._split(tokens, -(-span.num_tokens // size) if closed else span.num_tokens // size)
+            entries = self._prefix.match(root, _chained(chain, root, blocks), blocks)
+            num_reused = min(len(entries) * size, span.num_tokens)
+            if num_reused == span.num_tokens and index == len(layout.spans) - 1:
+                # The next token comes from the last one's logits, so one token at least must run.
+                entries.pop()
+                num_reused = len(entries) * size
+        return SpanPlan(
+            index,
+            span.segment.kind,
+            span.segment.name,
+            "reuse" if num_reused == span.num_tokens else "compute",
+            span.num_tokens,
+            num_reused,
+            distance,
+            tuple(entry.block_id for entry in entries),
+            chain.run_encoded(root, tokens) if closed else root,
+            root,
+            tuple(entry.key for entry in entries),
+            tokens,
+        )
+
+    def _split(self, tokens: bytes, num_blocks: int) -> list[bytes]:
+        assert self._prefix is not None
+        width = self._prefix.pool.block_size * TOKEN_BYTES
+        return [tokens[i * width : (i + 1) * width] for i in range(num_blocks)]
+
+
+def _chained(chain: KeyChain, root: Key, blocks: list[bytes]) -> Iterator[Key]:
+    key = root
+    for tokens in blocks:
+        key = chain.extend_encoded(key, tokens)
+        yield key

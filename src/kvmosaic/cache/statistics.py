@@ -1,0 +1,104 @@
+"""Statistics of the chunk cache and the prefix cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmosaic.cache.block_pool import BlockPool
+from kvmosaic.cache.chunk_index import ChunkIndex
+from kvmosaic.cache.prefix_cache import PrefixCache
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCacheStats:
+    """One moment of the caches; counters run since the planner was made."""
+
+    lookups: int
+    """Chunk spans that were looked up while planning."""
+    hits: int
+    """Of these, found ready or being computed."""
+    misses: int
+    cached_chunks: int
+    """Chunks in the index, those being computed included."""
+    pinned_chunks: int
+    used_blocks: int
+    """Blocks of the chunk pool with at least one reference."""
+    total_blocks: int
+    shared_blocks: int
+    """Blocks of the chunk pool with more than one reference: the cache's and those of running requests."""
+    sharing_ratio: float
+    """References per used block of the chunk pool; 1.0 when nothing is used."""
+    evictions: int
+    """Chunks that left to make room."""
+    average_lookup_ms: float
+    """To find one chunk: hash its tokens and look into the index."""
+    average_attach_ms: float
+    """To attach one prompt with all of its spans."""
+    average_compute_ms: float
+    """To compute one missing chunk, as reported by the engine."""
+    prefix_lookup_tokens: int
+    """Tokens of attached spans outside the chunk cache."""
+    prefix_hit_tokens: int
+    """Of these, found in the prefix cache."""
+    prefix_blocks: int
+    """Blocks that the prefix cache keeps."""
+    prefix_evictions: int
+    request_used_blocks: int
+    request_total_blocks: int
+    request_shared_blocks: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits per lookup; 0.0 before the first one."""
+        return self.hits / self.lookups if self.lookups else 0.0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Prefix tokens found per token looked up; 0.0 before the first one."""
+        return self.prefix_hit_tokens / self.prefix_lookup_tokens if self.prefix_lookup_tokens else 0.0
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the planner counts as it goes."""
+
+    lookups: int = 0
+    hits: int = 0
+    lookup_seconds: float = 0.0
+    attaches: int = 0
+    attach_seconds: float = 0.0
+    computes: int = 0
+    compute_ms: float = 0.0
+    prefix_lookup_tokens: int = 0
+    prefix_hit_tokens: int = 0
+
+
+def snapshot(counters: Counters, chunks: ChunkIndex, prefix: PrefixCache, request_pool: BlockPool) -> ChunkCacheStats:
+    """The statistics at this moment."""
+    pool = chunks.pool
+    return ChunkCacheStats(
+        lookups=counters.lookups,
+        hits=counters.hits,
+        misses=counters.lookups - counters.hits,
+        cached_chunks=len(chunks),
+        pinned_chunks=chunks.num_pinned,
+        used_blocks=pool.num_used,
+        total_blocks=pool.num_blocks,
+        shared_blocks=pool.num_shared,
+        sharing_ratio=pool.num_references / pool.num_used if pool.num_used else 1.0,
+        evictions=chunks.num_evictions,
+        average_lookup_ms=_average(counters.lookup_seconds * 1e3, counters.lookups),
+        average_attach_ms=_average(counters.attach_seconds * 1e3, counters.attaches),
+        average_compute_ms=_average(counters.compute_ms, counters.computes),
+        prefix_lookup_tokens=counters.prefix_lookup_tokens,
+        prefix_hit_tokens=counters.prefix_hit_tokens,
+        prefix_blocks=len(prefix),
+        prefix_evictions=prefix.num_evictions,
+        request_used_blocks=request_pool.num_used,
+        request_total_blocks=request_pool.num_blocks,
+        request_shared_blocks=request_pool.num_shared,
+    )
+
+
+def _average(total: float, count: int) -> float:
+    return total / count if count else 0.0

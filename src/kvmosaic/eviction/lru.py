@@ -1,0 +1,15 @@
+"""Least recently used."""
+
+from __future__ import annotations
+
+from kvmosaic.eviction.policy import Candidate
+
+
+class LRU:
+    """Whatever was not used for the longest time leaves first."""
+
+    name = "lru"
+
+    def rank(self, candidate: Candidate) -> float:
+        """The time of the last use."""
+        return candidate.last_used
