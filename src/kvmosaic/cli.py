@@ -6,10 +6,9 @@ Commands import what they need when they run, so that `--help` stays without tor
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
-from click import Context
 from typer.core import TyperGroup
 
 from kvmosaic.errors import KVMosaicError
@@ -43,7 +42,7 @@ AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON: one object per
 class _Commands(TyperGroup):
     """Commands whose expected errors are one message and exit code 2."""
 
-    def invoke(self, context: Context) -> object:
+    def invoke(self, context: Any) -> object:
         """Runs a command."""
         try:
             return super().invoke(context)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvmosaic.console import folder as folders
-from kvmosaic.console.folder import read_documents
+from kvmosaic.console.folder import read_folder
 from kvmosaic.errors import InvalidDocument
 
 
@@ -15,35 +15,35 @@ def test_documents_are_text_files_sorted_by_name(tmp_path: Path) -> None:
     (tmp_path / "c.pdf").write_bytes(b"%PDF")
     (tmp_path / ".hidden.txt").write_text("hidden")
     (tmp_path / "folder.txt").mkdir()
-    assert read_documents(tmp_path) == [{"id": "a", "text": "first"}, {"id": "b", "text": "second"}]
+    assert read_folder(tmp_path) == [{"id": "a", "text": "first"}, {"id": "b", "text": "second"}]
 
 
 def test_files_with_one_stem_keep_their_endings(tmp_path: Path) -> None:
     for name in ("a.md", "a.txt", "b.txt"):
         (tmp_path / name).write_text(name)
-    assert [document["id"] for document in read_documents(tmp_path)] == ["a.md", "a.txt", "b"]
+    assert [document["id"] for document in read_folder(tmp_path)] == ["a.md", "a.txt", "b"]
 
 
 def test_folder_that_is_missing_or_a_file_is_named_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(InvalidDocument, match="nowhere does not exist"):
-        read_documents(tmp_path / "nowhere")
+        read_folder(tmp_path / "nowhere")
     (tmp_path / "file.txt").write_text("text")
     with pytest.raises(InvalidDocument, match=r"file\.txt is not a folder"):
-        read_documents(tmp_path / "file.txt")
+        read_folder(tmp_path / "file.txt")
 
 
 def test_folder_without_text_files_says_what_it_looks_for(tmp_path: Path) -> None:
     with pytest.raises(InvalidDocument, match=r"no \.txt or \.md file"):
-        read_documents(tmp_path)
+        read_folder(tmp_path)
 
 
 def test_undecodable_and_empty_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     with pytest.raises(InvalidDocument, match=r"latin\.txt is not UTF-8 text \(byte 3\)"):
-        read_documents(tmp_path)
+        read_folder(tmp_path)
     (tmp_path / "latin.txt").write_text(" \n")
     with pytest.raises(InvalidDocument, match=r"latin\.txt is empty"):
-        read_documents(tmp_path)
+        read_folder(tmp_path)
 
 
 def test_sizes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,4 +56,4 @@ def test_sizes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ]:
         with monkeypatch.context() as patch, pytest.raises(InvalidDocument, match=message):
             patch.setattr(folders, limit, value)
-            read_documents(tmp_path)
+            read_folder(tmp_path)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from kvmosaic.console.folder import read_documents
+from kvmosaic.console.folder import read_folder
 from kvmosaic.console.opening import Opening, open_llm
 from kvmosaic.console.reuse import reuse_strip, reuse_table
 from kvmosaic.console.text import one_line, printable
@@ -50,7 +51,7 @@ class Asking:
             for text in texts:
                 yield one_line(text.split(separator)[-1]), text
             return
-        documents = read_documents(self.documents) if self.documents else []
+        documents = read_folder(self.documents) if self.documents else []
         for question in self.questions:
             yield one_line(question), llm.compose(question_messages(question, self.system), documents=documents)
 
@@ -69,7 +70,7 @@ def split_input(text: str, separator: str) -> list[str]:
     """
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
-        raise InvalidPrompt(f"standard input is empty; write a prompt such as 'system {separator} document {separator} …'")
+        raise InvalidPrompt(f"standard input is empty; write 'system {separator} document {separator} question'")
     return lines if all(line.count(separator) >= 2 for line in lines) else [text.strip()]
 
 
@@ -83,7 +84,7 @@ def run_prompts(opening: Opening, asking: Asking, max_tokens: int, temperature: 
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     console = Console()
-    with open_llm(opening, Console(stderr=True)) as llm:
+    with closing(open_llm(opening, Console(stderr=True))) as llm:
         for heading, prompt in asking.prompts(llm, opening.separator):
             if as_json:
                 print(json.dumps(output_fields(heading, _last(llm.stream(prompt, params)))))
@@ -91,9 +92,7 @@ def run_prompts(opening: Opening, asking: Asking, max_tokens: int, temperature: 
                 answer(llm, console, heading, prompt, params)
 
 
-def answer(
-    llm: LLM, console: Console, heading: str, prompt: str | Prompt, params: SamplingParams
-) -> RequestOutput:
+def answer(llm: LLM, console: Console, heading: str, prompt: str | Prompt, params: SamplingParams) -> RequestOutput:
     """Prints one answer as it comes, then the strip and the table of its prompt."""
     console.print(f"Q  {heading}", style="bold", markup=False, highlight=False)
     console.print("A  ", style="bold", end="")

@@ -13,7 +13,7 @@ MAX_FILE_BYTES = 4 * 2**20
 MAX_FOLDER_BYTES = 64 * 2**20
 
 
-def read_documents(folder: Path) -> list[dict[str, str]]:
+def read_folder(folder: Path) -> list[dict[str, str]]:
     """Reads the .txt and .md files of a folder, sorted by name, as `{"id", "text"}` documents.
 
     The id is the file's name without its ending, or the whole name where two files would share an id. Sub-folders and

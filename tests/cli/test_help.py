@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+from typer.testing import CliRunner
+
+from kvmosaic import __version__
+from kvmosaic.cli import ContextKind, Strategy, app
+from kvmosaic.layout import ChunkContext, PositionStrategy
+
+COMMANDS = ("run", "plan", "check", "demo")
+
+
+def kvmosaic(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run((sys.executable, "-m", "kvmosaic", *arguments), capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("arguments", [(), *((command,) for command in COMMANDS)])
+def test_help_comes_without_torch(arguments: tuple[str, ...]) -> None:
+    code = (
+        "import sys; from kvmosaic.cli import app\n"
+        f"try: app([*{arguments!r}, '--help'])\n"
+        "except SystemExit as done: print(done.code, {'torch', 'numpy', 'transformers'} & set(sys.modules))"
+    )
+    output = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True).stdout
+    assert "Usage:" in output
+    assert output.splitlines()[-1] == "0 set()"
+
+
+def test_help_names_every_command() -> None:
+    output = kvmosaic("--help").stdout
+    assert all(f" {command} " in output for command in COMMANDS)
+
+
+def test_version_is_one_line() -> None:
+    assert kvmosaic("--version").stdout == f"kvmosaic {__version__}\n"
+
+
+def test_nothing_asked_is_one_message_and_exit_code_2() -> None:
+    result = kvmosaic("run", "reader")
+    assert result.returncode == 2
+    assert result.stderr.startswith("kvmosaic: nothing is asked; give --question")
+    assert "Traceback" not in result.stderr
+
+
+def test_prompt_text_and_documents_exclude_each_other() -> None:
+    result = CliRunner().invoke(app, ["run", "reader", "a ## b ## c", "--question", "why?"])
+    assert result.exit_code == 2
+    assert "leave out --documents" in result.stderr
+
+
+def test_unknown_strategy_is_refused_with_the_choices() -> None:
+    result = CliRunner().invoke(app, ["run", "--question", "why?", "--position-strategy", "random"])
+    assert result.exit_code == 2
+    assert "shared" in result.stderr and "sequential" in result.stderr
+
+
+def test_choices_are_those_of_the_layout() -> None:
+    assert set(get_args(get_args(Strategy)[0])) == set(get_args(PositionStrategy)) - {"absolute"}
+    assert get_args(get_args(ContextKind)[0]) == get_args(ChunkContext)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+
+import kvmosaic
+
+ROOT = Path(__file__).parents[1]
+HEAVY = "{'torch', 'transformers', 'numpy'} & set(sys.modules)"
+
+
+def output_of(*command: str, folder: Path | None = None) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder).stdout
+
+
+def test_all_is_sorted_and_every_name_leads_somewhere() -> None:
+    names = kvmosaic.__all__
+    assert names == sorted(names, key=lambda name: (not name.isupper(), name[0].islower(), name))
+    for name in names:
+        assert getattr(kvmosaic, name).__name__ == name
+    assert set(names) <= set(dir(kvmosaic))
+
+
+def test_unknown_attribute_is_an_attribute_error() -> None:
+    assert not hasattr(kvmosaic, "LargeLanguageModel")
+
+
+def test_version_is_the_installed_one() -> None:
+    assert kvmosaic.__version__ == version("kvmosaic")
+
+
+def test_import_brings_no_heavy_package() -> None:
+    assert output_of(sys.executable, "-c", f"import sys, kvmosaic; print({HEAVY})") == "set()\n"
+
+
+def test_config_and_prompt_can_be_imported_from_the_top_without_torch() -> None:
+    code = "import sys; from kvmosaic import ChunkCacheConfig, Prompt; print('torch' in sys.modules)"
+    assert output_of(sys.executable, "-c", code) == "False\n"
+
+
+def test_constraints_pin_every_dependency() -> None:
+    pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    names = {requirement.split(">=")[0] for requirement in wanted}
+    assert names - pinned == set()
+
+
+def test_wheel_holds_the_package_and_its_data(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path))
+    output_of(*command, folder=ROOT)
+    (wheel,) = tmp_path.glob("*.whl")
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    source = ROOT / "src"
+    ours = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
+    assert packed >= {name for name in ours if "__pycache__" not in name}
+    assert "kvmosaic/py.typed" in packed
+    assert wheel.stat().st_size < 12 * 2**20
