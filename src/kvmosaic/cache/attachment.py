@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from kvmosaic.cache.block_table import BlockTable
 from kvmosaic.cache.chunk import Chunk
-from kvmosaic.cache.keys import Key, KeyChain
+from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain
 from kvmosaic.cache.plan import Action
-from kvmosaic.cache.prefix_cache import PrefixEntry
+from kvmosaic.cache.prefix_cache import PrefixCache, PrefixEntry
 from kvmosaic.layout import Layout
 from kvmosaic.prompt import SegmentKind
 
@@ -60,10 +60,44 @@ class AttachedSpan:
         """Whether all tokens are computed, or will be by the step being assembled."""
         return self.num_computed == self.num_tokens
 
-    @property
-    def last_key(self) -> Key:
-        """The chained key up to the last known block."""
-        return self.entries[-1].key if self.entries else self.root
+    def register(self, prefix: PrefixCache, chain: KeyChain, step: int) -> None:
+        """Makes its newly computed blocks known: full ones, and the last one of a closed span that is complete."""
+        size = self.table.pool.block_size
+        is_whole = self.is_closed and self.is_ready
+        num_blocks = len(self.table.block_ids) if is_whole else self.computed // size
+        if self.is_unregistrable or num_blocks == len(self.entries):
+            return
+        if self.registered_step != step:
+            self.registered, self.registered_step = [], step
+        width = size * TOKEN_BYTES
+        for index in range(len(self.entries), num_blocks):
+            tokens = bytes(self.tokens[index * width : (index + 1) * width])
+            parent = self.entries[-1] if self.entries else None
+            key = chain.extend_encoded(parent.key if parent else self.root, tokens)
+            entry, is_new = prefix.register(key, self.root, parent, tokens, self.table.block_ids[index])
+            if entry is None:
+                self.is_unregistrable = True
+                return
+            self.entries.append(entry)
+            if is_new:
+                self.registered.append(entry)
+
+    def fork(self, prefix: PrefixCache) -> AttachedSpan:
+        """The same span for a second holder; a chunk's user is counted by the caller."""
+        prefix.hold(self.entries)
+        return AttachedSpan(
+            index=self.index,
+            kind=self.kind,
+            action="reuse",
+            table=self.table if self.chunk is not None else self.table.fork(),
+            root=self.root,
+            tokens=self.tokens.copy(),
+            chunk=self.chunk,
+            is_closed=self.is_closed,
+            computed=self.computed,
+            entries=self.entries.copy(),
+            is_unregistrable=self.is_unregistrable,
+        )
 
 
 @dataclass(slots=True, eq=False)

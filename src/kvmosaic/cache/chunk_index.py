@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from kvmosaic.cache.block_pool import BlockPool
 from kvmosaic.cache.block_table import BlockTable
@@ -63,15 +63,21 @@ class ChunkIndex:
         """All chunks, oldest first."""
         return list(self._chunks.values())
 
-    def find(self, chain: KeyChain, root: Key, tokens: bytes) -> tuple[Key, Chunk | None]:
+    def find(
+        self, chain: KeyChain, root: Key, tokens: bytes, planned: Mapping[Key, tuple[Key, bytes]]
+    ) -> tuple[Key, Chunk | None]:
         """The key of a chunk and the chunk under it, if there is one.
 
-        A key that is taken by other tokens (a collision) is passed over and the next one is tried.
+        A key that is taken by other tokens (a collision) is passed over and the next one is tried; `planned` tells root
+        and tokens of chunks that are not in the index yet but will be.
         """
         key = chain.run_encoded(root, tokens)
-        while (chunk := self._chunks.get(key)) is not None and not self.is_same(chunk, root, tokens):
+        while True:
+            chunk = self._chunks.get(key)
+            is_taken = chunk is not None and not self.is_same(chunk, root, tokens)
+            if not is_taken and planned.get(key, (root, tokens)) == (root, tokens):
+                return key, chunk
             key = chain.next_after(key)
-        return key, chunk
 
     def get(self, key: Key) -> Chunk | None:
         """The chunk with this key."""

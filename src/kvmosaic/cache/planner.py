@@ -10,7 +10,7 @@ from kvmosaic.cache.block_pool import BlockPool
 from kvmosaic.cache.block_table import BlockCopy, BlockTable
 from kvmosaic.cache.chunk import Chunk, ChunkState
 from kvmosaic.cache.chunk_index import ChunkIndex
-from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain, encode_tokens
+from kvmosaic.cache.keys import Key, KeyChain, encode_tokens
 from kvmosaic.cache.lookup import Found, Lookup, is_closed
 from kvmosaic.cache.plan import Action, Plan, SpanPlan
 from kvmosaic.cache.prefix_cache import PrefixCache
@@ -131,7 +131,7 @@ class Planner:
             return
         span.computed += num_tokens
         if self._prefix_caching:
-            self._register(attachment.chain, span)
+            span.register(self._prefix, attachment.chain, self._step)
 
     def extend(self, attachment: Attachment, token_ids: Sequence[int]) -> list[BlockCopy]:
         """Grows the last span by answer tokens, which are then to be computed; returns the copies to carry out first.
@@ -153,27 +153,9 @@ class Planner:
 
         All tokens must be computed, because a block is written by one holder only.
         """
-        assert not attachment.is_released and not attachment.is_forgotten
+        assert not attachment.is_released and not attachment.is_stale
         assert all(span.is_ready for span in attachment.spans), "a sequence is forked when its prompt is computed"
-        spans = []
-        for span in attachment.spans:
-            table = span.table if span.chunk is not None else span.table.fork()
-            self._prefix.hold(span.entries)
-            spans.append(
-                AttachedSpan(
-                    span.index,
-                    span.kind,
-                    "reuse",
-                    table,
-                    span.root,
-                    bytearray(span.tokens),
-                    chunk=span.chunk,
-                    is_closed=span.is_closed,
-                    computed=span.computed,
-                    entries=span.entries.copy(),
-                    is_unregistrable=span.is_unregistrable,
-                )
-            )
+        spans = [span.fork(self._prefix) for span in attachment.spans]
         for chunk in attachment.held_chunks():
             self._chunks.hold(chunk)
         return Attachment(attachment.layout, attachment.salt, spans, attachment.chain)
@@ -200,7 +182,7 @@ class Planner:
 
         Prefix blocks that it registered since `begin_step`, and all that was computed after them, are not found any
         more; chunks that it completed since then, or has not completed, are abandoned. Only `release` is left to do.
-        Others who read any of it see `is_stale`.
+        Call it for every attachment that took part in the step; others who read any of it see `is_stale`.
         """
         attachment.is_forgotten = True
         for span in attachment.spans:
@@ -333,24 +315,3 @@ class Planner:
             computed=reused,
             entries=here.entries,
         )
-
-    def _register(self, chain: KeyChain, span: AttachedSpan) -> None:
-        size = self.request_pool.block_size
-        num_known = (
-            self.request_pool.blocks_for(span.computed) if span.is_closed and span.is_ready else span.computed // size
-        )
-        if span.is_unregistrable or num_known == len(span.entries):
-            return
-        if span.registered_step != self._step:
-            span.registered, span.registered_step = [], self._step
-        for index in range(len(span.entries), num_known):
-            tokens = bytes(span.tokens[index * size * TOKEN_BYTES : (index + 1) * size * TOKEN_BYTES])
-            key = chain.extend_encoded(span.last_key, tokens)
-            parent = span.entries[-1] if span.entries else None
-            entry, is_new = self._prefix.register(key, span.root, parent, tokens, span.table.block_ids[index])
-            if entry is None:
-                span.is_unregistrable = True
-                return
-            span.entries.append(entry)
-            if is_new:
-                span.registered.append(entry)
