@@ -1,5 +1,25 @@
 """What was asked: segments and prompts from text, chat, documents or tokens."""
 
+from kvmosaic.prompt.document import Document, read_documents
+from kvmosaic.prompt.encoder import PromptEncoder
+from kvmosaic.prompt.message import read_messages
 from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind
+from kvmosaic.prompt.separator import escape_separator
+from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_length, check_token_ids
+from kvmosaic.prompt.tokenizer import Tokenizer
 
-__all__ = ["Prompt", "Segment", "SegmentKind"]
+__all__ = [
+    "Document",
+    "Prompt",
+    "PromptEncoder",
+    "PromptOptions",
+    "PromptSettings",
+    "Segment",
+    "SegmentKind",
+    "Tokenizer",
+    "check_length",
+    "check_token_ids",
+    "escape_separator",
+    "read_documents",
+    "read_messages",
+]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvmosaic.errors import EmptySegment, InvalidPrompt
+from kvmosaic.errors import EmptySegment, InvalidPrompt, InvalidTokenId
+from kvmosaic.prompt.document import read_documents
+from kvmosaic.prompt.separator import check_text, named_parts
+
+MAX_SALT_CHARACTERS = 4_096
+MAX_DOCUMENTS = 10**6
 
 
 class SegmentKind(StrEnum):
@@ -65,6 +71,10 @@ class Prompt:
     salt: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.salt, str) or len(self.salt) > MAX_SALT_CHARACTERS:
+            raise InvalidPrompt(
+                f"salt must be a text of at most {MAX_SALT_CHARACTERS} characters, got {self.salt!r:.80}"
+            )
         kinds = [segment.kind for segment in self.segments]
         if kinds == [SegmentKind.PLAIN]:
             return
@@ -91,6 +101,68 @@ class Prompt:
         """Tokens of all segments."""
         return sum(segment.num_tokens for segment in self.segments)
 
+    @property
+    def text(self) -> str | None:
+        """The text of all segments, one after the other; None if a segment was given as token ids."""
+        texts = [segment.text for segment in self.segments if segment.text is not None]
+        return "".join(texts) if len(texts) == len(self.segments) else None
+
+    @classmethod
+    def from_text(
+        cls, text: str, separator: str | None = "##", *, names: Sequence[str] | None = None, salt: str = ""
+    ) -> Prompt:
+        r"""Splits a text at its separators: the first part is the system text, the last one the question.
+
+        White space around each part is removed and the separator itself never reaches the model. A text with fewer than
+        two separators is an ordinary prompt. A backslash before a separator makes it text: `\##`.
+
+        Args:
+            text: for example "Answer from the documents. ## first document ## second document ## question".
+            separator: any text with a visible character; None never splits.
+            names: one name per chunk, for reports, pins and deletion.
+            salt: tenant salt.
+
+        Raises:
+            EmptySegment: a part is empty; the message names it.
+            InvalidSeparator: a separator that cannot split anything.
+            InvalidPrompt: a text that is too long, or a different number of names and chunks.
+        """
+        parts = named_parts(text, separator)
+        if isinstance(parts, str):
+            return cls((Segment(SegmentKind.PLAIN, text=parts),), salt=salt)
+        system, bodies, question = parts
+        _check_names(names, len(bodies))
+        segments = [Segment(SegmentKind.SYSTEM, text=system)]
+        segments += [
+            Segment(SegmentKind.CHUNK, text=body, name=names[index] if names else None)
+            for index, body in enumerate(bodies)
+        ]
+        segments.append(Segment(SegmentKind.QUESTION, text=question))
+        return cls(tuple(segments), salt=salt)
+
+    @classmethod
+    def from_documents(
+        cls, documents: Iterable[object], question: str, *, system: str | None = None, salt: str = ""
+    ) -> Prompt:
+        """Builds a prompt from documents as they are, without a chat template and without searching for separators.
+
+        Args:
+            documents: texts, mappings with "text" (and "title", "id") or `Document`s.
+            question: what is asked about them.
+            system: the system text; None leaves it out.
+            salt: tenant salt.
+
+        Raises:
+            InvalidDocument: an entry that is not a document.
+            EmptySegment: an empty system text or question.
+        """
+        segments = [] if system is None else [_text_segment(SegmentKind.SYSTEM, system)]
+        segments += [
+            Segment(SegmentKind.CHUNK, text=document.plain_text, name=document.name)
+            for document in read_documents(documents, MAX_DOCUMENTS)
+        ]
+        return cls((*segments, _text_segment(SegmentKind.QUESTION, question)), salt=salt)
+
     @classmethod
     def from_tokens(
         cls,
@@ -114,19 +186,38 @@ class Prompt:
             EmptySegment: a segment has no tokens.
             InvalidPrompt: no question, or a different number of names and chunks.
         """
-        bodies = [tuple(chunk) for chunk in chunks]
-        if names is not None and len(names) != len(bodies):
-            raise InvalidPrompt(f"{len(names)} names for {len(bodies)} chunks; give one name per chunk or none")
+        bodies = [_whole_numbers(chunk) for chunk in chunks]
+        _check_names(names, len(bodies))
         if question is None:
             raise InvalidPrompt("a prompt needs a question; pass question=[...] token ids")
-        segments = [] if system is None else [Segment(SegmentKind.SYSTEM, tuple(system))]
+        segments = [] if system is None else [Segment(SegmentKind.SYSTEM, _whole_numbers(system))]
         segments += [
             Segment(SegmentKind.CHUNK, body, name=names[index] if names else None) for index, body in enumerate(bodies)
         ]
-        segments.append(Segment(SegmentKind.QUESTION, tuple(question)))
+        segments.append(Segment(SegmentKind.QUESTION, _whole_numbers(question)))
         return cls(tuple(segments), salt=salt)
 
     @classmethod
     def plain(cls, token_ids: Sequence[int], *, salt: str = "") -> Prompt:
         """An ordinary prompt: one causal segment at position 0."""
-        return cls((Segment(SegmentKind.PLAIN, tuple(token_ids)),), salt=salt)
+        return cls((Segment(SegmentKind.PLAIN, _whole_numbers(token_ids)),), salt=salt)
+
+
+def _text_segment(kind: SegmentKind, text: str) -> Segment:
+    check_text(text)
+    if not text.strip():
+        raise EmptySegment(f"the {kind} text is empty; write something or leave it out")
+    return Segment(kind, text=text.strip())
+
+
+def _whole_numbers(token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Token ids as plain ints; numbers of numpy and torch are welcome."""
+    try:
+        return tuple(map(operator.index, token_ids))
+    except TypeError as error:
+        raise InvalidTokenId(f"token ids must be whole numbers: {error}") from None
+
+
+def _check_names(names: Sequence[str] | None, num_chunks: int) -> None:
+    if names is not None and (isinstance(names, str) or len(names) != num_chunks):
+        raise InvalidPrompt(f"{len(names)} names for {num_chunks} chunks; give one name per chunk or none")

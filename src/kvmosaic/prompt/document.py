@@ -1,0 +1,104 @@
+"""Documents: what a prompt may read, given as mappings, texts or `Document`s."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from kvmosaic.errors import InvalidDocument, TooManyChunks
+
+MAX_DOCUMENT_CHARACTERS = 2**25
+MAX_NAME_CHARACTERS = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text with an optional title and id. White space around text and title is removed.
+
+    The model reads the title and the text. The id is a name for reports, pins and deletion; the model reads it only if
+    its chat template asks for `doc_id`.
+    """
+
+    text: str
+    title: str | None = None
+    id: str | None = None
+
+    def __post_init__(self) -> None:
+        for field, limit in (
+            ("text", MAX_DOCUMENT_CHARACTERS),
+            ("title", MAX_NAME_CHARACTERS),
+            ("id", MAX_NAME_CHARACTERS),
+        ):
+            value = getattr(self, field)
+            if value is None and field != "text":
+                continue
+            if not isinstance(value, str):
+                raise InvalidDocument(f"a document's {field} must be a text, got {type(value).__name__}")
+            if len(value) > limit:
+                raise InvalidDocument(f"a document's {field} has {len(value)} characters; at most {limit} are allowed")
+            object.__setattr__(self, field, value.strip() or None)
+        if self.text is None:
+            raise InvalidDocument("a document's text is empty; leave the document out")
+
+    @property
+    def name(self) -> str | None:
+        """What people call it: its id, else its title."""
+        return self.id or self.title
+
+    @property
+    def plain_text(self) -> str:
+        """The title on a line of its own, then the text."""
+        return f"{self.title}\n{self.text}" if self.title else self.text
+
+    @classmethod
+    def read(cls, value: object) -> Document:
+        """Makes a document from a text, a mapping with "text" (and "title", "id"), or a document.
+
+        Other keys of a mapping are data of the caller and are not shown to the model.
+
+        Raises:
+            InvalidDocument: anything else.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            return cls(value)
+        if not isinstance(value, Mapping):
+            raise InvalidDocument(
+                f'a document is {{"text": ..., "title": ..., "id": ...}} or a text, got {value!r:.80}'
+            )
+        if "text" not in value:
+            keys = ", ".join(sorted(map(repr, value)))[:200]
+            raise InvalidDocument(f'a document needs a "text"; this one has {keys or "no keys"}')
+        number = value.get("id", value.get("doc_id"))
+        name = str(number) if isinstance(number, int) and not isinstance(number, bool) else number
+        return cls(value["text"], value.get("title"), name)
+
+
+def read_documents(documents: object, max_documents: int) -> tuple[Document, ...]:
+    """Makes documents from a list of texts, mappings and documents.
+
+    Raises:
+        InvalidDocument: not a list, an entry that is not a document, or an id given twice.
+        TooManyChunks: more than `max_documents`.
+    """
+    if not isinstance(documents, Iterable) or isinstance(documents, str | bytes | Mapping):
+        raise InvalidDocument(f"documents must be a list, got {type(documents).__name__}")
+    read: list[Document] = []
+    places: dict[str, int] = {}
+    for index, value in enumerate(documents):
+        if index >= max_documents:
+            raise TooManyChunks(
+                f"more than {max_documents} documents in one prompt; raise max_prompt_chunks or send fewer"
+            )
+        try:
+            document = Document.read(value)
+        except InvalidDocument as error:
+            raise InvalidDocument(f"document {index}: {error}") from None
+        if document.id is not None and places.setdefault(document.id, index) != index:
+            raise InvalidDocument(
+                f"documents {places[document.id]} and {index} have the same id {document.id!r}; "
+                "give each its own, or none"
+            )
+        read.append(document)
+    return tuple(read)

@@ -1,0 +1,186 @@
+"""Prompt encoder: prompts, texts and conversations become segments of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvmosaic.errors import InvalidPrompt, TooManyChunks
+from kvmosaic.prompt.conversation import Conversation
+from kvmosaic.prompt.document import Document, read_documents
+from kvmosaic.prompt.message import read_messages
+from kvmosaic.prompt.pieces import Piece, foreign, joined, template
+from kvmosaic.prompt.placing import place_documents
+from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind
+from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_token_ids
+from kvmosaic.prompt.splitting import fit_chunks
+from kvmosaic.prompt.tokenizer import Encoded, PieceTokenizer, Tokenizer
+
+_PLACEHOLDER_QUESTION = "?"
+
+
+class PromptEncoder:
+    """Turns whatever was asked into a prompt of token ids.
+
+    Each segment is tokenized alone, so a document has the same tokens in every prompt. The token that begins a whole
+    prompt stands at the front of the first segment, in a system segment of its own if documents come first; the token
+    that some tokenizers put at the end of a whole prompt is left out, since the answer follows. A tokenizer that writes
+    a space in front of every text does so for every segment.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        settings: PromptSettings | None = None,
+        *,
+        vocab_size: int,
+        max_positions: int | None = None,
+    ) -> None:
+        """Takes a tokenizer of transformers, or None if every prompt is given as token ids.
+
+        Args:
+            tokenizer: turns text into ids and renders conversations.
+            settings: limits and the separator, usually the `ChunkCacheConfig`.
+            vocab_size: the model's number of token ids.
+            max_positions: the model's number of positions; None does not check it here.
+        """
+        self.tokenizer = tokenizer
+        self.settings = settings or PromptOptions()
+        self.vocab_size = vocab_size
+        self.max_positions = max_positions
+        self._pieces = None if tokenizer is None else PieceTokenizer(tokenizer)
+
+    def encode(self, prompt: Prompt | str | Sequence[int], *, salt: str = "", control_tokens: bool = True) -> Prompt:
+        """Tokenizes a prompt; a text is split at separators first, a list of token ids is an ordinary prompt.
+
+        Args:
+            prompt: what was asked. Segments with token ids are checked and kept as they are.
+            salt: tenant salt of a text or a list; a `Prompt` has its own.
+            control_tokens: whether control tokens written in a plain prompt, a system text or a question count. In
+                documents they never do.
+
+        Raises:
+            InvalidPrompt: and its kinds, naming the value, the limit and the way out.
+        """
+        if isinstance(prompt, str):
+            prompt = Prompt.from_text(prompt, self.settings.separator, salt=salt)
+        elif not isinstance(prompt, Prompt):
+            prompt = Prompt.plain(prompt, salt=salt)
+        segments, encodings = [], []
+        if prompt.segments[0].kind is SegmentKind.CHUNK and prompt.segments[0].token_ids is None and self._prefix:
+            segments.append(Segment(SegmentKind.SYSTEM, self._prefix, text=""))
+            encodings.append(Encoded(self._prefix, None))
+        for segment in prompt.segments:
+            if segment.token_ids is None:
+                trusted = control_tokens and segment.kind is not SegmentKind.CHUNK
+                piece = template(segment.text or "") if trusted else foreign(segment.text or "")
+                encoded = self._encode([piece], with_prefix=not segments)
+            else:
+                encoded = Encoded(segment.token_ids, None)
+            segments.append(replace(segment, token_ids=encoded.token_ids))
+            encodings.append(encoded)
+        return self._checked(segments, encodings, prompt.salt)
+
+    def encode_chat(
+        self, messages: object, documents: Iterable[object] | None = None, *, salt: str = "", **template_options: Any
+    ) -> Prompt:
+        """Renders a conversation through the tokenizer's chat template and tokenizes it.
+
+        With documents, everything before them is the system segment, each document is a chunk, and everything after
+        them is the question. Without, it is one plain segment. Control tokens count only where the template wrote them.
+
+        Args:
+            messages: `{"role": ..., "content": ...}`, a content being a text or a list of text parts.
+            documents: texts, mappings with "text" (and "title", "id") or `Document`s.
+            salt: tenant salt.
+            template_options: passed to the template, for example tools=..., enable_thinking=..., chat_template=....
+
+        Raises:
+            InvalidMessages: not a conversation, or one that the template refuses.
+            InvalidDocument: an entry that is not a document.
+            InvalidPrompt: and its other kinds.
+        """
+        conversation = Conversation(self._known_tokenizer(), read_messages(messages), template_options)
+        read = read_documents(documents or (), self.settings.max_prompt_chunks)
+        if not read:
+            return self._from_pieces([(SegmentKind.PLAIN, None, conversation.pieces())], salt)
+        placing = place_documents(conversation)
+        parts: list[tuple[SegmentKind, str | None, Sequence[Piece]]] = [(SegmentKind.SYSTEM, None, placing.head)]
+        parts += [(SegmentKind.CHUNK, document.name, placing.chunk(document)) for document in read]
+        parts.append((SegmentKind.QUESTION, None, placing.tail))
+        return self._from_pieces(parts, salt)
+
+    def encode_documents(
+        self,
+        documents: Iterable[object],
+        system: str | None = None,
+        *,
+        salt: str = "",
+        chat: bool | None = None,
+        **template_options: Any,
+    ) -> Prompt:
+        """A prompt whose system and chunk segments are those of later prompts with these documents, to compute ahead.
+
+        Its question stands for any question; only the segments before it matter.
+
+        Args:
+            documents: texts, mappings with "text" (and "title", "id") or `Document`s.
+            system: the system text of the later prompts.
+            salt: tenant salt of the later prompts.
+            chat: whether they are conversations (`encode_chat`) or texts (`Prompt.from_text`, `from_documents`); None:
+                conversations if the tokenizer has a chat template.
+            template_options: as for `encode_chat`.
+        """
+        read: tuple[Document, ...] = read_documents(documents, self.settings.max_prompt_chunks)
+        if chat is None:
+            chat = bool(template_options.get("chat_template") or getattr(self.tokenizer, "chat_template", None))
+        if not chat:
+            return self.encode(Prompt.from_documents(read, _PLACEHOLDER_QUESTION, system=system, salt=salt))
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages.append({"role": "user", "content": _PLACEHOLDER_QUESTION})
+        return self.encode_chat(messages, read, salt=salt, **template_options)
+
+    @property
+    def _prefix(self) -> tuple[int, ...]:
+        return self._pieces.prefix if self._pieces else ()
+
+    def _from_pieces(self, parts: Sequence[tuple[SegmentKind, str | None, Sequence[Piece]]], salt: str) -> Prompt:
+        """A prompt of rendered segments; the template has already written what begins a prompt."""
+        segments, encodings = [], []
+        for kind, name, pieces in parts:
+            encoded = self._encode(pieces)
+            if kind is SegmentKind.SYSTEM and not encoded.token_ids:
+                continue
+            segments.append(Segment(kind, encoded.token_ids, joined(pieces), name))
+            encodings.append(encoded)
+        return self._checked(segments, encodings, salt)
+
+    def _checked(self, segments: list[Segment], encodings: list[Encoded], salt: str) -> Prompt:
+        num_chunks = sum(segment.kind is SegmentKind.CHUNK for segment in segments)
+        if num_chunks > self.settings.max_prompt_chunks:
+            raise TooManyChunks(
+                f"{num_chunks} documents in one prompt; raise max_prompt_chunks ({self.settings.max_prompt_chunks}) "
+                "or send fewer"
+            )
+        for segment in segments:
+            check_token_ids(segment.token_ids or (), self.vocab_size, segment.label)
+        limit, split = self.settings.max_chunk_tokens, self.settings.long_chunks == "split"
+        return Prompt(fit_chunks(segments, encodings, limit, split=split), salt=salt)
+
+    def _encode(self, pieces: Sequence[Piece], *, with_prefix: bool = False) -> Encoded:
+        if self._pieces is None:
+            self._known_tokenizer()
+        assert self._pieces is not None
+        encoded = self._pieces.encode(pieces)
+        if not with_prefix or not self._prefix:
+            return encoded
+        starts = None if encoded.starts is None else (0,) * len(self._prefix) + encoded.starts
+        return Encoded(self._prefix + encoded.token_ids, starts)
+
+    def _known_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidPrompt(
+                "there is no tokenizer, so text cannot be read; give token ids (Prompt.from_tokens) or load a tokenizer"
+            )
+        return self.tokenizer

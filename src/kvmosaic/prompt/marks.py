@@ -1,0 +1,115 @@
+"""Marks: unforgeable stand-ins for contents, to see where a chat template puts them and what it does to them."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+_PROBE = "\"'\\\n\t<>&é☃{{%"
+"""Characters that the usual escapes change, each in its own way."""
+_PAD = "\v \t\v"
+"""White space that no template writes by itself; it shows whether a template trims."""
+
+
+def _json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _ascii_json(text: str) -> str:
+    return json.dumps(text)[1:-1]
+
+
+def _html_json(text: str) -> str:
+    safe = _ascii_json(text)
+    for character in "<>&'":
+        safe = safe.replace(character, f"\\u{ord(character):04x}")
+    return safe
+
+
+Escape = Callable[[str], str]
+_ESCAPES: tuple[Escape, ...] = (str, _json, _ascii_json, _html_json)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place in rendered text where a template put a marked value."""
+
+    index: int
+    """Number of the mark."""
+    escape: Escape | None
+    """What the template does to the value; None if it does something unknown."""
+    left_kept: bool = True
+    """Whether white space before the value survives."""
+    right_kept: bool = True
+
+    def fill(self, value: str) -> str:
+        """The text that the template would put here."""
+        value = value if self.left_kept else value.lstrip()
+        value = value if self.right_kept else value.rstrip()
+        return self.escape(value) if self.escape else value
+
+
+class Marks:
+    """Makes marks and finds them in rendered text.
+
+    A mark is `open probe close`, with random numbers in `open` and `close` that nobody who writes a message or a
+    document can know. What stands between them after rendering shows how the template escapes.
+    """
+
+    def __init__(self) -> None:
+        self._secret = "kv" + secrets.token_hex(12)
+        self._found = re.compile(rf"{self._secret}o(\d+)x(.*?){self._secret}c\1x", re.DOTALL)
+        self._is_padded: list[bool] = []
+
+    def mark(self, *, padded: bool = False) -> str:
+        """The next mark; `padded` with white space, to see whether the template trims."""
+        index, pad = len(self._is_padded), _PAD if padded else ""
+        self._is_padded.append(padded)
+        return f"{pad}{self._secret}o{index}x{_PROBE}{self._secret}c{index}x{pad}"
+
+    def end_mark(self, index: int) -> str:
+        """A mark to put behind a real value, so that its end can be found."""
+        return f"{self._secret}e{index}x"
+
+    def is_in(self, text: str) -> bool:
+        """Whether any part of a mark is left in a text."""
+        return self._secret in text
+
+    def split(self, text: str) -> list[str | Place]:
+        """Cuts rendered text into the template's own text and the places of marks, in turns; text is first and last."""
+        items: list[str | Place] = []
+        last = 0
+        for match in self._found.finditer(text):
+            escape = next((escape for escape in _ESCAPES if escape(_PROBE) == match[2]), None)
+            items += [text[last : match.start()], Place(int(match[1]), escape)]
+            last = match.end()
+        items.append(text[last:])
+        for index, place in enumerate(items):
+            if isinstance(place, Place) and self._is_padded[place.index]:
+                _take_pads(items, index, place)
+        return items
+
+
+def _take_pads(items: list[str | Place], index: int, place: Place) -> None:
+    """Takes the padding of a mark out of the template's text and notes in its place whether it was there."""
+    pad = place.escape(_PAD) if place.escape else _PAD
+    before, after = items[index - 1], items[index + 1]
+    assert isinstance(before, str) and isinstance(after, str)
+    items[index - 1] = before.removesuffix(pad)
+    items[index + 1] = after.removeprefix(pad)
+    items[index] = replace(place, left_kept=before.endswith(pad), right_kept=after.startswith(pad))
+
+
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Changes every text inside lists and mappings; keys stay."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_texts(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_texts(item, change) for item in value]
+    return value

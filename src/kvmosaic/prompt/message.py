@@ -1,0 +1,71 @@
+"""Messages: a conversation, checked before a chat template sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvmosaic.errors import InvalidMessages
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_MESSAGES = 10_000
+MAX_MESSAGE_CHARACTERS = 2**25
+_EXTRA_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+
+
+def read_messages(messages: object) -> list[dict[str, Any]]:
+    """Checks a conversation and gives it back with every content as one text.
+
+    A content is a text, or a list of text parts `{"type": "text", "text": ...}`, which are joined by line breaks.
+
+    Raises:
+        InvalidMessages: no messages, an unknown role, an empty content, or a part that is not text.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise InvalidMessages(
+            f'messages must be a list of {{"role": ..., "content": ...}}, got {type(messages).__name__}'
+        )
+    if not messages:
+        raise InvalidMessages("there are no messages; send at least one with the role 'user'")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidMessages(f"{len(messages)} messages; at most {MAX_MESSAGES} are allowed")
+    return [_read_message(message, index) for index, message in enumerate(messages)]
+
+
+def is_system(message: Mapping[str, Any]) -> bool:
+    """Whether a message comes from whoever runs the system, not from its user."""
+    return message["role"] in ("system", "developer")
+
+
+def _read_message(message: object, index: int) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidMessages(f'message {index} must be {{"role": ..., "content": ...}}, got {message!r:.80}')
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidMessages(f"message {index} has the role {role!r:.80}; choose one of {', '.join(ROLES)}")
+    content = _read_content(message.get("content"), index)
+    if not content.strip() and not (role == "assistant" and message.get("tool_calls")):
+        raise InvalidMessages(f"message {index} ({role}) has no content; write something or leave the message out")
+    if len(content) > MAX_MESSAGE_CHARACTERS:
+        raise InvalidMessages(
+            f"message {index} ({role}) has {len(content)} characters; at most {MAX_MESSAGE_CHARACTERS} are allowed"
+        )
+    extra = {key: message[key] for key in _EXTRA_KEYS if message.get(key) is not None}
+    return {"role": role, "content": content, **extra}
+
+
+def _read_content(content: object, index: int) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise InvalidMessages(f"the content of message {index} must be a text, got {type(content).__name__}")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") in ("text", "input_text") else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise InvalidMessages(f"message {index} has a part of type {kind!r:.80}; only text parts can be read")
+        texts.append(text)
+    return "\n".join(texts)

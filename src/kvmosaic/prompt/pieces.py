@@ -1,0 +1,54 @@
+"""Pieces: text that knows who wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of text from one writer."""
+
+    text: str
+    trusted: bool
+    """Whether control tokens written in it count. True for the chat template and whoever runs the system."""
+    message: int | None = None
+    """The message that it is the content of, if any."""
+
+
+def template(text: str) -> Piece:
+    """Text of the chat template."""
+    return Piece(text, trusted=True)
+
+
+def foreign(text: str, message: int | None = None) -> Piece:
+    """Text of a user or a document: whatever it says, it is ordinary text."""
+    return Piece(text, trusted=False, message=message)
+
+
+def joined(pieces: Iterable[Piece]) -> str:
+    """The text of all pieces."""
+    return "".join(piece.text for piece in pieces)
+
+
+def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """The same text with neighbours of the same writer joined and empty pieces left out."""
+    result: list[Piece] = []
+    for piece in pieces:
+        if result and result[-1].trusted and piece.trusted:
+            result[-1] = template(result[-1].text + piece.text)
+        elif piece.text:
+            result.append(piece)
+    return tuple(result)
+
+
+def foreign_intervals(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+    """Where in the joined text the untrusted characters are: (start, end) in ascending order."""
+    intervals, start = [], 0
+    for piece in pieces:
+        end = start + len(piece.text)
+        if not piece.trusted and piece.text:
+            intervals.append((start, end))
+        start = end
+    return intervals

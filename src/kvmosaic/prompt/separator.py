@@ -1,0 +1,87 @@
+"""Separators: splitting a text into segments before it is tokenized."""
+
+from __future__ import annotations
+
+import re
+
+from kvmosaic.errors import EmptySegment, InvalidPrompt, InvalidSeparator
+
+MAX_TEXT_CHARACTERS = 2**25
+MAX_SEPARATOR_CHARACTERS = 256
+
+
+def split_text(text: str, separator: str | None) -> list[str]:
+    r"""Splits a text at its separators.
+
+    A backslash right before a separator makes it ordinary text: `\##` stays `##`. To end a part with a backslash,
+    double it: `\\##` is a backslash and a border. Backslashes anywhere else are left alone.
+
+    Raises:
+        InvalidPrompt: not a text, or longer than 2**25 characters.
+        InvalidSeparator: a separator without a visible character, with a backslash, or too long.
+    """
+    check_text(text)
+    if separator is None:
+        return [text]
+    check_separator(separator)
+    parts, current, last = [], [], 0
+    for match in re.finditer(r"(?<!\\)(\\*+)" + re.escape(separator), text):
+        num_backslashes = len(match[1])
+        current.append(text[last : match.start()] + "\\" * (num_backslashes // 2))
+        last = match.end()
+        if num_backslashes % 2:
+            current.append(separator)
+        else:
+            parts.append("".join(current))
+            current = []
+    parts.append("".join(current) + text[last:])
+    return parts
+
+
+def escape_separator(text: str, separator: str = "##") -> str:
+    r"""Writes a text so that no separator in it is a border: `a ## b` becomes `a \## b`."""
+    check_separator(separator)
+    return re.sub(r"(?<!\\)(\\*+)" + re.escape(separator), lambda match: match[1] * 2 + "\\" + separator, text)
+
+
+def named_parts(text: str, separator: str | None) -> tuple[str, list[str], str] | str:
+    """The system text, the chunks and the question; or the whole text when it has fewer than two separators.
+
+    Raises:
+        EmptySegment: a part without text.
+    """
+    parts = split_text(text, separator)
+    if separator is None or len(parts) < 3:
+        return (separator or "").join(parts)
+    stripped = [part.strip() for part in parts]
+    for index, part in enumerate(stripped):
+        if not part:
+            name = "system text" if index == 0 else f"text of chunk {index}"
+            name = "question" if index == len(parts) - 1 else name
+            raise EmptySegment(
+                f"the {name} is empty (part {index + 1} of {len(parts)}); write something there, remove a separator, "
+                f"or write \\{separator} where {separator!r} is meant as text"
+            )
+    return stripped[0], stripped[1:-1], stripped[-1]
+
+
+def check_text(text: object) -> None:
+    """Raises InvalidPrompt unless this is a text of at most 2**25 characters."""
+    if not isinstance(text, str):
+        raise InvalidPrompt(f"a prompt's text must be a str, got {type(text).__name__}")
+    if len(text) > MAX_TEXT_CHARACTERS:
+        raise InvalidPrompt(f"the text has {len(text)} characters; at most {MAX_TEXT_CHARACTERS} are allowed")
+
+
+def check_separator(separator: object) -> None:
+    """Raises InvalidSeparator unless this can split text."""
+    if not isinstance(separator, str) or not separator.strip():
+        raise InvalidSeparator(f"a separator must contain a visible character, got {separator!r}; None never splits")
+    if len(separator) > MAX_SEPARATOR_CHARACTERS:
+        raise InvalidSeparator(
+            f"the separator has {len(separator)} characters; at most {MAX_SEPARATOR_CHARACTERS} are allowed"
+        )
+    if "\\" in separator:
+        raise InvalidSeparator(
+            f"the separator {separator!r} contains a backslash, which escapes separators; leave it out"
+        )

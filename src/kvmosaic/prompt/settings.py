@@ -1,0 +1,82 @@
+"""Prompt settings: the limits a prompt is checked against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from kvmosaic.errors import InvalidTokenId, PromptTooLong
+
+
+class PromptSettings(Protocol):
+    """What a `PromptEncoder` reads of its configuration; `ChunkCacheConfig` has all of it."""
+
+    @property
+    def separator(self) -> str | None:
+        """Text that splits a prompt string; None never splits."""
+
+    @property
+    def max_chunk_tokens(self) -> int:
+        """Longest chunk."""
+
+    @property
+    def max_prompt_chunks(self) -> int:
+        """Most documents in one prompt."""
+
+    @property
+    def long_chunks(self) -> Literal["error", "split"]:
+        """What happens to a longer document."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """Prompt settings on their own, for use without a cache; the same defaults as `ChunkCacheConfig`."""
+
+    separator: str | None = "##"
+    max_chunk_tokens: int = 32_768
+    max_prompt_chunks: int = 4_096
+    long_chunks: Literal["error", "split"] = "error"
+
+
+class _Ends(Protocol):
+    @property
+    def end(self) -> int: ...
+
+
+class Placed(Protocol):
+    """A layout, as far as its length is concerned."""
+
+    @property
+    def last(self) -> _Ends:
+        """The span that the answer extends; no other ends later."""
+
+
+def check_length(layout: Placed, max_positions: int, max_new_tokens: int = 1) -> int:
+    """Returns how many tokens the answer has room for.
+
+    Raises:
+        PromptTooLong: the prompt and `max_new_tokens` need more than `max_positions`.
+    """
+    end = layout.last.end
+    if end + max_new_tokens > max_positions:
+        answer = "1 token" if max_new_tokens == 1 else f"{max_new_tokens} tokens"
+        raise PromptTooLong(
+            f"the prompt needs {end} positions and its answer {answer}, the model has {max_positions}; shorten the "
+            "prompt or the answer, or place documents at position_strategy='shared', where they take the room of one"
+        )
+    return max_positions - end
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, label: str) -> None:
+    """Raises InvalidTokenId if an id is not a whole number from 0 to vocab_size - 1."""
+    if not token_ids or (
+        {int}.issuperset(map(type, token_ids)) and min(token_ids) >= 0 and max(token_ids) < vocab_size
+    ):
+        return
+    for index, token_id in enumerate(token_ids):
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            raise InvalidTokenId(
+                f"token {index} of the {label} is {token_id!r}; the model's token ids are whole numbers "
+                f"from 0 to {vocab_size - 1}"
+            )

@@ -1,0 +1,89 @@
+"""Splitting long documents: chunks that are longer than allowed become several, or an error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from kvmosaic.errors import ChunkTooLong
+from kvmosaic.prompt.segment import Segment, SegmentKind
+from kvmosaic.prompt.tokenizer import Encoded
+
+# From the best place to cut to the worst: after an empty line, a line, a sentence, a word.
+_CUTS = (re.compile(r"\n\s*\n\s*$"), re.compile(r"\n\s*$"), re.compile(r"[.!?。！？]['\")\]]*\s*$"), re.compile(r"\s$"))
+
+
+def fit_chunks(
+    segments: Sequence[Segment], encodings: Sequence[Encoded], limit: int, *, split: bool
+) -> tuple[Segment, ...]:
+    """Makes every chunk fit into `limit` tokens.
+
+    Args:
+        segments: tokenized segments of a prompt.
+        encodings: where their tokens begin in their text.
+        limit: most tokens of a chunk.
+        split: cut longer chunks into several (named "name (1/3)"), or raise.
+
+    Raises:
+        ChunkTooLong: a longer chunk, and `split` is off.
+    """
+    result: list[Segment] = []
+    new_numbers: list[tuple[int, ...]] = []
+    num_chunks = 0
+    for segment, encoded in zip(segments, encodings, strict=True):
+        parts: tuple[Segment, ...] = (segment,)
+        if segment.kind is SegmentKind.CHUNK:
+            if segment.num_tokens > limit:
+                if not split:
+                    raise ChunkTooLong(
+                        f"the {segment.label} has {segment.num_tokens} tokens, the limit is {limit}; raise "
+                        "max_chunk_tokens, shorten the document, or set long_chunks='split'"
+                    )
+                parts = _split(segment, encoded, limit)
+            if segment.sees and len(new_numbers) != num_chunks:
+                sees = tuple(new for old in segment.sees for new in _new_numbers(old, new_numbers, num_chunks))
+                parts = tuple(replace(part, sees=sees) for part in parts)
+            new_numbers.append(tuple(range(num_chunks, num_chunks + len(parts))))
+            num_chunks += len(parts)
+        result += parts
+    return tuple(result)
+
+
+def _new_numbers(old: int, new_numbers: list[tuple[int, ...]], num_chunks: int) -> tuple[int, ...]:
+    """Numbers of a chunk's parts after the chunks before it were split; a wrong number stays wrong."""
+    if 0 <= old < len(new_numbers):
+        return new_numbers[old]
+    return (old + num_chunks - len(new_numbers) if old > 0 else old,)
+
+
+def _split(segment: Segment, encoded: Encoded, limit: int) -> tuple[Segment, ...]:
+    """Cuts a chunk at token borders, where the text has an end if there is one in the last half of what fits."""
+    ids, text = encoded.token_ids, segment.text
+    starts = encoded.starts if text is not None else None
+    borders = [0]
+    while len(ids) - borders[-1] > limit:
+        borders.append(_border(borders[-1], limit, text or "", starts))
+    borders.append(len(ids))
+    parts = []
+    for number, (first, last) in enumerate(pairwise(borders), start=1):
+        part_text = None
+        if text is not None and starts is not None:
+            part_text = text[0 if first == 0 else starts[first] : starts[last] if last < len(ids) else len(text)]
+        name = f"{segment.name} ({number}/{len(borders) - 1})" if segment.name else None
+        offset = None if segment.position_offset is None else segment.position_offset + first
+        parts.append(replace(segment, token_ids=ids[first:last], text=part_text, name=name, position_offset=offset))
+    return tuple(parts)
+
+
+def _border(first: int, limit: int, text: str, starts: tuple[int, ...] | None) -> int:
+    """The token before which to cut: at most `limit` after `first`, more than half of it."""
+    last = first + limit
+    if starts is None:
+        return last
+    for pattern in _CUTS:
+        for border in range(last, first + limit // 2, -1):
+            if pattern.search(text[max(0, starts[border] - 8) : starts[border]]):
+                return border
+    return last

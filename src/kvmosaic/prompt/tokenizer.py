@@ -1,0 +1,196 @@
+"""Tokenizing text of several writers: nothing that an untrusted writer types becomes a control token."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from threading import Lock
+from typing import Any, Protocol
+
+from kvmosaic.prompt.pieces import Piece, foreign_intervals, joined
+
+_ORDINARY = re.compile(r"[\w\s▁]*")
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that prompts need."""
+
+    is_fast: bool
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]:
+        """Added tokens by id; each has `content` and `special`."""
+
+    @property
+    def all_special_ids(self) -> Sequence[int]:
+        """Ids of the special tokens."""
+
+    def __call__(self, text: list[str], **options: Any) -> Mapping[str, Any]:
+        """Tokenizes texts."""
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any:
+        """Renders messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Token ids, and the character of the text at which each token starts (None if the tokenizer cannot say)."""
+
+    token_ids: tuple[int, ...]
+    starts: tuple[int, ...] | None
+
+
+def control_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """The tokens that steer a model, by id.
+
+    All special tokens, and added tokens with any character that is not a letter, a digit or white space, such as
+    `<tool_call>`. Added words and runs of spaces are vocabulary, not control.
+    """
+    special = set(tokenizer.all_special_ids)
+    return {
+        token_id: token.content
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token.special or token_id in special or not _ORDINARY.fullmatch(token.content)
+    }
+
+
+class PieceTokenizer:
+    """Tokenizes pieces of text as one text, except that control tokens count only where a trusted writer wrote them.
+
+    A fast tokenizer says from which characters each token was made. If a control token was made from untrusted
+    characters, the text is cut inside that token and the two sides are tokenized apart, until none is left:
+
+        <|user|> How do I type <|end|> ?           <|end|> was typed by the user
+        [<|user|> How do I type <] [|end|> ?]      cut behind its first character
+
+    Text without such tokens gives exactly the tokenizer's own result. `split_special_tokens` of transformers is not
+    enough: it leaves added tokens that are not special (`<tool_call>`), and says nothing about who wrote them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._control = control_tokens(tokenizer)
+        self._has_offsets = bool(getattr(tokenizer, "is_fast", False))
+        self._lock = Lock()
+        # A fast tokenizer keeps settings of the last call; two threads must not change them at once.
+        self.prefix, self.suffix = self._whole_prompt_tokens()
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Ids that untrusted text never becomes."""
+        return frozenset(self._control)
+
+    def encode(self, pieces: Sequence[Piece]) -> Encoded:
+        """Tokenizes pieces, without the tokens that begin and end a whole prompt."""
+        if not self._has_offsets:
+            return self._encode_without_offsets(pieces)
+        text, foreign = joined(pieces), foreign_intervals(pieces)
+        ends = [end for _, end in foreign]
+        done: dict[tuple[int, int], tuple[list[int], list[tuple[int, int]]]] = {}
+        parts = [(0, len(text))]
+        while True:
+            missing = [part for part in parts if part not in done]
+            done.update(zip(missing, self._tokenize(text, missing), strict=True))
+            parts_after = [
+                smaller
+                for part in parts
+                for smaller in (_cut(part, self._imitations(text, done[part][1], done[part][0], foreign, ends)))
+            ]
+            if parts_after == parts:
+                break
+            parts = parts_after
+        ids = [token_id for part in parts for token_id in done[part][0]]
+        starts = [start for part in parts for start, _ in done[part][1]]
+        return Encoded(tuple(ids), tuple(starts))
+
+    def _tokenize(self, text: str, parts: list[tuple[int, int]]) -> Iterable[tuple[list[int], list[tuple[int, int]]]]:
+        """Ids and character spans in `text` of each part."""
+        if not parts:
+            return []
+        with self._lock:
+            result = self._tokenizer(
+                [text[start:end] for start, end in parts],
+                add_special_tokens=False,
+                split_special_tokens=False,
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
+        return [
+            (ids, [(start + left, start + right) for left, right in spans])
+            for (start, _), ids, spans in zip(parts, result["input_ids"], result["offset_mapping"], strict=True)
+        ]
+
+    def _imitations(
+        self,
+        text: str,
+        spans: list[tuple[int, int]],
+        token_ids: list[int],
+        foreign: list[tuple[int, int]],
+        ends: list[int],
+    ) -> list[tuple[int, int]]:
+        """Character spans of control tokens that were made, at least partly, from untrusted characters."""
+        found: list[tuple[int, int]] = []
+        if not foreign:
+            return found
+        for token_id, (start, end) in zip(token_ids, spans, strict=True):
+            if token_id not in self._control:
+                continue
+            # Some tokens swallow the white space around them; that is no imitation.
+            body = text[start:end].strip()
+            start += text[start:end].find(body) if body else 0
+            end = start + len(body) if body else end
+            index = bisect_right(ends, start)
+            if index < len(foreign) and foreign[index][0] < end:
+                found.append((start, end))
+        return found
+
+    def _encode_without_offsets(self, pieces: Sequence[Piece]) -> Encoded:
+        """For tokenizers written in Python: every piece apart, untrusted ones cut inside control tokens first."""
+        literals = "|".join(re.escape(text) for text in sorted(self._control.values(), key=len, reverse=True) if text)
+        ids: list[int] = []
+        for piece in pieces:
+            if piece.trusted or not literals:
+                ids += self._ids(piece.text)
+                continue
+            cuts = [0, *(match.start() + 1 for match in re.finditer(f"(?={literals})", piece.text)), len(piece.text)]
+            for start, end in pairwise(cuts):
+                part = self._ids(piece.text[start:end])
+                if not self._control.keys().isdisjoint(part):
+                    single = [self._ids(character) for character in piece.text[start:end]]
+                    part = [token_id for one in single for token_id in one if token_id not in self._control]
+                ids += part
+        return Encoded(tuple(ids), None)
+
+    def _ids(self, text: str, *, whole: bool = False) -> list[int]:
+        if not text:
+            return []
+        with self._lock:
+            return list(self._tokenizer([text], add_special_tokens=whole, verbose=False)["input_ids"][0])
+
+    def _whole_prompt_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the tokenizer puts before and after a whole prompt."""
+        bare, whole = self._ids("a"), self._ids("a", whole=True)
+        for start in range(len(whole) - len(bare) + 1):
+            if whole[start : start + len(bare)] == bare:
+                return tuple(whole[:start]), tuple(whole[start + len(bare) :])
+        return (), ()
+
+
+def _cut(part: tuple[int, int], imitations: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Parts of a part, cut behind the first character of each imitation; an imitation of one character is left out."""
+    start, last = part
+    parts = []
+    for left, right in imitations:
+        if right - left > 1:
+            parts.append((start, left + 1))
+            start = left + 1
+        else:
+            parts.append((start, left))
+            start = right
+    parts.append((start, last))
+    return [(left, right) for left, right in parts if left < right] if imitations else [part]
