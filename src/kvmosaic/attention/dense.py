@@ -74,10 +74,12 @@ class DenseAttention:
         scores = torch.einsum("qhd,khd->hqk", query, key)
         distances = self._distances.to(query.device)
         for distance in self._distances.unique().tolist():
-            if distance == 0 or layer.rotation is None and layer.is_movable:
+            if distance == 0 or (layer.rotation is None and layer.is_movable):
                 continue
             if layer.rotation is None:
-                raise NotMovable(f"keys are moved by {distance}, but {layer.immovable_reason}; use 'shared' or 'absolute'")
+                raise NotMovable(
+                    f"keys are moved by {distance}, but {layer.immovable_reason}; use 'shared' or 'absolute'"
+                )
             tables = layer.rotation.tables(torch.tensor([distance]), dtype=query.dtype, device=query.device)
             moved = torch.einsum("qhd,khd->hqk", query, turn(key, tables))
             scores = torch.where(distances == distance, moved, scores)

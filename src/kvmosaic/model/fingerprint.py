@@ -1,9 +1,9 @@
 """A model's identity, so that keys and values are only ever reused by the model that computed them.
 
 What it guarantees: the same configuration, weights, dtype and pinned frequencies give the same fingerprint on every
-machine and in every process; another architecture, shape, dtype, training run, fine-tune or merged adapter gives another
-one. What it does not: every tensor is sampled (all of a small one, evenly spread numbers of a large one), so an edit of
-single weights made to avoid the samples goes unnoticed. It is an identity, not a signature against an attacker.
+machine and in every process; another architecture, shape, dtype, training run, fine-tune or merged adapter gives
+another one. What it does not: every tensor is sampled (all of a small one, evenly spread numbers of a large one), so an
+edit of single weights made to avoid the samples goes unnoticed. It is an identity, not a signature against an attacker.
 """
 
 from __future__ import annotations

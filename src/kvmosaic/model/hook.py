@@ -1,8 +1,8 @@
 """The door into a transformers model's attention: one registered function, one receiver per forward.
 
 transformers calls the function of the model's `attn_implementation` in every layer, with queries and keys that are
-normed and rotated already. Ours hands the call to the receiver of the current `attention_scope`. The receiver travels in
-a context variable because some model families drop keyword arguments they do not know.
+normed and rotated already. Ours hands the call to the receiver of the current `attention_scope`. The receiver travels
+in a context variable because some model families drop keyword arguments they do not know.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _attention(
         out = latent.expand(out)
     if out.dtype is not query.dtype:
         out = out.to(query.dtype)
-    return out.unsqueeze(0), None
+    return out.unsqueeze(0).contiguous(), None
 
 
 def _mask_predicate(*_: object, mask_function: Any = None, **__: object) -> Any:

@@ -7,6 +7,7 @@ keys of the same token change with its position?
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,14 @@ from kvmosaic.model.masks import read_mask
 from kvmosaic.rope import PROBE_POSITIONS, Detection, detect_rotation
 
 _NUM_TOKENS = 6
+_RULES_OF_MANY_TOKENS = {
+    "indexed_attention": "lets each query choose its keys among all tokens by a top-k indexer",
+    "compressed_sparse_attention": "attends to compressed groups of tokens",
+    "heavily_compressed_attention": "attends to compressed groups of tokens",
+    "minimax_m3_sparse": "lets each query choose its keys among all tokens by a top-k indexer",
+    "reference_sliding_attention": "treats the tokens of a prompt and of its answer differently",
+}
+"""Layer types whose rule shows only in long prompts, so that six tokens cannot tell."""
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
 _FINE_TOLERANCE = 1e-4
 
@@ -40,9 +49,11 @@ def probe_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...
     before = module.config._attn_implementation
     for part in module.modules():
         expand_again(part)
+    _check_rules(module)
     try:
         _select(module, PROBE_NAME)
-        layers = _read_layers(module, max_positions)
+        with torch.inference_mode():
+            layers = _read_layers(module, max_positions)
         _select(module, ATTENTION_NAME)
     except BaseException:
         module.set_attn_implementation(before)
@@ -53,13 +64,13 @@ def probe_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...
 def _read_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...]:
     tokens = _probe_tokens(module)
     contiguous = list(range(_NUM_TOKENS))
-    calls, _ = _record(module, tokens, contiguous)
+    calls = _record(module, tokens, contiguous)
     _check_calls(module, calls)
     changed = [tokens[-1], *tokens[1:]]
-    others, _ = _record(module, changed, contiguous)
+    others = _record(module, changed, contiguous)
     _check_independence(calls, others)
     positions = [position for position in PROBE_POSITIONS if max_positions is None or position < max_positions]
-    same, _ = _record(module, [tokens[0]] * len(positions), positions)
+    same = _record(module, [tokens[0]] * len(positions), positions)
     frequencies = frequency_buffers(module)
     detections = [detect_rotation(call.query, call.key, call.value, positions, frequencies) for call in same]
     sources = _sources(calls)
@@ -69,6 +80,20 @@ def _read_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...
         for call, detection, mask, source in zip(calls, detections, masks, sources, strict=True)
     ]
     return _with_latents(module, tokens, calls, layers)
+
+
+def _check_rules(module: Any) -> None:
+    """Refuses layers whose attention is more than a causal mask, by what the model says about itself."""
+    config = module.config.get_text_config()
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind in _RULES_OF_MANY_TOKENS:
+            raise UnsupportedModel(
+                f"{_name(module)} {_RULES_OF_MANY_TOKENS[kind]} ({kind}), which cannot be composed from parts"
+            )
+    if any("Indexer" in type(part).__name__ for part in module.modules()):
+        raise UnsupportedModel(
+            f"{_name(module)} {_RULES_OF_MANY_TOKENS['indexed_attention']}, which cannot be composed"
+        )
 
 
 def _select(module: Any, name: str) -> None:
@@ -84,8 +109,8 @@ def _select(module: Any, name: str) -> None:
         )
 
 
-def _record(module: Any, tokens: Sequence[int], positions: Sequence[int]) -> tuple[list[AttentionCall], Tensor]:
-    """One forward in which every token returns its own value: the calls in layer order, and all logits."""
+def _record(module: Any, tokens: Sequence[int], positions: Sequence[int]) -> list[AttentionCall]:
+    """One forward in which every token returns its own value: the calls in layer order."""
     calls: list[AttentionCall] = []
 
     def own_value(call: AttentionCall) -> Tensor:
@@ -93,12 +118,16 @@ def _record(module: Any, tokens: Sequence[int], positions: Sequence[int]) -> tup
         return call.value.repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
 
     device = module.get_input_embeddings().weight.device
+    # Gemma 4 cuts its mask when it is not told by a tensor which rows are wanted.
+    keeps_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
+    rows = {"logits_to_keep": torch.arange(len(tokens), device=device)} if keeps_rows else {}
     try:
-        with torch.inference_mode(), attention_scope(own_value):
-            output = module(
+        with attention_scope(own_value):
+            module(
                 input_ids=torch.tensor([tokens], device=device),
                 position_ids=torch.tensor([positions], device=device),
                 use_cache=False,
+                **rows,
             )
     except Exception as error:  # whatever the model's code raises, the answer is the same
         raise UnsupportedModel(
@@ -106,7 +135,7 @@ def _record(module: Any, tokens: Sequence[int], positions: Sequence[int]) -> tup
             f"({type(error).__name__}: {error}); its layers use the mask or the cache for something else"
         ) from error
     calls.sort(key=lambda call: call.layer_index)
-    return calls, output.logits[0]
+    return calls
 
 
 def _check_calls(module: Any, calls: list[AttentionCall]) -> None:
@@ -115,18 +144,21 @@ def _check_calls(module: Any, calls: list[AttentionCall]) -> None:
     num_layers = max(int(module.config.get_text_config().num_hidden_layers), max(indices, default=-1) + 1)
     if not indices:
         raise UnsupportedModel(
-            f"{_name(module)} never calls its attention through transformers' AttentionInterface, so it cannot be reached"
+            f"{_name(module)} never calls attention through transformers' AttentionInterface"
+            f"{_layer_kinds(module, [0])}, so it cannot be reached"
         )
     missing = sorted(set(range(num_layers)) - set(indices))
     if missing:
         raise UnsupportedModel(
-            f"{_name(module)}: {_layers_text(missing)} of {num_layers} never call attention{_layer_kinds(module, missing)}; "
-            "what such a layer knows about earlier tokens is one state that depends on their order and cannot be composed"
+            f"{_name(module)}: attention is never called in {_layers_text(missing)} of {num_layers}"
+            f"{_layer_kinds(module, missing)}; what such a layer knows about earlier tokens is one state that depends "
+            "on their order and cannot be composed"
         )
     twice = sorted({index for index in indices if indices.count(index) > 1})
     if twice:
         raise UnsupportedModel(
-            f"{_name(module)}: {_layers_text(twice)} call attention more than once per forward; exactly one is supported"
+            f"{_name(module)}: attention is called more than once per forward in {_layers_text(twice)}; "
+            "exactly one call per layer is supported"
         )
 
 
@@ -196,7 +228,7 @@ def _with_latents(
     }
     if not projections:
         return tuple(layers)
-    latents, _ = _record(module, tokens, list(range(_NUM_TOKENS)))
+    latents = _record(module, tokens, list(range(_NUM_TOKENS)))
     for index, projection in projections.items():
         call, latent = expanded[index], latents[index]
         if not _is_same(call, latent, projection.expand(_repeated(latent))):

@@ -61,10 +61,10 @@ def detect_rotation(
     query, key, value = (part.detach().to("cpu", torch.float64) for part in (query, key, value))
     if _change(value, value[:1]) > tolerance:
         return Detection(None, 1.0, "its values depend on the position (learned or added position embeddings)")
+    query = query * (_norms(query[:1]) / _norms(query).clamp_min(1e-30))
     still = max(_change(query, query[:1]), _change(key, key[:1]))
     if still <= tolerance:
         return Detection(None, still)
-    query = query * (_norms(query[:1]) / _norms(query).clamp_min(1e-30))
     best, residual = None, float("inf")
     distances = torch.tensor(positions)
     for candidate in _candidates(frequencies, query.shape[-1]):

@@ -1,0 +1,330 @@
+"""Tiny random models of as many transformers architectures as possible, each with what detection must find.
+
+Sizes are small and awkward on purpose: windows of 8 that matter in a prompt of 30 tokens, grouped queries, partial
+rotations, layers without positions. Weights are scaled so that logits are of order 1 and no norm weight is 1.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from support.float64 import Float64, make_float64
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "shared_expert_intermediate_size": 32,
+}
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": None,
+    "num_key_value_heads": 4,
+}
+_MIXED = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model type, its settings, and what is true of it.
+
+    rotations: per layer "layout offset+dims/head", with "-" before it for the negative direction; "none" without one
+    masks: per layer, as `str(MaskSpec)`
+    reason: part of why it cannot be moved ("fixed") or is refused; empty for movable models
+    """
+
+    model_type: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    rotations: tuple[str, ...] = ("half 0+16/16",)
+    masks: tuple[str, ...] = ("full",)
+    reason: str = ""
+    is_refused: bool = False
+    architecture: str | None = None
+    leave_out: tuple[str, ...] = ()
+
+    @property
+    def is_movable(self) -> bool:
+        """Whether cached keys may be used at another position."""
+        return not self.reason
+
+
+def _family(model_type: str, *parts: dict[str, Any], **more: Any) -> Family:
+    settings: dict[str, Any] = {}
+    for part in parts:
+        settings |= part
+    return Family(model_type, settings, **more)
+
+
+_LEARNED = {"rotations": ("none",), "reason": "its values depend on the position"}
+_WINDOW_FULL = ("window 8", "full")
+_LATENT_HALF = {"rotations": ("half 32+8/40",)}
+_UNREACHABLE = {"is_refused": True, "reason": "cannot be reached"}
+_STATE = {"is_refused": True, "reason": "state"}
+
+FAMILIES: dict[str, Family] = {
+    # One rotation over the whole head, every layer alike.
+    "llama": _family("llama"),
+    "apertus": _family("apertus"),
+    "arcee": _family("arcee"),
+    "bitnet": _family("bitnet"),
+    "cwm": _family("cwm", _WINDOWS, masks=_WINDOW_FULL),
+    "hyperclovax": _family("hyperclovax"),
+    "jais2": _family("jais2"),
+    "seed_oss": _family("seed_oss"),
+    "gemma": _family("gemma"),
+    "granite": _family("granite", {"attention_multiplier": 0.3}),
+    "olmo": _family("olmo", {"clip_qkv": 2.0}),
+    "olmo2": _family("olmo2"),
+    "nanochat": _family("nanochat", rotations=("-half 0+16/16",)),
+    "qwen2": _family("qwen2"),
+    "qwen3": _family("qwen3"),
+    "smollm3": _family("smollm3", {"no_rope_layers": [1, 0]}, rotations=("half 0+16/16", "none")),
+    "moshi": _family("moshi", {"num_key_value_heads": 4, "ffn_dim": 96}, architecture="MoshiForCausalLM"),
+    # Windows: by argument, by mask alone, alternating with full layers.
+    "mistral": _family("mistral", {"sliding_window": 8}, masks=("window 8",)),
+    "ministral": _family("ministral", _WINDOWS, masks=_WINDOW_FULL),
+    "ministral3": _family("ministral3", {"sliding_window": 8}, masks=("window 8",)),
+    "starcoder2": _family("starcoder2", {"sliding_window": 8}, masks=("window 8",), leave_out=("head_dim",)),
+    "qwen2_window": _family(
+        "qwen2", _WINDOWS, {"use_sliding_window": True, "max_window_layers": 0}, masks=_WINDOW_FULL
+    ),
+    "gemma2": _family("gemma2", _WINDOWS, {"attn_logit_softcapping": 5.0}, masks=_WINDOW_FULL),
+    "vaultgemma": _family("vaultgemma", _WINDOWS, {"attn_logit_softcapping": 5.0}, masks=_WINDOW_FULL),
+    "gemma3": _family("gemma3_text", _WINDOWS, {"query_pre_attn_scalar": 20}, masks=_WINDOW_FULL),
+    "gemma3n": _family(
+        "gemma3n_text",
+        {"num_hidden_layers": 4, "sliding_window": 8, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 128},
+        {"hidden_size_per_layer_input": 16, "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 4},
+        {"layer_types": ["sliding_attention", "full_attention"] * 2},
+        masks=_WINDOW_FULL,
+    ),
+    "gemma4": _family(
+        "gemma4_text",
+        {"num_hidden_layers": 4, "sliding_window": 8, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 128},
+        {"hidden_size_per_layer_input": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        {"global_head_dim": 32},
+        rotations=("half 0+16/16", "half 0+32/32"),
+        masks=_WINDOW_FULL,
+    ),
+    "granite_swa": _family("granite_swa", _WINDOWS, masks=_WINDOW_FULL),
+    "modernbert_decoder": _family(
+        "modernbert-decoder",
+        {"local_attention": 16, "layer_types": ["sliding_attention", "full_attention"]},
+        masks=_WINDOW_FULL,
+    ),
+    "olmo3": _family("olmo3", _WINDOWS, masks=_WINDOW_FULL),
+    "exaone4": _family(
+        "exaone4", _MIXED, {"sliding_window": 8}, rotations=("half 0+16/16", "none"), masks=_WINDOW_FULL
+    ),
+    # Partial rotations.
+    "phi": _family("phi", {"partial_rotary_factor": 0.5}, rotations=("half 0+8/16",), leave_out=("head_dim",)),
+    "persimmon": _family("persimmon", rotations=("half 0+8/16",), leave_out=("head_dim",)),
+    "stablelm": _family("stablelm", rotations=("half 0+4/16",), leave_out=("head_dim",)),
+    "nemotron": _family("nemotron", rotations=("half 0+8/16",)),
+    "gpt_neox": _family("gpt_neox", rotations=("half 0+4/16",), leave_out=("head_dim", "num_key_value_heads")),
+    "phi3": _family(
+        "phi3", {"sliding_window": 8, "partial_rotary_factor": 0.5}, rotations=("half 0+8/16",), masks=("window 8",)
+    ),
+    # Interleaved pairs.
+    "cohere": _family("cohere", rotations=("interleaved 0+16/16",)),
+    "cohere2": _family("cohere2", _WINDOWS, rotations=("interleaved 0+16/16", "none"), masks=_WINDOW_FULL),
+    "ernie4_5": _family("ernie4_5", rotations=("interleaved 0+16/16",)),
+    "glm": _family("glm", rotations=("interleaved 0+8/16",)),
+    "glm4": _family("glm4", rotations=("interleaved 0+8/16",)),
+    "helium": _family("helium", rotations=("interleaved 0+16/16",)),
+    # Experts.
+    "mixtral": _family("mixtral", _EXPERTS, {"sliding_window": 8}, masks=("window 8",)),
+    "qwen2_moe": _family(
+        "qwen2_moe", _EXPERTS, _WINDOWS, {"use_sliding_window": True, "max_window_layers": 0}, masks=_WINDOW_FULL
+    ),
+    "qwen3_moe": _family("qwen3_moe", _EXPERTS),
+    "olmoe": _family("olmoe", _EXPERTS),
+    "flex_olmo": _family("flex_olmo", _EXPERTS),
+    "granitemoe": _family("granitemoe", _EXPERTS),
+    "granitemoeshared": _family("granitemoeshared", _EXPERTS, {"shared_intermediate_size": 32}),
+    "granitemoe_swa": _family("granitemoe_swa", _EXPERTS, _WINDOWS, masks=_WINDOW_FULL),
+    "granitemoehybrid": _family(
+        "granitemoehybrid",
+        _EXPERTS,
+        {"layer_types": ["full_attention"] * 2, "shared_intermediate_size": 32, "position_embedding_type": "rope"},
+    ),
+    "aria_text": _family("aria_text", {"moe_num_experts": 4, "moe_topk": 2}),
+    "phimoe": _family("phimoe", _EXPERTS, {"sliding_window": 8}, masks=("window 8",)),
+    "ernie4_5_moe": _family(
+        "ernie4_5_moe", _EXPERTS, {"moe_num_experts": 4, "moe_k": 2}, rotations=("interleaved 0+16/16",)
+    ),
+    "cohere2_moe": _family(
+        "cohere2_moe", _EXPERTS, _WINDOWS, rotations=("interleaved 0+16/16", "none"), masks=_WINDOW_FULL
+    ),
+    "dots1": _family("dots1", _EXPERTS, {"first_k_dense_replace": 1}),
+    "glm4_moe": _family("glm4_moe", _EXPERTS, {"first_k_dense_replace": 1}, rotations=("half 0+8/16",)),
+    "minimax_m2": _family("minimax_m2", _EXPERTS),
+    "solar_open": _family("solar_open", _EXPERTS),
+    "jetmoe": _family("jetmoe", _EXPERTS, {"kv_channels": 16}, leave_out=("head_dim", "num_attention_heads")),
+    "gpt_oss": _family("gpt_oss", _EXPERTS, _WINDOWS, masks=_WINDOW_FULL),
+    "afmoe": _family(
+        "afmoe", _EXPERTS, _WINDOWS, {"num_dense_layers": 1}, rotations=("half 0+16/16", "none"), masks=_WINDOW_FULL
+    ),
+    "exaone_moe": _family(
+        "exaone_moe",
+        _EXPERTS,
+        _WINDOWS,
+        {"mlp_layer_types": ["dense", "sparse"]},
+        masks=_WINDOW_FULL,
+        rotations=("half 0+16/16", "none"),
+    ),
+    "laguna": _family("laguna", _EXPERTS, _WINDOWS, rotations=("half 0+16/16", "half 0+8/16"), masks=_WINDOW_FULL),
+    "mellum": _family("mellum", _EXPERTS, _WINDOWS, masks=_WINDOW_FULL),
+    "kolibri1": _family("kolibri1", _EXPERTS, _WINDOWS, rotations=("half 0+16/16", "none"), masks=_WINDOW_FULL),
+    "hy_v3": _family("hy_v3", _EXPERTS, {"mlp_layer_types": ["dense", "sparse"]}),
+    "flint": _family("flint", _EXPERTS, _WINDOWS, rotations=("half 0+16/16", "none"), masks=_WINDOW_FULL),
+    "beam": _family("beam", _EXPERTS, _WINDOWS, rotations=("half 0+16/16", "none"), masks=_WINDOW_FULL),
+    "mimo_v2_flash": _family(
+        "mimo_v2_flash",
+        _EXPERTS,
+        _WINDOWS,
+        {"v_head_dim": 12, "mlp_layer_types": ["dense", "sparse"]},
+        rotations=("half 0+6/16",),
+        masks=_WINDOW_FULL,
+    ),
+    "llama4": _family(
+        "llama4_text",
+        _EXPERTS,
+        {"num_hidden_layers": 4, "attention_chunk_size": 8, "intermediate_size_mlp": 96},
+        rotations=("interleaved 0+16/16", "interleaved 0+16/16", "interleaved 0+16/16", "none"),
+        masks=("chunked 8", "chunked 8", "chunked 8", "full"),
+    ),
+    # Latent attention: one latent per token, the rotary part beside it.
+    "deepseek_v2": _family("deepseek_v2", _EXPERTS, _LATENT, rotations=("interleaved 32+8/40",)),
+    "deepseek_v3": _family("deepseek_v3", _EXPERTS, _LATENT, {"first_k_dense_replace": 1}, **_LATENT_HALF),
+    "glm4_moe_lite": _family("glm4_moe_lite", _EXPERTS, _LATENT, **_LATENT_HALF),
+    "youtu": _family("youtu", _LATENT, **_LATENT_HALF),
+    "minicpm3": _family("minicpm3", _LATENT, **_LATENT_HALF),
+    "axk1": _family("axk1", _EXPERTS, _LATENT, **_LATENT_HALF),
+    "mistral4": _family("mistral4", _EXPERTS, _LATENT, architecture="Mistral4ForCausalLM", **_LATENT_HALF),
+    "longcat_flash": _family(
+        "longcat_flash",
+        _EXPERTS,
+        _LATENT,
+        {
+            "num_layers": 1,
+            "head_dim": 8,
+            "moe_topk": 2,
+            "zero_expert_num": 2,
+            "ffn_hidden_size": 96,
+            "expert_ffn_hidden_size": 32,
+        },
+        leave_out=("num_hidden_layers", "intermediate_size"),
+        **_LATENT_HALF,
+    ),
+    # Not movable: positions are added, or keys are scaled after turning.
+    "gpt2": _family("gpt2", leave_out=("head_dim", "num_key_value_heads"), **_LEARNED),
+    "opt": _family("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}, **_LEARNED),
+    "biogpt": _family("biogpt", **_LEARNED),
+    "gpt_bigcode": _family("gpt_bigcode", leave_out=("head_dim", "num_key_value_heads"), **_LEARNED),
+    "hunyuan_v1_dense": _family("hunyuan_v1_dense", rotations=("none",), reason="rotated and then scaled"),
+    "hunyuan_v1_moe": _family("hunyuan_v1_moe", _EXPERTS, rotations=("none",), reason="rotated and then scaled"),
+    # Refused: attention that cannot be reached, or a state beside it.
+    "falcon": _family("falcon", leave_out=("head_dim", "num_key_value_heads"), **_UNREACHABLE),
+    "gptj": _family("gptj", leave_out=("head_dim", "num_key_value_heads"), **_UNREACHABLE),
+    "codegen": _family("codegen", leave_out=("head_dim", "num_key_value_heads"), **_UNREACHABLE),
+    "bloom": _family("bloom", leave_out=("head_dim", "num_key_value_heads"), **_UNREACHABLE),
+    "mpt": _family("mpt", **_UNREACHABLE),
+    "xglm": _family("xglm", {"num_layers": 2, "ffn_dim": 96, "attention_heads": 4}, **_UNREACHABLE),
+    "diffllama": _family("diffllama", is_refused=True, reason="more than once"),
+    "doge": _family("doge", is_refused=True, reason="use the mask"),
+    "mamba": _family("mamba", is_refused=True, reason="cannot be reached"),
+    "falcon_h1": _family(
+        "falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}, **_STATE
+    ),
+    "lfm2": _family("lfm2", {"layer_types": ["conv", "full_attention"]}, **_STATE),
+    "recurrent_gemma": _family("recurrent_gemma", {"num_hidden_layers": 3}, **_STATE),
+    "minimax": _family(
+        "minimax", _EXPERTS, {"layer_types": ["full_attention", "linear_attention"], "block_size": 8}, **_STATE
+    ),
+    "qwen3_next": _family(
+        "qwen3_next",
+        _EXPERTS,
+        {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2},
+        {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        **_STATE,
+    ),
+    "zaya": _family("zaya", _EXPERTS, {"num_experts_per_tok": 1}, **_STATE),
+    "deepseek_v32": _family("deepseek_v32", _EXPERTS, _LATENT, is_refused=True, reason="index"),
+}
+
+
+def configuration(family: str, **changes: Any) -> Any:
+    """The family's tiny configuration."""
+    about = FAMILIES[family]
+    settings = {name: value for name, value in _SHAPE.items() if name not in about.leave_out} | about.settings | changes
+    settings = {name: value for name, value in settings.items() if value is not None}
+    return transformers.CONFIG_MAPPING[about.model_type](**settings)
+
+
+def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Any:
+    """A tiny random model in evaluation mode. In float64 it computes in float64 throughout (see `Float64`).
+
+    Args:
+        family: a key of `FAMILIES`.
+        dtype: of the weights.
+        seed: of the weights.
+        changes: settings that replace the family's.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with Float64() if dtype is torch.float64 else nullcontext():
+        config = configuration(family, **changes)
+        architecture = FAMILIES[family].architecture
+        source = (
+            getattr(transformers, architecture)._from_config
+            if architecture
+            else (transformers.AutoModelForCausalLM.from_config)
+        )
+        model = source(config, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
+        _randomize(model, generator)
+    model.eval().requires_grad_(False)
+    return make_float64(model) if dtype is torch.float64 else model
+
+
+def _randomize(model: nn.Module, generator: torch.Generator) -> None:
+    """Matrices that keep the size of what they multiply; norms, biases and sinks away from their neutral value."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            if parameter.dim() < 2:
+                parameter.add_(0.2 * noise)
+            else:
+                parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
+        embeddings = model.get_input_embeddings().weight
+        embeddings.mul_(math.sqrt(embeddings.shape[-1]))
