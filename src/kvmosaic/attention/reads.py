@@ -1,8 +1,8 @@
 """Reads: which keys the rows of a step read, as plain data.
 
 A step computes groups of rows. Every group sees runs of stored keys whole (each moved by its own distance), and its
-own rows causally. Windows and chunked masks only take keys away again, so one list of groups serves every layer; the plan for
-one kind of mask is made from it by `plan_reads`.
+own rows causally. Windows and chunked masks only take keys away again, so one list of groups serves every layer; the
+plan for one kind of mask is made from it by `plan_reads`.
 """
 
 from __future__ import annotations

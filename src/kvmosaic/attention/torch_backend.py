@@ -1,9 +1,9 @@
 """Torch backend: one attention call over one run of keys, on any device.
 
 Two ways to the same numbers. `attend_plain` writes out scores and softmax: it is the definition of correct, knows soft
-caps and any head sizes, and keeps its memory bounded by working through the queries in slices. `attend` takes torch's flash
-kernel for the CPU where that is possible. Both read grouped keys without copying them: the queries of the heads that
-share a key head are packed side by side.
+caps and any head sizes, and keeps its memory bounded by working through the queries in slices. `attend` takes torch's
+flash kernel for the CPU where that is possible. Both read grouped keys without copying them: the queries of the heads
+that share a key head are packed side by side.
 """
 
 from __future__ import annotations
@@ -79,15 +79,15 @@ def _attend_flash(
     num_kv_heads = key.shape[1]
     group = num_heads // num_kv_heads
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    split = query.reshape(num_rows, num_kv_heads, group, head_dim)
     if not causal and mask is None:
-        packed = query.view(num_rows, num_kv_heads, group, head_dim) if query.is_contiguous() else None
-        packed = (packed if packed is not None else query.unflatten(1, (num_kv_heads, group))).transpose(0, 1)
+        packed = split.transpose(0, 1)
         packed = packed.reshape(1, num_kv_heads, num_rows * group, head_dim)
         output, lse = flash(packed, key.transpose(0, 1)[None], value.transpose(0, 1)[None], 0.0, False, scale=scaling)
         output = output.reshape(num_kv_heads, num_rows, group, -1).transpose(0, 1).reshape(num_rows, num_heads, -1)
         return output, lse.reshape(num_kv_heads, num_rows, group).transpose(0, 1).reshape(num_rows, num_heads)
     # [G, H/G, R, D] against [G, 1 -> H/G, S, D]: every kv head is a batch row, its keys are expanded, not copied
-    heads = query.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
+    heads = split.permute(1, 2, 0, 3)
     keys = key.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
     values = value.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
     bias = None
@@ -113,7 +113,7 @@ def attend_plain(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention written out; arguments and results as `AttentionBackend.attend`."""
-    num_rows, num_heads, _ = query.shape
+    num_rows, num_heads, head_dim = query.shape
     num_keys, num_kv_heads, _ = key.shape
     if causal and mask is None:
         mask = torch.ones(num_rows, num_keys, dtype=torch.bool, device=query.device).tril_()
@@ -122,7 +122,7 @@ def attend_plain(
     outputs, sums = [], []
     step = max(1, _MAX_SCORES // (num_heads * num_keys))
     for first in range(0, num_rows, step):
-        part = query[first : first + step].to(precision).unflatten(1, (num_kv_heads, -1))
+        part = query[first : first + step].to(precision).reshape(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         scores = torch.einsum("rgjd,sgd->rgjs", part, keys) * scaling
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap

@@ -28,7 +28,7 @@ class DenseLayout:
     @property
     def question_positions(self) -> NDArray[np.int64]:
         """[T], where each token stands as the last token sees it."""
-        return self.positions + self.distances[-1]
+        return np.add(self.positions, self.distances[-1], dtype=np.int64)
 
     @property
     def is_one_forward(self) -> bool:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvmosaic.attention import PoolName, RowGroup, RunRead, Write
-from kvmosaic.cache import BlockRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +17,7 @@ class SpanRows:
 
     token_ids: the tokens
     position: position of the first one
-    pool, slots: where their keys and values are written; runs of slots, as many as tokens
+    pool, slots: where their keys and values are written, one slot per token
     reads: the stored keys that all of them see: earlier spans, and earlier tokens of their own span
     reads_itself: a single token whose own slot is already among the reads
     wants_logits: whether the logits of the last token are needed
@@ -27,7 +26,7 @@ class SpanRows:
     token_ids: Sequence[int]
     position: int
     pool: PoolName
-    slots: Sequence[BlockRun]
+    slots: Sequence[int]
     reads: tuple[RunRead, ...]
     reads_itself: bool = False
     wants_logits: bool = False
@@ -50,13 +49,15 @@ def flatten(spans: Sequence[SpanRows], device: torch.device) -> Batch:
     positions: list[int] = []
     logit_rows: list[int] = []
     groups: list[RowGroup] = []
-    rows: dict[PoolName, list[tuple[int, Sequence[BlockRun]]]] = {}
+    written: dict[PoolName, tuple[list[int], list[int]]] = {}
     for span in spans:
         first, count = len(token_ids), len(span.token_ids)
         token_ids.extend(span.token_ids)
         positions.extend(range(span.position, span.position + count))
         groups.append(RowGroup(first, count, span.position, span.reads, span.reads_itself))
-        rows.setdefault(span.pool, []).append((first, span.slots))
+        rows, slots = written.setdefault(span.pool, ([], []))
+        rows.extend(range(first, first + count))
+        slots.extend(span.slots)
         if span.wants_logits:
             logit_rows.append(len(token_ids) - 1)
     return Batch(
@@ -64,22 +65,15 @@ def flatten(spans: Sequence[SpanRows], device: torch.device) -> Batch:
         torch.tensor(positions, device=device),
         torch.tensor(logit_rows, dtype=torch.long, device=device),
         tuple(groups),
-        tuple(_write(pool, parts, device) for pool, parts in rows.items()),
+        tuple(
+            Write(pool, _slice_or_index(rows, device), _slice_or_index(slots, device))
+            for pool, (rows, slots) in written.items()
+        ),
     )
 
 
-def _write(pool: PoolName, parts: Sequence[tuple[int, Sequence[BlockRun]]], device: torch.device) -> Write:
-    """One write per pool; slices where rows and slots are neighbours, so that nothing is scattered."""
-    rows: list[int] = []
-    slots: list[int] = []
-    for first, runs in parts:
-        for run in runs:
-            slots.extend(range(run.first_slot, run.first_slot + run.num_tokens))
-        rows.extend(range(first, first + sum(run.num_tokens for run in runs)))
-    return Write(pool, _slice_or_index(rows, device), _slice_or_index(slots, device))
-
-
 def _slice_or_index(numbers: list[int], device: torch.device) -> Tensor | slice:
+    """A slice where the numbers are neighbours, so that nothing is scattered."""
     if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
         return slice(numbers[0], numbers[-1] + 1)
     return torch.tensor(numbers, device=device)

@@ -11,7 +11,7 @@ from kvmosaic.attention import AttentionBackend, PoolName, StepAttention, TorchB
 from kvmosaic.cache import BlockCopy
 from kvmosaic.memory import BlockStorage
 from kvmosaic.model.batch import SpanRows, flatten
-from kvmosaic.model.load import LoadedModel
+from kvmosaic.model.loaded import LoadedModel
 
 
 class Runner:

@@ -1,0 +1,115 @@
+"""Chunks by hand: handles of cached documents that can be mixed at will."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kvmosaic.cache import Chunk
+from kvmosaic.engine import Engine, Request
+from kvmosaic.layout import PositionStrategy
+from kvmosaic.prompt import Prompt, PromptEncoder, Segment, SegmentKind
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkHandle:
+    """A cached chunk, as one names it in a prompt: `Prompt((system, a.segment, b.segment, question))`.
+
+    A handle stays good when its chunk is evicted: the next prompt that uses it computes it again.
+    """
+
+    segment: Segment
+    """Its tokens, its name and, for the strategy `absolute`, its place."""
+    was_cached: bool
+    """Whether it was there already."""
+
+    @property
+    def name(self) -> str | None:
+        """What it is called."""
+        return self.segment.name
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the chunk."""
+        return self.segment.num_tokens
+
+    @property
+    def position_offset(self) -> int | None:
+        """The position its keys were baked at, if it was given."""
+        return self.segment.position_offset
+
+
+class ChunkStore:
+    """The cached chunks of an engine: create, look at, pin and delete them."""
+
+    def __init__(self, engine: Engine, encoder: PromptEncoder) -> None:
+        self._engine = engine
+        self._encoder = encoder
+
+    def create(
+        self,
+        tokens: Sequence[int] | str,
+        *,
+        name: str | None = None,
+        system: Sequence[int] | str | None = None,
+        position_offset: int | None = None,
+    ) -> ChunkHandle:
+        """Computes one chunk (or finds it) and returns a handle.
+
+        Args:
+            tokens: token ids, or text.
+            name: what to call it.
+            system: the system prompt it sees, as it will stand in the prompts that use it.
+            position_offset: bake the keys at this place; the strategy is then `absolute`.
+
+        Raises:
+            InvalidPrompt: empty, too long, unknown token ids, or an offset inside the system prompt.
+            ChunkCacheFull: it can never fit.
+        """
+        parts = [] if system is None else [_segment(SegmentKind.SYSTEM, system)]
+        chunk = replace(_segment(SegmentKind.CHUNK, tokens), name=name, position_offset=position_offset)
+        question = Segment(SegmentKind.QUESTION, (0,))
+        prompt = self._encoder.encode(Prompt((*parts, chunk, question)))
+        return self._warm([prompt], "absolute" if position_offset is not None else None, None)[0]
+
+    def warm(self, prompt: Prompt, progress: Callable[[int, int], None] | None = None) -> list[ChunkHandle]:
+        """Computes all chunks of a tokenized prompt, each on its own, so that they need not fit in memory together."""
+        others = [segment for segment in prompt.segments if segment.kind is SegmentKind.SYSTEM]
+        question = Segment(SegmentKind.QUESTION, (0,))
+        prompts = [replace(prompt, segments=(*others, chunk, question)) for chunk in prompt.chunks]
+        return self._warm(prompts, None, progress)
+
+    def entries(self) -> list[Chunk]:
+        """All cached chunks, oldest first."""
+        return self._engine.planner.chunks()
+
+    def pin(self, name: str) -> int:
+        """Protects the chunks with this name from eviction; returns how many. Raises UnknownChunk."""
+        return self._engine.planner.pin(name)
+
+    def unpin(self, name: str) -> int:
+        """Lets the chunks with this name be evicted again; returns how many. Raises UnknownChunk."""
+        return self._engine.planner.unpin(name)
+
+    def delete(self, name: str) -> int:
+        """Drops the chunks with this name; returns how many. Raises UnknownChunk or ChunkInUse."""
+        return self._engine.planner.delete(name)
+
+    def _warm(
+        self, prompts: Sequence[Prompt], strategy: PositionStrategy | None, progress: Callable[[int, int], None] | None
+    ) -> list[ChunkHandle]:
+        requests: list[Request] = []
+        try:
+            requests.extend(self._engine.add_warm_up(prompt, position_strategy=strategy) for prompt in prompts)
+            self._engine.run(requests, progress)
+        except BaseException:
+            self._engine.abort_all(requests)
+            raise
+        return [
+            ChunkHandle(request.prompt.chunks[0], was_cached=request.reuse.segments[-1].reused_tokens > 0)
+            for request in requests
+        ]
+
+
+def _segment(kind: SegmentKind, content: Sequence[int] | str) -> Segment:
+    return Segment(kind, text=content) if isinstance(content, str) else Segment(kind, tuple(content))

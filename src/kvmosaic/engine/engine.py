@@ -1,0 +1,310 @@
+"""Engine: the loop that turns requests into answers, one step at a time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import count
+
+import torch
+
+from kvmosaic.cache import Planner
+from kvmosaic.config import ChunkCacheConfig, EngineConfig
+from kvmosaic.engine.report import reuse_report
+from kvmosaic.engine.request import Request
+from kvmosaic.engine.scheduler import Scheduler
+from kvmosaic.engine.sequence import Sequence, SequenceState
+from kvmosaic.engine.step import Step
+from kvmosaic.errors import (
+    EngineError,
+    EngineStopped,
+    InvalidPrompt,
+    KVMosaicError,
+    NotMovable,
+    RequestTooLarge,
+    UnknownRequest,
+)
+from kvmosaic.layout import Layout, PositionStrategy, arrange
+from kvmosaic.model.runner import Runner
+from kvmosaic.prompt import Prompt, check_length
+from kvmosaic.sampling import Answer, Finish, SamplingParams, SamplingState, sample
+
+logger = logging.getLogger("kvmosaic")
+
+
+class Engine:
+    """Runs requests together: continuous batching over composed prompts.
+
+        add_request ──▶ scheduler ──▶ step ──▶ runner (one forward) ──▶ sampler ──▶ answers
+                             ▲                                             │
+                             └──────────────── next step ◀─────────────────┘
+
+    Not thread-safe: one thread calls `step`. Between two calls every block is free, held by a cache, or owned by a
+    request that `step` will go on with; `check_invariants` proves it.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        planner: Planner,
+        chunk_config: ChunkCacheConfig,
+        config: EngineConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.runner = runner
+        self.planner = planner
+        most_tokens = min(config.max_batched_tokens, runner.model.max_forward_tokens or config.max_batched_tokens)
+        self.scheduler = Scheduler(planner, replace(config, max_batched_tokens=most_tokens), clock)
+        self.chunk_config = chunk_config
+        self.config = config
+        self.clock = clock
+        self.is_stopped = False
+        self._requests: dict[str, Request] = {}
+        self._sequences: dict[str, list[Sequence]] = {}
+        self._numbers = count()
+        self._log_time = clock()
+        limits = [limit for limit in (config.max_model_len, runner.model.max_positions) if limit]
+        self.max_positions = min(limits, default=None)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._requests)
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        note: str = "",
+        position_strategy: PositionStrategy | None = None,
+    ) -> Request:
+        """Checks, places and queues a tokenized prompt.
+
+        Raises:
+            InvalidPrompt: the prompt does not fit the model or the strategy; see its subclasses.
+            RequestTooLarge: the prompt could never fit into the pools, or too many requests wait.
+            EngineStopped: after `close`.
+        """
+        layout = self._arrange(prompt, position_strategy)
+        self._check_layout(layout, 1)
+        return self._queue(prompt, layout, params, request_id, priority, note)
+
+    def add_warm_up(
+        self, prompt: Prompt, *, request_id: str | None = None, position_strategy: PositionStrategy | None = None
+    ) -> Request:
+        """Queues the chunks of a prompt to be computed (or found), without an answer; its question is not used."""
+        if not prompt.chunks:
+            raise InvalidPrompt("a warm-up needs at least one document; got none")
+        layout = self._arrange(prompt, position_strategy)
+        layout = Layout(layout.spans[:-1], layout.strategy, layout.chunk_context)
+        self._check_layout(layout, 0)
+        return self._queue(prompt, layout, SamplingParams(max_tokens=1), request_id, 0, "")
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request now; its blocks are back when this returns.
+
+        Raises:
+            UnknownRequest: no such request is under way.
+        """
+        if request_id not in self._requests:
+            raise UnknownRequest(f"no request {request_id!r} is under way; it may have finished already")
+        for sequence in self._sequences[request_id]:
+            if sequence.state is not SequenceState.FINISHED:
+                sequence.answer.abort()
+        self._end(self._requests[request_id])
+
+    def run(self, requests: list[Request], progress: Callable[[int, int], None] | None = None) -> None:
+        """Steps until all of `requests` have ended; others that are under way go on as well.
+
+        Raises:
+            KVMosaicError: what the first of them failed with.
+        """
+        num_finished = -1
+        while True:
+            if failed := next((request for request in requests if request.error is not None), None):
+                assert failed.error is not None
+                raise failed.error
+            before, num_finished = num_finished, sum(request.is_finished for request in requests)
+            if progress is not None and before != num_finished:
+                progress(num_finished, len(requests))
+            if num_finished == len(requests):
+                return
+            self.step()
+
+    def abort_all(self, requests: Iterable[Request]) -> None:
+        """Aborts those of `requests` that are still under way."""
+        for request in requests:
+            if self._requests.get(request.request_id) is request:
+                self.abort(request.request_id)
+
+    def close(self) -> None:
+        """Aborts everything and refuses further requests; calling it again is safe."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self.is_stopped = True
+
+    def step(self) -> list[Request]:
+        """Runs one forward; returns the requests that have news (tokens, an end, or an error)."""
+        step = self.scheduler.schedule()
+        news: dict[str, Request] = {}
+        for sequence, error in step.failed:
+            sequence.request.error = error
+            self._end(sequence.request)
+            news[sequence.request.request_id] = sequence.request
+        for sequence in step.ended:
+            sequence.answer.finish = Finish("length")
+            self._finish(sequence, news)
+        if step.works:
+            self._forward(step, news)
+        for sequence in list(self.scheduler.running):
+            if sequence.request.is_warm_up and sequence.is_prefilled:
+                sequence.request.reuse = reuse_report(sequence, None)
+                self._finish(sequence, news)
+        self._log_statistics()
+        return list(news.values())
+
+    def check_invariants(self) -> None:
+        """Checks pools, tables and caches against each other."""
+        self.planner.check_invariants()
+
+    def _arrange(self, prompt: Prompt, strategy: PositionStrategy | None) -> Layout:
+        return arrange(prompt, strategy or self.chunk_config.position_strategy, self.chunk_config.chunk_context)
+
+    def _check_layout(self, layout: Layout, num_new: int) -> None:
+        model = self.runner.model
+        if layout.is_moved and not model.is_movable:
+            raise NotMovable(
+                f"position_strategy {layout.strategy!r} with chunk_context {layout.chunk_context!r} moves documents, "
+                f"and this model does not allow that ({model.immovable_reason}); use 'shared' with chunk_context 'system', "
+                "or 'absolute'"
+            )
+        if self.max_positions is not None:
+            check_length(layout, self.max_positions, num_new)
+
+    def _queue(
+        self, prompt: Prompt, layout: Layout, params: SamplingParams, request_id: str | None, priority: int, note: str
+    ) -> Request:
+        if self.is_stopped:
+            raise EngineStopped("the engine is closed; create a new LLM")
+        if len(self.scheduler.waiting) >= self.config.max_waiting:
+            raise RequestTooLarge(
+                f"{len(self.scheduler.waiting)} requests wait already (max_waiting); wait, or raise max_waiting"
+            )
+        request_id = request_id or f"request-{next(self._numbers)}"
+        if request_id in self._requests:
+            raise InvalidPrompt(f"a request {request_id!r} is under way already; choose another request_id")
+        request = Request(request_id, prompt, layout, params, self.clock(), priority, note)
+        self._requests[request_id] = request
+        self._sequences[request_id] = [self._new_sequence(request, 0)]
+        self.scheduler.add(self._sequences[request_id][0])
+        return request
+
+    def _new_sequence(self, request: Request, index: int) -> Sequence:
+        model = self.runner.model
+        room = None if self.max_positions is None else self.max_positions - request.layout.last.end
+        answer = Answer(request.params, model.tokenizer, model.eos_token_ids, index=index, max_tokens=room)
+        prompt_ids = request.token_ids if request.params.has_penalties else ()
+        sampling = SamplingState(
+            request.params,
+            prompt_ids,
+            vocab_size=model.vocab_size,
+            index=index,
+            ending_ids=answer.rules.ending_ids,
+            device=model.device,
+        )
+        if not request.is_warm_up:
+            request.answers.append(answer)
+        return Sequence(request, answer, sampling)
+
+    def _forward(self, step: Step, news: dict[str, Request]) -> None:
+        rows = [work.sequence.rows(work.span, work.first, work.num_tokens, work.wants_logits) for work in step.works]
+        begin = self.clock()
+        try:
+            logits = self.runner.run(rows, step.copies)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        seconds = (self.clock() - begin) / step.num_tokens
+        for work in step.works:
+            spent = work.sequence.span_seconds
+            spent[work.span] = spent.get(work.span, 0.0) + seconds * work.num_tokens
+            work.sequence.request.first_scheduled_time = work.sequence.request.first_scheduled_time or begin
+            assert work.sequence.attachment is not None
+            chunk = work.sequence.attachment.spans[work.span].chunk
+            if chunk is not None and work.first + work.num_tokens == chunk.num_tokens:
+                self.planner.record_compute(chunk, spent[work.span] * 1e3)
+        self._sample(step, logits, news)
+
+    def _sample(self, step: Step, logits: torch.Tensor, news: dict[str, Request]) -> None:
+        sequences: list[Sequence] = []
+        rows: list[int] = []
+        for row, work in enumerate(work for work in step.works if work.wants_logits):
+            family = [work.sequence, *self._fork(work.sequence)]
+            sequences.extend(family)
+            rows.extend([row] * len(family))
+        if not sequences:
+            return
+        if len(rows) != len(logits):
+            logits = logits[torch.tensor(rows, device=logits.device)]
+        tokens = sample(logits, [sequence.sampling for sequence in sequences])
+        now = self.clock()
+        for sequence, token in zip(sequences, tokens, strict=True):
+            request = sequence.request
+            if request.first_token_time is None:
+                request.first_token_time = now
+                request.reuse = reuse_report(sequence, now - request.arrival_time)
+            news[request.request_id] = request
+            if sequence.answer.append(token) is None:
+                sequence.pending = token.token_id
+            else:
+                self._finish(sequence, news)
+
+    def _log_statistics(self) -> None:
+        interval, now = self.chunk_config.log_stats_seconds, self.clock()
+        if interval is not None and now - self._log_time >= interval:
+            self._log_time = now
+            logger.info("%s", self.planner.statistics())
+
+    def _fork(self, sequence: Sequence) -> list[Sequence]:
+        """The other n - 1 answers, when the first one has its prompt computed."""
+        request = sequence.request
+        if sequence.answer.token_ids or len(request.answers) == request.params.n:
+            return []
+        forks = []
+        assert sequence.attachment is not None
+        for index in range(1, request.params.n):
+            fork = self._new_sequence(request, index)
+            fork.attached(self.planner.fork(sequence.attachment))
+            self.scheduler.start(fork)
+            forks.append(fork)
+        self._sequences[request.request_id].extend(forks)
+        return forks
+
+    def _finish(self, sequence: Sequence, news: dict[str, Request]) -> None:
+        """Takes a sequence out; ends its request with the last one."""
+        request = sequence.request
+        news[request.request_id] = request
+        self.scheduler.remove(sequence)
+        if all(other.state is SequenceState.FINISHED for other in self._sequences[request.request_id]):
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        for sequence in self._sequences.pop(request.request_id):
+            self.scheduler.remove(sequence)
+        del self._requests[request.request_id]
+        request.finished_time = self.clock()
+
+    def _give_up(self, error: BaseException) -> None:
+        """After a failed forward: nothing that was to be computed may be found, and no request holds a block."""
+        for sequence in list(self.scheduler.running):
+            if sequence.attachment is not None:
+                self.planner.forget(sequence.attachment)
+        for request in list(self._requests.values()):
+            request.error = error if isinstance(error, KVMosaicError) else EngineError(f"the forward failed: {error}")
+            self._end(request)

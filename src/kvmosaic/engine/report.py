@@ -1,0 +1,60 @@
+"""Reuse report of a running request: what each segment cost."""
+
+from __future__ import annotations
+
+from kvmosaic.cache import AttachedSpan, Attachment
+from kvmosaic.engine.sequence import Sequence
+from kvmosaic.layout import Layout
+from kvmosaic.sampling import ReuseReport, SegmentAction, SegmentReuse
+
+
+def composition_of(layout: Layout) -> str:
+    """What a layout means, in words: exact, or which approximation was asked for."""
+    if not any(span.segment.kind == "chunk" for span in layout.spans):
+        return "exact"
+    parts = ["documents do not see each other"]
+    if layout.chunk_context == "none":
+        parts.append("documents did not see the system prompt")
+    return f"composed ({layout.strategy}): " + ", ".join(parts)
+
+
+def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> ReuseReport:
+    """Reads the report off a sequence that still holds its blocks."""
+    attachment, layout = sequence.attachment, sequence.request.layout
+    assert attachment is not None
+    num_found = sum(count > 0 for count in sequence.num_reused)
+    segments = []
+    for index, (span, attached) in enumerate(zip(layout.spans, attachment.spans, strict=True)):
+        num_reused = min(sequence.num_reused[index], span.num_tokens)
+        seconds = sequence.span_seconds.get(index) or sequence.attach_seconds / max(num_found, 1)
+        distance = 0 if sequence.request.is_warm_up else layout.position_of(index) - span.start
+        segments.append(
+            SegmentReuse(
+                kind=str(span.segment.kind),
+                name=span.segment.name,
+                num_tokens=span.num_tokens,
+                action=_action(num_reused, span.num_tokens, distance),
+                distance=distance,
+                reused_tokens=num_reused,
+                num_blocks=len(attached.table.block_ids),
+                milliseconds=seconds * 1e3,
+                note=_note(attached, attachment),
+            )
+        )
+    note = f"; {sequence.request.note}" if sequence.request.note else ""
+    return ReuseReport(tuple(segments), time_to_first_token, composition_of(layout) + note)
+
+
+def _action(num_reused: int, num_tokens: int, distance: int) -> SegmentAction:
+    if num_reused == 0:
+        return "computed"
+    if num_reused < num_tokens:
+        return "partly reused"
+    return "moved" if distance else "reused"
+
+
+def _note(attached: AttachedSpan, attachment: Attachment) -> str:
+    if attached.action != "wait":
+        return ""
+    here = any(other.is_owner and other.chunk is attached.chunk for other in attachment.spans)
+    return "same document as another one here" if here else "computed by another request"

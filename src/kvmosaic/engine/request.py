@@ -1,0 +1,67 @@
+"""A request: what was sent, checked and placed, and what has become of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvmosaic.errors import KVMosaicError
+from kvmosaic.layout import Layout
+from kvmosaic.prompt import Prompt, SegmentKind
+from kvmosaic.sampling import Answer, RequestMetrics, RequestOutput, ReuseReport, SamplingParams
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One prompt with its sampling parameters; `params.n` answers belong to it.
+
+    A layout that ends with a chunk is a warm-up: its chunks are computed, nothing is sampled.
+    """
+
+    request_id: str
+    prompt: Prompt
+    layout: Layout
+    params: SamplingParams
+    arrival_time: float
+    """Seconds on the engine's clock."""
+    priority: int = 0
+    """Higher runs first and is preempted last."""
+    note: str = ""
+    """Why this prompt was not composed, if it was not."""
+    answers: list[Answer] = field(default_factory=list)
+    reuse: ReuseReport = field(default_factory=ReuseReport)
+    """What was reused; filled in when the first token is there."""
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    error: KVMosaicError | None = None
+    """Why the request could not run."""
+
+    @property
+    def is_warm_up(self) -> bool:
+        """Whether chunks are only computed, and nothing is asked."""
+        return self.layout.last.segment.kind is SegmentKind.CHUNK
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finished_time is not None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens of the prompt, in prompt order."""
+        return tuple(token for span in self.layout.spans for token in span.token_ids)
+
+    def output(self) -> RequestOutput:
+        """The answers so far."""
+        texts = [segment.text for segment in self.prompt.segments]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=None if any(text is None for text in texts) else "".join(text or "" for text in texts),
+            prompt_token_ids=self.token_ids,
+            outputs=tuple(answer.output() for answer in self.answers),
+            finished=self.is_finished,
+            reuse=self.reuse,
+            metrics=RequestMetrics(
+                self.arrival_time, self.first_scheduled_time, self.first_token_time, self.finished_time
+            ),
+        )

@@ -1,0 +1,165 @@
+"""Step scheduler: which spans and answers run now, within a token budget.
+
+One step may hold the missing chunks of several requests, their questions, and one token for every answer under way: all
+rows of a step write their keys before any row reads, layer by layer, so a question may be computed in the same step as
+the chunks it sees. Running answers come first, then running prompts, then new requests in the order of priority and
+arrival. A chunk that several requests miss is computed by the first; the others wait for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from kvmosaic.cache import AttachedSpan, Planner
+from kvmosaic.config import EngineConfig
+from kvmosaic.engine.sequence import Sequence, SequenceState
+from kvmosaic.engine.step import Step, Work
+from kvmosaic.errors import ChunkCacheFull, KVMosaicError, OutOfBlocks, RequestTooLarge
+
+
+class Scheduler:
+    """Two lists of sequences, waiting and running, and the rule that turns them into steps.
+
+    Running sequences hold blocks; waiting ones hold nothing.
+    """
+
+    def __init__(self, planner: Planner, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.planner = planner
+        self.config = config
+        self.clock = clock
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is waiting or running."""
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a new sequence behind those of the same priority."""
+        place = len(self.waiting)
+        while place and self.waiting[place - 1].rank > sequence.rank:
+            place -= 1
+        self.waiting.insert(place, sequence)
+
+    def start(self, sequence: Sequence) -> None:
+        """Takes in a sequence that holds its blocks already."""
+        self.running.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out and gives its blocks back; removing it twice is safe."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self._release(sequence)
+        sequence.state = SequenceState.FINISHED
+
+    def schedule(self) -> Step:
+        """Chooses what the next forward computes, and makes room for it."""
+        step = Step()
+        self.planner.begin_step()
+        budget = self.config.max_batched_tokens
+        for sequence in sorted(self.running, key=lambda running: running.rank):
+            is_answering = sequence.state is SequenceState.RUNNING and sequence.pending is not None
+            if is_answering and budget and self._grow(sequence, step):
+                budget -= self._schedule_spans(sequence, budget, step)
+        for sequence in list(self.running):
+            if sequence.state is SequenceState.RUNNING and not sequence.is_prefilled:
+                budget -= self._schedule_spans(sequence, budget, step)
+        self._admit(budget, step)
+        return step
+
+    def _admit(self, budget: int, step: Step) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self.config.max_running:
+            sequence = self.waiting[0]
+            begin = self.clock()
+            try:
+                plan = self.planner.plan(sequence.layout, salt=sequence.request.prompt.salt)
+                attachment = self.planner.attach(plan)
+            except OutOfBlocks as error:
+                if self.running:
+                    return
+                self._fail(sequence, RequestTooLarge(f"the request cannot run even alone: {error}"), step)
+                continue
+            except (ChunkCacheFull, RequestTooLarge) as error:
+                self._fail(sequence, error, step)
+                continue
+            self.waiting.pop(0)
+            sequence.attached(attachment)
+            sequence.attach_seconds = self.clock() - begin
+            self.start(sequence)
+            budget -= self._schedule_spans(sequence, budget, step)
+
+    def _fail(self, sequence: Sequence, error: KVMosaicError, step: Step) -> None:
+        self.remove(sequence)
+        step.failed.append((sequence, error))
+
+    def _schedule_spans(self, sequence: Sequence, budget: int, step: Step) -> int:
+        """Adds work for the spans of a sequence, in order; returns the tokens it takes from the budget."""
+        attachment = sequence.attachment
+        assert attachment is not None
+        if attachment.is_stale:
+            # the request that computed one of its chunks gave it up: start over
+            self._preempt(sequence)
+            return 0
+        taken = 0
+        for index, span in enumerate(attachment.spans):
+            remaining = span.num_tokens - span.num_computed
+            if not remaining:
+                continue
+            if span.chunk is not None and not span.is_owner:
+                continue
+            seen = (attachment.spans[view.span] for view in sequence.layout.spans[index].views)
+            if taken == budget or not _are_computed(seen):
+                continue
+            count = min(remaining, budget - taken)
+            wants_logits = span is attachment.spans[-1] and count == remaining and not sequence.request.is_warm_up
+            step.works.append(Work(sequence, index, span.num_computed, count, wants_logits))
+            self.planner.advance(attachment, index, count)
+            taken += count
+        return taken
+
+    def _grow(self, sequence: Sequence, step: Step) -> bool:
+        """Makes room for the token sampled last, if need be by preempting others; False if it cannot run now."""
+        assert sequence.attachment is not None and sequence.pending is not None
+        while True:
+            try:
+                step.copies.extend(self.planner.extend(sequence.attachment, [sequence.pending]))
+            except OutOfBlocks:
+                victim = self._victim(sequence, step)
+                if victim is None:
+                    step.ended.append(sequence)
+                    return False
+                self._preempt(victim)
+                if victim is sequence:
+                    return False
+                continue
+            sequence.pending = None
+            return True
+
+    def _victim(self, sequence: Sequence, step: Step) -> Sequence | None:
+        """The running sequence that gives up its blocks: the last in rank that is not in this step yet."""
+        busy = {id(work.sequence) for work in step.works}
+        free = [other for other in self.running if id(other) not in busy]
+        victim = max(free, key=lambda other: other.rank)
+        return None if victim is sequence and len(self.running) == 1 else victim
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes the blocks of a running sequence; its tokens are computed again later."""
+        self.num_preemptions += 1
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.preempted()
+        self.add(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.attachment is not None:
+            self.planner.release(sequence.attachment)
+            sequence.attachment = None
+
+
+def _are_computed(spans: Iterable[AttachedSpan]) -> bool:
+    return all(span.num_computed == span.num_tokens for span in spans)

@@ -1,0 +1,37 @@
+"""A step: what one forward computes, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvmosaic.cache import BlockCopy
+from kvmosaic.engine.sequence import Sequence
+from kvmosaic.errors import KVMosaicError
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Neighbouring tokens of one span of one sequence."""
+
+    sequence: Sequence
+    span: int
+    first: int
+    """Number of the first token inside the span."""
+    num_tokens: int
+    wants_logits: bool = False
+
+
+@dataclass(slots=True)
+class Step:
+    """Everything that one forward computes, and the requests that cannot run at all."""
+
+    works: list[Work] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    failed: list[tuple[Sequence, KVMosaicError]] = field(default_factory=list)
+    ended: list[Sequence] = field(default_factory=list)
+    """Sequences that must end because they are alone and have no room to grow."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the forward."""
+        return sum(work.num_tokens for work in self.works)

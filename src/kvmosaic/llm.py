@@ -1,0 +1,345 @@
+"""The Python face: one object that loads a model, keeps its chunks and answers prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kvmosaic.cache import ChunkCacheStats, Plan, Planner
+from kvmosaic.chunks import ChunkHandle, ChunkStore
+from kvmosaic.config import ChunkCacheConfig, EngineConfig, parse_bytes
+from kvmosaic.engine import Engine, Request
+from kvmosaic.engine.self_check import SelfCheck, run_self_check
+from kvmosaic.errors import InvalidConfig, NotMovable
+from kvmosaic.layout import PositionStrategy, arrange
+from kvmosaic.memory import blocks_within, device_memory_bytes
+from kvmosaic.model import LoadedModel, load_model
+from kvmosaic.model.runner import Runner
+from kvmosaic.prompt import Document, Prompt, PromptEncoder, Segment, SegmentKind
+from kvmosaic.sampling import RequestOutput, SamplingParams
+
+BUNDLED_READER = "reader"
+"""The name of the small model that comes with the package."""
+
+Messages = Sequence[Mapping[str, Any]]
+Documents = Sequence[Document | Mapping[str, Any] | str]
+Progress = Callable[[int, int], None]
+"""Called with the number of finished requests and the number of all."""
+
+
+class LLM:
+    """A language model that answers from documents whose keys and values were computed once.
+
+        llm = LLM("path/or/hub-name")
+        answers = llm.generate("You are helpful. ## First document. ## Second document. ## What do they say?")
+        answers[0].outputs[0].text
+        print(answers[0].reuse)
+
+    Not thread-safe. Use it as a context manager or call `close` to abort what is under way.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel = BUNDLED_READER,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        enable_chunk_cache: bool = True,
+        chunk_cache_config: ChunkCacheConfig | None = None,
+        engine_config: EngineConfig | None = None,
+        self_check: bool = True,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Loads a model and gives it its caches.
+
+        Args:
+            model: a folder, a name on the Hugging Face hub, "reader" (the small model of this package), or a model that
+                is loaded already (`LoadedModel.from_module` takes any transformers model).
+            dtype: "auto", "float32", "bfloat16", "float16" or "float64".
+            device: "auto", "cpu", "cuda", "cuda:1", …
+            enable_chunk_cache: compose prompts from cached chunks; off, segments are joined to an ordinary prompt.
+            chunk_cache_config: capacity, positions, separator, eviction, …
+            engine_config: how much runs at once, and memory for prefixes and answers.
+            self_check: compare a composed prompt with a dense forward first; if they differ, the chunk cache stays off
+                and `chunk_cache_off_reason` says why.
+            trust_remote_code: run Python code that comes with the checkpoint.
+
+        Raises:
+            ModelNotFound, UnsupportedModel: see `load_model`.
+            NotMovable: the position strategy moves documents and the model does not allow that.
+            InvalidConfig: a setting that cannot work, for example memory for less than one block.
+        """
+        self.chunk_cache_config = chunk_cache_config or ChunkCacheConfig()
+        self.engine_config = engine_config or EngineConfig()
+        if isinstance(model, LoadedModel):
+            self.model = model
+        else:
+            source = bundled_reader() if model == BUNDLED_READER else model
+            self.model = load_model(
+                source,
+                dtype=dtype,
+                device=device,
+                max_positions=self.engine_config.max_model_len,
+                trust_remote_code=trust_remote_code,
+            )
+        self.self_check: SelfCheck | None = None
+        self.chunk_cache_off_reason = "" if enable_chunk_cache else "switched off (enable_chunk_cache=False)"
+        if enable_chunk_cache:
+            _check_movable(self.model, self.chunk_cache_config)
+            if self_check:
+                self.self_check = run_self_check(self.model)
+                self.chunk_cache_off_reason = self.self_check.reason
+        self.engine = _build_engine(self.model, self.chunk_cache_config, self.engine_config, self.has_chunk_cache)
+        self.encoder = PromptEncoder(
+            self.model.tokenizer,
+            self.chunk_cache_config,
+            vocab_size=self.model.vocab_size,
+            max_positions=self.engine.max_positions,
+        )
+        self.chunks = ChunkStore(self.engine, self.encoder)
+
+    @property
+    def has_chunk_cache(self) -> bool:
+        """Whether prompts are composed from chunks."""
+        return not self.chunk_cache_off_reason
+
+    def generate(
+        self,
+        prompts: str | Prompt | Sequence[str | Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        position_strategy: PositionStrategy | None = None,
+        progress: Progress | None = None,
+    ) -> list[RequestOutput]:
+        """Answers prompts, all of them together.
+
+        Args:
+            prompts: texts (split at the separator), or prompts.
+            sampling_params: for all prompts, or one per prompt; default `SamplingParams()`.
+            position_strategy: instead of the configured one, for these prompts.
+            progress: called after every finished prompt.
+
+        Returns:
+            One output per prompt, in order.
+
+        Raises:
+            InvalidPrompt: the first prompt that cannot be answered; nothing has been computed then.
+            RequestTooLarge, ChunkCacheFull: a prompt that can never fit into memory.
+        """
+        items = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
+        encoded = [self.encoder.encode(prompt) for prompt in items]
+        return self._answer(encoded, self._params_for(sampling_params, len(items)), position_strategy, progress)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        documents: Documents | None = None,
+        position_strategy: PositionStrategy | None = None,
+        progress: Progress | None = None,
+    ) -> list[RequestOutput]:
+        """Answers conversations over documents, rendered through the model's chat template.
+
+        Args:
+            messages: one conversation ([{"role": "user", "content": "…"}]) or a list of them.
+            sampling_params: for all conversations, or one each.
+            documents: [{"id", "title", "text"}], Documents or texts; the same for all conversations.
+            position_strategy: instead of the configured one.
+            progress: called after every finished conversation.
+
+        Raises:
+            InvalidMessages, InvalidDocument and everything that `generate` raises.
+        """
+        is_one = not messages or isinstance(messages[0], Mapping)
+        conversations: list[Any] = [messages] if is_one else list(messages)
+        encoded = [self.compose(conversation, documents=documents) for conversation in conversations]
+        return self._answer(encoded, self._params_for(sampling_params, len(encoded)), position_strategy, progress)
+
+    def stream(
+        self,
+        prompt: str | Prompt | Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        documents: Documents | None = None,
+        position_strategy: PositionStrategy | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Answers one prompt or conversation, step by step: every output holds the answer so far.
+
+        Closing the iterator aborts the request and returns its blocks.
+
+        Raises:
+            Everything that `generate` and `chat` raise, before the first output.
+        """
+        if isinstance(prompt, str | Prompt):
+            encoded = self.encoder.encode(prompt)
+        else:
+            encoded = self.compose(prompt, documents=documents)
+        request = self._add(encoded, sampling_params or SamplingParams(), position_strategy)
+        return self._stream(request)
+
+    def compose(self, messages: Messages, *, documents: Documents | None = None) -> Prompt:
+        """Renders a conversation over documents to a tokenized prompt, to look at or to pass to `generate`.
+
+        Raises:
+            InvalidMessages, InvalidDocument: see `chat`.
+        """
+        return self.encoder.encode_chat(messages, documents)
+
+    def warm(
+        self,
+        documents: Documents,
+        *,
+        system: str | None = None,
+        progress: Progress | None = None,
+    ) -> list[ChunkHandle]:
+        """Computes documents now, so that later prompts find them.
+
+        Args:
+            documents: as for `chat`.
+            system: the system prompt under which they will be used; their keys depend on it (unless chunk_context is
+                "none"). None: no system message.
+            progress: called after every finished document.
+
+        Returns:
+            One handle per chunk (a long document may be several).
+        """
+        return self.chunks.warm(self.encoder.encode_documents(documents, system=system), progress)
+
+    def plan(self, prompt: str | Prompt, *, position_strategy: PositionStrategy | None = None) -> Plan:
+        """What would be reused, moved and computed for a prompt now; nothing is computed or changed."""
+        encoded = self.encoder.encode(prompt)
+        config = self.chunk_cache_config
+        layout = arrange(encoded, position_strategy or config.position_strategy, config.chunk_context)
+        return self.engine.planner.plan(layout, encoded.salt)
+
+    def pin(self, name: str) -> None:
+        """Keeps the chunks with this name in the cache, whatever else needs room.
+
+        Raises:
+            UnknownChunk: no cached chunk has this name.
+        """
+        self.chunks.pin(name)
+
+    def unpin(self, name: str) -> None:
+        """Lets the chunks with this name be evicted again.
+
+        Raises:
+            UnknownChunk: no cached chunk has this name.
+        """
+        self.chunks.unpin(name)
+
+    def delete(self, name: str) -> None:
+        """Drops the chunks with this name.
+
+        Raises:
+            UnknownChunk: no cached chunk has this name.
+            ChunkInUse: a running request reads one of them.
+        """
+        self.chunks.delete(name)
+
+    def get_chunk_cache_stats(self) -> ChunkCacheStats:
+        """Counters and fill levels of the chunk cache at this moment."""
+        return self.engine.planner.statistics()
+
+    def close(self) -> None:
+        """Aborts everything under way and refuses further requests; calling it again is safe."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _params_for(
+        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            return [sampling_params or SamplingParams()] * count
+        if len(sampling_params) != count:
+            raise InvalidConfig(f"{len(sampling_params)} sampling_params for {count} prompts; give one, or one each")
+        return list(sampling_params)
+
+    def _add(self, prompt: Prompt, params: SamplingParams, strategy: PositionStrategy | None) -> Request:
+        if self.has_chunk_cache or prompt.is_plain:
+            return self.engine.add_request(prompt, params, position_strategy=strategy)
+        note = f"not composed: {self.chunk_cache_off_reason}"
+        return self.engine.add_request(_joined(prompt), params, note=note)
+
+    def _answer(
+        self,
+        prompts: list[Prompt],
+        params: list[SamplingParams],
+        strategy: PositionStrategy | None,
+        progress: Progress | None,
+    ) -> list[RequestOutput]:
+        requests: list[Request] = []
+        try:
+            for prompt, parameters in zip(prompts, params, strict=True):
+                requests.append(self._add(prompt, parameters, strategy))
+            self.engine.run(requests, progress)
+        except BaseException:
+            self.engine.abort_all(requests)
+            raise
+        return [request.output() for request in requests]
+
+    def _stream(self, request: Request) -> Iterator[RequestOutput]:
+        try:
+            while not request.is_finished:
+                if request in self.engine.step() and request.error is None:
+                    yield request.output()
+            if request.error is not None:
+                raise request.error
+        finally:
+            self.engine.abort_all([request])
+
+
+def bundled_reader() -> Path:
+    """The folder of the small model that comes with the package."""
+    return Path(__file__).parent / "bundled" / "reader"
+
+
+def _joined(prompt: Prompt) -> Prompt:
+    """All segments of a prompt as one ordinary prompt."""
+    token_ids = tuple(token for segment in prompt.segments for token in segment.token_ids or ())
+    texts = [segment.text for segment in prompt.segments]
+    text = None if any(part is None for part in texts) else "".join(part or "" for part in texts)
+    return replace(prompt, segments=(Segment(SegmentKind.PLAIN, token_ids, text=text),))
+
+
+def _check_movable(model: LoadedModel, config: ChunkCacheConfig) -> None:
+    moves = config.position_strategy == "sequential" or (
+        config.chunk_context == "none" and config.position_strategy != "absolute"
+    )
+    if moves and not model.is_movable:
+        raise NotMovable(
+            f"position_strategy={config.position_strategy!r} with chunk_context={config.chunk_context!r} moves "
+            f"documents, and this model does not allow that ({model.immovable_reason}); use position_strategy='shared' with "
+            "chunk_context='system', or position_strategy='absolute'"
+        )
+
+
+def _build_engine(
+    model: LoadedModel, config: ChunkCacheConfig, engine_config: EngineConfig, has_chunk_cache: bool
+) -> Engine:
+    bytes_per_block = model.bytes_per_token() * config.block_size
+    request_blocks = blocks_within(parse_bytes(engine_config.request_cache), bytes_per_block, "request_cache")
+    capacity = config.capacity_bytes
+    if config.memory_fraction is not None:
+        capacity = int(config.memory_fraction * device_memory_bytes(model.device))
+    chunk_blocks = blocks_within(capacity, bytes_per_block, "the chunk cache's capacity") if has_chunk_cache else 1
+    planner = Planner(
+        model.fingerprint,
+        config,
+        request_blocks=request_blocks,
+        chunk_blocks=chunk_blocks,
+        prefix_caching=engine_config.enable_prefix_caching,
+    )
+    runner = Runner(model, {"request": request_blocks, "chunk_cache": chunk_blocks}, config.block_size)
+    return Engine(runner, planner, config, engine_config)
