@@ -69,9 +69,9 @@ class KeyChain:
     What was seen is a collection without order (with repetitions): attention does not know in which order its keys are
     listed. So a question that reads the same chunks at the same distances has one root, whatever the prompt order.
 
-    Roots are always SHA-256. `xxh3_128` makes run and block keys faster, but it is no defence against people who search
-    for collisions: tokens are then always compared (see `PrefixCache` and `ChunkIndex`), which leaves only collisions
-    inside what was seen. Prefer `sha256` when prompts come from strangers.
+    Roots and runs are always SHA-256: they enter other keys, where nobody could notice a collision. `xxh3_128` makes
+    the many small block keys faster. It is no defence against people who search for collisions, so the prefix cache
+    then compares tokens, parents and roots of every block, whatever the configuration says.
     """
 
     def __init__(self, fingerprint: str, salt: str = "", algorithm: HashAlgorithm = "sha256") -> None:
@@ -101,11 +101,11 @@ class KeyChain:
 
     def run_encoded(self, root: Key, tokens: bytes) -> Key:
         """`run` for tokens from `encode_tokens`."""
-        return Key(self._digest(_RUN + struct.pack("<II", len(root), len(tokens)) + root + tokens))
+        return Key(_sha256(_RUN + struct.pack("<II", len(root), len(tokens)) + root + tokens))
 
     def next_after(self, key: Key) -> Key:
         """The key to try when `key` is taken by other tokens (a collision)."""
-        return Key(self._digest(_NEXT + key))
+        return Key(_sha256(_NEXT + key))
 
 
 def _text(value: str) -> bytes:

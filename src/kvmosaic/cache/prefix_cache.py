@@ -145,7 +145,9 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Frees everything that nobody holds; not counted as evictions."""
-        self.num_evictions -= self.evict(self.num_idle)
+        before = self.num_evictions
+        self.evict(self.num_idle)
+        self.num_evictions = before
 
     def drop(self, entry: PrefixEntry) -> None:
         """Makes an entry and everything computed after it unknown, held or not."""
