@@ -107,12 +107,17 @@ def run(
     Standard input (-) holds one prompt per line if every line has at least two separators; otherwise all of it is one
     prompt.
     """
-    from kvmosaic.console.asking import Asking, run_prompts
-    from kvmosaic.console.opening import Opening
+    from kvmosaic.console.asking import Asking
 
     model, prompt = ("reader", "-") if model == "-" else (model, prompt)
+    asking = Asking(prompt, documents, tuple(question or ()), system)
+
+    from kvmosaic.console.answering import run_prompts
+    from kvmosaic.console.opening import Opening
+    from kvmosaic.sampling import SamplingParams
+
     opening = Opening(model, dtype, device, position_strategy, chunk_context, separator, not no_chunk_cache)
-    run_prompts(opening, Asking(prompt, documents, tuple(question or ()), system), max_tokens, temperature, as_json)
+    run_prompts(opening, asking, SamplingParams(max_tokens=max_tokens, temperature=temperature), as_json)
 
 
 @app.command()
@@ -130,12 +135,14 @@ def plan(
 ) -> None:
     """Show how a prompt would be composed and what memory it takes, without answering it."""
     from kvmosaic.console.asking import Asking
+
+    model, prompt = ("reader", "-") if model == "-" else (model, prompt)
+    asking = Asking(prompt, documents, tuple(question or ()), system)
+
     from kvmosaic.console.opening import Opening
     from kvmosaic.console.planning import show_plans
 
-    model, prompt = ("reader", "-") if model == "-" else (model, prompt)
-    opening = Opening(model, dtype, device, position_strategy, chunk_context, separator)
-    show_plans(opening, Asking(prompt, documents, tuple(question or ()), system))
+    show_plans(Opening(model, dtype, device, position_strategy, chunk_context, separator), asking)
 
 
 @app.command()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_python_in_the_docs_runs(block: str) -> None:
-    exec(compile(block, "docs", "exec"), {"__name__": "docs"})
+def test_python_in_the_docs_runs(block: str, tmp_path: Path) -> None:
+    (tmp_path / "block.py").write_text(block)
+    runpy.run_path(str(tmp_path / "block.py"), run_name="block")
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)

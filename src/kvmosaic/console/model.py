@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,12 @@ if TYPE_CHECKING:
 
 
 def layer_table(layers: tuple[LayerSpec, ...]) -> Table:
-    """One row per run of equal layers: heads, rotation, mask, and whether cached keys may be moved."""
+    """One row per run of equal layers: heads, rotation, mask, and whether cached keys may be moved.
+
+    The slowest turn is the number of tokens after which the slowest pair of dimensions has turned once.
+    """
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for heading in ("layers", "heads", "head size", "rotation", "sees", "keys can be moved"):
+    for heading in ("layers", "heads", "head size", "rotation", "slowest turn", "sees", "movable"):
         table.add_column(heading)
     for kind, members in groupby(layers, key=_kind):
         run = list(members)
@@ -57,14 +61,12 @@ def memory_formula(stored: list[LayerSpec], item_bytes: int) -> str:
 
 
 def rotation_text(rotation: Rotation | None) -> str:
-    """A rotation in a few words: pairs, slice of the head, slowest turn."""
+    """A rotation in a few words: how dimensions are paired, and which of them turn."""
     if rotation is None:
         return "none"
     end = rotation.offset + rotation.rotary_dim
     part = "whole head" if rotation.rotary_dim == rotation.head_dim else f"dimensions {rotation.offset}–{end - 1}"
-    turning = [frequency for frequency in rotation.inv_freq if frequency > 0]
-    slowest = f", slowest turn {6.283185307 / min(turning):,.0f} tokens" if turning else ""
-    return f"{rotation.layout}, {part}{', reversed' if rotation.sign < 0 else ''}{slowest}"
+    return f"{rotation.layout}, {part}{', reversed' if rotation.sign < 0 else ''}"
 
 
 def layer_range(first: int, last: int) -> str:
@@ -72,10 +74,15 @@ def layer_range(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}–{last}"
 
 
-def _kind(layer: LayerSpec) -> tuple[str, str, str, str, str]:
+def _kind(layer: LayerSpec) -> tuple[str, ...]:
     heads = f"{layer.num_query_heads} / {layer.num_kv_heads}"
     size = str(layer.key_dim) if layer.key_dim == layer.value_dim else f"{layer.key_dim} / {layer.value_dim}"
     shared = "" if layer.is_stored else f", keys of layer {layer.source_layer}"
     movable = "yes" if layer.is_movable else "no"
     latent = f"{size} latent" if layer.value_in_key else size
-    return heads, latent, rotation_text(layer.rotation), f"{layer.mask}{shared}", movable
+    return heads, latent, rotation_text(layer.rotation), _slowest_turn(layer.rotation), f"{layer.mask}{shared}", movable
+
+
+def _slowest_turn(rotation: Rotation | None) -> str:
+    turning = [frequency for frequency in rotation.inv_freq if frequency > 0] if rotation else []
+    return f"{2 * math.pi / min(turning):,.0f}" if turning else ""

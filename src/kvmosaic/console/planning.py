@@ -22,9 +22,9 @@ def show_plans(opening: Opening, asking: Asking) -> None:
     Raises:
         KVMosaicError: a prompt, document or setting that cannot work.
     """
-    console = Console()
+    console, documents = Console(), asking.documents()
     with closing(open_llm(opening, Console(stderr=True))) as llm:
-        for heading, prompt in asking.prompts(llm, opening.separator):
+        for heading, prompt in asking.prompts(llm, documents):
             plan = llm.plan(prompt)
             console.print(f"Q  {heading}", style="bold", markup=False, highlight=False)
             console.print()

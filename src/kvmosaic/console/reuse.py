@@ -32,20 +32,17 @@ def reuse_table(report: ReuseReport) -> RenderableType:
             f"{segment.distance:+,}" if segment.reused_tokens and segment.distance else "",
             duration_text(segment.milliseconds / 1000),
         )
-    notes = list(dict.fromkeys(segment.note for segment in report.segments if segment.note))
-    return Group(
-        table, Text(reuse_sentence(report)), *[Text(f"note: {printable(note)}", style="dim") for note in notes]
-    )
+    notes = dict.fromkeys([*(segment.note for segment in report.segments), report.composition])
+    remarks = [Text(printable(note), style="dim") for note in notes if note not in ("", "exact")]
+    return Group(table, Text(reuse_sentence(report)), *remarks)
 
 
 def reuse_sentence(report: ReuseReport) -> str:
     """The whole prompt in one line."""
-    sentence = (
-        f"{report.reused_tokens:,} of {report.num_tokens:,} prompt tokens came from the cache "
-        f"({report.reused_fraction:.0%}), {report.computed_tokens:,} were computed; "
-        f"first token after {duration_text(report.time_to_first_token)}"
+    return (
+        f"{report.reused_tokens:,} of {report.num_tokens:,} tokens reused ({report.reused_fraction:.0%}), "
+        f"{report.computed_tokens:,} computed; first token after {duration_text(report.time_to_first_token)}"
     )
-    return sentence if report.composition == "exact" else f"{sentence}; {report.composition}"
 
 
 def _bars(segment: SegmentReuse) -> list[Bar]:

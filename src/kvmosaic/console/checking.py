@@ -1,0 +1,78 @@
+"""The self-check and the rotations of a model, on the screen."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvmosaic.console.model import layer_table
+from kvmosaic.console.opening import Opening, open_llm
+from kvmosaic.console.text import printable, size_text
+
+if TYPE_CHECKING:
+    from kvmosaic.engine.self_check import SelfCheck
+    from kvmosaic.model import LoadedModel
+
+
+def show_check(opening: Opening) -> bool:
+    """Prints what was found out about a model; returns whether its self-check passed.
+
+    Raises:
+        KVMosaicError: the model cannot be loaded.
+    """
+    console = Console()
+    with closing(open_llm(opening, Console(stderr=True))) as llm:
+        console.print(model_table(opening.model, llm.model))
+        console.print()
+        console.print(layer_table(llm.model.layers))
+        if llm.model.immovable_reason:
+            console.print(Text(f"not movable: {printable(llm.model.immovable_reason)}"))
+        console.print()
+        assert llm.self_check is not None, "an LLM is opened with its self-check on"
+        console.print(check_text(llm.self_check, llm.model.is_movable))
+        return llm.self_check.passed
+
+
+def model_table(name: str, model: LoadedModel) -> Table:
+    """Name, kind and size of a model."""
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column()
+    num_parameters = sum(parameter.numel() for parameter in model.module.parameters())
+    limit = "no limit" if model.max_positions is None else f"{model.max_positions:,}"
+    dtype = str(model.dtype).removeprefix("torch.")
+    table.add_row("model", Text(f"{printable(name)} ({type(model.module).__name__})"))
+    table.add_row("parameters", Text(f"{num_parameters:,} in {dtype} on {model.device}"))
+    table.add_row("positions", Text(limit))
+    table.add_row("one token takes", Text(f"{size_text(model.bytes_per_token())} of cache"))
+    return table
+
+
+def check_text(check: SelfCheck, is_movable: bool) -> RenderableType:
+    """What the self-check compared, what it found, and what follows from it."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for heading in ("self-check", "compared with", "difference", "allowed"):
+        table.add_column(heading, justify="right" if heading in ("difference", "allowed") else "left")
+    composed = "composed, cold and warm" + (", documents moved" if check.is_moved else "")
+    for what, other, difference in (
+        ("plain prompt", "transformers' own attention", check.plain_difference),
+        (composed, "one dense forward", check.composed_difference),
+    ):
+        table.add_row(what, other, f"{difference:.2g}", f"{check.limit:g}")
+    unit = Text("differences in standard deviations of the logits", style="dim")
+    return Group(table, unit, Text(), _verdict(check, is_movable))
+
+
+def _verdict(check: SelfCheck, is_movable: bool) -> Text:
+    if not check.passed:
+        reason = printable(check.reason)
+        return Text(f"failed: {reason}. The chunk cache is off for this model.", style="bold red")
+    if is_movable:
+        return Text("passed: documents can be cached and read at any position.", style="bold green")
+    return Text(
+        "passed: documents can be cached, and read where they were computed (shared positions).", style="bold green"
+    )

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from kvmosaic.cli import app
+from kvmosaic.console.asking import Asking, split_input
+from kvmosaic.errors import InvalidPrompt
+
+
+def run(*arguments: str | Path, text: str | None = None) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=text)
+
+
+def test_run_answers_every_question_about_the_folder(tiny_model: Path, notes: Path) -> None:
+    result = run("run", tiny_model, "--documents", notes, "-q", "Where?", "-q", "Who?", "--max-tokens", "4")
+    assert result.exit_code == 0, result.output
+    assert [line for line in result.stdout.splitlines() if line.startswith("Q ")] == ["Q  Where?", "Q  Who?"]
+    assert len(re.findall(r"(?:ferry|kiln|mill) +\d+ +reused", result.stdout)) == 6
+    assert "read 3 documents in" in result.stderr
+
+
+def test_run_prints_one_json_object_per_line(tiny_model: Path) -> None:
+    lines = "Answer. ## A red kiln. ## Why?\nAnswer. ## A red kiln. ## How?\n"
+    result = run("run", tiny_model, "-", "--json", "--max-tokens", "2", text=lines)
+    cold, warm = (json.loads(line) for line in result.stdout.splitlines())
+    assert [cold["question"], warm["question"]] == ["Why?", "How?"]
+    assert [segment["action"] for segment in cold["reuse"]["segments"]] == ["computed"] * 3
+    assert [segment["action"] for segment in warm["reuse"]["segments"]] == ["reused", "reused", "computed"]
+    assert warm["finish_reason"] == "length" and len(warm["token_ids"]) == 2
+
+
+def test_sequential_documents_are_moved(tiny_model: Path, notes: Path) -> None:
+    options = ("--position-strategy", "sequential", "--max-tokens", "1", "--json")
+    segments = json.loads(run("run", tiny_model, "--documents", notes, "-q", "Where?", *options).stdout)["reuse"][
+        "segments"
+    ]
+    assert [segment["action"] for segment in segments] == ["reused", "moved", "moved", "computed"]
+    assert segments[2]["distance"] == segments[0]["num_tokens"] + segments[1]["num_tokens"]
+
+
+def test_run_without_chunk_cache_says_so(tiny_model: Path, notes: Path) -> None:
+    result = run("run", tiny_model, "--documents", notes, "-q", "Where?", "--no-chunk-cache", "--max-tokens", "1")
+    assert result.exit_code == 0
+    assert "not composed: switched off" in " ".join(result.stdout.split())
+
+
+def test_other_separators_split_the_prompt(tiny_model: Path) -> None:
+    result = run("run", tiny_model, "a # # b # # c", "--separator", " # # ", "--max-tokens", "1", "--json")
+    assert len(json.loads(result.stdout)["reuse"]["segments"]) == 3
+
+
+def test_plan_computes_nothing_and_shows_places_and_memory(tiny_model: Path, notes: Path) -> None:
+    options = ("--system", "Answer.", "--position-strategy", "sequential")
+    result = run("plan", tiny_model, "--documents", notes, "-q", "Where?", *options)
+    assert result.exit_code == 0, result.output
+    rows = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines() if line.endswith("compute")}
+    assert rows["kiln"][:4] == ["34", "7", "36", "+29"]
+    assert "256 B = 2 × 2 layers × 2 heads × 8 × 4 bytes" in result.stdout
+
+
+def test_check_passes_on_a_rotary_model(tiny_model: Path) -> None:
+    result = run("check", tiny_model)
+    assert result.exit_code == 0
+    assert "half, whole head" in result.stdout
+    assert "passed: documents can be cached and read at any position." in result.stdout
+
+
+def test_check_fails_with_exit_code_1_when_the_logits_differ(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmosaic.engine.self_check._LIMITS", {})
+    monkeypatch.setattr("kvmosaic.engine.self_check._difference", lambda ours, theirs: 1.5)
+    result = run("check", tiny_model)
+    assert result.exit_code == 1
+    assert "failed: logits differ by 1.5" in result.stdout
+
+
+def test_missing_model_is_one_message(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "kvmosaic", "run", str(tmp_path / "nowhere"), "-q", "Why?")
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith("kvmosaic: there is no folder")
+
+
+def test_empty_folder_and_empty_input_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    assert "no .txt or .md file" in run("run", tiny_model, "--documents", tmp_path, "-q", "Why?").stderr
+    result = run("run", tiny_model, "-", text="\n \n")
+    assert result.exit_code == 2 and "standard input is empty" in result.stderr
+
+
+def test_input_is_one_prompt_per_line_only_if_every_line_is_one() -> None:
+    assert split_input("a ## b ## c\n\nd ## e ## f\n", "##") == ["a ## b ## c", "d ## e ## f"]
+    assert split_input("a ## b\nmore ## c\n", "##") == ["a ## b\nmore ## c"]
+
+
+def test_asking_needs_something_to_ask() -> None:
+    with pytest.raises(InvalidPrompt, match="nothing is asked"):
+        Asking()
