@@ -1,0 +1,159 @@
+"""Plans of small prompts, written out."""
+
+import pytest
+from cache.world import compute_all, layout_of, make_planner, plain, state_of, warm_up, warmed
+
+SYSTEM, DOC_A, DOC_B, QUESTION = [1] * 6, [2] * 5, [3] * 9, [4, 5, 6]
+
+
+def summary(plan):
+    return [(span.kind.value, span.action, span.num_tokens, span.num_reused, span.distance) for span in plan.spans]
+
+
+def test_a_first_prompt_computes_everything():
+    plan = make_planner().plan(layout_of(SYSTEM, [DOC_A, DOC_B], QUESTION))
+    assert summary(plan) == [
+        ("system", "compute", 6, 0, 0),
+        ("chunk", "compute", 5, 0, 0),
+        ("chunk", "compute", 9, 0, 0),
+        ("question", "compute", 3, 0, 0),
+    ]
+    assert (plan.num_tokens, plan.reused_tokens, plan.computed_tokens) == (23, 0, 23)
+    assert all(span.block_ids == () for span in plan.spans)
+
+
+def test_the_same_documents_in_another_order_with_another_question_are_all_reused():
+    planner = make_planner()
+    warmed(planner, layout_of(SYSTEM, [DOC_A, DOC_B], QUESTION, strategy="sequential"))
+    plan = planner.plan(layout_of(SYSTEM, [DOC_B, DOC_A], [7, 8], strategy="sequential"))
+    assert summary(plan) == [
+        ("system", "reuse", 6, 6, 0),
+        ("chunk", "reuse", 9, 9, 0),
+        ("chunk", "reuse", 5, 5, 9),
+        ("question", "compute", 2, 0, 0),
+    ]
+    assert [len(span.block_ids) for span in plan.spans] == [2, 3, 2, 0]
+
+
+def test_a_system_prompt_is_reused_whole_with_its_partly_filled_last_block():
+    planner = make_planner()
+    warmed(planner, layout_of(SYSTEM, [], QUESTION))
+    plan = planner.plan(layout_of(SYSTEM, [DOC_A], QUESTION))
+    assert summary(plan)[0] == ("system", "reuse", 6, 6, 0)
+
+
+def test_a_longer_system_prompt_reuses_only_the_full_blocks_it_shares():
+    planner = make_planner()
+    warmed(planner, layout_of(SYSTEM, [], QUESTION))
+    plan = planner.plan(layout_of([*SYSTEM, 9], [], QUESTION))
+    assert summary(plan)[0] == ("system", "compute", 7, 4, 0)
+
+
+def test_documents_are_not_reused_under_another_system_prompt_unless_they_saw_nothing():
+    planner = make_planner()
+    for context in ("system", "none"):
+        warmed(planner, layout_of(SYSTEM, [DOC_A], QUESTION, context=context))
+    other = [9] * 6
+    assert summary(planner.plan(layout_of(other, [DOC_A], QUESTION)))[1] == ("chunk", "compute", 5, 0, 0)
+    blind = planner.plan(layout_of(other, [DOC_A], QUESTION, context="none"))
+    assert summary(blind)[1] == ("chunk", "reuse", 5, 5, 6)
+
+
+def test_tenants_share_nothing():
+    planner = make_planner()
+    warmed(planner, layout_of(SYSTEM, [DOC_A], QUESTION), salt="one")
+    assert planner.plan(layout_of(SYSTEM, [DOC_A], QUESTION), "two").reused_tokens == 0
+    assert planner.plan(layout_of(SYSTEM, [DOC_A], QUESTION), "one").reused_tokens == 11
+
+
+def test_a_plain_prompt_reuses_its_longest_known_beginning_in_full_blocks():
+    planner = make_planner()
+    warmed(planner, plain([1, 2, 3, 4, 5, 6, 7, 8, 9]))
+    assert summary(planner.plan(plain([1, 2, 3, 4, 5, 6, 7, 8, 9]))) == [("plain", "compute", 9, 8, 0)]
+    assert summary(planner.plan(plain([1, 2, 3, 4, 5, 0, 7, 8, 9]))) == [("plain", "compute", 9, 4, 0)]
+
+
+def test_at_least_one_token_of_the_last_span_is_computed():
+    planner = make_planner()
+    warmed(planner, plain([1, 2, 3, 4, 5, 6, 7, 8]))
+    assert summary(planner.plan(plain([1, 2, 3, 4, 5, 6, 7, 8]))) == [("plain", "compute", 8, 4, 0)]
+    small = make_planner(block_size=1)
+    warmed(small, layout_of([1], [], [2]))
+    assert summary(small.plan(layout_of([1], [], [2])))[-1] == ("question", "compute", 1, 0, 0)
+
+
+def test_a_warm_up_that_ends_with_a_known_chunk_computes_nothing():
+    planner = make_planner()
+    layout = warm_up(SYSTEM, DOC_A, DOC_B)
+    warmed(planner, layout)
+    assert planner.plan(layout).computed_tokens == 0
+    assert planner.plan(layout_of(SYSTEM, [DOC_B], QUESTION)).computed_tokens == 3
+
+
+def test_a_system_prompt_and_a_plain_prompt_that_begin_alike_share_full_blocks():
+    planner = make_planner()
+    warmed(planner, layout_of(SYSTEM, [], QUESTION))
+    assert summary(planner.plan(plain([*SYSTEM, 7, 7, 7]))) == [("plain", "compute", 9, 4, 0)]
+
+
+def test_a_question_behind_the_same_chunks_in_another_order_reuses_its_own_blocks():
+    planner = make_planner()
+    question = [5] * 9
+    warmed(planner, layout_of(SYSTEM, [DOC_A, DOC_B], question))
+    assert summary(planner.plan(layout_of(SYSTEM, [DOC_B, DOC_A], question)))[-1] == ("question", "compute", 9, 8, 0)
+    assert summary(planner.plan(layout_of(SYSTEM, [DOC_B], question)))[-1][3] == 0
+
+
+def test_a_chunk_that_sees_another_one_is_reused_only_where_it_sees_it():
+    planner = make_planner()
+    warmed(planner, layout_of(SYSTEM, [DOC_A, DOC_B], QUESTION, sees={1: (0,)}))
+    assert summary(planner.plan(layout_of(SYSTEM, [DOC_A, DOC_B], [9], sees={1: (0,)})))[2][1] == "reuse"
+    assert summary(planner.plan(layout_of(SYSTEM, [DOC_A, DOC_B], [9])))[2][1] == "compute"
+
+
+def test_the_second_place_of_a_missing_chunk_waits_for_the_first():
+    plan = make_planner().plan(layout_of(SYSTEM, [DOC_A, DOC_B, DOC_A], QUESTION))
+    assert [span.action for span in plan.spans] == ["compute", "compute", "compute", "wait", "compute"]
+    assert plan.spans[1].key == plan.spans[3].key
+    assert plan.computed_tokens == 6 + 5 + 9 + 3
+
+
+def test_without_prefix_caching_chunks_are_still_reused():
+    planner = make_planner(prefix_caching=False)
+    layout = layout_of(SYSTEM, [DOC_A], QUESTION)
+    warmed(planner, layout)
+    assert [span.action for span in planner.plan(layout).spans] == ["compute", "reuse", "compute"]
+    assert planner.request_pool.num_used == 0
+
+
+def test_planning_changes_nothing_but_the_lookup_statistics():
+    planner = make_planner()
+    layout = layout_of(SYSTEM, [DOC_A], QUESTION)
+    warmed(planner, layout)
+    before, lookups = state_of(planner), planner.statistics().lookups
+    planner.plan(layout)
+    assert state_of(planner) == before
+    assert planner.statistics().lookups == lookups + 1
+
+
+def test_names_are_not_in_the_key():
+    planner = make_planner()
+    warmed(planner, layout_of(SYSTEM, [DOC_A], QUESTION, names=["first"]))
+    plan = planner.plan(layout_of(SYSTEM, [DOC_A], QUESTION, names=["second"]))
+    assert plan.spans[1].action == "reuse" and plan.spans[1].name == "second"
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "xxh3_128"])
+def test_a_plan_prints_as_a_small_table(algorithm):
+    planner = make_planner(hash_algorithm=algorithm)
+    first = planner.attach(planner.plan(layout_of(SYSTEM, [DOC_B], QUESTION, strategy="sequential")))
+    compute_all(planner, first)
+    layout = layout_of(SYSTEM, [DOC_A, DOC_B], QUESTION, names=["a.txt", "b.txt"], strategy="sequential")
+    assert str(planner.plan(layout)).splitlines() == [
+        "span  kind      name   tokens  reused  moved by  action",
+        "   0  system    -           6       6         0  reuse",
+        "   1  chunk     a.txt       5       0         0  compute",
+        "   2  chunk     b.txt       9       9        +5  reuse",
+        "   3  question  -           3       0         0  compute",
+        "23 tokens: 15 reused, 8 computed",
+    ]
