@@ -156,13 +156,10 @@ def check(model: Model = "reader", dtype: DType = "auto", device: Device = "auto
 
 
 @app.command()
-def demo(
-    documents: Documents = None,
-    position_strategy: Strategy = "sequential",
-    device: Device = "auto",
-) -> None:
-    """Answer questions about bundled documents, in ever other orders, and show what the cache did."""
+def demo(model: Model = "reader", position_strategy: Strategy = "sequential", device: Device = "auto") -> None:
+    """Answer questions about bundled documents, each time others in another order, and show what the cache did."""
     from kvmosaic.console.demo import run_demo
+    from kvmosaic.console.folder import bundled_documents
     from kvmosaic.console.opening import Opening
 
-    run_demo(Opening(device=device, position_strategy=position_strategy), documents)
+    run_demo(Opening(model, device=device, position_strategy=position_strategy), bundled_documents())

@@ -47,6 +47,7 @@ class DenseAttention:
         self._positions = torch.from_numpy(dense_layout.positions)
         self._mask = torch.from_numpy(dense_layout.mask)
         self._distances = torch.from_numpy(dense_layout.distances)
+        self._moves = sorted({int(distance) for distance in dense_layout.distances.flat} - {0})
 
     def __call__(self, call: LayerCall) -> Tensor:
         """Attention of one layer: queries [T, H, D] to outputs [T, H, Dv].
@@ -73,9 +74,9 @@ class DenseAttention:
         """[H, T, T]: every query against every key, the key moved as far as the layout says for this query."""
         scores = torch.einsum("qhd,khd->hqk", query, key)
         distances = self._distances.to(query.device)
-        for distance in self._distances.unique().tolist():
-            if distance == 0 or (layer.rotation is None and layer.is_movable):
-                continue
+        for distance in self._moves:
+            if layer.rotation is None and layer.is_movable:
+                break
             if layer.rotation is None:
                 raise NotMovable(
                     f"keys are moved by {distance}, but {layer.immovable_reason}; use 'shared' or 'absolute'"

@@ -28,7 +28,8 @@ class DenseLayout:
     @property
     def question_positions(self) -> NDArray[np.int64]:
         """[T], where each token stands as the last token sees it."""
-        return np.add(self.positions, self.distances[-1], dtype=np.int64)
+        positions: NDArray[np.int64] = self.positions + self.distances[-1]
+        return positions
 
     @property
     def is_one_forward(self) -> bool:

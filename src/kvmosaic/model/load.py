@@ -58,6 +58,8 @@ def load_model(
     }
     config = _fetch(source, lambda: AutoConfig.from_pretrained(source, **options))
     chosen = _dtype(dtype, config, place)
+    if chosen is torch.float64:
+        options["experts_implementation"] = "eager"  # the grouped product of experts has no float64
     model = _fetch(
         source,
         lambda: AutoModelForCausalLM.from_pretrained(

@@ -47,13 +47,14 @@ def control_tokens(tokenizer: Tokenizer) -> dict[int, str]:
     """The tokens that steer a model, by id.
 
     All special tokens, and added tokens with any character that is not a letter, a digit or white space, such as
-    `<tool_call>`. Added words and runs of spaces are vocabulary, not control.
+    `<tool_call>`. Added words, runs of spaces and single ASCII characters (a "." declared as padding) are vocabulary.
     """
     special = set(tokenizer.all_special_ids)
     return {
         token_id: token.content
         for token_id, token in tokenizer.added_tokens_decoder.items()
-        if token.special or token_id in special or not _ORDINARY.fullmatch(token.content)
+        if (token.special or token_id in special or not _ORDINARY.fullmatch(token.content))
+        and not (len(token.content) == 1 and token.content.isascii())
     }
 
 
@@ -73,6 +74,9 @@ class PieceTokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._control = control_tokens(tokenizer)
+        self._unknown = getattr(tokenizer, "unk_token_id", None)
+        if self._unknown in (getattr(tokenizer, "bos_token_id", None), getattr(tokenizer, "eos_token_id", None)):
+            self._unknown = None
         self._has_offsets = bool(getattr(tokenizer, "is_fast", False))
         self._lock = Lock()
         # A fast tokenizer keeps settings of the last call; two threads must not change them at once.
@@ -144,6 +148,8 @@ class PieceTokenizer:
             body = text[start:end].strip()
             start += text[start:end].find(body) if body else 0
             end = start + len(body) if body else end
+            if token_id == self._unknown and body != self._control[token_id]:
+                continue  # a character without a token, not somebody who types <unk>
             index = bisect_right(ends, start)
             if index < len(foreign) and foreign[index][0] < end:
                 found.append((start, end))
@@ -162,7 +168,7 @@ class PieceTokenizer:
                 part = self._ids(piece.text[start:end])
                 if not self._control.keys().isdisjoint(part):
                     single = [self._ids(character) for character in piece.text[start:end]]
-                    part = [token_id for one in single for token_id in one if token_id not in self._control]
+                    part = [i for one in single for i in one if i not in self._control or i == self._unknown]
                 ids += part
         return Encoded(tuple(ids), None)
 

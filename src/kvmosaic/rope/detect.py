@@ -92,7 +92,7 @@ def _candidates(frequencies: Sequence[Tensor], head_dim: int) -> Iterator[Rotati
 
 def _norms(x: Tensor) -> Tensor:
     """Length of every row over all heads, [P, 1, 1]."""
-    return torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+    return x.square().sum(dim=(1, 2), keepdim=True).sqrt()
 
 
 def _change(x: Tensor, expected: Tensor) -> float:

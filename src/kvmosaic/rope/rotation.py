@@ -25,6 +25,7 @@ class RotationTables:
     cos: Tensor
     sin: Tensor
     permutation: Tensor
+    rotation: Rotation
     is_identity: bool = False
 
 
@@ -84,8 +85,22 @@ class Rotation:
             cos[:, None].to(device=device, dtype=dtype),
             sin[:, None].to(device=device, dtype=dtype),
             permutation.to(device),
+            self,
             is_identity,
         )
+
+    def partners(self, x: Tensor) -> Tensor:
+        """`x[..., permutation]`, cut and joined instead of gathered: several times faster."""
+        first, last, pairs = self.offset, self.offset + self.rotary_dim, len(self.inv_freq)
+        if self.layout == "half":
+            parts = [x[..., first + pairs : last], x[..., first : first + pairs]]
+        else:
+            parts = [x[..., first:last].reshape(*x.shape[:-1], pairs, 2).flip(-1).flatten(-2)]
+        if first:
+            parts.insert(0, x[..., :first])
+        if last < self.head_dim:
+            parts.append(x[..., last:])
+        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
     def _pairs(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The two dimensions of every pair, [rotary_dim / 2] each."""
@@ -109,4 +124,5 @@ def turn(x: Tensor, tables: RotationTables) -> Tensor:
     """
     if tables.is_identity:
         return x
-    return x * tables.cos + x.index_select(-1, tables.permutation) * tables.sin
+    turned = x * tables.cos
+    return turned.addcmul_(tables.rotation.partners(x).to(turned.dtype), tables.sin)

@@ -1,0 +1,175 @@
+"""The promises of the design: dense == composed cold == composed warm, whatever the strategy, lengths and blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.engines import GREEDY, answer, build_engine, dense_logits, fragment, token_ids
+from support.families import build
+from support.reference import eager_logits
+
+from kvmosaic.layout import arrange, dense
+from kvmosaic.model import LoadedModel
+from kvmosaic.prompt import Prompt, Segment, SegmentKind
+
+FAMILIES = ("llama", "gemma3", "deepseek_v3", "gpt_oss")
+"""Full attention; windows with two rotations; latent attention; windows with sinks."""
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.35}
+"""Largest logit difference; the logits of these models are of the size 1 to 10."""
+
+
+@cache
+def loaded(family: str, dtype: torch.dtype = torch.float64) -> LoadedModel:
+    return LoadedModel.from_module(build(family, dtype))
+
+
+@st.composite
+def prompts(draw, vocab_size=128):
+    seed = draw(st.integers(0, 2**31))
+    generator = torch.Generator().manual_seed(seed)
+    lengths = draw(st.lists(st.integers(1, 30), max_size=5))
+    num_system, num_question = draw(st.integers(0, 20)), draw(st.integers(1, 12))
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(0, vocab_size, (count,), generator=generator).tolist()
+
+    return Prompt.from_tokens(
+        tokens(num_system) if num_system else None, [tokens(count) for count in lengths], tokens(num_question)
+    )
+
+
+settings_of_a_run = {
+    "strategy": st.sampled_from(["shared", "sequential"]),
+    "context": st.sampled_from(["system", "none"]),
+    "block_size": st.sampled_from([1, 3, 4, 16]),
+    "budget": st.sampled_from([5, 17, 256]),
+    "fragmented": st.booleans(),
+}
+
+
+def check_cold_and_warm(model, prompt, strategy, context, block_size, budget, fragmented):
+    """Dense, cold and warm give the same logits; returns the largest difference and its limit."""
+    engine = build_engine(
+        model,
+        blocks=(700, 700),
+        max_batched_tokens=budget,
+        block_size=block_size,
+        position_strategy=strategy,
+        chunk_context=context,
+    )
+    if fragmented:
+        fragment(engine)
+    cold, cold_logits = answer(engine, prompt)
+    warm, warm_logits = answer(engine, prompt)
+    generated = token_ids(cold)
+    expected = dense_logits(model, arrange(prompt, strategy, context), generated)
+    tolerance = TOLERANCES[model.dtype]
+    torch.testing.assert_close(cold_logits.to(expected.dtype), expected, atol=tolerance, rtol=0)
+    if token_ids(warm) == generated:
+        torch.testing.assert_close(warm_logits, cold_logits, atol=tolerance, rtol=0)
+    assert model.dtype is torch.bfloat16 or token_ids(warm) == generated
+    assert all(segment.reused_tokens == segment.num_tokens for segment in warm.reuse.segments[:-1])
+    return generated
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=12)
+@given(prompt=prompts(), **settings_of_a_run)
+def test_dense_cold_and_warm_agree_in_float64(family, prompt, strategy, context, block_size, budget, fragmented):
+    check_cold_and_warm(loaded(family), prompt, strategy, context, block_size, budget, fragmented)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@settings(max_examples=12)
+@given(prompt=prompts(), **settings_of_a_run)
+def test_dense_cold_and_warm_agree_in_lower_precision(dtype, prompt, strategy, context, block_size, budget, fragmented):
+    check_cold_and_warm(loaded("llama", dtype), prompt, strategy, context, block_size, budget, fragmented)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=8)
+@given(prompt=prompts())
+def test_shared_equals_unmodified_transformers_with_mask_and_positions(family, prompt):
+    model = loaded(family)
+    engine = build_engine(model)
+    request, logits = answer(engine, prompt)
+    last = prompt.segments[-1]
+    longer = replace(last, token_ids=(*last.token_ids, *token_ids(request)[:-1]))
+    layout = dense(arrange(replace(prompt, segments=(*prompt.segments[:-1], longer))))
+    expected = eager_logits(model.module, layout, [layer.mask for layer in model.layers])
+    torch.testing.assert_close(logits, expected[-len(logits) :], atol=1e-10, rtol=0)
+
+
+def test_absolute_chunks_equal_the_dense_forward_at_their_offsets():
+    model = loaded("llama")
+    chunks = (
+        Segment(SegmentKind.CHUNK, tuple(range(20, 33)), position_offset=40),
+        Segment(SegmentKind.CHUNK, tuple(range(50, 57)), position_offset=10),
+    )
+    prompt = Prompt((Segment(SegmentKind.SYSTEM, (1, 2, 3)), *chunks, Segment(SegmentKind.QUESTION, (7, 8))))
+    engine = build_engine(model, position_strategy="absolute")
+    cold, cold_logits = answer(engine, prompt)
+    warm, warm_logits = answer(engine, prompt)
+    expected = dense_logits(model, arrange(prompt, "absolute"), token_ids(cold))
+    torch.testing.assert_close(cold_logits, expected, atol=1e-10, rtol=0)
+    torch.testing.assert_close(warm_logits, expected, atol=1e-10, rtol=0)
+    assert [segment.action for segment in warm.reuse.segments] == ["reused", "reused", "reused", "computed"]
+
+
+@pytest.mark.parametrize("strategy", ["shared", "sequential"])
+def test_a_chunk_that_sees_another_equals_the_dense_forward(strategy):
+    model = loaded("llama")
+    chunks = (
+        Segment(SegmentKind.CHUNK, tuple(range(20, 33))),
+        Segment(SegmentKind.CHUNK, tuple(range(40, 45))),
+        Segment(SegmentKind.CHUNK, tuple(range(50, 57)), sees=(0,)),
+    )
+    prompt = Prompt((Segment(SegmentKind.SYSTEM, (1, 2, 3)), *chunks, Segment(SegmentKind.QUESTION, (7, 8))))
+    engine = build_engine(model, position_strategy=strategy)
+    for _ in range(2):
+        request, logits = answer(engine, prompt)
+        expected = dense_logits(model, arrange(prompt, strategy), token_ids(request))
+        torch.testing.assert_close(logits, expected, atol=1e-10, rtol=0)
+
+
+@settings(max_examples=15)
+@given(order=st.permutations(range(4)), seed=st.integers(0, 1000))
+def test_the_order_of_chunks_cannot_change_a_bit_in_shared(order, seed):
+    model = loaded("llama", torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    bodies = [torch.randint(0, 128, (count,), generator=generator).tolist() for count in (9, 4, 17, 2)]
+    engine = build_engine(model)
+    prompt = Prompt.from_tokens([1, 2, 3], bodies, [4, 5])
+    permuted = Prompt.from_tokens([1, 2, 3], [bodies[i] for i in order], [4, 5])
+    _, cold = answer(engine, prompt)
+    _, warm = answer(engine, prompt)
+    _, warm_permuted = answer(engine, permuted)
+    assert torch.equal(warm, warm_permuted), "the same stored bytes, read in the same order: not one bit differs"
+    engine.planner.reset()
+    _, cold_permuted = answer(engine, permuted)
+    torch.testing.assert_close(cold, cold_permuted, atol=1e-5, rtol=0)
+    assert torch.equal(cold.argmax(-1), cold_permuted.argmax(-1))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss", "mistral", "deepseek_v3"])
+def test_plain_prompts_give_the_tokens_of_transformers_generate(family):
+    model = loaded(family, torch.float32)
+    engine = build_engine(model, max_batched_tokens=16)
+    generator = torch.Generator().manual_seed(3)
+    params = replace(GREEDY, max_tokens=24, min_tokens=24, ignore_eos=False)
+    for length in (1, 5, 23, 40):
+        ids = torch.randint(0, 128, (length,), generator=generator)
+        module = model.module
+        module.set_attn_implementation("eager")
+        expected = module.generate(
+            ids[None], attention_mask=torch.ones(1, length), do_sample=False, max_new_tokens=24, min_new_tokens=24
+        )[0, length:]
+        module.set_attn_implementation("kvmosaic")
+        for _ in range(2):
+            request, _ = answer(engine, Prompt.plain(ids.tolist()), params)
+            assert token_ids(request) == expected.tolist()

@@ -1,0 +1,108 @@
+"""Small engines over small models, with the logits of every step kept."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvmosaic.attention import AttentionBackend
+from kvmosaic.attention.dense import DenseAttention
+from kvmosaic.cache import Planner
+from kvmosaic.config import ChunkCacheConfig, EngineConfig
+from kvmosaic.engine import Engine, Request
+from kvmosaic.layout import Layout, dense
+from kvmosaic.model import LoadedModel
+from kvmosaic.model.runner import Runner
+from kvmosaic.prompt import Prompt
+from kvmosaic.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+class RecordingRunner(Runner):
+    """A runner that keeps the logits of every step."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.logits: list[Tensor] = []
+
+    def run(self, spans: Any, copies: Any = ()) -> Tensor:
+        logits = super().run(spans, copies)
+        self.logits.append(logits)
+        return logits
+
+
+def build_engine(
+    model: LoadedModel,
+    *,
+    blocks: tuple[int, int] = (128, 128),
+    max_batched_tokens: int = 256,
+    max_running: int = 64,
+    backend: AttentionBackend | None = None,
+    runner: type[Runner] = RecordingRunner,
+    prefix_caching: bool = True,
+    **chunk_options: Any,
+) -> Engine:
+    """An engine with small pools."""
+    options = {"block_size": 4, **chunk_options}
+    config = ChunkCacheConfig(**options)
+    request_blocks, chunk_blocks = blocks
+    planner = Planner(
+        model.fingerprint,
+        config,
+        request_blocks=request_blocks,
+        chunk_blocks=chunk_blocks,
+        prefix_caching=prefix_caching,
+    )
+    sizes = {"request": request_blocks, "chunk_cache": chunk_blocks}
+    engine_config = EngineConfig(max_batched_tokens=max_batched_tokens, max_running=max_running)
+    return Engine(runner(model, sizes, config.block_size, backend), planner, config, engine_config)
+
+
+def fragment(engine: Engine, seed: int = 0) -> None:
+    """Leaves only scattered single blocks free in both pools: every second one stays taken, at random."""
+    chance = random.Random(seed)
+    for pool in (engine.planner.request_pool, engine.planner.chunk_pool):
+        taken = list(pool.allocate(pool.num_free))
+        freed = [block for block in taken if block % 3 == 1 or chance.random() < 0.2]
+        chance.shuffle(freed)
+        pool.release(freed)
+
+
+def answer(engine: Engine, prompt: Prompt, params: SamplingParams = GREEDY, **options: Any) -> tuple[Request, Tensor]:
+    """Runs one prompt alone: the request, and the logits [steps, V] its tokens were chosen from."""
+    runner = engine.runner
+    assert isinstance(runner, RecordingRunner)
+    runner.logits.clear()
+    request = engine.add_request(prompt, params, **options)
+    while engine.has_unfinished_requests:
+        engine.step()
+        engine.check_invariants()
+    if request.error is not None:
+        raise request.error
+    return request, torch.cat([logits for logits in runner.logits if len(logits)])
+
+
+def token_ids(request: Request) -> list[int]:
+    """The tokens of the first answer."""
+    return list(request.output().outputs[0].token_ids)
+
+
+def dense_logits(model: LoadedModel, layout: Layout, generated: Sequence[int]) -> Tensor:
+    """The twin: one dense forward over prompt and answer, keys re-rotated, no cache; logits [steps, V]."""
+    last = layout.last
+    ids = (*last.token_ids, *generated[:-1])
+    longer = replace(last, segment=replace(last.segment, token_ids=ids))
+    written = dense(replace(layout, spans=(*layout.spans[:-1], longer)))
+    count = len(written.token_ids)
+    return model.forward(
+        torch.from_numpy(written.token_ids),
+        torch.from_numpy(written.positions),
+        torch.arange(count - len(generated), count),
+        DenseAttention(written, model.layers),
+    )
