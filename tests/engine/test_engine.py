@@ -1,0 +1,285 @@
+"""The engine: many requests at once, forks, waiting, preemption, aborts, and every block back in the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.engines import GREEDY, RecordingRunner, answer, build_engine, token_ids
+from support.families import build
+
+from kvmosaic.errors import ChunkCacheFull, EngineStopped, InvalidPrompt, PromptTooLong, RequestTooLarge, UnknownRequest
+from kvmosaic.model import LoadedModel
+from kvmosaic.prompt import Prompt
+from kvmosaic.sampling import SamplingParams
+
+
+@cache
+def llama(dtype: torch.dtype = torch.float64) -> LoadedModel:
+    return LoadedModel.from_module(build("llama", dtype))
+
+
+def documents(count: int, length: int = 11) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, 128, (length + index,), generator=generator).tolist() for index in range(count)]
+
+
+DOCUMENTS = documents(6)
+SYSTEM = [1, 2, 3, 4, 5, 6]
+
+
+def ask(*numbers: int, question: tuple[int, ...] = (7, 8, 9)) -> Prompt:
+    return Prompt.from_tokens(SYSTEM, [DOCUMENTS[number] for number in numbers], question)
+
+
+def run(engine, requests):
+    while engine.has_unfinished_requests:
+        engine.step()
+        engine.check_invariants()
+    return [token_ids(request) for request in requests]
+
+
+def assert_only_the_cache_holds_blocks(engine):
+    """After all requests have ended, every block is free or held by the cache alone."""
+    planner = engine.planner
+    engine.check_invariants()
+    for pool in (planner.request_pool, planner.chunk_pool):
+        assert pool.num_shared == 0
+    planner.reset()
+    assert planner.request_pool.num_used == 0 and planner.chunk_pool.num_used == 0
+
+
+PROMPTS = [ask(0, 1), ask(1, 0, 2), Prompt.plain([3, 1, 4, 1, 5]), ask(2, question=(9,)), ask(5, 4, 3, 2, 1, 0)]
+
+
+@pytest.mark.parametrize("strategy", ["shared", "sequential"])
+@pytest.mark.parametrize("budget", [7, 33, 512])
+def test_requests_in_a_crowd_get_the_answers_they_get_alone(strategy, budget):
+    alone = [answer(build_engine(llama(), position_strategy=strategy), prompt) for prompt in PROMPTS]
+    engine = build_engine(llama(), position_strategy=strategy, max_batched_tokens=budget)
+    crowd = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS * 2]
+    assert run(engine, crowd) == [token_ids(request) for request, _ in alone] * 2
+    assert_only_the_cache_holds_blocks(engine)
+
+
+@pytest.mark.parametrize("budget", [16, 512])
+def test_a_chunk_that_several_requests_miss_is_computed_once(budget):
+    engine = build_engine(llama(), max_batched_tokens=budget)
+    requests = [engine.add_request(ask(0, 1, 2, question=(index,)), GREEDY) for index in range(5)]
+    run(engine, requests)
+    computed = [segment for request in requests for segment in request.reuse.segments if segment.kind == "chunk"]
+    assert sum(segment.computed_tokens for segment in computed) == sum(len(DOCUMENTS[i]) for i in (0, 1, 2))
+    assert engine.planner.statistics().cached_chunks == 3
+
+
+def test_a_chunk_read_at_many_places_at_once_has_one_copy():
+    engine = build_engine(llama(), position_strategy="sequential", blocks=(512, 64))
+    orders = [(0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1)]
+    requests = [engine.add_request(ask(*order), replace(GREEDY, max_tokens=8)) for order in orders]
+    engine.step()
+    engine.step()
+    blocks_of_one_copy = sum(-(-len(DOCUMENTS[number]) // 4) for number in (0, 1, 2))
+    pool = engine.planner.chunk_pool
+    assert pool.num_used == blocks_of_one_copy
+    assert pool.num_references == blocks_of_one_copy * (1 + len(orders)), "the cache and four readers"
+    storage = engine.runner.storages["chunk_cache"]
+    used_bytes = pool.num_used * storage.bytes_per_block
+    assert used_bytes == blocks_of_one_copy * 4 * llama().bytes_per_token()
+    distances = [{s.name or i: s.distance for i, s in enumerate(r.reuse.segments)} for r in requests]
+    assert len({tuple(places.values()) for places in distances}) > 1, "they stand at different places"
+    before = [tensor.clone() for tensor in storage.run(0, 0, 256)]
+    run(engine, requests)
+    after = storage.run(0, 0, 256)
+    used = [slot for chunk in engine.planner.chunks() for slot in chunk.table.slots(0, chunk.num_tokens)]
+    assert all(torch.equal(a[used], b[used]) for a, b in zip(after, before, strict=True)), "never written again"
+
+
+def test_forked_answers_share_the_prompt_and_copy_only_their_last_block():
+    engine = build_engine(llama())
+    params = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=9, ignore_eos=True)
+    request = engine.add_request(ask(0, 1, question=tuple(range(10))), params)
+    engine.step()
+    pool = engine.planner.request_pool
+    assert pool.num_used == 2 + 3, "system and question, once"
+    engine.step()
+    assert pool.num_used == 2 + 2 + 4, "full question blocks are shared, the partly filled one was copied"
+    run(engine, [request])
+    answers = [output.token_ids for output in request.output().outputs]
+    assert len(answers) == 4 and len(set(answers)) > 1
+    singles = []
+    for index in range(4):
+        single = build_engine(llama())
+        other, _ = answer(single, ask(0, 1, question=tuple(range(10))), replace(params, n=1, seed=3 + index))
+        singles.append(other.output().outputs[0].token_ids)
+    assert answers == singles
+    assert_only_the_cache_holds_blocks(engine)
+
+
+def test_running_out_of_blocks_preempts_and_still_gives_the_same_answers():
+    params = replace(GREEDY, max_tokens=30)
+    prompts = [ask(0, question=(index, 3, 5)) for index in range(4)]
+    alone = [token_ids(answer(build_engine(llama()), prompt, params)[0]) for prompt in prompts]
+    engine = build_engine(llama(), blocks=(20, 16))
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
+    assert run(engine, requests) == alone
+    assert engine.scheduler.num_preemptions > 0
+    assert_only_the_cache_holds_blocks(engine)
+
+
+def test_an_answer_that_fills_the_pool_alone_ends_with_length():
+    engine = build_engine(llama(), blocks=(8, 16))
+    request, _ = answer(engine, Prompt.plain([1, 2, 3]), replace(GREEDY, max_tokens=100))
+    output = request.output().outputs[0]
+    assert output.finish_reason == "length" and len(output.token_ids) == 8 * 4 - 3 + 1
+    assert_only_the_cache_holds_blocks(engine)
+
+
+def test_chunks_of_waiting_requests_are_evicted_and_computed_again():
+    engine = build_engine(llama(), blocks=(64, 8))
+    alone = [token_ids(answer(build_engine(llama()), ask(number))[0]) for number in range(6)]
+    for _ in range(2):
+        requests = [engine.add_request(ask(number), GREEDY) for number in range(6)]
+        assert run(engine, requests) == alone
+    assert engine.planner.statistics().evictions > 0
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(0, 6)), min_size=1, max_size=8),
+    st.integers(5, 40),
+    st.sampled_from([(24, 24), (128, 128)]),
+)
+def test_aborts_at_any_time_give_every_block_back(plan, budget, blocks):
+    engine = build_engine(llama(), blocks=blocks, max_batched_tokens=budget)
+    requests = [(engine.add_request(PROMPTS[number], GREEDY), step) for number, step in plan]
+    expected = {}
+    for number, _ in plan:
+        expected[number] = token_ids(answer(build_engine(llama()), PROMPTS[number])[0])
+    count = 0
+    while engine.has_unfinished_requests:
+        for request, step in requests:
+            if step == count and not request.is_finished:
+                engine.abort(request.request_id)
+                engine.check_invariants()
+        engine.step()
+        engine.check_invariants()
+        count += 1
+        assert count < 500
+    for (request, _), (number, _) in zip(requests, plan, strict=True):
+        output = request.output().outputs[0]
+        if output.finish_reason != "abort":
+            assert list(output.token_ids) == expected[number]
+    assert_only_the_cache_holds_blocks(engine)
+
+
+def test_aborting_the_owner_of_a_chunk_lets_the_waiting_request_compute_it():
+    engine = build_engine(llama(), max_batched_tokens=4)
+    owner = engine.add_request(ask(0), GREEDY)
+    waiter = engine.add_request(ask(0, question=(1,)), GREEDY)
+    for _ in range(3):
+        engine.step()
+    engine.abort(owner.request_id)
+    alone, _ = answer(build_engine(llama()), ask(0, question=(1,)))
+    assert run(engine, [waiter]) == [token_ids(alone)]
+    assert_only_the_cache_holds_blocks(engine)
+
+
+class FailingRunner(RecordingRunner):
+    """Fails once, in the middle of a forward, when told to."""
+
+    fails = False
+
+    def run(self, spans, copies=()):
+        if type(self).fails:
+            type(self).fails = False
+            super().run(spans[:1], copies)
+            raise RuntimeError("the device is gone")
+        return super().run(spans, copies)
+
+
+def test_a_failed_forward_leaves_nothing_to_be_found():
+    engine = build_engine(llama(), runner=FailingRunner)
+    requests = [engine.add_request(ask(0, 1), GREEDY), engine.add_request(Prompt.plain(list(range(12))), GREEDY)]
+    FailingRunner.fails = True
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        engine.step()
+    assert all(request.is_finished and request.error is not None for request in requests)
+    assert engine.planner.statistics().cached_chunks == 0
+    retry, _ = answer(engine, ask(0, 1))
+    assert retry.reuse.reused_tokens == 0
+    assert token_ids(retry) == token_ids(answer(build_engine(llama()), ask(0, 1))[0])
+    assert_only_the_cache_holds_blocks(engine)
+
+
+def test_a_warm_up_computes_chunks_without_an_answer():
+    engine = build_engine(llama())
+    warm = engine.add_warm_up(ask(0, 1))
+    run(engine, [])
+    assert warm.is_finished and warm.output().outputs == ()
+    again = engine.add_warm_up(ask(1))
+    run(engine, [])
+    assert again.reuse.segments[-1].action == "reused"
+    request, _ = answer(engine, ask(1, 0))
+    assert [segment.action for segment in request.reuse.segments] == ["reused", "reused", "reused", "computed"]
+
+
+def test_tenants_share_nothing():
+    engine = build_engine(llama())
+    answer(engine, ask(0))
+    other, _ = answer(engine, replace(ask(0), salt="other tenant"))
+    assert other.reuse.reused_tokens == 0
+
+
+def test_higher_priority_runs_first():
+    engine = build_engine(llama(), max_running=1)
+    late = engine.add_request(ask(0), GREEDY)
+    urgent = engine.add_request(ask(1), GREEDY, priority=5)
+    finished = []
+    while engine.has_unfinished_requests:
+        finished += [request for request in engine.step() if request.is_finished]
+    assert finished == [urgent, late]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "prompt", "error"),
+    [
+        ((128, 4), ask(0, 1, 2), ChunkCacheFull),
+        ((3, 128), ask(0, question=tuple(range(20))), RequestTooLarge),
+    ],
+)
+def test_a_request_that_never_fits_fails_alone(blocks, prompt, error):
+    engine = build_engine(llama(), blocks=blocks)
+    good = engine.add_request(Prompt.plain([1, 2]), replace(GREEDY, max_tokens=3))
+    bad = engine.add_request(prompt, GREEDY)
+    run(engine, [])
+    assert isinstance(bad.error, error) and good.error is None and len(token_ids(good)) == 3
+    assert_only_the_cache_holds_blocks(engine)
+
+
+def test_bad_calls_are_named():
+    engine = build_engine(llama())
+    with pytest.raises(UnknownRequest, match="'nobody'"):
+        engine.abort("nobody")
+    engine.add_request(ask(0), GREEDY, request_id="mine")
+    with pytest.raises(InvalidPrompt, match="'mine' is under way"):
+        engine.add_request(ask(0), GREEDY, request_id="mine")
+    with pytest.raises(PromptTooLong):
+        engine.add_request(Prompt.plain([1] * 100_000), GREEDY)
+    with pytest.raises(InvalidPrompt, match="at least one document"):
+        engine.add_warm_up(Prompt.plain([1]))
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineStopped):
+        engine.add_request(ask(0), GREEDY)
+    assert_only_the_cache_holds_blocks(engine)
+
+
+def test_an_answer_ends_where_the_model_has_no_more_positions():
+    model = LoadedModel.from_module(build("llama", torch.float32, max_position_embeddings=32))
+    request, _ = answer(build_engine(model), Prompt.plain(list(range(28))), replace(GREEDY, max_tokens=50))
+    output = request.output().outputs[0]
+    assert output.finish_reason == "length" and len(output.token_ids) == 4
