@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvmosaic.errors import InvalidConfig, ModelNotFound, UnsupportedModel
@@ -60,12 +62,13 @@ def load_model(
     chosen = _dtype(dtype, config, place)
     if chosen is torch.float64:
         options["experts_implementation"] = "eager"  # the grouped product of experts has no float64
-    model = _fetch(
+    model, report = _fetch(
         source,
         lambda: AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=chosen, use_safetensors=True, **options
+            source, config=config, dtype=chosen, use_safetensors=True, output_loading_info=True, **options
         ),
     )
+    _check_complete(source, report["missing_keys"])
     return LoadedModel.from_module(model.to(place), _tokenizer(source, options), max_positions=max_positions)
 
 
@@ -99,11 +102,24 @@ def _fetch(source: str, load: Any) -> Any:
             f"{source!r} is neither a folder here nor a model that can be fetched from the hub ({_first_line(error)}); "
             "check the name, download it where there is a network, and give the folder"
         ) from error
-    except (ValueError, KeyError, ImportError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         message = _first_line(error)
         if "trust_remote_code" in str(error):
             message = "it brings its own Python code; pass trust_remote_code=True if you have read and trust it"
         raise UnsupportedModel(f"transformers cannot load {source!r} as a causal language model: {message}") from error
+
+
+def _check_complete(source: str, missing: Iterable[str]) -> None:
+    """Refuses a checkpoint that leaves weights at random values."""
+    names = sorted(missing)
+    if names:
+        shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        raise UnsupportedModel(
+            f"the checkpoint {source!r} lacks {len(names)} weights ({shown}), which would be random; "
+            "download it again, or save it from the class it was trained with"
+        )
 
 
 def _tokenizer(source: str, options: dict[str, Any]) -> Any:

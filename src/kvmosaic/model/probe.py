@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvmosaic.errors import UnsupportedModel
 from kvmosaic.model.frequencies import frequency_buffers
 from kvmosaic.model.hook import ATTENTION_NAME, PROBE_NAME, AttentionCall, attention_scope, install
-from kvmosaic.model.latent import can_keep_latent, expand_again, keep_latent
+from kvmosaic.model.latent import expand_again
+from kvmosaic.model.latent_layers import with_latents
 from kvmosaic.model.layers import LayerSpec, MaskSpec
 from kvmosaic.model.masks import read_mask
 from kvmosaic.rope import PROBE_POSITIONS, Detection, detect_rotation
@@ -79,7 +80,7 @@ def _read_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...
         _layer(call, detection, mask, source)
         for call, detection, mask, source in zip(calls, detections, masks, sources, strict=True)
     ]
-    return _with_latents(module, tokens, calls, layers)
+    return with_latents(layers, calls, lambda: _record(module, tokens, contiguous))
 
 
 def _check_rules(module: Any) -> None:
@@ -215,64 +216,6 @@ def _layer(call: AttentionCall, detection: Detection, mask: MaskSpec, source: in
         mask=mask,
         source_layer=source,
     )
-
-
-def _with_latents(
-    module: Any, tokens: list[int], expanded: list[AttentionCall], layers: list[LayerSpec]
-) -> tuple[LayerSpec, ...]:
-    """Switches latent attention layers to latents, each only if its scores and values stay the same."""
-    projections = {
-        call.layer_index: keep_latent(call.module)
-        for call, layer in zip(expanded, layers, strict=True)
-        if can_keep_latent(call.module) and layer.is_stored and _turns_its_end(call.module, layer)
-    }
-    if not projections:
-        return tuple(layers)
-    latents = _record(module, tokens, list(range(_NUM_TOKENS)))
-    for index, projection in projections.items():
-        call, latent = expanded[index], latents[index]
-        if not _is_same(call, latent, projection.expand(_repeated(latent))):
-            expand_again(call.module)
-            continue
-        rotation = layers[index].rotation
-        width = projection.rank + projection.rope_dim
-        layers[index] = LayerSpec(
-            index=index,
-            num_query_heads=latent.query.shape[1],
-            num_kv_heads=1,
-            key_dim=width,
-            value_dim=projection.rank,
-            rotation=rotation.at(projection.rank, width) if rotation else None,
-            is_movable=layers[index].is_movable,
-            immovable_reason=layers[index].immovable_reason,
-            mask=layers[index].mask,
-            source_layer=index,
-            value_in_key=True,
-        )
-    return tuple(layers)
-
-
-def _turns_its_end(module: nn.Module, layer: LayerSpec) -> bool:
-    """Whether a layer rotates exactly the part of its heads that is kept beside the latent."""
-    rotation = layer.rotation
-    return rotation is None or (
-        rotation.offset == module.qk_nope_head_dim and layer.num_query_heads == layer.num_kv_heads
-    )
-
-
-def _repeated(call: AttentionCall) -> Tensor:
-    return call.value.expand(-1, call.query.shape[1], -1)
-
-
-def _is_same(call: AttentionCall, latent: AttentionCall, value: Tensor) -> bool:
-    """Whether latent attention gives the scores and values of the expanded heads."""
-    tolerance = _TOLERANCE.get(call.query.dtype, _FINE_TOLERANCE)
-    scores, latent_scores = (
-        torch.einsum("qhd,khd->hqk", part.query.double(), part.key.double().expand(-1, part.query.shape[1], -1))
-        for part in (call, latent)
-    )
-    pairs = ((scores, latent_scores), (call.value.double(), value.double()))
-    return all(float((mine - other).abs().max()) <= tolerance * float(mine.abs().max()) for mine, other in pairs)
 
 
 def _probe_tokens(module: Any) -> list[int]:

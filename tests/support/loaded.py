@@ -1,0 +1,43 @@
+"""Loaded tiny models and prompts for them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvmosaic.attention.dense import DenseAttention
+from kvmosaic.layout import DenseLayout, PositionStrategy, arrange, dense
+from kvmosaic.model import LoadedModel
+from kvmosaic.prompt import Prompt
+from support.families import build
+
+
+@cache
+def loaded_family(family: str, dtype: torch.dtype = torch.float64) -> LoadedModel:
+    """A tiny model of a family, built and probed once for all tests."""
+    return LoadedModel.from_module(build(family, dtype))
+
+
+def random_prompt(seed: int = 0, *, system: int = 5, chunks: tuple[int, ...] = (9, 4, 12), question: int = 6) -> Prompt:
+    """A prompt of random tokens; without a system segment if `system` is 0."""
+    numbers = np.random.default_rng(seed)
+    parts = [numbers.integers(3, 128, length).tolist() for length in (system, *chunks, question)]
+    return Prompt.from_tokens(system=parts[0] or None, chunks=parts[1:-1], question=parts[-1])
+
+
+def dense_layout(prompt: Prompt, strategy: PositionStrategy = "shared") -> DenseLayout:
+    """The layout of a prompt, written out."""
+    return dense(arrange(prompt, strategy))
+
+
+def dense_logits(model: LoadedModel, layout: DenseLayout) -> Tensor:
+    """[T, V] logits of the dense twin."""
+    return model.forward(
+        torch.from_numpy(layout.token_ids),
+        torch.from_numpy(layout.positions),
+        torch.arange(len(layout.token_ids)),
+        DenseAttention(layout, model.layers),
+    )
