@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kvmosaic.config import ChunkCacheConfig, EngineConfig
     from kvmosaic.errors import KVMosaicError
     from kvmosaic.llm import LLM
-    from kvmosaic.prompt import Prompt, Segment
+    from kvmosaic.prompt import Prompt, Segment, SegmentKind
     from kvmosaic.sampling import CompletionOutput, RequestOutput, SamplingParams
 
 __version__ = "0.1.0"
@@ -26,6 +26,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Segment",
+    "SegmentKind",
     "composed_attention",
 ]
 
@@ -41,6 +42,7 @@ _HOMES = {
     "RequestOutput": "kvmosaic.sampling",
     "SamplingParams": "kvmosaic.sampling",
     "Segment": "kvmosaic.prompt",
+    "SegmentKind": "kvmosaic.prompt",
     "composed_attention": "kvmosaic.attention",
 }
 

@@ -11,9 +11,9 @@ from kvmosaic.console.text import duration_text, printable
 from kvmosaic.sampling.reuse import ReuseReport, SegmentReuse
 
 
-def reuse_strip(report: ReuseReport) -> Strip:
+def reuse_strip(report: ReuseReport, has_legend: bool = True) -> Strip:
     """The prompt of a report; a partly reused segment is drawn as two bars."""
-    return Strip([bar for segment in report.segments for bar in _bars(segment)])
+    return Strip([bar for segment in report.segments for bar in _bars(segment)], has_legend)
 
 
 def reuse_table(report: ReuseReport) -> RenderableType:

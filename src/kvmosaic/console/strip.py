@@ -46,6 +46,7 @@ class Strip:
     """
 
     bars: Sequence[Bar]
+    has_legend: bool = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draws the rows of bars and the legend."""
@@ -59,7 +60,8 @@ class Strip:
                 yield _line(row, names)
                 yield _line(row, [_PATTERNS[bar.action] * (width - 1) for bar, width in row])
             yield _line(row, [" " * has_colour + _figures(bar) for bar, _ in row], ["dim"] * len(row))
-        yield legend(has_colour)
+        if self.has_legend:
+            yield legend(has_colour)
 
 
 def legend(has_colour: bool) -> Text:

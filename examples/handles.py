@@ -1,0 +1,18 @@
+"""Chunks by hand: compute documents once, then put prompts together from their handles."""
+
+from kvmosaic import LLM, Prompt, SamplingParams, Segment, SegmentKind
+
+SYSTEM = "Answer the question from the documents."
+
+with LLM("reader") as llm:
+    town = llm.chunks.create("Fenbury was founded in 1642. It lies on the river Quinan.", name="town", system=SYSTEM)
+    ship = llm.chunks.create("The Amber Pearl was built in 1907. It carries timber.", name="ship", system=SYSTEM)
+    llm.pin("town")  # stays, whatever else needs room
+
+    for first, second in [(town, ship), (ship, town)]:
+        question = Segment(SegmentKind.QUESTION, text="When was the Amber Pearl built?")
+        system = Segment(SegmentKind.SYSTEM, text=SYSTEM)
+        prompt = Prompt((system, first.segment, second.segment, question))
+        print(llm.plan(prompt, position_strategy="sequential"))
+        (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=16), position_strategy="sequential")
+        print(output.outputs[0].text.strip(), end="\n\n")

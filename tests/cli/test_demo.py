@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvmosaic.console.demo import VISITS, Visit, run_demo
+from kvmosaic.console.folder import bundled_documents, read_folder
+from kvmosaic.console.opening import Opening
+
+
+def test_demo_shows_answers_moves_times_and_statistics(
+    tiny_model: Path, notes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    visits = (Visit("Where?", ("ferry", "kiln")), Visit("Who?", ("mill", "kiln", "ferry")))
+    run_demo(Opening(str(tiny_model), position_strategy="sequential"), notes, visits)
+    output = " ".join(capsys.readouterr().out.split())
+    assert "Q Where?" in output and "Q Who?" in output
+    assert re.search(r"= system \+ mill → kiln → ferry \+ question", output)
+    assert "first token after" in output and "(cold: " in output
+    assert re.search(r"Who\? \d+ \d+%", output)
+    assert "5: 2 hits, 3 misses" in output
+    assert "2 prompts read 3 documents 5 times" in output
+    assert "computed each of them once (3 times in all) and found them again 2 times, 2 times at another" in output
+
+
+def test_every_visit_names_bundled_documents_in_its_own_order() -> None:
+    names = {document["id"] for document in read_folder(bundled_documents())}
+    assert all(set(visit.documents) <= names for visit in VISITS)
+    assert len({visit.documents for visit in VISITS}) == len(VISITS) >= 5

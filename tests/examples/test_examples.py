@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 5
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs_and_prints_something(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(path))
+    assert capsys.readouterr().out.strip()
