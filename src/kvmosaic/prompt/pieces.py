@@ -33,12 +33,12 @@ def joined(pieces: Iterable[Piece]) -> str:
 
 
 def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """The same text with neighbours of the same writer joined and empty pieces left out."""
+    """The same text with neighbours of the same writer joined; empty ones stay only for a message."""
     result: list[Piece] = []
     for piece in pieces:
         if result and result[-1].trusted and piece.trusted:
             result[-1] = template(result[-1].text + piece.text)
-        elif piece.text:
+        elif piece.text or piece.message is not None:
             result.append(piece)
     return tuple(result)
 

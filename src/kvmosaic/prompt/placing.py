@@ -63,9 +63,10 @@ def place_documents(conversation: Conversation) -> Placing:
     """Finds where documents go; the answer does not depend on the documents themselves.
 
     A template that uses documents is rendered with marks as documents. If it shows each of them once, in order, before
-    anything that a user said, its own places and wrappers are used. A wrapper's number that counts documents is left
-    out: with it, a document's tokens would depend on its place. Otherwise documents go right behind the system text (or
-    before the first message, if there is none), as title, text and an empty line.
+    anything that a user said, its own places and wrappers are used, with two changes. A number that counts documents is
+    left out: with it, a document's tokens would depend on its place. A title that the template does not show becomes
+    the first line of the text. Otherwise documents go right behind the system text (or before the first message, if
+    there is none), as title, text and an empty line.
 
     Raises:
         InvalidMessages: the template refuses the conversation, or shows none of its messages.
@@ -130,11 +131,15 @@ def _render_marks(conversation: Conversation, fields: tuple[str, ...], number: i
         parts = marks.split(piece.text) if piece.trusted else [piece.text]
         items += [Piece(part, piece.trusted, piece.message) if isinstance(part, str) else part for part in parts]
     places = [(index, item) for index, item in enumerate(items) if isinstance(item, Place)]
-    order = [place.index for _, place in places]
-    width = len(fields)
-    if sorted(order) != list(range(number * width)) or [i // width for i in order] != sorted(i // width for i in order):
+    shown = [divmod(place.index, len(fields)) for _, place in places]
+    width = len(places) // number
+    if not places or [document for document, _ in shown] != [i for i in range(number) for _ in range(width)]:
         return None
-    found = [Field(fields[place.index % width], place.escape) for _, place in places if place.escape]
+    found = [
+        Field(fields[field], place.escape) for (_, field), (_, place) in zip(shown, places, strict=True) if place.escape
+    ]
+    if len({field.name for field in found[:width]} | {"text"}) != width:
+        return None
     head, tail = items[: places[0][0]], items[places[-1][0] + 1 :]
     between = [items[left + 1 : right] for (left, _), (right, _) in pairwise(places)]
     if len(found) != len(places) or found != found[:width] * number or not _is_usable(conversation, head, between):
@@ -162,7 +167,7 @@ def _compare(fields: tuple[str, ...], renderings: list[_Rendering]) -> Placing |
         return None
     gap = unify([text for rendering in renderings for text in rendering.gaps])
     rows = [row for rendering in renderings for row in rendering.inner]
-    inner = [unify([row[column] for row in rows]) for column in range(len(fields) - 1)]
+    inner = [unify(list(column)) for column in zip(*rows, strict=True)]
     if gap is None or any(atoms is None for atoms in inner):
         return None
     placings = [
@@ -178,6 +183,8 @@ def _cut_open(fields: tuple[str, ...], rendering: _Rendering, gap: Atoms, inner:
     cut = cut_gap(gap, before, after)
     parts: list[str | Field] = [written(gap[cut.place :])]
     for index, field in enumerate(rendering.fields):
+        if field.name == "text" and "title" in fields and "title" not in {shown.name for shown in rendering.fields}:
+            field = Field("plain_text", field.escape)
         parts += [field] if index == 0 else [written(inner[index - 1]), field]
     parts.append(written(gap[: cut.place]))
     head = (*rendering.head[:-1], template(before[: cut.head_end])) if before else rendering.head
@@ -190,4 +197,4 @@ def _only(items: Sequence[Piece | Place]) -> tuple[Piece, ...]:
 
 
 def _value(document: Document, name: str) -> str | None:
-    return {"doc_id": document.id, "title": document.title, "text": document.text}[name]
+    return document.id if name == "doc_id" else getattr(document, name)

@@ -58,7 +58,7 @@ def cut_gap(gap: Atoms, before: str, after: str) -> GapCut:
     ends = _backward(gap, before)
     starts = _forward(gap, after)
     lowest, highest = len(gap) - (len(ends) - 1), len(starts) - 1
-    place = lowest if lowest > highest else _best(gap, range(lowest, highest + 1))
+    place = _best(gap, range(lowest, (highest if lowest <= highest else len(gap)) + 1))
     return GapCut(place, ends[len(gap) - place], starts[min(place, highest)])
 
 

@@ -1,0 +1,59 @@
+import pytest
+
+from kvmosaic.errors import InvalidDocument, KVMosaicError, TooManyChunks
+from kvmosaic.prompt import Document, Prompt, read_documents
+
+
+def test_texts_mappings_and_documents_are_read_alike():
+    documents = read_documents(["  a \n", {"text": "b", "title": " T ", "id": 7, "url": "x"}, Document("c")], 3)
+    assert documents == (Document("a"), Document("b", "T", "7"), Document("c"))
+    assert [document.name for document in documents] == [None, "7", None]
+    assert documents[1].plain_text == "T\nb"
+    assert documents[0].plain_text == "a"
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ("text", "documents must be a list, got str"),
+        ({"text": "a"}, "documents must be a list, got dict"),
+        (7, "documents must be a list, got int"),
+        ([7], r"document 0: a document is \{.*got 7"),
+        (["a", {"title": "T"}], "document 1: a document needs a \"text\"; this one has 'title'"),
+        ([{"text": 7}], "document 0: a document's text must be a text, got int"),
+        ([{"text": None}], "text must be a text, got NoneType"),
+        ([{"text": " \n"}], "document 0: a document's text is empty"),
+        ([""], "document 0: a document's text is empty"),
+        ([{"text": "a", "title": 7}], "a document's title must be a text, got int"),
+        ([{"text": "a", "id": ["x"]}], "a document's id must be a text, got list"),
+        ([{"text": "a", "id": "x"}, "b", {"text": "c", "id": "x"}], "documents 0 and 2 have the same id 'x'"),
+        (["a" * (2**25 + 1)], "text has 33554433 characters; at most 33554432"),
+        ([{"text": "a", "title": "t" * 5000}], "title has 5000 characters; at most 4096"),
+    ],
+)
+def test_what_is_no_document_is_refused_with_its_place(documents, message):
+    with pytest.raises(InvalidDocument, match=message):
+        read_documents(documents, 10)
+
+
+def test_too_many_documents_are_refused_before_they_are_all_read():
+    def endless():
+        while True:
+            yield "a"
+
+    with pytest.raises(TooManyChunks, match="more than 5 documents in one prompt; raise max_prompt_chunks"):
+        read_documents(endless(), 5)
+
+
+def test_documents_are_never_searched_for_separators():
+    prompt = Prompt.from_documents(["# a\n## b ## c", {"text": "## d", "id": "x"}], "Why ## so?", system="Be ## brief.")
+    assert [segment.text for segment in prompt.segments] == ["Be ## brief.", "# a\n## b ## c", "## d", "Why ## so?"]
+    assert prompt.chunks[1].name == "x"
+
+
+@pytest.mark.parametrize("arguments", [(["a"], " "), (["a"], ""), (["a"], 7)])
+def test_a_prompt_of_documents_needs_a_question(arguments):
+    with pytest.raises(KVMosaicError):
+        Prompt.from_documents(*arguments)
+    with pytest.raises(KVMosaicError):
+        Prompt.from_documents(["a"], "Why?", system=" ")

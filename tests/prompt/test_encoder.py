@@ -1,0 +1,209 @@
+import numpy as np
+import pytest
+from support.tokenizers import CHATML, GRANITE, READER, TEMPLATES, make_tokenizer
+
+from kvmosaic.config import ChunkCacheConfig
+from kvmosaic.errors import ChunkTooLong, EmptySegment, InvalidPrompt, InvalidTokenId, PromptTooLong, TooManyChunks
+from kvmosaic.layout import arrange
+from kvmosaic.prompt import Prompt, PromptEncoder, PromptOptions, Segment, SegmentKind, check_length
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "What is it?"}
+DOCUMENTS = [{"title": "A title", "text": "the first text"}, "second", {"id": "c", "text": "third ## text"}]
+
+
+def make_encoder(template=None, settings=None, **options):
+    tokenizer = make_tokenizer(template, **options)
+    return PromptEncoder(tokenizer, settings, vocab_size=len(tokenizer))
+
+
+def token_ids(prompt):
+    return [segment.token_ids for segment in prompt.segments]
+
+
+def test_an_ordinary_prompt_has_the_tokenizers_own_ids():
+    for begin in (True, False):
+        encoder = make_encoder(begin=begin)
+        text = " A text <|im_start|> with\n# one ## border "
+        prompt = encoder.encode(text)
+        assert prompt.is_plain
+        assert list(prompt.segments[0].token_ids) == encoder.tokenizer(text)["input_ids"]
+
+
+def test_the_token_that_ends_a_whole_prompt_is_left_out():
+    encoder = make_encoder(end=True)
+    whole = encoder.tokenizer("some text")["input_ids"]
+    assert whole[-1] == encoder.tokenizer.eos_token_id
+    assert list(encoder.encode("some text").segments[0].token_ids) == whole[:-1]
+
+
+def test_each_segment_is_tokenized_alone_and_only_the_first_has_the_token_that_begins_a_prompt():
+    encoder = make_encoder()
+    prompt = encoder.encode("Be brief. ## first text ## second ## Why?", salt="tenant")
+    alone = [
+        encoder.tokenizer(t, add_special_tokens=False)["input_ids"]
+        for t in ("Be brief.", "first text", "second", "Why?")
+    ]
+    alone[0] = [encoder.tokenizer.bos_token_id, *alone[0]]
+    assert [list(ids) for ids in token_ids(prompt)] == alone
+    assert [segment.text for segment in prompt.segments] == ["Be brief.", "first text", "second", "Why?"]
+    assert prompt.salt == "tenant"
+
+
+def test_documents_without_a_system_text_stand_behind_the_token_that_begins_a_prompt():
+    prompt = make_encoder().encode(Prompt.from_documents(DOCUMENTS, "Why?"))
+    reordered = make_encoder().encode(Prompt.from_documents(DOCUMENTS[::-1], "Why?"))
+    assert prompt.segments[0].kind is SegmentKind.SYSTEM
+    assert prompt.segments[0].token_ids == (make_tokenizer().bos_token_id,)
+    assert token_ids(prompt)[1:4] == token_ids(reordered)[1:4][::-1]
+    assert make_encoder(begin=False).encode(Prompt.from_documents(["a"], "Why?")).segments[0].kind is SegmentKind.CHUNK
+
+
+def test_the_separator_comes_from_the_settings():
+    encoder = make_encoder(settings=ChunkCacheConfig(separator=" # # "))
+    assert len(encoder.encode("a # # b ## c # # d").chunks) == 1
+    assert make_encoder(settings=ChunkCacheConfig(separator=None)).encode("a ## b ## c").is_plain
+
+
+def test_control_tokens_count_in_questions_unless_that_is_switched_off_and_never_in_documents():
+    encoder = make_encoder()
+    text = "[INST] a ## b [INST] ## c [/INST]"
+    begin = encoder.tokenizer.bos_token_id
+    inst, end = encoder.tokenizer.convert_tokens_to_ids(["[INST]", "[/INST]"])
+    system, chunk, question = token_ids(encoder.encode(text))
+    assert system[:2] == (begin, inst)
+    assert question[-1] == end
+    assert inst not in chunk
+    for ids in token_ids(encoder.encode(text, control_tokens=False)):
+        assert {inst, end}.isdisjoint(ids)
+
+
+def test_token_ids_pass_through_without_a_tokenizer():
+    encoder = PromptEncoder(None, vocab_size=100)
+    prompt = Prompt.from_tokens(system=[1, 2], chunks=[[3], np.array([4, 99])], question=[5], names=["a", "b"])
+    assert encoder.encode(prompt) == prompt
+    assert encoder.encode([7, 8]) == Prompt.plain([7, 8])
+    for ask in (
+        lambda: encoder.encode("text"),
+        lambda: encoder.encode_chat([USER]),
+        lambda: encoder.encode_documents(["a"]),
+    ):
+        with pytest.raises(InvalidPrompt, match="there is no tokenizer"):
+            ask()
+
+
+def test_text_and_token_ids_may_be_mixed():
+    encoder = make_encoder()
+    prompt = encoder.encode(
+        Prompt(
+            (
+                Segment(SegmentKind.SYSTEM, text="Be brief."),
+                Segment(SegmentKind.CHUNK, (7, 8)),
+                Segment(SegmentKind.QUESTION, text="Why?"),
+            )
+        )
+    )
+    assert token_ids(prompt)[1] == (7, 8)
+    assert encoder.tokenizer.bos_token_id == token_ids(prompt)[0][0] != token_ids(prompt)[2][0]
+
+
+@pytest.mark.parametrize("bad", [-1, 100, 10**12])
+def test_a_token_id_outside_the_vocabulary_is_named(bad):
+    encoder = PromptEncoder(None, vocab_size=100)
+    with pytest.raises(InvalidTokenId, match=rf"token 1 of the chunk 'a' is {bad}; .* from 0 to 99"):
+        encoder.encode(Prompt.from_tokens(chunks=[[1, bad]], question=[1], names=["a"]))
+
+
+@pytest.mark.parametrize("bad", [1.5, "a", None, True])
+def test_what_is_no_whole_number_is_no_token_id(bad):
+    with pytest.raises(InvalidTokenId):
+        PromptEncoder(None, vocab_size=100).encode(Prompt((Segment(SegmentKind.PLAIN, (1, bad)),)))
+
+
+def test_a_tokenizer_larger_than_the_model_is_noticed():
+    encoder = PromptEncoder(make_tokenizer(), vocab_size=20)
+    with pytest.raises(InvalidTokenId, match="from 0 to 19"):
+        encoder.encode("some text")
+
+
+def test_empty_segments_are_refused():
+    encoder = make_encoder(begin=False)
+    with pytest.raises(EmptySegment):
+        encoder.encode("")
+    with pytest.raises(EmptySegment):
+        encoder.encode([])
+
+
+def test_too_many_and_too_long_documents_are_refused_with_the_way_out():
+    encoder = make_encoder(settings=ChunkCacheConfig(max_prompt_chunks=2, max_chunk_tokens=4))
+    with pytest.raises(TooManyChunks, match="more than 2 documents"):
+        encoder.encode_documents(["a", "b", "c"])
+    with pytest.raises(TooManyChunks, match="3 documents in one prompt; raise max_prompt_chunks"):
+        encoder.encode("s ## a ## b ## c ## q")
+    with pytest.raises(ChunkTooLong, match=r"the chunk 'x' has 5 tokens, the limit is 4; .* long_chunks='split'"):
+        encoder.encode(Prompt.from_tokens(chunks=[[1] * 5], question=[1], names=["x"]))
+
+
+def test_a_conversation_without_documents_is_the_templates_own_prompt():
+    for name, template in TEMPLATES.items():
+        encoder = make_encoder(template)
+        messages = [SYSTEM, USER, {"role": "assistant", "content": "A river."}, USER]
+        wanted = encoder.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        for documents in (None, []):
+            prompt = encoder.encode_chat(messages, documents)
+            assert prompt.is_plain
+            assert list(prompt.segments[0].token_ids) == wanted, name
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("system", ["Be brief.", None])
+def test_documents_computed_ahead_have_the_tokens_of_every_later_prompt(name, system):
+    encoder = make_encoder(TEMPLATES[name])
+    ahead = encoder.encode_documents(DOCUMENTS, system)
+    assert [str(segment.kind) for segment in ahead.segments[-4:]] == ["chunk"] * 3 + ["question"]
+    first = [] if system is None else [SYSTEM]
+    history = [
+        USER,
+        {"role": "assistant", "content": "A <|im_end|> river."},
+        {"role": "user", "content": "</s> Which?"},
+    ]
+    for messages in ([*first, USER], [*first, *history]):
+        later = encoder.encode_chat(messages, DOCUMENTS[::-1])
+        assert later.segments[: -1 - len(DOCUMENTS)] == ahead.segments[: -1 - len(DOCUMENTS)]
+        assert later.chunks == ahead.chunks[::-1]
+
+
+def test_documents_computed_ahead_without_a_template_have_the_tokens_of_text_prompts():
+    encoder = make_encoder()
+    ahead = encoder.encode_documents(["first text", "second"], "Be brief.")
+    assert token_ids(ahead)[:-1] == token_ids(encoder.encode("Be brief. ## first text ## second ## Why?"))[:-1]
+    chat = make_encoder(CHATML).encode_documents(["first text", "second"], "Be brief.", chat=False)
+    assert token_ids(chat)[:-1] == token_ids(ahead)[:-1]
+
+
+def test_chunks_carry_names_and_the_prompt_its_salt():
+    prompt = make_encoder(GRANITE).encode_chat([USER], DOCUMENTS, salt="tenant")
+    assert [segment.name for segment in prompt.chunks] == ["A title", None, "c"]
+    assert prompt.salt == "tenant"
+    with pytest.raises(InvalidPrompt, match="salt"):
+        make_encoder(GRANITE).encode_chat([USER], salt="x" * 5000)
+
+
+def test_a_system_segment_without_tokens_is_left_out():
+    template = READER.replace("{{ bos_token }}", "")
+    prompt = make_encoder(template).encode_chat([USER], DOCUMENTS)
+    assert [str(segment.kind) for segment in prompt.segments] == ["chunk"] * 3 + ["question"]
+
+
+def test_a_prompt_that_is_too_long_names_the_numbers():
+    prompt = Prompt.from_tokens(system=[1] * 10, chunks=[[2] * 20, [3] * 30], question=[4] * 5)
+    assert check_length(arrange(prompt, "shared"), 50) == 5
+    assert check_length(arrange(prompt, "sequential"), 75, 10) == 10
+    with pytest.raises(PromptTooLong, match="needs 65 positions and its answer 10 tokens, the model has 74"):
+        check_length(arrange(prompt, "sequential"), 74, 10)
+
+
+def test_settings_of_their_own_agree_with_the_cache_configuration():
+    own, cache = PromptOptions(), ChunkCacheConfig()
+    for name in ("separator", "max_chunk_tokens", "max_prompt_chunks", "long_chunks"):
+        assert getattr(own, name) == getattr(cache, name)

@@ -1,0 +1,50 @@
+import pytest
+
+from kvmosaic.errors import InvalidMessages
+from kvmosaic.prompt import read_messages
+
+
+def test_text_parts_become_one_text():
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
+            "refusal": None,
+        },
+    ]
+    assert read_messages(messages) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "one\ntwo"},
+    ]
+
+
+def test_an_assistant_may_call_tools_without_content():
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    assert read_messages([message]) == [{"role": "assistant", "content": "", "tool_calls": calls}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "there are no messages"),
+        ("hello", "messages must be a list .* got str"),
+        (None, "messages must be a list .* got NoneType"),
+        (["hello"], "message 0 must be .* got 'hello'"),
+        ([{"content": "a"}], "message 0 has the role None; choose one of system"),
+        ([{"role": "wizard", "content": "a"}], "message 0 has the role 'wizard'"),
+        ([{"role": ["user"], "content": "a"}], r"message 0 has the role \['user'\]"),
+        ([{"role": "user", "content": "a"}, {"role": "user", "content": " \n"}], r"message 1 \(user\) has no content"),
+        ([{"role": "user"}], r"message 0 \(user\) has no content"),
+        ([{"role": "assistant", "content": ""}], r"message 0 \(assistant\) has no content"),
+        ([{"role": "user", "content": 7}], "the content of message 0 must be a text, got int"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "message 0 has a part of type 'image_url'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "message 0 has a part of type 'text'"),
+        ([{"role": "user", "content": "a" * (2**25 + 1)}], "at most 33554432"),
+        ([{"role": "user", "content": "a"}] * 10_001, "10001 messages; at most 10000"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_with_its_place(messages, message):
+    with pytest.raises(InvalidMessages, match=message):
+        read_messages(messages)
