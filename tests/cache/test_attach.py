@@ -73,6 +73,20 @@ def test_what_was_evicted_after_planning_is_computed():
     planner.check_invariants()
 
 
+def test_a_block_that_moved_since_planning_is_read_where_it_is_now():
+    planner = make_planner()
+    layout = layout_of(SYSTEM, [], QUESTION)
+    warmed(planner, layout)
+    plan = planner.plan(layout)
+    planner.reset()
+    planner.attach(planner.plan(plain([8] * 9)))
+    warmed(planner, layout)
+    moved = planner.plan(layout).spans[0].block_ids
+    assert moved != plan.spans[0].block_ids
+    assert tuple(planner.attach(plan).spans[0].table.block_ids) == moved
+    planner.check_invariants()
+
+
 def test_what_came_to_be_cached_after_planning_is_not_computed_twice():
     planner = make_planner()
     layout = layout_of(SYSTEM, [DOC_A, DOC_B], QUESTION)
@@ -268,7 +282,7 @@ def test_a_refused_extend_changes_nothing():
     second = planner.fork(first)
     planner.extend(second, [1])
     before = state_of(planner), attachment_state(first), attachment_state(second)
-    with pytest.raises(OutOfBlocks, match="'request' cannot give 1 blocks: of its 3 0 are free and 0 may be evicted"):
+    with pytest.raises(OutOfBlocks, match="'request' cannot give 1 blocks: of 3 0 are free and 0 may be evicted"):
         planner.extend(second, [1, 2])
     assert (state_of(planner), attachment_state(first), attachment_state(second)) == before
 

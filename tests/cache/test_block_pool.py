@@ -49,7 +49,7 @@ def test_too_large_an_allocation_names_the_numbers_and_takes_nothing():
     pool = BlockPool("chunk_cache", 4, 4)
     pool.allocate(3)
     assert pool.can_allocate(1) and not pool.can_allocate(2)
-    with pytest.raises(OutOfBlocks, match="'chunk_cache' cannot give 2 blocks: of its 4 1 are free"):
+    with pytest.raises(OutOfBlocks, match="'chunk_cache' cannot give 2 blocks: of 4 1 are free"):
         pool.allocate(2)
     assert pool.num_free == 1
     pool.check_invariants()

@@ -117,6 +117,33 @@ def test_a_failed_step_keeps_what_somebody_else_had_computed_before():
     assert [span.num_reused for span in planner.plan(layout).spans] == [6, 5, 0, 0]
 
 
+def test_a_failed_second_writer_does_not_take_the_first_one_down():
+    planner = make_planner()
+    layout = layout_of(SYSTEM, [], [5] * 9)
+    first, second = planner.attach(planner.plan(layout)), planner.attach(planner.plan(layout))
+    compute_all(planner, first)
+    compute_all(planner, second)
+    planner.forget(second)
+    planner.release(second)
+    assert not first.is_stale
+    assert planner.plan(layout).reused_tokens == 6 + 8
+    planner.check_invariants()
+
+
+def test_nothing_is_registered_behind_a_block_that_was_forgotten():
+    planner = make_planner()
+    writer = planner.attach(planner.plan(plain([1] * 9)))
+    compute_all(planner, writer)
+    reader = planner.attach(planner.plan(plain([1] * 20)))
+    planner.forget(writer)
+    planner.advance(reader, 0, 12)
+    planner.check_invariants()
+    assert planner.plan(plain([1] * 20)).reused_tokens == 0
+    planner.release(reader)
+    planner.release(writer)
+    assert planner.request_pool.num_used == 0
+
+
 def test_those_who_read_what_a_failed_step_wrote_are_told():
     planner = make_planner()
     layout = layout_of(SYSTEM, [DOC_A], QUESTION)

@@ -89,8 +89,8 @@ class BlockPool:
         assert count >= 0
         if count > self.num_free:
             raise OutOfBlocks(
-                f"the pool {self.name!r} cannot give {count} blocks: of its {self.num_blocks} {self.num_free} are free; wait "
-                "until running requests end, or give the pool more memory"
+                f"the pool {self.name!r} cannot give {count} blocks: of {self.num_blocks} {self.num_free} are free; "
+                "wait until running requests end, or give the pool more memory"
             )
         block_ids: list[int] = []
         behind = self._free.length_at(after + 1) if after is not None and count else 0

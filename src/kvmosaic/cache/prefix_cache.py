@@ -107,12 +107,13 @@ class PrefixCache:
     def register(
         self, key: Key, root: Key, parent: PrefixEntry | None, tokens: bytes, block_id: BlockId
     ) -> tuple[PrefixEntry | None, bool]:
-        """Makes a computed block known and holds it for its writer.
+        """Makes a computed block known and holds it for its writer, who holds its parent already.
 
         Returns:
             The entry for this content and whether it is new. It is an older one if somebody was faster; None if it
             cannot be kept: the key is taken by other tokens, or its parent is no longer known.
         """
+        assert parent is None or parent.users, "a writer holds everything before the block it writes"
         entry = self._entries.get(key)
         is_new = entry is None
         if entry is None:

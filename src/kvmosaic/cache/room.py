@@ -129,6 +129,6 @@ class Room:
 
 def _refusal(needed: int, pool: BlockPool, idle: int) -> str:
     return (
-        f"the pool {pool.name!r} cannot give {needed} blocks: of its {pool.num_blocks} {pool.num_free} are free and "
+        f"the pool {pool.name!r} cannot give {needed} blocks: of {pool.num_blocks} {pool.num_free} are free and "
         f"{idle} may be evicted; wait until running requests end, or give the pool more memory"
     )
