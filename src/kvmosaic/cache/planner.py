@@ -33,7 +33,7 @@ class Planner:
         other = planner.fork(attachment)          a second answer to the same prompt
         planner.release(attachment)               always, in the end
 
-    An operation that raises leaves everything as it was.
+    An operation that raises leaves everything as it was. One loop calls all of this; there are no locks.
     """
 
     def __init__(
