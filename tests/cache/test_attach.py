@@ -251,10 +251,10 @@ def test_a_refused_prompt_changes_nothing(config, prepare, chunks, question, err
     if prepare:
         prepare(planner)
     plan = planner.plan(layout_of(SYSTEM, chunks, question))
-    before = state_of(planner)
+    before = state_of(planner), planner.statistics()
     with pytest.raises(error, match=message):
         planner.attach(plan)
-    assert state_of(planner) == before
+    assert (state_of(planner), planner.statistics()) == before
     planner.check_invariants()
 
 

@@ -91,8 +91,7 @@ class Lookup:
             action = "wait"
         else:
             draft.missing[key] = (root, tokens)
-        self._counters.lookups += 1
-        self._counters.hits += action != "compute"
+        self._counters.planned_chunks += 1
         self._counters.lookup_seconds += self._clock() - started
         return SpanPlan(
             index=index,

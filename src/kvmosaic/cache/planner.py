@@ -74,7 +74,7 @@ class Planner:
         self._step = 0
 
     def plan(self, layout: Layout, salt: str = "") -> Plan:
-        """What would be reused, computed or waited for. Changes nothing but the lookup statistics."""
+        """What would be reused, computed or waited for. Changes nothing but the average lookup time."""
         return self._lookup.plan(layout, salt, self._chain(salt))
 
     def attach(self, plan: Plan) -> Attachment:
@@ -287,6 +287,8 @@ class Planner:
             held[span.key] = chunk
         else:
             chunk.hits += 1
+        self._counters.lookups += 1
+        self._counters.hits += not is_owner
         if span.name is not None:
             self._chunks.name(chunk, span.name)
         action: Action = "compute" if is_owner else ("reuse" if chunk.is_ready else "wait")

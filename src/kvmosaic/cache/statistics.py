@@ -14,7 +14,7 @@ class ChunkCacheStats:
     """One moment of the caches; counters run since the planner was made."""
 
     lookups: int
-    """Chunk spans that were looked up while planning."""
+    """Chunk spans of prompts that were attached; a prompt that waits for room counts once, however often it tries."""
     hits: int
     """Of these, found ready or being computed."""
     misses: int
@@ -64,6 +64,7 @@ class Counters:
 
     lookups: int = 0
     hits: int = 0
+    planned_chunks: int = 0
     lookup_seconds: float = 0.0
     attaches: int = 0
     attach_seconds: float = 0.0
@@ -87,7 +88,7 @@ def snapshot(counters: Counters, chunks: ChunkIndex, prefix: PrefixCache, reques
         shared_blocks=pool.num_shared,
         sharing_ratio=pool.num_references / pool.num_used if pool.num_used else 1.0,
         evictions=chunks.num_evictions,
-        average_lookup_ms=_average(counters.lookup_seconds * 1e3, counters.lookups),
+        average_lookup_ms=_average(counters.lookup_seconds * 1e3, counters.planned_chunks),
         average_attach_ms=_average(counters.attach_seconds * 1e3, counters.attaches),
         average_compute_ms=_average(counters.compute_ms, counters.computes),
         prefix_lookup_tokens=counters.prefix_lookup_tokens,
