@@ -141,6 +141,26 @@ def test_max_positions_stays_inside_the_model(folder: Path, wanted) -> None:
         load_model(folder, device="cpu", max_positions=wanted)
 
 
+def test_a_short_sequence_does_not_blind_the_probe(folder: Path) -> None:
+    model = load_model(folder, device="cpu", max_positions=1)
+    assert model.max_positions == 1
+    assert model.layers[0].rotation is not None
+
+
+def test_numbers_that_are_not_finite_are_refused() -> None:
+    model = build("llama", torch.float32)
+    model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.inf
+    with pytest.raises(UnsupportedModel, match="layer 1 computes numbers that are not finite"):
+        LoadedModel.from_module(model)
+
+
+def test_a_model_with_few_positions_is_probed_inside_them() -> None:
+    for family in ("llama", "gpt2"):
+        model = LoadedModel.from_module(build(family, max_position_embeddings=12))
+        assert model.max_positions == 12
+        assert model.is_movable == (family == "llama")
+
+
 def test_a_model_that_counts_tokens_has_a_limit() -> None:
     model = LoadedModel.from_module(build("llama4", floor_scale=16))
     assert model.max_forward_tokens == model.max_positions == 15

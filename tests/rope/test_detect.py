@@ -85,6 +85,21 @@ def test_added_positions_cannot_be_moved() -> None:
     assert not _detect(_rows(4, 12, 1), key).is_movable
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_few_huge_dimensions_do_not_drown_the_rest(dtype) -> None:
+    # As in Qwen 2, whose key bias is hundreds of times larger in two slow dimensions: seen by the whole head's length
+    # such a key hardly turns.
+    rotation = Rotation("half", 0, 8, 1, tuple(_SLOW.double().tolist()), 12)
+    huge = torch.ones(12, dtype=torch.float64)
+    huge[[3, 7]] = 500.0
+    query, key = (_turned(_rows(2, 12, seed) * huge, rotation).to(dtype) for seed in (1, 2))
+    found = _detect(query, key)
+    assert found.rotation == rotation
+    weight = torch.ones(12, dtype=torch.float64)
+    weight[0] = 1.2
+    assert not _detect(query, (key.double() * weight).to(dtype)).is_movable
+
+
 def test_unknown_frequencies_are_not_guessed() -> None:
     rotation = Rotation("half", 0, 8, 1, (1.0, 0.5, 0.25, 0.125), 12)
     query, key = (_turned(x, rotation) for x in (_rows(4, 12, 1), _rows(2, 12, 2)))

@@ -51,6 +51,17 @@ _LATENT: dict[str, Any] = {
     "head_dim": None,
     "num_key_value_heads": 4,
 }
+_COMPRESSED: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "o_lora_rank": 16,
+    "o_groups": 2,
+    "qk_rope_head_dim": 8,
+    "num_key_value_heads": 1,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "hc_mult": 2,
+    "sliding_window": 8,
+}
 _MIXED = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 
@@ -255,6 +266,14 @@ FAMILIES: dict[str, Family] = {
     "gpt_bigcode": _family("gpt_bigcode", leave_out=("head_dim", "num_key_value_heads"), **_LEARNED),
     "hunyuan_v1_dense": _family("hunyuan_v1_dense", rotations=("none",), reason="rotated and then scaled"),
     "hunyuan_v1_moe": _family("hunyuan_v1_moe", _EXPERTS, rotations=("none",), reason="rotated and then scaled"),
+    "deepseek_v4": _family(
+        "deepseek_v4",
+        _EXPERTS,
+        _COMPRESSED,
+        {"layer_types": ["sliding_attention"] * 2},
+        masks=("window 8",),
+        **_LEARNED,
+    ),
     # Refused: attention that cannot be reached, or a state beside it.
     "falcon": _family("falcon", leave_out=("head_dim", "num_key_value_heads"), **_UNREACHABLE),
     "gptj": _family("gptj", leave_out=("head_dim", "num_key_value_heads"), **_UNREACHABLE),
@@ -281,6 +300,14 @@ FAMILIES: dict[str, Family] = {
         **_STATE,
     ),
     "zaya": _family("zaya", _EXPERTS, {"num_experts_per_tok": 1}, **_STATE),
+    "deepseek_v4_compressed": _family(
+        "deepseek_v4",
+        _EXPERTS,
+        _COMPRESSED,
+        {"layer_types": ["sliding_attention", "heavily_compressed_attention"]},
+        is_refused=True,
+        reason="compressed groups",
+    ),
     "deepseek_v32": _family("deepseek_v32", _EXPERTS, _LATENT, is_refused=True, reason="index"),
 }
 

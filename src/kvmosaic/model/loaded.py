@@ -65,11 +65,11 @@ class LoadedModel:
         """
         model.eval()
         config = model.config.get_text_config()
-        limit = _position_limit(config)
+        allowed = limit = _position_limit(config)
         if max_positions is not None:
-            limit = _checked_positions(max_positions, limit, changes_with_length(model))
+            limit = _checked_positions(max_positions, allowed, changes_with_length(model))
         pin_frequencies(model, limit or _MAX_POSITIONS)
-        layers = probe_layers(model, limit)
+        layers = probe_layers(model, allowed)
         forward_limit = _counted_tokens(config, layers)
         embeddings = model.get_input_embeddings().weight
         return cls(

@@ -1,6 +1,6 @@
 """Finding a model's rotation, and turning heads by a distance."""
 
-from kvmosaic.rope.detect import PROBE_POSITIONS, Detection, detect_rotation
+from kvmosaic.rope.detect import PROBE_POSITIONS, Detection, detect_rotation, relative_error
 from kvmosaic.rope.rotation import Rotation, RotationLayout, RotationTables, turn
 
 __all__ = [
@@ -10,5 +10,6 @@ __all__ = [
     "RotationLayout",
     "RotationTables",
     "detect_rotation",
+    "relative_error",
     "turn",
 ]
