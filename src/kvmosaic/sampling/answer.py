@@ -43,7 +43,6 @@ class Answer:
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._text = StopStrings(params.stop_strings, keep=params.include_stop_str_in_output)
-        self._num_taken = 0
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative = 0.0
 
@@ -75,16 +74,14 @@ class Answer:
 
     def take_text(self) -> str:
         """The text that is certain and was not taken yet, for streaming."""
-        end = len(self._text.text) if self.finish else self._text.num_shown
-        start, self._num_taken = self._num_taken, max(self._num_taken, end)
-        return self._text.text[start:end]
+        return self._text.take(everything=self.finish is not None)
 
     def output(self) -> CompletionOutput:
         """The answer so far; its text holds nothing that a later token could take back."""
-        end = len(self._text.text) if self.finish else self._text.num_shown
+        shown = None if self.finish else self._text.num_shown
         return CompletionOutput(
             index=self.index,
-            text=self._text.text[:end],
+            text=self._text.text[:shown],
             token_ids=tuple(self.token_ids),
             cumulative_logprob=None if self._logprobs is None else self._cumulative,
             logprobs=None if self._logprobs is None else tuple(self._logprobs),

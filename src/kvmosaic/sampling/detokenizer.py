@@ -6,8 +6,10 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 _BROKEN = "�"
-_MAX_BROKEN = 3
-"""A UTF-8 character has at most 4 bytes, so at most 3 trailing marks may still turn into a character."""
+_MAX_HELD = 3
+"""Half a UTF-8 character has at most 3 bytes, each shown as one mark."""
+_PATIENCE = 16
+"""After so many tokens without whole text, the text is broken for good."""
 _WINDOW = 16
 _LONGEST_WINDOW = 64
 
@@ -64,13 +66,16 @@ class Detokenizer:
         self._window.append(token_id)
         text = self._decode(self._window)
         broken = len(text) - len(text.rstrip(_BROKEN))
-        certain = len(text) - min(broken, _MAX_BROKEN)
+        whole_end = self._whole_ends[-1] if self._whole_ends else 0
+        if len(self._window) - whole_end > _PATIENCE:
+            broken = min(broken, _MAX_HELD)
+        certain = len(text) - broken
         new = text[self._emitted : certain]
         self._emitted = max(self._emitted, certain)
         self._held = text[self._emitted :]
         if not broken:
             self._whole_ends.append(len(self._window))
-        if len(self._window) > (_WINDOW if self._whole_ends else _LONGEST_WINDOW):
+        if len(self._window) > (_LONGEST_WINDOW if broken else _WINDOW):
             self._shorten()
         return new
 
@@ -79,13 +84,6 @@ class Detokenizer:
         held, self._held = self._held, ""
         self._emitted += len(held)
         return held
-
-    def copy(self) -> Detokenizer:
-        """A detokenizer in the same state, for a fork of the answer."""
-        twin = Detokenizer(self._tokenizer, skip_special_tokens=self._skip_special_tokens)
-        twin._window, twin._whole_ends = list(self._window), list(self._whole_ends)
-        twin._emitted, twin._held = self._emitted, self._held
-        return twin
 
     def _shorten(self) -> None:
         """Drops old tokens from the window, up to a place where the text was whole."""

@@ -61,9 +61,12 @@ def keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Keeps the most likely tokens that together reach top_p [R]; 1 keeps all (Holtzman et al., 2019)."""
+    """Keeps the most likely tokens that together reach top_p [R]; 1 keeps all (Holtzman et al., 2019).
+
+    top_p is best given in float64: near 1, 1 - top_p has few digits in float32.
+    """
     ascending, order = logits.sort(dim=-1, descending=False)
     reached = torch.softmax(ascending, dim=-1).cumsum(dim=-1)
-    removed = (reached <= (1 - top_p)[:, None]) & (top_p < 1)[:, None]
+    removed = (reached <= (1 - top_p).to(reached.dtype)[:, None]) & (top_p < 1)[:, None]
     removed[:, -1] = False
     return logits.masked_fill(torch.zeros_like(removed).scatter(1, order, removed), NEVER)

@@ -159,7 +159,8 @@ def _draw(logits: Tensor, states: list[SamplingState]) -> Tensor:
     if any(p.top_k > 0 for p in params):
         logits = filters.keep_top_k(logits, torch.tensor([p.top_k for p in params], device=logits.device))
     if any(p.top_p < 1 for p in params):
-        logits = filters.keep_top_p(logits, _column(logits, [p.top_p for p in params]))
+        top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=logits.device)
+        logits = filters.keep_top_p(logits, top_p)
     # Inverse of the cumulative distribution, in float64: one random number per row, and no token of probability 0.
     reached = torch.softmax(logits.double(), dim=-1).cumsum(dim=-1)
     drawn = torch.tensor([[state.draw()] for state in states], dtype=torch.float64, device=logits.device)

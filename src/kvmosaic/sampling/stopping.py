@@ -19,50 +19,87 @@ class Finish:
 
 
 class StopStrings:
-    """Finds stop texts in text that comes in pieces.
+    """The text of an answer, and the search for stop texts in it.
 
-        text     [ shown | held: may be the beginning of a stop text ]
+        text     [ taken | shown | held: may be the beginning of a stop text ]
 
-    A stop text may straddle several pieces. The one that is complete first ends the text, so the result does not depend
-    on where the pieces are cut.
+    A stop text may straddle several pieces of text. The one that is complete first ends the answer, and of several
+    complete at once the longest, so the result does not depend on where the pieces are cut. Only a short tail is
+    searched, so a long answer costs linear time.
     """
 
     def __init__(self, stops: Collection[str], *, keep: bool = False) -> None:
         """Looks for `stops`; `keep` leaves the found one in the text."""
         self._stops = tuple(stops)
         self._keep = keep
-        self._longest = max(map(len, self._stops), default=0)
-        self.text = ""
-        """All text so far, without a found stop text (unless kept)."""
+        self._longest = max(map(len, self._stops), default=1)
+        self._parts: list[str] = []
+        self._num_taken_parts = 0
+        self._tail = ""
+        self.num_characters = 0
+
+    @property
+    def text(self) -> str:
+        """All text so far; a found stop text and what follows it are cut off."""
+        return "".join(self._parts)
 
     def append(self, new: str, *, search: bool = True) -> str | None:
-        """Adds text and returns the stop text that it completes; a found one is cut off together with what follows."""
-        before = len(self.text)
-        self.text += new
-        if not new or not search:
+        """Adds text and returns the stop text that it completes."""
+        if not new:
             return None
-        found: tuple[int, int, str] | None = None
-        for stop in self._stops:
-            start = self.text.find(stop, max(0, before + 1 - len(stop)))
-            if start >= 0:
-                match = (start + len(stop), start, stop)
-                found = match if found is None else min(found, match)
+        window, first = self._tail + new, len(self._tail)
+        start_of_window = self.num_characters - first
+        self._parts.append(new)
+        self.num_characters += len(new)
+        self._tail = window[max(0, len(window) - self._longest + 1) :]
+        found = self._first_stop(window, first) if search else None
         if found is None:
             return None
-        end, start, stop = found
-        self.text = self.text[: end if self._keep else start]
-        return stop
+        start, end = found
+        self._cut(start_of_window + (end if self._keep else start))
+        return window[start:end]
 
     @property
     def num_shown(self) -> int:
         """Characters that no later text can turn into a part of a stop text."""
-        if self._keep or not self._stops:
-            return len(self.text)
-        for length in range(min(self._longest - 1, len(self.text)), 0, -1):
-            tail = self.text[-length:]
-            if any(stop.startswith(tail) for stop in self._stops if len(stop) > length):
-                return len(self.text) - length
-        return len(self.text)
+        if self._keep:
+            return self.num_characters
+        begun = [start for stop in self._stops if (start := _begun(stop, self._tail)) is not None]
+        return self.num_characters - (len(self._tail) - min(begun) if begun else 0)
+
+    def take(self, *, everything: bool = False) -> str:
+        """Text that was not taken before: what is shown, or everything once the answer has ended."""
+        untaken = "".join(self._parts[self._num_taken_parts :])
+        held = 0 if everything else self.num_characters - self.num_shown
+        ready = untaken[: len(untaken) - held]
+        self._parts[self._num_taken_parts :] = [ready, untaken[len(ready) :]]
+        self._num_taken_parts += 1
+        return ready
+
+    def _first_stop(self, window: str, first: int) -> tuple[int, int] | None:
+        """(start, end) of the stop text that ends first, behind the `first` characters that were searched before."""
+        matches = []
+        for stop in self._stops:
+            start = window.find(stop, max(0, first + 1 - len(stop)))
+            if start >= 0:
+                matches.append((start + len(stop), start))
+        return min(matches)[::-1] if matches else None
+
+    def _cut(self, num_characters: int) -> None:
+        """Drops all text behind a place; what was taken is never part of a stop text and stays."""
+        taken = "".join(self._parts[: self._num_taken_parts])
+        untaken = "".join(self._parts[self._num_taken_parts :])
+        self._parts = [taken, untaken[: num_characters - len(taken)]]
+        self._num_taken_parts = 1
+        self.num_characters = num_characters
+
+
+def _begun(stop: str, tail: str) -> int | None:
+    """Where in the tail the stop text may have begun, the earliest place."""
+    start = tail.find(stop[0], max(0, len(tail) - len(stop) + 1))
+    while start >= 0 and not stop.startswith(tail[start:]):
+        start = tail.find(stop[0], start + 1)
+    return start if start >= 0 else None
 
 
 class StopRules:
