@@ -43,7 +43,7 @@ def test_strip_in_a_file_has_no_escape_sequences() -> None:
 
 def test_longer_segments_get_wider_bars() -> None:
     system, ferry, kiln, question = (len(bar) for bar in drawn(Strip(BARS), no_color=True)[1].split())
-    assert ferry > kiln > system > question
+    assert ferry > kiln > system >= question
 
 
 def test_many_segments_wrap_and_none_is_lost() -> None:
@@ -55,8 +55,8 @@ def test_many_segments_wrap_and_none_is_lost() -> None:
 @given(st.lists(st.integers(1, 100_000), min_size=1, max_size=50), st.integers(20, 200))
 def test_bars_fit_the_console(tokens: list[int], width: int) -> None:
     widths = bar_widths(tokens, width)
-    assert min(widths) >= min(12, width)
-    assert sum(widths) <= width or set(widths) == {12}
+    assert min(widths) >= min(11, width)
+    assert sum(widths) <= width or set(widths) == {11}
 
 
 def test_names_cannot_steer_the_terminal() -> None:

@@ -16,15 +16,17 @@ from kvmosaic.console.asking import compose
 from kvmosaic.console.folder import read_folder
 from kvmosaic.console.opening import Opening, open_llm
 from kvmosaic.console.reuse import reuse_sentence, reuse_strip
-from kvmosaic.console.statistics import Outcome, statistics_table, times_table
-from kvmosaic.console.text import duration_text, one_line
+from kvmosaic.console.statistics import VisitTimes, statistics_table, times_table
+from kvmosaic.console.text import one_line
 
 if TYPE_CHECKING:
     from kvmosaic.llm import LLM
     from kvmosaic.prompt import Prompt
-    from kvmosaic.sampling import SamplingParams
+    from kvmosaic.sampling import ReuseReport
 
 SYSTEM = "Answer the question from the documents."
+ROUNDS = 3
+"""Measurements per question; the fastest counts, since a busy machine only makes them slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +71,34 @@ def run_demo(opening: Opening, folder: Path, visits: Sequence[Visit] = VISITS) -
     console, notices = Console(), Console(stderr=True)
     documents = {document["id"]: document for document in read_folder(folder)}
     params = SamplingParams(temperature=0, max_tokens=32)
-    with closing(open_llm(opening, notices)) as llm, closing(without_cache(llm)) as cold:
+    with closing(open_llm(opening, notices)) as llm, closing(without_cache(llm)) as cold_llm:
         words = sum(len(document["text"].split()) for document in documents.values())
         console.print(f"{len(documents)} documents, {words:,} words, one small model, no network\n", style="dim")
-        warm_up(cold, params)
-        outcomes = []
+        llm.generate("Is anybody there?", params)  # the first forward of a process pays for the start of its libraries
+        reports: list[ReuseReport] = []
         for visit in visits:
             prompt = compose(llm, visit.question, [documents[name] for name in visit.documents], SYSTEM)
-            cold_seconds = first_token_seconds(cold, prompt, params)
             output = stream_answer(one_line(visit.question), llm.stream(prompt, params), console, notices)
-            console.print(reuse_strip(output.reuse, has_legend=not outcomes))
-            console.print(Text(f"{reuse_sentence(output.reuse)} (cold: {duration_text(cold_seconds)})\n"))
-            outcomes.append(Outcome(visit.question, output.reuse, cold_seconds))
-        bytes_per_block = llm.model.bytes_per_token() * llm.chunk_cache_config.block_size
-        console.print(times_table(outcomes))
+            console.print(reuse_strip(output.reuse, has_legend=not reports))
+            console.print(Text(reuse_sentence(output.reuse) + "\n"))
+            reports.append(output.reuse)
+        statistics = llm.get_chunk_cache_stats()
+        with notices.status("measuring the time to the first token"):
+            times = [time_visit(visit, documents, llm, cold_llm) for visit in visits]
+        console.print(times_table(times))
         console.print()
-        console.print(statistics_table(llm.get_chunk_cache_stats(), bytes_per_block))
+        console.print(statistics_table(statistics, llm.model.bytes_per_token() * llm.chunk_cache_config.block_size))
         console.print()
-        console.print(Text(summary(outcomes)))
+        console.print(Text(summary(reports)))
+
+
+def time_visit(visit: Visit, documents: dict[str, dict[str, str]], llm: LLM, cold_llm: LLM) -> VisitTimes:
+    """The time to the first token with nothing cached, and with all documents cached but in a new order."""
+    read = [documents[name] for name in visit.documents]
+    orders = [read[turn:] + read[:turn] for turn in range(1, ROUNDS + 1)]
+    prompts = [compose(llm, visit.question, order, SYSTEM) for order in orders]
+    cold, warm = (min(first_token_seconds(one, prompt) for prompt in prompts) for one in (cold_llm, llm))
+    return VisitTimes(visit.question, prompts[0].num_tokens, cold, warm)
 
 
 def without_cache(llm: LLM) -> LLM:
@@ -98,29 +110,25 @@ def without_cache(llm: LLM) -> LLM:
     return LLM(llm.model, enable_chunk_cache=False, engine_config=engine_config)
 
 
-def warm_up(llm: LLM, params: SamplingParams) -> None:
-    """Answers something once, so that the first measurement is not about loading libraries."""
-    llm.generate("Is anybody there?", params)
-
-
-def first_token_seconds(llm: LLM, prompt: Prompt, params: SamplingParams) -> float:
+def first_token_seconds(llm: LLM, prompt: Prompt) -> float:
     """Time to the first token of a prompt."""
-    outputs = llm.stream(prompt, params)
-    seconds = next(outputs).metrics.time_to_first_token
-    outputs.close()  # type: ignore[attr-defined]
-    assert seconds is not None, "an output has a first token"
+    from kvmosaic.sampling import SamplingParams
+
+    (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1))
+    seconds = output.metrics.time_to_first_token
+    assert seconds is not None, "a finished output has a first token"
     return seconds
 
 
-def summary(outcomes: Sequence[Outcome]) -> str:
+def summary(reports: Sequence[ReuseReport]) -> str:
     """What just happened, in plain words."""
-    chunks = [segment for outcome in outcomes for segment in outcome.reuse.segments if segment.kind == "chunk"]
-    computed = {segment.name for segment in chunks if not segment.reused_tokens}
-    moved = sum(segment.action == "moved" for segment in chunks)
+    chunks = [segment for report in reports for segment in report.segments if segment.kind == "chunk"]
+    num_documents = len({chunk.name for chunk in chunks})
+    num_computed = sum(not chunk.reused_tokens for chunk in chunks)
+    num_moved = sum(chunk.action == "moved" for chunk in chunks)
     return (
-        f"What just happened: {len(outcomes)} prompts read {len({chunk.name for chunk in chunks})} documents "
-        f"{len(chunks)} times, in ever other company and order. The model computed each of them once "
-        f"({len(computed)} times in all) and found them again {len(chunks) - len(computed)} times, {moved} times at "
-        "another position than before. Nothing was copied or computed again to move them: only the question's queries "
-        "were turned."
+        f"What just happened: {len(reports)} prompts read {num_documents} documents {len(chunks)} times, each time in "
+        f"other company and order. The model computed a document {num_computed} times and found one in the cache "
+        f"{len(chunks) - num_computed} times; {num_moved} of these stood at another position than where they were "
+        "computed. Nothing was copied or computed again to move them: the question's queries were turned instead."
     )

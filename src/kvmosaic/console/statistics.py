@@ -12,36 +12,34 @@ from kvmosaic.console.text import duration_text, one_line, size_text
 
 if TYPE_CHECKING:
     from kvmosaic.cache import ChunkCacheStats
-    from kvmosaic.sampling import ReuseReport
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class VisitTimes:
     """What one question took."""
 
     question: str
-    reuse: ReuseReport
+    num_tokens: int
     cold_seconds: float
-    """Time to first token when nothing is cached."""
+    """To the first token, with nothing cached."""
+    warm_seconds: float
+    """To the first token, with every document cached and in an order not seen before."""
 
 
-def times_table(outcomes: Sequence[Outcome]) -> Table:
-    """One row per question: tokens, what was reused, and the time to the first token without and with the cache."""
+def times_table(times: Sequence[VisitTimes]) -> Table:
+    """One row per question: the time to the first token with nothing cached and with the documents cached."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("question", no_wrap=True, overflow="ellipsis", max_width=34)
-    for heading in ("tokens", "reused", "cold", "with cache", "faster"):
+    table.add_column("first token of the answer to", no_wrap=True, overflow="ellipsis")
+    for heading in ("tokens", "cold", "warm", "faster"):
         table.add_column(heading, justify="right")
-    for outcome in outcomes:
-        seconds = outcome.reuse.time_to_first_token
+    for visit in times:
         table.add_row(
-            one_line(outcome.question),
-            f"{outcome.reuse.num_tokens:,}",
-            f"{outcome.reuse.reused_fraction:.0%}",
-            duration_text(outcome.cold_seconds),
-            duration_text(seconds),
-            f"{outcome.cold_seconds / seconds:.1f}x" if seconds else "",
+            one_line(visit.question),
+            f"{visit.num_tokens:,}",
+            duration_text(visit.cold_seconds),
+            duration_text(visit.warm_seconds),
+            f"{visit.cold_seconds / visit.warm_seconds:.1f}x",
         )
-    table.caption = "time to the first token"
     return table
 
 

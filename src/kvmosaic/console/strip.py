@@ -19,7 +19,7 @@ _MARKS = {"reused": "=", "moved": "→", "computed": "+"}
 """One sign per action, for eyes that do not tell the colours apart."""
 _PATTERNS = {"reused": "█", "moved": "▓", "computed": "░"}
 """One pattern per action, for terminals and files without colour."""
-_NARROWEST = 12
+_NARROWEST = 11
 """Columns of the shortest segment: enough for the beginning of a name."""
 
 
