@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from kvmosaic.layout import PositionStrategy, arrange
 from kvmosaic.memory import blocks_within, device_memory_bytes
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.runner import Runner
-from kvmosaic.prompt import Document, Prompt, PromptEncoder, Segment, SegmentKind
+from kvmosaic.prompt import Document, Prompt, PromptEncoder, Segment, SegmentKind, read_messages
 from kvmosaic.sampling import RequestOutput, SamplingParams
 
 BUNDLED_READER = "reader"
@@ -92,6 +93,8 @@ class LLM:
             if self_check:
                 self.self_check = run_self_check(self.model)
                 self.chunk_cache_off_reason = self.self_check.reason
+                if self.chunk_cache_off_reason:
+                    warnings.warn(f"the chunk cache is off: {self.chunk_cache_off_reason}", stacklevel=2)
         self.engine = _build_engine(self.model, self.chunk_cache_config, self.engine_config, self.has_chunk_cache)
         self.encoder = PromptEncoder(
             self.model.tokenizer,
@@ -184,9 +187,16 @@ class LLM:
     def compose(self, messages: Messages, *, documents: Documents | None = None) -> Prompt:
         """Renders a conversation over documents to a tokenized prompt, to look at or to pass to `generate`.
 
+        A model without a chat template takes one question with an optional system text, as plain text.
+
         Raises:
             InvalidMessages, InvalidDocument: see `chat`.
         """
+        if documents is not None and not getattr(self.model.tokenizer, "chat_template", None):
+            *system, question = (message["content"] for message in read_messages(messages))
+            if [message["role"] for message in messages] in (["user"], ["system", "user"]):
+                prompt = Prompt.from_documents(documents, question, system=system[0] if system else None)
+                return self.encoder.encode(prompt)
         return self.encoder.encode_chat(messages, documents)
 
     def warm(
@@ -320,8 +330,8 @@ def _check_movable(model: LoadedModel, config: ChunkCacheConfig) -> None:
     if moves and not model.is_movable:
         raise NotMovable(
             f"position_strategy={config.position_strategy!r} with chunk_context={config.chunk_context!r} moves "
-            f"documents, and this model does not allow that ({model.immovable_reason}); use position_strategy='shared' with "
-            "chunk_context='system', or position_strategy='absolute'"
+            f"documents, and this model does not allow that ({model.immovable_reason}); use "
+            "position_strategy='shared' with chunk_context='system', or position_strategy='absolute'"
         )
 
 

@@ -1,0 +1,122 @@
+"""Read plans: windows and chunks trim reads exactly, equal runs are read once, merging is exact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvmosaic.attention import Call, RowGroup, RunRead, merge_partials, plan_reads
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Mask:
+    kind: str = "full"
+    size: int = 0
+
+    def shows(self, query: int, key: int) -> bool:
+        if self.kind == "window":
+            return query - key < self.size
+        return self.kind == "full" or query // self.size == key // self.size
+
+
+masks = st.one_of(
+    st.just(Mask()),
+    st.integers(1, 40).map(lambda size: Mask("window", size)),
+    st.integers(1, 40).map(lambda size: Mask("chunked", size)),
+)
+
+
+@st.composite
+def row_groups(draw):
+    groups, first = [], 0
+    for _ in range(draw(st.integers(1, 4))):
+        count, position = draw(st.integers(1, 6)), draw(st.integers(30, 90))
+        reads = []
+        for _ in range(draw(st.integers(0, 3))):
+            length = draw(st.integers(1, 20))
+            start = draw(st.integers(0, position - length))
+            slot = draw(st.sampled_from([0, 40, 80]))
+            reads.append(RunRead(draw(st.sampled_from(["request", "chunk_cache"])), slot, length, start, start - slot))
+        groups.append(RowGroup(first, count, position, tuple(reads)))
+        first += count
+    return groups
+
+
+def shown_by(plan, row):
+    """Everything that a row reads: (pool or None, slot or row)."""
+    seen = []
+    for call in plan.calls:
+        assert isinstance(call, Call)
+        for number in range(call.first, call.last):
+            if int(plan.rows[number]) != row:
+                continue
+            for key in range(call.num_tokens):
+                masked = call.mask is not None and not bool(call.mask[number - call.first, key])
+                future = call.causal and key > number - call.first
+                if not masked and not future:
+                    seen.append((call.pool, call.first_slot + key, int(plan.distances[number])))
+    return sorted(seen, key=str)
+
+
+@settings(max_examples=80)
+@given(row_groups(), masks)
+def test_every_row_reads_exactly_what_the_mask_shows(groups, mask):
+    plan = plan_reads(groups, mask, CPU)
+    for group in groups:
+        for offset in range(group.num_rows):
+            query = group.position + offset
+            expected = [
+                (read.pool, read.first_slot + key, read.distance)
+                for read in group.reads
+                for key in range(read.num_tokens)
+                if mask.shows(query, read.position + key)
+            ]
+            expected += [
+                (None, group.first_row + other, 0)
+                for other in range(offset + 1)
+                if mask.shows(query, group.position + other)
+            ]
+            assert shown_by(plan, group.first_row + offset) == sorted(expected, key=str)
+
+
+def test_readers_of_one_run_are_stacked_into_one_call():
+    run = RunRead("chunk_cache", 32, 16, 10, 0)
+    groups = [RowGroup(row, 1, 60 + row, (run, RunRead("request", 8 * row, 4, 56 + row)), True) for row in range(5)]
+    plan = plan_reads(groups, Mask(), CPU)
+    shared = [call for call in plan.calls if call.pool == "chunk_cache"]
+    assert len(shared) == 1 and shared[0].last - shared[0].first == 5
+    assert len(plan.calls) == 1 + 5
+
+
+def test_a_single_sequence_needs_no_stacking_and_no_merging():
+    plan = plan_reads([RowGroup(0, 1, 9, (RunRead("request", 0, 10, 0),), True)], Mask(), CPU)
+    assert plan.is_single and not plan.is_moved and len(plan.calls) == 1
+    assert plan_reads([RowGroup(0, 7, 0, ())], Mask(), CPU).is_single
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**31), st.integers(1, 6), st.integers(1, 5), st.integers(1, 3))
+def test_merging_parts_equals_one_softmax(seed, num_rows, num_parts, num_heads):
+    torch.manual_seed(seed)
+    scores = torch.randn(num_parts, num_rows, num_heads, 7, dtype=torch.float64) * 20
+    values = torch.randn(num_parts, num_rows, num_heads, 7, 5, dtype=torch.float64)
+    outputs = torch.einsum("prhs,prhsd->prhd", scores.softmax(-1), values)
+    lse = scores.logsumexp(-1)
+    rows = torch.arange(num_rows).repeat(num_parts)
+    hidden = torch.full((1, num_heads), -torch.inf, dtype=torch.float64)
+    empty = torch.zeros(1, num_heads, 5, dtype=torch.float64)
+    merged, total = merge_partials(
+        torch.cat([outputs.flatten(0, 1), empty]),
+        torch.cat([lse.flatten(0, 1), hidden]),
+        torch.cat([rows, torch.tensor([0])]),
+        num_rows,
+    )
+    every_score, every_value = scores.permute(1, 2, 0, 3).flatten(2), values.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    expected = torch.einsum("rhs,rhsd->rhd", every_score.softmax(-1), every_value)
+    torch.testing.assert_close(merged, expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(total, every_score.logsumexp(-1), atol=1e-10, rtol=0)

@@ -1,0 +1,92 @@
+"""Block storage: runs are views, writes land where they should, copies copy all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.memory import BlockStorage, blocks_within, device_memory_bytes
+
+
+@dataclass(frozen=True)
+class Layer:
+    num_kv_heads: int = 2
+    key_dim: int = 4
+    value_dim: int = 3
+    source_layer: int = 0
+    value_in_key: bool = False
+    index: int = 0
+
+    def bytes_per_token(self, dtype):
+        if self.source_layer != self.index:
+            return 0
+        width = self.key_dim if self.value_in_key else self.key_dim + self.value_dim
+        return self.num_kv_heads * width * dtype.itemsize
+
+
+LAYERS = [Layer(), Layer(source_layer=1, index=1, num_kv_heads=1, value_in_key=True), Layer(source_layer=0, index=2)]
+
+
+def storage(dtype: torch.dtype = torch.float32) -> BlockStorage:
+    return BlockStorage(LAYERS, 6, 4, dtype, torch.device("cpu"))
+
+
+def test_a_run_is_a_view_of_what_was_written():
+    blocks = storage()
+    keys, values = torch.randn(5, 2, 4), torch.randn(5, 2, 3)
+    blocks.write(0, torch.tensor([9, 10, 11, 12, 13]), keys, values)
+    key, value = blocks.run(0, 9, 5)
+    assert torch.equal(key, keys) and torch.equal(value, values)
+    again, _ = blocks.run(0, 9, 5)
+    assert again.data_ptr() == key.data_ptr(), "reading copies nothing"
+    blocks.write(0, slice(9, 10), keys[4:], values[4:])
+    assert torch.equal(key[0], keys[4]), "a view sees later writes"
+
+
+def test_latent_values_are_the_front_of_the_keys():
+    blocks = storage()
+    keys = torch.randn(2, 1, 4)
+    blocks.write(1, slice(0, 2), keys, keys[..., :3])
+    key, value = blocks.run(1, 0, 2)
+    assert torch.equal(value, keys[..., :3]) and value.data_ptr() == key.data_ptr()
+
+
+def test_a_layer_that_shares_keys_stores_nothing():
+    blocks = storage()
+    blocks.write(0, slice(0, 1), torch.ones(1, 2, 4), torch.ones(1, 2, 3))
+    blocks.write(2, slice(0, 1), torch.zeros(1, 2, 4), torch.zeros(1, 2, 3))
+    assert torch.equal(blocks.run(2, 0, 1)[0], torch.ones(1, 2, 4))
+
+
+def test_copying_a_block_copies_every_layer_and_nothing_else():
+    blocks = storage()
+    for index, layer in enumerate(LAYERS[:2]):
+        key = torch.randn(24, layer.num_kv_heads, 4)
+        value = key[..., :3] if layer.value_in_key else torch.randn(24, layer.num_kv_heads, 3)
+        blocks.write(index, slice(0, 24), key, value)
+    before = [[part.clone() for part in blocks.run(index, 0, 24)] for index in range(2)]
+    blocks.copy_block(1, 4)
+    for index in range(2):
+        for part, old in zip(blocks.run(index, 0, 24), before[index], strict=True):
+            assert torch.equal(part[16:20], old[4:8])
+            assert torch.equal(part[:16], old[:16]) and torch.equal(part[20:], old[20:])
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_bytes_are_counted_per_stored_number(dtype, size):
+    blocks = storage(dtype)
+    assert blocks.bytes_per_block == 4 * (2 * 7 + 1 * 4) * size
+    assert blocks.num_bytes == 6 * blocks.bytes_per_block
+
+
+def test_a_budget_below_one_block_says_how_much_is_needed():
+    assert blocks_within(1000, 300, "the cache") == 3
+    with pytest.raises(InvalidConfig, match=r"the cache is 10 bytes, .* at least 300 bytes"):
+        blocks_within(10, 300, "the cache")
+
+
+def test_the_machine_has_memory():
+    assert device_memory_bytes(torch.device("cpu")) > 2**28

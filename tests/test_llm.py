@@ -1,0 +1,319 @@
+"""The Python face: text, chat, tokens and handles in; answers with a reuse report out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.families import build
+from support.tokenizers import CHATML, make_tokenizer
+
+from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams
+from kvmosaic.errors import (
+    ChunkCacheFull,
+    ChunkTooLong,
+    EmptySegment,
+    EngineStopped,
+    InvalidConfig,
+    InvalidDocument,
+    InvalidMessages,
+    InvalidSampling,
+    InvalidTokenId,
+    ModelNotFound,
+    NotMovable,
+    PromptTooLong,
+    TooManyChunks,
+    UnknownChunk,
+)
+from kvmosaic.model import LoadedModel
+from kvmosaic.prompt import Segment, SegmentKind
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+SMALL = EngineConfig(request_cache="4MiB", max_batched_tokens=256)
+TEXT = "Be brief. ## The ferry goes to Oak Island. ## The mill grinds oats. ## Where does the ferry go?"
+SWAPPED = "Be brief. ## The mill grinds oats. ## The ferry goes to Oak Island. ## Where does the ferry go?"
+DOCUMENTS = [{"id": "ferry", "text": "The ferry goes to Oak Island."}, {"id": "mill", "text": "The mill grinds oats."}]
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where does the ferry go?"}]
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    tokenizer = make_tokenizer(CHATML)
+    module = build("llama", torch.float32, vocab_size=len(tokenizer), max_position_embeddings=2048)
+    return LoadedModel.from_module(module, tokenizer)
+
+
+@pytest.fixture
+def llm(model):
+    with LLM(model, chunk_cache_config=ChunkCacheConfig(capacity="1MiB"), engine_config=SMALL) as face:
+        yield face
+
+
+def make(model, **options):
+    config = ChunkCacheConfig(**{"capacity": "1MiB", **options})
+    return LLM(model, chunk_cache_config=config, engine_config=SMALL)
+
+
+def actions(output):
+    return [segment.action for segment in output.reuse.segments]
+
+
+def test_known_documents_in_another_order_are_reused(llm):
+    (cold,) = llm.generate(TEXT, GREEDY)
+    (warm,) = llm.generate(SWAPPED, GREEDY)
+    assert actions(cold) == ["computed"] * 4
+    assert actions(warm) == ["reused", "reused", "reused", "computed"]
+    assert cold.outputs[0].token_ids == warm.outputs[0].token_ids
+    assert cold.outputs[0].finish_reason == "length" and cold.finished
+    assert warm.reuse.time_to_first_token > 0 and warm.num_cached_tokens == warm.reuse.reused_tokens
+    stats = llm.get_chunk_cache_stats()
+    assert (stats.lookups, stats.hits, stats.misses, stats.hit_rate) == (4, 2, 2, 0.5)
+    assert stats.cached_chunks == 2 and stats.evictions == 0 and stats.used_blocks > 0
+    assert min(stats.average_lookup_ms, stats.average_attach_ms, stats.average_compute_ms) > 0
+
+
+def test_moved_documents_say_how_far(model):
+    with make(model, position_strategy="sequential") as llm:
+        llm.generate(TEXT, GREEDY)
+        (warm,) = llm.generate(SWAPPED, GREEDY)
+    first, second = warm.reuse.segments[1:3]
+    assert (first.action, first.distance) == ("reused", 0)
+    assert (second.action, second.distance) == ("moved", first.num_tokens)
+    assert warm.reuse.moved_tokens == second.num_tokens
+
+
+def test_blind_documents_are_reused_under_another_system_prompt_and_say_so(model):
+    with make(model, chunk_context="none") as llm:
+        llm.generate(TEXT, GREEDY)
+        (other,) = llm.generate(TEXT.replace("Be brief", "Be verbose"), GREEDY)
+    assert actions(other) == ["computed", "moved", "moved", "computed"]
+    assert "did not see the system prompt" in other.reuse.composition
+
+
+def test_documents_depend_on_the_system_prompt_by_default(llm):
+    llm.generate(TEXT, GREEDY)
+    (other,) = llm.generate(TEXT.replace("Be brief", "Be verbose"), GREEDY)
+    assert actions(other) == ["computed"] * 4
+
+
+def test_prompts_are_answered_together_and_in_order(llm):
+    questions = [TEXT, "just an ordinary prompt", Prompt.from_tokens([1, 2], [[3, 4]], [5])]
+    together = llm.generate(questions, [replace(GREEDY, max_tokens=count) for count in (2, 3, 4)])
+    assert [len(output.outputs[0].token_ids) for output in together] == [2, 3, 4]
+    assert together[1].reuse.composition == "exact"
+    with pytest.raises(InvalidConfig, match="2 sampling_params for 3 prompts"):
+        llm.generate(questions, [GREEDY, GREEDY])
+
+
+def test_chat_with_documents_reuses_what_warm_computed(llm):
+    handles = llm.warm(DOCUMENTS, system="Be brief.")
+    assert [handle.name for handle in handles] == ["ferry", "mill"]
+    assert not any(handle.was_cached for handle in handles)
+    assert all(handle.was_cached for handle in llm.warm(DOCUMENTS, system="Be brief."))
+    (output,) = llm.chat(MESSAGES, GREEDY, documents=DOCUMENTS[::-1])
+    assert [segment.name for segment in output.reuse.segments[1:3]] == ["mill", "ferry"]
+    assert actions(output)[1:3] == ["reused", "reused"]
+    two = llm.chat([MESSAGES, MESSAGES[1:]], GREEDY, documents=DOCUMENTS)
+    assert len(two) == 2
+
+
+def test_a_model_without_a_chat_template_takes_one_question_as_text():
+    tokenizer = make_tokenizer()
+    bare = LoadedModel.from_module(build("llama", torch.float32, vocab_size=len(tokenizer)), tokenizer)
+    with make(bare) as llm:
+        kinds = [segment.kind for segment in llm.compose(MESSAGES, documents=DOCUMENTS).segments]
+        assert kinds == ["system", "chunk", "chunk", "question"]
+        with pytest.raises(InvalidMessages, match="chat_template"):
+            llm.compose([*MESSAGES, {"role": "assistant", "content": "no"}, *MESSAGES[1:]], documents=DOCUMENTS)
+
+
+def test_streaming_grows_to_the_same_answer(llm):
+    (whole,) = llm.generate(TEXT, GREEDY)
+    parts = list(llm.stream(TEXT, GREEDY))
+    assert [len(part.outputs[0].token_ids) for part in parts] == list(range(1, 7))
+    assert parts[-1].outputs[0].token_ids == whole.outputs[0].token_ids
+    assert parts[-1].finished and not parts[0].finished
+    assert list(llm.stream(MESSAGES, GREEDY, documents=DOCUMENTS))[-1].finished
+
+
+def test_closing_a_stream_gives_the_blocks_back(llm):
+    stream = llm.stream(TEXT, replace(GREEDY, max_tokens=200))
+    next(stream)
+    stream.close()
+    assert not llm.engine.has_unfinished_requests
+    llm.engine.check_invariants()
+    assert llm.engine.planner.request_pool.num_shared == 0
+
+
+def test_logprobs_stop_and_n_have_vllm_names(llm):
+    (output,) = llm.generate(TEXT, replace(GREEDY, n=2, logprobs=3))
+    assert len(output.outputs) == 2
+    first = output.outputs[0]
+    assert len(first.logprobs) == 6 and len(first.logprobs[0]) >= 3
+    assert first.logprobs[0][first.token_ids[0]].rank == 1
+    assert first.cumulative_logprob < 0
+    (stopped,) = llm.generate(TEXT, replace(GREEDY, stop_token_ids=[first.token_ids[2]]))
+    assert stopped.outputs[0].finish_reason == "stop" and stopped.outputs[0].stop_reason == first.token_ids[2]
+
+
+def test_handles_can_be_mixed_at_will(model):
+    with make(model, position_strategy="sequential") as llm:
+        a, b = (llm.chunks.create(body, system=[1, 2, 3], name=name) for body, name in (([4] * 9, "a"), ([5] * 7, "b")))
+        system, question = Segment(SegmentKind.SYSTEM, (1, 2, 3)), Segment(SegmentKind.QUESTION, (6, 7))
+        (output,) = llm.generate(Prompt((system, b.segment, a.segment, b.segment, question)), GREEDY)
+    assert actions(output) == ["reused", "reused", "moved", "moved", "computed"]
+
+
+def test_absolute_handles_are_baked_at_their_offset(llm):
+    handle = llm.chunks.create([4, 5, 6], system=[1, 2], position_offset=100)
+    assert handle.position_offset == 100
+    prompt = Prompt((Segment(SegmentKind.SYSTEM, (1, 2)), handle.segment, Segment(SegmentKind.QUESTION, (9,))))
+    (output,) = llm.generate(prompt, GREEDY, position_strategy="absolute")
+    assert actions(output) == ["reused", "reused", "computed"]
+    elsewhere = llm.chunks.create([4, 5, 6], system=[1, 2], position_offset=200)
+    assert not elsewhere.was_cached, "baked KV is reused only at its offset"
+
+
+def test_pinned_documents_stay_and_deleted_ones_go(model):
+    capacity = 12 * 16 * model.bytes_per_token()
+    with make(model, capacity=capacity) as llm:
+        llm.warm([{"id": "kept", "text": "The ferry goes to Oak Island."}])
+        llm.pin("kept")
+        for number in range(12):
+            llm.warm([{"id": f"other {number}", "text": f"Mill number {number} grinds oats all day long."}])
+        names = [name for chunk in llm.chunks.entries() for name in chunk.names]
+        assert "kept" in names and llm.get_chunk_cache_stats().evictions > 0
+        llm.unpin("kept")
+        llm.delete("kept")
+        with pytest.raises(UnknownChunk, match="kept"):
+            llm.delete("kept")
+
+
+def test_a_plan_changes_nothing_and_can_be_printed(llm):
+    assert llm.plan(TEXT).reused_tokens == 0
+    llm.generate(TEXT, GREEDY)
+    plan = llm.plan(SWAPPED)
+    assert [span.action for span in plan.spans] == ["reuse", "reuse", "reuse", "compute"]
+    assert "chunk" in str(plan)
+
+
+def test_without_the_chunk_cache_segments_are_joined(model):
+    with LLM(model, enable_chunk_cache=False, engine_config=SMALL) as llm:
+        (output,) = llm.generate(TEXT, GREEDY)
+        assert not llm.has_chunk_cache and llm.self_check is None
+        assert [segment.kind for segment in output.reuse.segments] == ["plain"]
+        assert "not composed: switched off" in output.reuse.composition
+        (again,) = llm.generate(TEXT, GREEDY)
+        assert again.num_cached_tokens > 0, "ordinary prefix caching goes on"
+
+
+def test_a_failed_self_check_switches_the_chunk_cache_off(model):
+    wrong = tuple(
+        replace(layer, rotation=replace(layer.rotation, inv_freq=tuple(2 * f for f in layer.rotation.inv_freq)))
+        for layer in model.layers
+    )
+    with pytest.warns(UserWarning, match="chunk cache is off"):
+        llm = make(replace(model, layers=wrong), position_strategy="sequential")
+    assert not llm.has_chunk_cache and "differ" in llm.chunk_cache_off_reason
+    (output,) = llm.generate(TEXT, GREEDY)
+    assert "not composed" in output.reuse.composition
+
+
+def test_models_that_cannot_move_documents_say_so():
+    learned = LoadedModel.from_module(build("gpt2", torch.float32))
+    with pytest.raises(NotMovable, match="position_strategy='sequential'"):
+        make(learned, position_strategy="sequential")
+    with make(learned) as llm:
+        (output,) = llm.generate(Prompt.from_tokens([1, 2], [[3, 4], [5]], [6]), GREEDY)
+        assert actions(output) == ["computed"] * 4
+        (output,) = llm.generate(Prompt.from_tokens([1, 2], [[5], [3, 4]], [6]), GREEDY)
+        assert actions(output) == ["reused", "reused", "reused", "computed"]
+
+
+def snapshot(llm):
+    planner = llm.engine.planner
+    planner.check_invariants()
+    stats = planner.statistics()
+    return (
+        planner.request_pool.num_used,
+        planner.chunk_pool.num_used,
+        stats.cached_chunks,
+        stats.prefix_blocks,
+        stats.evictions,
+        llm.engine.has_unfinished_requests,
+        [(chunk.key, chunk.num_tokens, chunk.pinned, chunk.users) for chunk in planner.chunks()],
+    )
+
+
+LONG = "word " * 3000
+BAD_CALLS = {
+    "empty question": (lambda llm: llm.generate("system ## document ## ", GREEDY), EmptySegment),
+    "empty document": (lambda llm: llm.generate("system ## ## question", GREEDY), EmptySegment),
+    "empty system": (lambda llm: llm.generate(" ## document ## question", GREEDY), EmptySegment),
+    "empty tokens": (lambda llm: llm.generate(Prompt.from_tokens([1], [[]], [2]), GREEDY), EmptySegment),
+    "unknown token": (lambda llm: llm.generate(Prompt.from_tokens([1], [[10**6]], [2]), GREEDY), InvalidTokenId),
+    "negative token": (lambda llm: llm.generate(Prompt.from_tokens([1], [[-1]], [2]), GREEDY), InvalidTokenId),
+    "long document": (lambda llm: llm.generate(f"system ## {LONG} ## question", GREEDY), ChunkTooLong),
+    "long prompt": (lambda llm: llm.generate(LONG, GREEDY), PromptTooLong),
+    "long composed prompt": (
+        lambda llm: llm.generate(Prompt.from_tokens([1] * 2000, [[2] * 60], [3]), GREEDY),
+        PromptTooLong,
+    ),
+    "many documents": (lambda llm: llm.generate("s" + " ## d" * 20 + " ## q", GREEDY), TooManyChunks),
+    "cache too small": (
+        lambda llm: llm.generate(Prompt.from_tokens([1], [[n] * 60 for n in range(9)], [2]), GREEDY),
+        ChunkCacheFull,
+    ),
+    "no messages": (lambda llm: llm.chat([], GREEDY), InvalidMessages),
+    "message without role": (lambda llm: llm.chat([{"content": "hello"}], GREEDY), InvalidMessages),
+    "document without text": (lambda llm: llm.chat(MESSAGES, GREEDY, documents=[{"id": "x"}]), InvalidDocument),
+    "bad sampling": (lambda llm: llm.generate(TEXT, SamplingParams(temperature=-1)), InvalidSampling),
+    "unknown pin": (lambda llm: llm.pin("nobody"), UnknownChunk),
+    "second prompt bad": (lambda llm: llm.generate([TEXT + " more", "a ## ## b"], GREEDY), EmptySegment),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_input_is_named_and_leaves_the_cache_as_it_was(model, name):
+    call, error = BAD_CALLS[name]
+    capacity = 24 * 16 * model.bytes_per_token()
+    with make(model, capacity=capacity, max_chunk_tokens=64, max_prompt_chunks=12) as llm:
+        llm.generate(TEXT, GREEDY)
+        before = snapshot(llm)
+        with pytest.raises(error) as caught:
+            call(llm)
+        assert snapshot(llm) == before
+        assert str(caught.value)
+        (after,) = llm.generate(TEXT, GREEDY)
+        assert actions(after)[:3] == ["reused"] * 3
+
+
+def test_long_documents_are_split_by_configuration(model):
+    with make(model, max_chunk_tokens=64, long_chunks="split") as llm:
+        (output,) = llm.generate("system ## " + "word " * 100 + " ## question", GREEDY)
+        assert sum(segment.kind == "chunk" for segment in output.reuse.segments) > 1
+
+
+def test_a_closed_llm_refuses_requests(model):
+    llm = make(model)
+    llm.close()
+    with pytest.raises(EngineStopped):
+        llm.generate(TEXT, GREEDY)
+
+
+def test_an_unknown_model_says_what_to_do():
+    with pytest.raises(ModelNotFound):
+        LLM("./no/such/folder")
+
+
+def test_memory_for_less_than_one_block_is_refused(model):
+    with pytest.raises(InvalidConfig, match="chunk cache's capacity is 10 bytes"):
+        make(model, capacity=10)
+
+
+def test_statistics_are_logged_when_asked_for(model, caplog):
+    caplog.set_level("INFO", logger="kvmosaic")
+    with make(model, log_stats_seconds=1e-6) as llm:
+        llm.generate(TEXT, GREEDY)
+    assert "hit_rate" in caplog.text or "lookups" in caplog.text
