@@ -46,7 +46,13 @@ neutral. What stands here was found by running the model's own attention at load
   in `shared` positions.
 - **moved**: the same in `sequential` positions, where cached chunks are used at other positions than their own.
 
-{num_movable} movable, {num_fixed} usable without moving, {num_refused} refused.
+A token of some models feels its absolute position by more than the rotation: Beam scales the queries of layers without
+rotation, Ministral 3 and Mistral 4 those of far positions, Llama 4 cuts positions into chunks. Cached chunks then keep
+what they were computed with; cached and recomputed are still the same, but a moved chunk is not what a dense forward at
+the new position would give. Llama 4 counts tokens instead of reading positions for this, so it is limited to sequences
+and forwards shorter than its `floor_scale`.
+
+{num_movable} architectures are movable, {num_fixed} usable without moving, {num_refused} refused.
 """
 
 
@@ -135,7 +141,10 @@ def write_table(path: Path, measures: dict[str, Measure]) -> tuple[int, int, int
     Returns:
         How many are movable, usable without moving, and refused.
     """
-    movable, fixed, refused = [], [], []
+    movable: list[str] = []
+    fixed: list[str] = []
+    refused: list[str] = []
+    types: set[str] = set()
     for family in FAMILIES:
         print(family, flush=True)
         try:
@@ -146,13 +155,14 @@ def write_table(path: Path, measures: dict[str, Measure]) -> tuple[int, int, int
         row = _row(family, model, measures)
         if model.is_movable:
             movable.append(row)
+            types.add(FAMILIES[family].model_type)
         else:
             fixed.append(f"{row} {model.immovable_reason} |")
     columns = ["architecture", "rotation", "mask", "kept", *measures]
     text = HEADER.format(
         version=transformers.__version__,
         torch=torch.__version__,
-        num_movable=len(movable),
+        num_movable=len(types),
         num_fixed=len(fixed),
         num_refused=len(refused),
     )
@@ -161,7 +171,7 @@ def write_table(path: Path, measures: dict[str, Measure]) -> tuple[int, int, int
     text += _table([*columns, "why"], fixed)
     text += "\n\n## Refused\n\n" + _table(["architecture", "why"], refused) + "\n"
     path.write_text(text, encoding="utf-8")
-    return len(movable), len(fixed), len(refused)
+    return len(types), len(fixed), len(refused)
 
 
 def main() -> None:

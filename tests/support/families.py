@@ -6,16 +6,15 @@ rotations, layers without positions. Weights are scaled so that logits are of or
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
 
 from support.float64 import Float64, make_float64
+from support.weights import randomize
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 128,
@@ -329,7 +328,6 @@ def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **chan
         seed: of the weights.
         changes: settings that replace the family's.
     """
-    generator = torch.Generator().manual_seed(seed)
     with Float64() if dtype is torch.float64 else nullcontext():
         config = configuration(family, **changes)
         architecture = FAMILIES[family].architecture
@@ -339,19 +337,6 @@ def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **chan
             else (transformers.AutoModelForCausalLM.from_config)
         )
         model = source(config, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
-        _randomize(model, generator)
+        randomize(model, seed)
     model.eval().requires_grad_(False)
     return make_float64(model) if dtype is torch.float64 else model
-
-
-def _randomize(model: nn.Module, generator: torch.Generator) -> None:
-    """Matrices that keep the size of what they multiply; norms, biases and sinks away from their neutral value."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-            if parameter.dim() < 2:
-                parameter.add_(0.2 * noise)
-            else:
-                parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
-        embeddings = model.get_input_embeddings().weight
-        embeddings.mul_(math.sqrt(embeddings.shape[-1]))
