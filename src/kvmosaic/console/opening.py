@@ -33,12 +33,13 @@ def open_llm(opening: Opening, notices: Console) -> LLM:
     Raises:
         KVMosaicError: the model cannot be loaded, or a setting cannot work.
     """
-    with notices.status(f"loading {opening.model}"):
+    with notices.status(f"loading {opening.model}"), warnings.catch_warnings():
         from kvmosaic.config import ChunkCacheConfig
         from kvmosaic.llm import LLM
 
         _quiet_libraries()
-        return LLM(
+        warnings.filterwarnings("ignore", "the chunk cache is off")  # said below, in one line
+        llm = LLM(
             opening.model,
             dtype=opening.dtype,
             device=opening.device,
@@ -49,6 +50,9 @@ def open_llm(opening: Opening, notices: Console) -> LLM:
                 chunk_context=opening.chunk_context,
             ),
         )
+    if opening.enable_chunk_cache and not llm.has_chunk_cache:
+        notices.print(f"the chunk cache is off: {llm.chunk_cache_off_reason}", style="yellow", markup=False)
+    return llm
 
 
 def _quiet_libraries() -> None:
@@ -58,4 +62,3 @@ def _quiet_libraries() -> None:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore", FutureWarning)
