@@ -101,7 +101,7 @@ class _Stack:
 def plan_reads(groups: Sequence[RowGroup], mask: Mask, device: torch.device) -> ReadPlan:
     """Trims every read to what the mask shows, and stacks the readers of equal runs into one call."""
     stacks: dict[tuple[object, ...], _Stack] = {}
-    for number, group in enumerate(groups):
+    for group in groups:
         first_seen = _lowest_seen(mask, group.position)
         last_seen = _lowest_seen(mask, group.position + group.num_rows - 1)
         for read in group.reads:
@@ -111,7 +111,8 @@ def plan_reads(groups: Sequence[RowGroup], mask: Mask, device: torch.device) -> 
             position = read.position + hidden
             masked = last_seen > position
             run = (read.pool, read.first_slot + hidden, read.num_tokens - hidden)
-            stack = stacks.setdefault((*run, number) if masked else run, _Stack(needs_mask=masked))
+            # a mask belongs to one reader: such a call is never shared, not even with the same chunk read twice
+            stack = stacks.setdefault((*run, len(stacks)) if masked else run, _Stack(needs_mask=masked))
             stack.readers.append((group, read.distance, position))
         if not group.reads_itself:
             masked = last_seen > group.position
