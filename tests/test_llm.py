@@ -137,6 +137,18 @@ def test_streaming_grows_to_the_same_answer(llm):
     assert list(llm.stream(MESSAGES, GREEDY, documents=DOCUMENTS))[-1].finished
 
 
+def test_streams_that_take_turns_each_give_their_whole_answer(llm):
+    texts = [TEXT, SWAPPED + " Or the mill?"]
+    alone = [output.outputs[0].token_ids for output in llm.generate(texts, GREEDY)]
+    streams = [llm.stream(text, GREEDY) for text in texts]
+    last = [None, None]
+    for _ in range(20):
+        for number in (0, 1, 1):
+            last[number] = next(streams[number], last[number])
+    assert [output.outputs[0].token_ids for output in last] == alone
+    assert all(output.finished for output in last)
+
+
 def test_closing_a_stream_gives_the_blocks_back(llm):
     stream = llm.stream(TEXT, replace(GREEDY, max_tokens=200))
     next(stream)

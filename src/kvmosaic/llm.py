@@ -181,8 +181,7 @@ class LLM:
             encoded = self.encoder.encode(prompt)
         else:
             encoded = self.compose(prompt, documents=documents)
-        request = self._add(encoded, sampling_params or SamplingParams(), position_strategy)
-        return self._stream(request)
+        return self._stream(encoded, sampling_params or SamplingParams(), position_strategy)
 
     def compose(self, messages: Messages, *, documents: Documents | None = None) -> Prompt:
         """Renders a conversation over documents to a tokenized prompt, to look at or to pass to `generate`.
@@ -299,13 +298,24 @@ class LLM:
             raise
         return [request.output() for request in requests]
 
-    def _stream(self, request: Request) -> Iterator[RequestOutput]:
+    def _stream(
+        self, prompt: Prompt, params: SamplingParams, strategy: PositionStrategy | None
+    ) -> Iterator[RequestOutput]:
+        request = self._add(prompt, params, strategy)
+        shown = (0, False)
         try:
-            while not request.is_finished:
-                if request in self.engine.step() and request.error is None:
+            while True:
+                if request.error is not None:
+                    raise request.error
+                # another stream's step may have brought this answer forward, or to its end
+                state = (sum(answer.num_tokens for answer in request.answers), request.is_finished)
+                if state != shown:
+                    shown = state
                     yield request.output()
-            if request.error is not None:
-                raise request.error
+                elif request.is_finished:
+                    return
+                else:
+                    self.engine.step()
         finally:
             self.engine.abort_all([request])
 
