@@ -60,7 +60,7 @@ VISITS = (
 """Questions about the bundled documents."""
 
 
-def run_demo(opening: Opening, folder: Path, visits: Sequence[Visit] = VISITS) -> None:
+def run_demo(opening: Opening, folder: Path, visits: Sequence[Visit] = VISITS, console: Console | None = None) -> None:
     """Asks the questions of a folder of documents and prints answers, strips, times and statistics.
 
     Raises:
@@ -68,12 +68,14 @@ def run_demo(opening: Opening, folder: Path, visits: Sequence[Visit] = VISITS) -
     """
     from kvmosaic.sampling import SamplingParams
 
-    console, notices = Console(), Console(stderr=True)
+    console, notices = console or Console(), Console(stderr=True)
     documents = {document["id"]: document for document in read_folder(folder)}
     params = SamplingParams(temperature=0, max_tokens=32)
     with closing(open_llm(opening, notices)) as llm, closing(without_cache(llm)) as cold_llm:
         words = sum(len(document["text"].split()) for document in documents.values())
-        console.print(f"{len(documents)} documents, {words:,} words, one small model, no network\n", style="dim")
+        console.print(
+            f"{len(documents)} documents, {words:,} words, one small model, no network\n", style="dim", highlight=False
+        )
         llm.generate("Is anybody there?", params)  # the first forward of a process pays for the start of its libraries
         reports: list[ReuseReport] = []
         for visit in visits:

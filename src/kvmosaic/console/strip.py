@@ -19,8 +19,8 @@ _MARKS = {"reused": "=", "moved": "→", "computed": "+"}
 """One sign per action, for eyes that do not tell the colours apart."""
 _PATTERNS = {"reused": "█", "moved": "▓", "computed": "░"}
 """One pattern per action, for terminals and files without colour."""
-_NARROWEST = 11
-"""Columns of the shortest segment: enough for the beginning of a name."""
+_NARROWEST = (12, 11, 10, 9)
+"""Columns of the shortest segment, best first: room for the beginning of a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,9 @@ def bar_widths(tokens: Sequence[int], width: int) -> list[int]:
 
     When even the narrowest bars do not fit into one row, every segment gets the narrowest and the strip wraps.
     """
-    narrowest = min(_NARROWEST, width)
-    if len(tokens) * narrowest > width:
-        return [narrowest] * len(tokens)
+    narrowest = next((columns for columns in _NARROWEST if len(tokens) * columns <= width), None)
+    if narrowest is None:
+        return [min(_NARROWEST[0], width)] * len(tokens)
     spare, total = width - len(tokens) * narrowest, sum(tokens)
     return [narrowest + spare * count // total for count in tokens]
 
