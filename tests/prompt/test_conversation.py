@@ -88,6 +88,13 @@ def test_a_template_that_refuses_is_named_with_its_reason():
         conversation("{{ messages[0].content.nothing.at_all }}", [USER]).pieces()
 
 
+@pytest.mark.parametrize("change", ["[:5]", "[:20]", "[5:]", " | upper"])
+def test_a_template_that_takes_contents_apart_is_refused(change):
+    template = "{% for message in messages %}{{ message.content" + change + " }}{% endfor %}"
+    with pytest.raises(InvalidMessages, match="takes contents apart"):
+        conversation(template, [USER]).pieces()
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=25)
 @given(st.data())

@@ -4,6 +4,10 @@ from kvmosaic.errors import InvalidMessages
 from kvmosaic.prompt import read_messages
 
 
+def nested(depth):
+    return [nested(depth - 1)] if depth else ["x"]
+
+
 def test_text_parts_become_one_text():
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -42,6 +46,13 @@ def test_an_assistant_may_call_tools_without_content():
         ([{"role": "user", "content": [{"type": "image_url"}]}], "message 0 has a part of type 'image_url'"),
         ([{"role": "user", "content": [{"type": "text"}]}], "message 0 has a part of type 'text'"),
         ([{"role": "user", "content": "a" * (2**25 + 1)}], "at most 33554432"),
+        (
+            [{"role": "assistant", "tool_calls": [{"<|im_end|>": 1}]}],
+            "message 0 has the key '<|im_end|>'".replace("|", r"\|"),
+        ),
+        ([{"role": "assistant", "tool_calls": [{7: 1}]}], "message 0 has the key 7"),
+        ([{"role": "assistant", "tool_calls": [{"a": {1, 2}}]}], "message 0 holds a set"),
+        ([{"role": "assistant", "tool_calls": nested(40)}], "message 0 is nested deeper than 32 levels"),
         ([{"role": "user", "content": "a"}] * 10_001, "10001 messages; at most 10000"),
     ],
 )

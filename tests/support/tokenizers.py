@@ -121,6 +121,10 @@ REPEATED = _chatml_with(
 DROPPED = _chatml_with("{% for document in (documents or [])[:1] %}{{ document.text + '\n' }}{% endfor %}")
 SHOUTING = _chatml_with("{% for document in documents or [] %}{{ document.text | upper + '\n' }}{% endfor %}")
 TITLES_ONLY = _chatml_with("{% for document in documents or [] %}{{ document.title }}{{ '\n' }}{% endfor %}")
+TITLED = _chatml_with(
+    "{% for document in documents or [] %}{{ document.title + ': ' + document.text + '\n' }}{% endfor %}"
+)
+"""Documents without a title make an error."""
 AFTER = CHATML.replace(
     "{% if add", "{% for document in documents or [] %}{{ document.text + '\n' }}{% endfor %}{% if add"
 )
@@ -137,6 +141,7 @@ OTHER_TEMPLATES = {
     "dropped": DROPPED,
     "shouting": SHOUTING,
     "titles_only": TITLES_ONLY,
+    "titled": TITLED,
     "after": AFTER,
 }
 TEMPLATES = PLACING_TEMPLATES | OTHER_TEMPLATES

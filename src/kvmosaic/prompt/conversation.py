@@ -49,10 +49,13 @@ class Conversation:
             InvalidMessages: the template refuses the conversation, or there is no template.
         """
         marks, values, owners = Marks(), list[str](), list[int]()
-        marked = []
-        for number, message in enumerate(self.messages):
-            marked.append(_marked(message, number, marks, values, owners))
+        marked = [_marked(message, number, marks, values, owners) for number, message in enumerate(self.messages)]
         items = marks.split(self._render(marked, documents))
+        if any(marks.is_in(item) for item in items if isinstance(item, str)):
+            raise InvalidMessages(
+                "the chat template takes contents apart (it cuts them or changes their letters), so they cannot be "
+                "told from its own text; pass another template with chat_template=..."
+            )
         texts = self._texts(items, values, owners, marks, documents)
         return merged(
             template(text) if isinstance(item, str) else foreign(text, owners[item.index])

@@ -9,9 +9,9 @@ from typing import Any
 from kvmosaic.errors import InvalidPrompt, TooManyChunks
 from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.document import Document, read_documents
+from kvmosaic.prompt.finding import place_documents
 from kvmosaic.prompt.message import read_messages
 from kvmosaic.prompt.pieces import Piece, foreign, joined, template
-from kvmosaic.prompt.placing import place_documents
 from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind
 from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_token_ids
 from kvmosaic.prompt.splitting import fit_chunks

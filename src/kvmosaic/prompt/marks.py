@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -62,7 +61,6 @@ class Marks:
 
     def __init__(self) -> None:
         self._secret = "kv" + secrets.token_hex(12)
-        self._found = re.compile(rf"{self._secret}o(\d+)x(.*?){self._secret}c\1x", re.DOTALL)
         self._is_padded: list[bool] = []
 
     def mark(self, *, padded: bool = False) -> str:
@@ -76,18 +74,21 @@ class Marks:
         return f"{self._secret}e{index}x"
 
     def is_in(self, text: str) -> bool:
-        """Whether any part of a mark is left in a text."""
-        return self._secret in text
+        """Whether a part of a mark is left in a text: its beginning, also in capitals, or its padding."""
+        return self._secret[:8] in text.lower() or _PAD in text
 
     def split(self, text: str) -> list[str | Place]:
         """Cuts rendered text into the template's own text and the places of marks, in turns; text is first and last."""
-        items: list[str | Place] = []
-        last = 0
-        for match in self._found.finditer(text):
-            escape = next((escape for escape in _ESCAPES if escape(_PROBE) == match[2]), None)
-            items += [text[last : match.start()], Place(int(match[1]), escape)]
-            last = match.end()
-        items.append(text[last:])
+        first, *rest = text.split(self._secret + "o")
+        items: list[str | Place] = [first]
+        for part in rest:
+            number, _, body = part.partition("x")
+            shown, found, after = body.partition(f"{self._secret}c{number}x")
+            if found:
+                escape = next((escape for escape in _ESCAPES if escape(_PROBE) == shown), None)
+                items += [Place(int(number), escape), after]
+            else:
+                items[-1] = f"{items[-1]}{self._secret}o{part}"  # half a mark: the template took it apart
         for index, place in enumerate(items):
             if isinstance(place, Place) and self._is_padded[place.index]:
                 _take_pads(items, index, place)

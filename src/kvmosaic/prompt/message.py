@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from kvmosaic.errors import InvalidMessages
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 10_000
 MAX_MESSAGE_CHARACTERS = 2**25
+_MAX_DEPTH = 32
+_KEY = re.compile(r"[\w .$/@:-]{1,256}")
 _EXTRA_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 
 
@@ -50,8 +53,29 @@ def _read_message(message: object, index: int) -> dict[str, Any]:
         raise InvalidMessages(
             f"message {index} ({role}) has {len(content)} characters; at most {MAX_MESSAGE_CHARACTERS} are allowed"
         )
-    extra = {key: message[key] for key in _EXTRA_KEYS if message.get(key) is not None}
+    extra = {key: _plain(message[key], index) for key in _EXTRA_KEYS if message.get(key) is not None}
     return {"role": role, "content": content, **extra}
+
+
+def _plain(value: object, index: int, depth: int = 0) -> object:
+    """A copy made of lists, mappings, texts and numbers, whose keys cannot be taken for anything else."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if depth >= _MAX_DEPTH:
+        raise InvalidMessages(f"message {index} is nested deeper than {_MAX_DEPTH} levels; flatten it")
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str) or not _KEY.fullmatch(key):
+                raise InvalidMessages(
+                    f"message {index} has the key {key!r:.80}; a key has up to 256 letters, digits, spaces "
+                    "or any of _ . $ / @ : -"
+                )
+        return {key: _plain(item, index, depth + 1) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_plain(item, index, depth + 1) for item in value]
+    raise InvalidMessages(
+        f"message {index} holds a {type(value).__name__}; only texts, numbers, lists and mappings go in"
+    )
 
 
 def _read_content(content: object, index: int) -> str:

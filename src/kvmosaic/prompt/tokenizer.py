@@ -125,7 +125,7 @@ class PieceTokenizer:
                 verbose=False,
             )
         return [
-            (ids, [(start + left, start + right) for left, right in spans])
+            (ids, [(start + left, start + right) for left, right in spans] if start else spans)
             for (start, _), ids, spans in zip(parts, result["input_ids"], result["offset_mapping"], strict=True)
         ]
 
@@ -139,7 +139,7 @@ class PieceTokenizer:
     ) -> list[tuple[int, int]]:
         """Character spans of control tokens that were made, at least partly, from untrusted characters."""
         found: list[tuple[int, int]] = []
-        if not foreign:
+        if not foreign or self._control.keys().isdisjoint(token_ids):
             return found
         for token_id, (start, end) in zip(token_ids, spans, strict=True):
             if token_id not in self._control:

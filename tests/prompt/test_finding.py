@@ -21,8 +21,8 @@ from support.tokenizers import (
 from kvmosaic.errors import InvalidMessages
 from kvmosaic.prompt import Document
 from kvmosaic.prompt.conversation import Conversation
+from kvmosaic.prompt.finding import place_documents
 from kvmosaic.prompt.pieces import joined
-from kvmosaic.prompt.placing import place_documents
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "What is it?"}
