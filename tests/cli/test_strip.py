@@ -72,3 +72,10 @@ def test_printable_keeps_text_and_marks_control_characters() -> None:
 def test_one_line_shortens_and_joins_lines() -> None:
     assert one_line("where \n does  it go?") == "where does it go?"
     assert one_line("x" * 50, 10) == "x" * 9 + "…"
+
+
+def test_a_thousand_segments_are_cut_before_the_last_one() -> None:
+    lines = drawn(Strip([*(Bar(f"doc{index}", 10, "reused") for index in range(1000)), Bar("question", 9, "computed")]))
+    assert len(lines) < 40
+    assert "953 segments before the last one are not drawn" in lines
+    assert any("question" in line for line in lines)

@@ -12,8 +12,9 @@ from kvmosaic.cache.plan import Plan, SpanPlan
 from kvmosaic.console.asking import Asking
 from kvmosaic.console.model import memory_table
 from kvmosaic.console.opening import Opening, open_llm
+from kvmosaic.console.reuse import MOST_ROWS
 from kvmosaic.console.strip import Action, Bar, Strip, field
-from kvmosaic.console.text import printable, size_text
+from kvmosaic.console.text import ends, printable, size_text
 
 
 def show_plans(opening: Opening, asking: Asking) -> None:
@@ -48,7 +49,10 @@ def plan_table(plan: Plan, bytes_per_token: int) -> Table:
     for heading in ("tokens", "computed at", "seen at", "moved by", "memory"):
         table.add_column(heading, justify="right")
     table.add_column("plan", no_wrap=True)
-    for span in plan.spans:
+    shown = ends(plan.spans, MOST_ROWS)
+    for span in shown:
+        if span is shown[-1] and len(shown) < len(plan.spans):
+            table.add_row(f"… {len(plan.spans) - len(shown):,} more", style="dim")
         table.add_row(
             printable(span.name or span.kind),
             f"{span.num_tokens:,}",

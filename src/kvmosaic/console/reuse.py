@@ -7,8 +7,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmosaic.console.strip import Action, Bar, Strip, field
-from kvmosaic.console.text import duration_text, printable
+from kvmosaic.console.text import duration_text, ends, printable
 from kvmosaic.sampling.reuse import ReuseReport, SegmentReuse
+
+MOST_ROWS = 24
+"""Rows of a table of segments; more are cut before the last one."""
 
 
 def reuse_strip(report: ReuseReport, has_legend: bool = True) -> Strip:
@@ -24,7 +27,10 @@ def reuse_table(report: ReuseReport) -> RenderableType:
     table.add_column("what happened", no_wrap=True)
     table.add_column("moved by", justify="right")
     table.add_column("time", justify="right")
-    for segment in report.segments:
+    shown = ends(report.segments, MOST_ROWS)
+    for segment in shown:
+        if segment is shown[-1] and len(shown) < len(report.segments):
+            table.add_row(*_middle(report.segments[MOST_ROWS - 1 : -1]), style="dim")
         table.add_row(
             printable(segment.name or segment.kind),
             f"{segment.num_tokens:,}",
@@ -50,6 +56,13 @@ def _bars(segment: SegmentReuse) -> list[Bar]:
     action: Action = "moved" if segment.distance else "reused"
     bars = [Bar(label, found, action, segment.distance)] if found else []
     return bars + ([Bar(label, segment.computed_tokens, "computed")] if segment.computed_tokens else [])
+
+
+def _middle(segments: tuple[SegmentReuse, ...]) -> tuple[str, str, str]:
+    """One row for the segments that are not shown."""
+    reused = sum(segment.reused_tokens for segment in segments)
+    tokens = sum(segment.num_tokens for segment in segments)
+    return f"… {len(segments):,} more", f"{tokens:,}", f" {reused:,} tokens reused "
 
 
 def _action(segment: SegmentReuse) -> Text:

@@ -9,7 +9,7 @@ from typing import Literal
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from kvmosaic.console.text import printable
+from kvmosaic.console.text import ends, printable
 
 Action = Literal["reused", "moved", "computed"]
 
@@ -21,6 +21,7 @@ _PATTERNS = {"reused": "█", "moved": "▓", "computed": "░"}
 """One pattern per action, for terminals and files without colour."""
 _NARROWEST = (12, 11, 10, 9)
 """Columns of the shortest segment, best first: room for the beginning of a name."""
+_MOST_BARS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,9 @@ class Strip:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draws the rows of bars and the legend."""
         has_colour = console.color_system is not None and not console.no_color
-        widths = bar_widths([bar.num_tokens for bar in self.bars], options.max_width)
-        for row in _rows(list(zip(self.bars, widths, strict=True)), options.max_width):
+        bars = ends(self.bars, _MOST_BARS)
+        widths = bar_widths([bar.num_tokens for bar in bars], options.max_width)
+        for row in _rows(list(zip(bars, widths, strict=True)), options.max_width):
             names = [f"{_MARKS[bar.action]} {printable(bar.label)}" for bar, _ in row]
             if has_colour:
                 yield _line(row, [f" {name}" for name in names], [field(bar.action) for bar, _ in row])
@@ -60,6 +62,8 @@ class Strip:
                 yield _line(row, names)
                 yield _line(row, [_PATTERNS[bar.action] * (width - 1) for bar, width in row])
             yield _line(row, [" " * has_colour + _figures(bar) for bar, _ in row], ["dim"] * len(row))
+        if len(bars) < len(self.bars):
+            yield Text(f"{len(self.bars) - len(bars):,} segments before the last one are not drawn", style="dim")
         if self.has_legend:
             yield legend(has_colour)
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 
 def printable(text: str) -> str:
@@ -25,6 +29,11 @@ def one_line(text: str, limit: int = 100) -> str:
     """The beginning of a text on one line, for headings."""
     line = " ".join(printable(text).split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def ends(items: Sequence[Item], limit: int) -> list[Item]:
+    """The first items and the last one, `limit` of them at most, for lists too long for a screen."""
+    return list(items) if len(items) <= limit else [*items[: limit - 1], items[-1]]
 
 
 def size_text(num_bytes: int) -> str:
