@@ -203,6 +203,15 @@ def test_a_prompt_that_is_too_long_names_the_numbers():
         check_length(arrange(prompt, "sequential"), 74, 10)
 
 
+def test_a_segment_that_can_never_fit_is_refused_at_once():
+    encoder = PromptEncoder(
+        None, ChunkCacheConfig(long_chunks="split", max_chunk_tokens=4), vocab_size=9, max_positions=8
+    )
+    assert len(encoder.encode(Prompt.from_tokens(chunks=[[1] * 20], question=[1] * 8)).chunks) == 5
+    with pytest.raises(PromptTooLong, match="the question segment alone has 9 tokens, the model has 8 positions"):
+        encoder.encode(Prompt.from_tokens(question=[1] * 9))
+
+
 def test_settings_of_their_own_agree_with_the_cache_configuration():
     own, cache = PromptOptions(), ChunkCacheConfig()
     for name in ("separator", "max_chunk_tokens", "max_prompt_chunks", "long_chunks"):

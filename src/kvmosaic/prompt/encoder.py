@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvmosaic.errors import InvalidPrompt, TooManyChunks
+from kvmosaic.errors import InvalidPrompt, PromptTooLong, TooManyChunks
 from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.document import Document, read_documents
 from kvmosaic.prompt.finding import place_documents
@@ -43,7 +43,7 @@ class PromptEncoder:
             tokenizer: turns text into ids and renders conversations.
             settings: limits and the separator, usually the `ChunkCacheConfig`.
             vocab_size: the model's number of token ids.
-            max_positions: the model's number of positions; None does not check it here.
+            max_positions: the model's number of positions, which no segment may exceed; None: no limit.
         """
         self.tokenizer = tokenizer
         self.settings = settings or PromptOptions()
@@ -166,7 +166,14 @@ class PromptEncoder:
         for segment in segments:
             check_token_ids(segment.token_ids or (), self.vocab_size, segment.label)
         limit, split = self.settings.max_chunk_tokens, self.settings.long_chunks == "split"
-        return Prompt(fit_chunks(segments, encodings, limit, split=split), salt=salt)
+        parts = fit_chunks(segments, encodings, limit, split=split)
+        for part in parts:
+            if self.max_positions is not None and part.num_tokens > self.max_positions:
+                raise PromptTooLong(
+                    f"the {part.label} alone has {part.num_tokens} tokens, the model has {self.max_positions} "
+                    "positions; shorten it"
+                )
+        return Prompt(parts, salt=salt)
 
     def _encode(self, pieces: Sequence[Piece], *, with_prefix: bool = False) -> Encoded:
         if self._pieces is None:
