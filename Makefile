@@ -2,8 +2,8 @@
 # make test    the tests
 # make check   linter, formatter, types, import rules
 #
-# Each of them makes its own environment in .venv first. pip always reads constraints.txt: without it, pip may choose
-# a torch with several gigabytes of GPU libraries.
+# Each of them makes its own environment in .venv first. pip always reads constraints.txt: without it, pip takes the
+# newest torch, which on Linux can bring several gigabytes of GPU libraries.
 
 PYTHON ?= python3
 VENV ?= .venv
