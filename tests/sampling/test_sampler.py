@@ -164,6 +164,16 @@ def test_logits_are_left_as_they_were():
     assert torch.equal(logits, before)
 
 
+@settings(max_examples=50)
+@given(st.integers(0, 10_000))
+def test_the_largest_draw_still_takes_a_token_that_is_possible(seed):
+    logits = steps(1, 1, seed)[0]
+    logits[0, V // 2 :] = float("-inf")
+    highest = state(seed=1)
+    highest.draw = lambda: 1.0  # one step above what can be drawn, as rounding may make it
+    assert ids(sample(logits, [highest]))[0] < V // 2
+
+
 def test_a_token_of_probability_zero_is_never_drawn():
     logits = torch.full((1, V), float("-inf"))
     logits[0, [0, 20, V - 1]] = torch.tensor([0.0, 0.0, -40.0])
