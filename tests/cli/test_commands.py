@@ -15,7 +15,7 @@ from kvmosaic.console.asking import Asking, split_input
 from kvmosaic.errors import InvalidPrompt
 
 
-def run(*arguments: str | Path, text: str | None = None) -> Result:
+def run(*arguments: str | Path, text: str | bytes | None = None) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], input=text)
 
 
@@ -91,6 +91,8 @@ def test_empty_folder_and_empty_input_are_refused(tiny_model: Path, tmp_path: Pa
     assert "no .txt or .md file" in run("run", tiny_model, "--documents", tmp_path, "-q", "Why?").stderr
     result = run("run", tiny_model, "-", text="\n \n")
     assert result.exit_code == 2 and "standard input is empty" in result.stderr
+    result = run("run", tiny_model, "-", text=b"a ## b\xff ## c")
+    assert result.exit_code == 2 and "standard input is not UTF-8 text (byte 6)" in result.stderr
 
 
 def test_input_is_one_prompt_per_line_only_if_every_line_is_one() -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvmosaic.llm import LLM
     from kvmosaic.prompt import Prompt
 
-MAX_INPUT_CHARACTERS = 2**25
+MAX_INPUT_BYTES = 2**26
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,10 @@ def split_input(text: str, separator: str) -> list[str]:
 
 
 def _standard_input() -> str:
-    text = sys.stdin.read(MAX_INPUT_CHARACTERS + 1)
-    if len(text) > MAX_INPUT_CHARACTERS:
-        raise InvalidPrompt(f"standard input has more than {MAX_INPUT_CHARACTERS:,} characters; send fewer prompts")
-    return text
+    content = sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
+    if len(content) > MAX_INPUT_BYTES:
+        raise InvalidPrompt(f"standard input has more than {MAX_INPUT_BYTES:,} bytes; send fewer prompts")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidPrompt(f"standard input is not UTF-8 text (byte {error.start}); convert it to UTF-8") from error
