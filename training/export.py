@@ -1,0 +1,119 @@
+"""Writes a checkpoint as a transformers model folder."""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from training.model import ReaderConfig
+from training.tokenizer import BEGIN, END, PAD, SPECIAL
+
+CHAT_TEMPLATE = """{{- bos_token }}
+{%- if messages and messages[0]['role'] == 'system' %}
+    {{- '<|system|>' + messages[0]['content'] | trim + '\\n' }}
+    {%- set turns = messages[1:] %}
+{%- else %}
+    {%- set turns = messages %}
+{%- endif %}
+{%- for document in documents or [] %}
+    {{- '<|document|>' }}
+    {%- if document['title'] %}
+        {{- document['title'] | trim + '\\n' }}
+    {%- endif %}
+    {{- document['text'] | trim + '\\n' }}
+{%- endfor %}
+{%- for message in turns %}
+    {%- if message['role'] == 'user' %}
+        {{- '<|user|>' + message['content'] | trim + '\\n' }}
+    {%- elif message['role'] == 'assistant' %}
+        {{- '<|assistant|> ' + message['content'] | trim + '<|end|>' }}
+    {%- else %}
+        {{- raise_exception('The reader knows a system message only at the start; found role ' + message['role']) }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>' }}
+{%- endif %}"""
+
+
+def model_config(config: ReaderConfig, tokenizer: Tokenizer) -> dict[str, object]:
+    """The content of config.json."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocabulary,
+        "hidden_size": config.hidden,
+        "intermediate_size": config.intermediate,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "dtype": "bfloat16",
+        "bos_token_id": tokenizer.token_to_id(BEGIN),
+        "eos_token_id": tokenizer.token_to_id(END),
+        "pad_token_id": tokenizer.token_to_id(PAD),
+    }
+
+
+def tokenizer_config(config: ReaderConfig) -> dict[str, object]:
+    """The content of tokenizer_config.json."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BEGIN,
+        "eos_token": END,
+        "pad_token": PAD,
+        "additional_special_tokens": SPECIAL[3:],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": config.max_positions,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def export(checkpoint: Path, tokenizer_file: Path, output: Path) -> None:
+    """Writes weights in bfloat16, configuration, tokenizer and chat template."""
+    output.mkdir(parents=True, exist_ok=True)
+    config = ReaderConfig()
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    weights = {name: value.to(torch.bfloat16) for name, value in load_file(checkpoint / "model.safetensors").items()}
+    save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save(str(output / "tokenizer.json"))
+    documents: dict[str, dict[str, object]] = {
+        "config.json": model_config(config, tokenizer),
+        "tokenizer_config.json": tokenizer_config(config),
+        "generation_config.json": {
+            "bos_token_id": tokenizer.token_to_id(BEGIN),
+            "eos_token_id": tokenizer.token_to_id(END),
+            "pad_token_id": tokenizer.token_to_id(PAD),
+            "do_sample": False,
+            "max_new_tokens": 32,
+        },
+    }
+    for name, content in documents.items():
+        (output / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", type=Path, help="folder with model.safetensors")
+    parser.add_argument("output", type=Path, help="model folder to write")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; the checkpoint's own by default")
+    options = parser.parse_args()
+    export(options.checkpoint, options.tokenizer or options.checkpoint / "tokenizer.json", options.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""The reader as a small torch module that trains all layouts in one forward.
+
+The weights have the names and shapes of transformers' LlamaForCausalLM, and causal input gives the same logits. What
+transformers cannot do in training is here: context rows attend with keys at their local positions, question rows see
+the same keys turned to their moved positions. A row of a batch is
+
+    [ system | document 1 | document 2 | ... | pad ][ question + answer | question + answer | ... | pad ]
+      context tokens, `context` of them                blocks that do not see each other
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+PAD_SEGMENT = -1
+
+
+@dataclass(frozen=True)
+class ReaderConfig:
+    """The shape of the reader, in the words of LlamaConfig."""
+
+    vocabulary: int = 3072
+    hidden: int = 256
+    layers: int = 5
+    heads: int = 4
+    kv_heads: int = 2
+    intermediate: int = 512
+    rope_theta: float = 100_000.0
+    norm_eps: float = 1e-5
+    max_positions: int = 4096
+
+    @property
+    def head_size(self) -> int:
+        """Numbers per head."""
+        return self.hidden // self.heads
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B rows of T tokens, the first `context` of each are context. All tensors are [B, T] unless noted."""
+
+    tokens: Tensor
+    local: Tensor
+    moved: Tensor
+    segments: Tensor  # 0 system, 1.. documents; questions count from 1 on their own; PAD_SEGMENT for padding
+    causal: Tensor  # [B] bool: documents see the documents before them
+    sees_system: Tensor  # [B] bool: documents see the system text
+    chosen: Tensor  # [K] flat indexes of the tokens whose next token is predicted
+    targets: Tensor  # [K]
+    weights: Tensor  # [K]
+    context: int
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scales each row to mean square one, in float32, as transformers does."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates [B, T, heads, head_size] by angles [B, T, 1, head_size / 2], half layout."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+    """Attention [B, heads, T, head_size] over [B, kv_heads, S, head_size] with a bias [B, 1, T, S]."""
+    rows, heads, length, size = query.shape
+    groups = key.shape[1]
+    flat = query.reshape(rows * groups, heads // groups * length, size)
+    scores = torch.bmm(flat, key.reshape(rows * groups, -1, size).transpose(1, 2))
+    scores = scores.view(rows, heads, length, -1).float() * size**-0.5 + bias
+    weights = torch.softmax(scores, -1).to(query.dtype).view(rows * groups, heads // groups * length, -1)
+    return torch.bmm(weights, value.reshape(rows * groups, -1, size)).view(rows, heads, length, size)
+
+
+def visibility(batch: Batch) -> tuple[Tensor, Tensor]:
+    """The additive masks of context rows [B, 1, C, C] and question rows [B, 1, Q, C + Q]."""
+    context = batch.context
+    inside, outside = batch.segments[:, :context], batch.segments[:, context:]
+    order = torch.arange(batch.tokens.shape[1])
+    own, other = inside[:, :, None], inside[:, None, :]
+    system = (other == 0) & batch.sees_system[:, None, None]
+    allowed = (own == other) | system | batch.causal[:, None, None]
+    allowed &= (order[:context, None] >= order[None, :context]) & (other != PAD_SEGMENT)
+    known = (other != PAD_SEGMENT).expand(-1, outside.shape[1], -1)
+    same = (outside[:, :, None] == outside[:, None, :]) & (order[context:, None] >= order[None, context:])
+    seen = torch.cat((known, same), 2)
+    return tuple(torch.where(mask, 0.0, -1e9)[:, None] for mask in (allowed, seen))  # type: ignore[return-value]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with two positions for each key."""
+
+    def __init__(self, config: ReaderConfig) -> None:
+        super().__init__()
+        self.size = config.head_size
+        self.q_proj = nn.Linear(config.hidden, config.heads * self.size, bias=False)
+        self.k_proj = nn.Linear(config.hidden, config.kv_heads * self.size, bias=False)
+        self.v_proj = nn.Linear(config.hidden, config.kv_heads * self.size, bias=False)
+        self.o_proj = nn.Linear(config.heads * self.size, config.hidden, bias=False)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, ...], masks: tuple[Tensor, Tensor], context: int) -> Tensor:
+        """Maps [B, T, hidden] to [B, T, hidden]."""
+        shape = (*x.shape[:2], -1, self.size)
+        query, key, value = (linear(x, layer).view(shape) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        cos, sin, moved_cos, moved_sin = angles
+        query = turn(query, cos, sin).transpose(1, 2)
+        moved = turn(key, moved_cos, moved_sin).transpose(1, 2)
+        key = turn(key[:, :context], cos[:, :context], sin[:, :context]).transpose(1, 2)
+        value = value.transpose(1, 2)
+        read = attention(query[:, :, :context], key, value[:, :, :context], masks[0])
+        asked = attention(query[:, :, context:], moved, value, masks[1])
+        return linear(torch.cat((read, asked), 2).transpose(1, 2).flatten(2), self.o_proj)
+
+
+class FeedForward(nn.Module):
+    """The gated feed-forward part."""
+
+    def __init__(self, config: ReaderConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
+        self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
+        self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [B, T, hidden] to [B, T, hidden]."""
+        return linear(F.silu(linear(x, self.gate_proj)) * linear(x, self.up_proj), self.down_proj)
+
+
+class Norm(nn.Module):
+    """A learned scale per number."""
+
+    def __init__(self, config: ReaderConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.hidden))
+        self.eps = config.norm_eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [B, T, hidden] to [B, T, hidden]."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Layer(nn.Module):
+    """Attention, then feed-forward, each added to its normalised input."""
+
+    def __init__(self, config: ReaderConfig) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(config)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = Norm(config)
+        self.mlp = FeedForward(config)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, ...], masks: tuple[Tensor, Tensor], context: int) -> Tensor:
+        """Maps [B, T, hidden] to [B, T, hidden]."""
+        x = x + self.self_attn(self.input_layernorm(x), angles, masks, context)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Body(nn.Module):
+    """Everything below the output, named as in transformers."""
+
+    def __init__(self, config: ReaderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocabulary, config.hidden)
+        self.layers = nn.ModuleList([Layer(config) for _ in range(config.layers)])
+        self.norm = Norm(config)
+
+
+def linear(x: Tensor, layer: nn.Linear) -> Tensor:
+    """Applies a layer in the type of the activations."""
+    return F.linear(x, layer.weight.to(x.dtype))
+
+
+class Reader(nn.Module):
+    """A Llama with tied embeddings; `dtype` is that of the activations, the weights stay as they are."""
+
+    def __init__(self, config: ReaderConfig, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.model = Body(config)
+        self.inv_freq = config.rope_theta ** -(torch.arange(0, config.head_size, 2).float() / config.head_size)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Logits [K, vocabulary] at the chosen tokens."""
+        table = self.model.embed_tokens.weight.to(self.dtype)
+        x = F.embedding(batch.tokens, table)
+        angles: list[Tensor] = []
+        for positions in (batch.local, batch.moved):
+            angle = (positions[..., None].float() * self.inv_freq)[:, :, None, :]
+            angles += [angle.cos().to(self.dtype), angle.sin().to(self.dtype)]
+        masks = visibility(batch)
+        for layer in self.model.layers:
+            x = layer(x, tuple(angles), masks, batch.context)
+        x = self.model.norm(x.flatten(0, 1)[batch.chosen])
+        return F.linear(x, table).float()
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The mean loss of the chosen tokens, by weight."""
+        losses = F.cross_entropy(self.logits(batch), batch.targets, reduction="none")
+        return (losses * batch.weights).sum() / batch.weights.sum()
+
+    def answers(self, batch: Batch) -> Tensor:
+        """The most likely next token [K] at the chosen tokens."""
+        return self.logits(batch).argmax(-1)

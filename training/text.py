@@ -1,0 +1,195 @@
+"""Generated documents with questions whose answers are words of the documents."""
+
+from dataclasses import dataclass
+from random import Random
+
+from training import words
+from training.names import NameSource, Split
+from training.relations import Kind, Relation, load_kinds
+from training.values import draw_value, with_article
+
+UNKNOWN = "not in the documents"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the generated prompts look like. The curriculum and the evaluation each use their own."""
+
+    documents: tuple[int, int] = (1, 6)
+    sentences: tuple[int, int] = (2, 6)
+    questions: int = 8
+    repeated: bool = False  # whether facts are asked a second time when there are too few
+    same_kind: float = 0.7  # how often all documents are about the same kind of thing
+    pronouns: float = 0.4  # how often a later sentence does not repeat the full name
+    joined: float = 0.15  # how often two sentences become one with "and"
+    fillers: float = 0.2  # how often a document has a sentence that says nothing
+    echoes: float = 0.06  # how often a name is made from a stem that the prompt already has
+    unknown: float = 0.0  # how often a question has no answer in the documents
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A relation with its value."""
+
+    relation: Relation
+    value: str
+
+
+@dataclass(frozen=True)
+class Entity:
+    """A thing that a document is about."""
+
+    kind: Kind
+    name: str
+    noun: str  # "he", "she", "it" or "the ship"
+    facts: tuple[Fact, ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A short text, with the name it is about as title or without a title."""
+
+    title: str | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question and its only right answer."""
+
+    text: str
+    answer: str
+    document: int  # the index of the document with the answer; -1 for none
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt."""
+
+    system: str | None
+    documents: tuple[Document, ...]
+    questions: tuple[Question, ...]
+
+
+POSSESSIVES = {"he": "his", "she": "her", "it": "its"}
+OBJECTS = {"he": "him", "she": "her", "it": "it"}
+
+
+def capital(text: str) -> str:
+    """The text with a capital at the start."""
+    return text[0].upper() + text[1:]
+
+
+class TextSource:
+    """Draws examples; the same seed, split and recipes give the same examples."""
+
+    def __init__(self, seed: int, split: Split = "train") -> None:
+        self.random = Random(f"{split}-{seed}")
+        self.names = NameSource(self.random, split)
+        self.kinds = load_kinds()
+
+    def example(self, recipe: Recipe) -> Example:
+        """The next prompt."""
+        random = self.random
+        self.names.start_prompt(recipe.echoes)
+        count = random.randint(*recipe.documents)
+        same = random.random() < recipe.same_kind
+        kind = random.choice(self.kinds)
+        entities: list[Entity] = []
+        taken: set[str] = set()
+        while len(entities) < count:
+            entity = self._entity(kind if same else random.choice(self.kinds), recipe, taken)
+            entities.append(entity)
+            taken.add(entity.name)
+        documents = tuple(self._document(entity, recipe) for entity in entities)
+        system = None if random.random() < 0.08 else random.choice(words.SYSTEMS)
+        return Example(system, documents, self._questions(entities, recipe))
+
+    def _entity(self, kind: Kind, recipe: Recipe, taken: set[str]) -> Entity:
+        random = self.random
+        noun = random.choice(kind.nouns)
+        name = ""
+        while not name or name in taken:
+            name = self.names.person(noun == "she") if kind.name == "person" else getattr(self.names, kind.name)()
+        count = min(random.randint(*recipe.sentences), len(kind.relations))
+        relations = random.sample(kind.relations, count)
+        facts = tuple(Fact(relation, draw_value(relation.value_kind, self.names)) for relation in relations)
+        return Entity(kind, name, noun, facts)
+
+    def _document(self, entity: Entity, recipe: Recipe) -> Document:
+        random = self.random
+        title = capital(entity.name.removeprefix("the ")) if random.random() < 0.6 else None
+        pronoun_first = title is not None and random.random() < recipe.pronouns * 0.25
+        sentences: list[str] = []
+        starts_with_subject = False
+        for index, fact in enumerate(entity.facts):
+            short = random.random() < recipe.pronouns if index else pronoun_first
+            template = random.choice(fact.relation.sentences)
+            while not index and template.startswith("{v}"):
+                template = random.choice(fact.relation.sentences)
+            joined = starts_with_subject and template.startswith("{S} ") and random.random() < recipe.joined
+            starts_with_subject = template.startswith("{S} ") and not joined
+            if joined:
+                rest = self._sentence(entity, fact, template.removeprefix("{S} "), short)
+                sentences[-1] = f"{sentences[-1].removesuffix('.')} and {rest}"
+            else:
+                sentences.append(self._sentence(entity, fact, template, short))
+        if random.random() < recipe.fillers:
+            sentences.insert(random.randint(1, len(sentences)), random.choice(words.FILLERS))
+        return Document(title, " ".join(sentences))
+
+    def _sentence(self, entity: Entity, fact: Fact, template: str, short: bool) -> str:
+        name, noun = entity.name, entity.noun
+        possessive = f"{name}'s"
+        subject = target = name
+        own = POSSESSIVES.get(noun, "its")
+        if short:
+            if noun in OBJECTS and entity.kind.name == "person" and self.random.random() < 0.3:
+                subject = target = self.random.choice(name.split())
+                possessive = f"{subject}'s"
+            elif noun in OBJECTS:
+                subject, target, possessive = noun, OBJECTS[noun], own
+            else:
+                subject = target = noun
+                possessive = f"{noun}'s"
+        return template.format(
+            S=capital(subject),
+            s=subject,
+            o=target,
+            P=capital(possessive),
+            g=own,
+            v=fact.value,
+            a=with_article(fact.value),
+        )
+
+    def _questions(self, entities: list[Entity], recipe: Recipe) -> tuple[Question, ...]:
+        random = self.random
+        pairs = [(index, fact) for index, entity in enumerate(entities) for fact in entity.facts]
+        random.shuffle(pairs)
+        if recipe.repeated:
+            pairs += pairs
+        questions = [self._question(entities, index, fact, recipe) for index, fact in pairs[: recipe.questions]]
+        return tuple(questions)
+
+    def _question(self, entities: list[Entity], index: int, fact: Fact, recipe: Recipe) -> Question:
+        entity = entities[index]
+        if self.random.random() < recipe.unknown:
+            return self._unknown(entities, entity, recipe)
+        return Question(self._ask(entity, fact.relation), fact.value, index)
+
+    def _ask(self, entity: Entity, relation: Relation) -> str:
+        own = POSSESSIVES.get(entity.noun, "its")
+        return capital(self.random.choice(relation.questions).format(n=entity.name, p=f"{entity.name}'s", g=own))
+
+    def _unknown(self, entities: list[Entity], entity: Entity, recipe: Recipe) -> Question:
+        """A question about something the documents do not say, or about something they do not name."""
+        if self.random.random() < 0.5:
+            entity = self._entity(entity.kind, recipe, {other.name for other in entities})
+            return Question(self._ask(entity, entity.facts[0].relation), UNKNOWN, -1)
+        said = {fact.relation.value_kind for fact in entity.facts}
+        unsaid = [relation for relation in entity.kind.relations if relation.value_kind not in said]
+        relation = self.random.choice(unsaid) if unsaid else None
+        if relation is None:
+            fact = self.random.choice(entity.facts)
+            return Question(self._ask(entity, fact.relation), fact.value, entities.index(entity))
+        return Question(self._ask(entity, relation), UNKNOWN, -1)

@@ -1,0 +1,131 @@
+"""The training loop: a constant rate after a short warm-up, falling to zero at the end; resumable at any time."""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from training.batches import Packer, Reading, Shape, Writer
+from training.curriculum import copying_row, draw_reading, stage_at
+from training.layout import STRATEGIES
+from training.measure import measure
+from training.model import Batch, Reader, ReaderConfig
+from training.optimizers import Optimizers, resume, save
+from training.start import initialise
+from training.text import Recipe, TextSource
+from training.tokenizer import train_tokenizer
+
+QUESTION_TOKENS = 224
+PROGRESS_SHAPES = (Shape(10, 320, 160),)
+PROGRESS_RECIPES = (
+    Recipe(documents=(1, 1), sentences=(1, 3), pronouns=0, joined=0, fillers=0),
+    Recipe(documents=(3, 6)),
+)
+
+
+class Data:
+    """An endless stream of batches that follows the curriculum."""
+
+    def __init__(self, seed: int, step: int, tokenizer: Tokenizer, text_weight: float) -> None:
+        self.random = Random(f"reading-{seed}-{step}")
+        self.source = TextSource(seed + 1000 * step)
+        self.writer = Writer(tokenizer, self.random)
+        self.packer = Packer(tokenizer, self.random, text_weight)
+        self.step = step
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            stage = stage_at(self.step)
+            reading = draw_reading(self.random, stage)
+            if self.random.random() < stage.copying:
+                row = copying_row(self.random, reading)
+            else:
+                row = self.writer.row(self.source.example(stage.recipe), reading, QUESTION_TOKENS)
+            for batch in self.packer.add(row):
+                yield batch
+                self.step += 1
+
+
+def rate_factor(step: int, warmup: int, steps: int, decay: int) -> float:
+    """The factor on the rates: up in `warmup` steps, level, and down to 2% in the last `decay` steps."""
+    return min(1.0, (step + 1) / warmup) * min(1.0, max(0.02, (steps - step) / decay))
+
+
+def show_progress(answers: Callable[[Batch], Tensor], tokenizer: Tokenizer) -> None:
+    """Prints the accuracy on a few held-out prompts, and some wrong answers."""
+    for recipe in PROGRESS_RECIPES:
+        scores = {s: measure(answers, tokenizer, recipe, Reading(s), 150, shapes=PROGRESS_SHAPES) for s in STRATEGIES}
+        print(f"  documents {recipe.documents}:", *(f"{s} {score.accuracy:.3f}" for s, score in scores.items()))
+    print(*scores["shared"].wrong[:4], sep="\n", flush=True)
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="checkpoint folder; training resumes from it")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; trained when missing")
+    parser.add_argument("--steps", type=int, default=12000)
+    parser.add_argument("--decay", type=int, default=3000, help="steps of falling rate at the end")
+    parser.add_argument("--warmup", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--matrix-rate", type=float, default=0.003)
+    parser.add_argument("--other-rate", type=float, default=0.001)
+    parser.add_argument("--text-weight", type=float, default=0.1, help="weight of tokens outside the answers")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--evaluate-every", type=int, default=500)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Trains until the last step, saving and measuring on the way."""
+    options = parse_options()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    path = options.tokenizer or options.folder / "tokenizer.json"
+    if not path.exists():
+        train_tokenizer(options.seed).save(str(path))
+    tokenizer = Tokenizer.from_file(str(path))
+    model = Reader(ReaderConfig())
+    initialise(model)
+    optimizers = Optimizers(model, options.matrix_rate, options.other_rate)
+    record = resume(options.folder, model, optimizers)
+    loss_of = torch.compile(model, dynamic=False)
+    answers_of = torch.compile(model.answers, dynamic=False)
+    data = iter(Data(options.seed, int(record["step"]), tokenizer, options.text_weight))
+    shown, shown_tokens, losses = time.perf_counter(), record["tokens"], 0.0
+    for step in range(int(record["step"]), options.steps):
+        started = time.perf_counter()
+        batch = next(data)
+        loss = loss_of(batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizers.step(rate_factor(step, options.warmup, options.steps, options.decay))
+        losses += loss.item()
+        record["tokens"] += batch.tokens.numel()
+        record["seconds"] += time.perf_counter() - started
+        record["step"] = step + 1
+        if (step + 1) % 50 == 0:
+            now = time.perf_counter()
+            speed = (record["tokens"] - shown_tokens) / (now - shown)
+            print(
+                f"step {step + 1} loss {losses / 50:.3f} tokens {record['tokens'] / 1e6:.2f}M {speed:.0f}/s", flush=True
+            )
+            shown, shown_tokens, losses = now, record["tokens"], 0.0
+        if (step + 1) % options.evaluate_every == 0 or step + 1 == options.steps:
+            save(options.folder, model, optimizers, record)
+            show_progress(answers_of, tokenizer)
+
+
+if __name__ == "__main__":
+    main()
