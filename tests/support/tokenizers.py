@@ -125,6 +125,15 @@ TITLED = _chatml_with(
     "{% for document in documents or [] %}{{ document.title + ': ' + document.text + '\n' }}{% endfor %}"
 )
 """Documents without a title make an error."""
+HEADED = _chatml_with(
+    "{% if documents and documents[0].title %}{{ 'These have titles.\n' }}{% endif %}"
+    "{% for document in documents or [] %}{{ document.text + '\n' }}{% endfor %}"
+)
+"""The text before the documents depends on them."""
+INTERLEAVED = _chatml_with(
+    "{% for document in documents or [] %}{{ document.text + '\n' + messages[0].content + '\n' }}{% endfor %}"
+)
+"""A message between the documents."""
 AFTER = CHATML.replace(
     "{% if add", "{% for document in documents or [] %}{{ document.text + '\n' }}{% endfor %}{% if add"
 )
@@ -142,6 +151,8 @@ OTHER_TEMPLATES = {
     "shouting": SHOUTING,
     "titles_only": TITLES_ONLY,
     "titled": TITLED,
+    "headed": HEADED,
+    "interleaved": INTERLEAVED,
     "after": AFTER,
 }
 TEMPLATES = PLACING_TEMPLATES | OTHER_TEMPLATES

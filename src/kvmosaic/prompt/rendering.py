@@ -51,7 +51,7 @@ def render_marks(conversation: Conversation, fields: tuple[str, ...], number: in
         parts = marks.split(piece.text) if piece.trusted else [piece.text]
         items += [Piece(part, piece.trusted, piece.message) if isinstance(part, str) else part for part in parts]
     places = [index for index, item in enumerate(items) if isinstance(item, Place)]
-    if not places or any(marks.is_in(piece.text) for piece in _pieces(items) if piece.trusted):
+    if not places:
         return None
     shown = _shown_fields(items, fields, number)
     head, tail = _pieces(items[: places[0]]), _pieces(items[places[-1] + 1 :])
