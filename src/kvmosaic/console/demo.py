@@ -76,7 +76,7 @@ def run_demo(opening: Opening, folder: Path, visits: Sequence[Visit] = VISITS, c
         console.print(
             f"{len(documents)} documents, {words:,} words, one small model, no network\n", style="dim", highlight=False
         )
-        llm.generate("Is anybody there?", params)  # the first forward of a process pays for the start of its libraries
+        first_token_seconds(llm, "Is anybody there?")  # the first forward of a process pays for the start of libraries
         reports: list[ReuseReport] = []
         for visit in visits:
             prompt = compose(llm, visit.question, [documents[name] for name in visit.documents], SYSTEM)
@@ -112,7 +112,7 @@ def without_cache(llm: LLM) -> LLM:
     return LLM(llm.model, enable_chunk_cache=False, engine_config=engine_config)
 
 
-def first_token_seconds(llm: LLM, prompt: Prompt) -> float:
+def first_token_seconds(llm: LLM, prompt: Prompt | str) -> float:
     """Time to the first token of a prompt."""
     from kvmosaic.sampling import SamplingParams
 
