@@ -29,9 +29,9 @@ class VisitTimes:
 def times_table(times: Sequence[VisitTimes]) -> Table:
     """One row per question: the time to the first token with nothing cached and with the documents cached."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("first token of the answer to", no_wrap=True, overflow="ellipsis")
+    table.add_column("first token of the answer to", no_wrap=True, overflow="ellipsis", max_width=44)
     for heading in ("tokens", "cold", "warm", "faster"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for visit in times:
         table.add_row(
             one_line(visit.question),
