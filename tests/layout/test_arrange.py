@@ -71,6 +71,17 @@ def test_a_chunk_may_see_a_named_earlier_chunk():
     assert dense(shared).mask[6, 3:5].all() and not dense(shared).mask[6, 5]
 
 
+def test_a_chunk_may_be_seen_by_its_name():
+    a, b = (Segment(SegmentKind.CHUNK, (4, 5), name=name) for name in ("a", "b"))
+    by_name = Segment(SegmentKind.CHUNK, (7,), sees=("b",))
+    layout = arrange(Prompt((PROMPT.segments[0], a, b, by_name, PROMPT.segments[-1])), "shared")
+    assert layout.spans[3].views == (View(0, 0), View(2, 0))
+    with pytest.raises(InvalidSees, match="no chunk before it has that name; before it: 'a'"):
+        arrange(Prompt((a, by_name, b, PROMPT.segments[-1])))
+    with pytest.raises(InvalidSees, match="names a chunk twice"):
+        arrange(Prompt((a, Segment(SegmentKind.CHUNK, (7,), sees=("a", 0)), PROMPT.segments[-1])))
+
+
 @pytest.mark.parametrize("sees", [(0,), (1,), (-1,)])
 def test_a_chunk_cannot_see_itself_or_a_later_one(sees):
     chunks = (Segment(SegmentKind.CHUNK, (4, 5), sees=sees), Segment(SegmentKind.CHUNK, (6,)))

@@ -48,13 +48,17 @@ def test_token_ids_are_split_by_number():
 def test_sees_and_offsets_follow_the_parts():
     chunks = [
         Segment(SegmentKind.CHUNK, tuple(range(6)), position_offset=100),
-        Segment(SegmentKind.CHUNK, (1, 2)),
-        Segment(SegmentKind.CHUNK, (3,), sees=(0, 1)),
-        Segment(SegmentKind.CHUNK, (3,), sees=(9,)),
+        Segment(SegmentKind.CHUNK, (1, 2), name="second"),
+        Segment(SegmentKind.CHUNK, (3,), sees=(0, "second")),
+        Segment(SegmentKind.CHUNK, (3,), sees=(2,)),
     ]
     prompt = make_encoder(4).encode(Prompt((*chunks, Segment(SegmentKind.QUESTION, (1,)))))
     assert [chunk.position_offset for chunk in prompt.chunks] == [100, 104, None, None, None]
-    assert [chunk.sees for chunk in prompt.chunks] == [(), (), (), (0, 1, 2), (10,)]
+    assert [chunk.sees for chunk in prompt.chunks] == [(), (), (), (0, 1, 2), (3,)]
+    with pytest.raises(InvalidSees, match="told to see chunk 9"):
+        make_encoder(4).encode(
+            Prompt((*chunks, Segment(SegmentKind.CHUNK, (3,), sees=(9,)), Segment(SegmentKind.QUESTION, (1,))))
+        )
 
 
 def test_parts_of_a_chat_document_are_together_what_the_template_writes():

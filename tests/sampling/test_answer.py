@@ -81,10 +81,10 @@ def test_an_unfinished_answer_shows_only_what_is_certain():
     output = answer.output()
     assert output.text == "what a " == "".join(streamed)
     assert not output.finished
-    answer.abort()
+    answer.end("abort")
     assert answer.output().finish_reason == "abort"
     assert answer.output().text == "what a Que"
-    answer.abort()
+    answer.end("abort")
     assert answer.take_text() == "Que"
 
 
@@ -111,6 +111,6 @@ def test_logprobs_are_kept_per_token_and_summed():
 @given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=3), max_size=3))
 def test_streamed_text_is_the_text(text, stops):
     answer, streamed = answer_to(ids_of(text), stop=stops)
-    answer.abort()
+    answer.end("abort")
     assert "".join(streamed) + answer.take_text() == answer.output().text
     assert text.startswith(answer.output().text.rstrip("�"))

@@ -29,7 +29,7 @@ from kvmosaic.errors import (
 from kvmosaic.layout import Layout, PositionStrategy, arrange
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, check_length
-from kvmosaic.sampling import Answer, Finish, SamplingParams, SamplingState, sample
+from kvmosaic.sampling import Answer, SamplingParams, SamplingState, sample
 
 logger = logging.getLogger("kvmosaic")
 
@@ -116,7 +116,7 @@ class Engine:
             raise UnknownRequest(f"no request {request_id!r} is under way; it may have finished already")
         for sequence in self._sequences[request_id]:
             if sequence.state is not SequenceState.FINISHED:
-                sequence.answer.abort()
+                sequence.answer.end("abort")
         self._end(self._requests[request_id])
 
     def run(self, requests: list[Request], progress: Callable[[int, int], None] | None = None) -> None:
@@ -158,7 +158,7 @@ class Engine:
             self._end(sequence.request)
             news[sequence.request.request_id] = sequence.request
         for sequence in step.ended:
-            sequence.answer.finish = Finish("length")
+            sequence.answer.end("length")
             self._finish(sequence, news)
         if step.works:
             self._forward(step, news)
@@ -181,8 +181,8 @@ class Engine:
         if layout.is_moved and not model.is_movable:
             raise NotMovable(
                 f"position_strategy {layout.strategy!r} with chunk_context {layout.chunk_context!r} moves documents, "
-                f"and this model does not allow that ({model.immovable_reason}); use 'shared' with chunk_context 'system', "
-                "or 'absolute'"
+                f"and this model does not allow that ({model.immovable_reason}); use 'shared' with chunk_context "
+                "'system', or 'absolute'"
             )
         if self.max_positions is not None:
             check_length(layout, self.max_positions, num_new)
@@ -306,5 +306,6 @@ class Engine:
             if sequence.attachment is not None:
                 self.planner.forget(sequence.attachment)
         for request in list(self._requests.values()):
-            request.error = error if isinstance(error, KVMosaicError) else EngineError(f"the forward failed: {error}")
+            ours = error if isinstance(error, KVMosaicError) else None
+            request.error = ours or EngineError(f"the forward failed: {error}")
             self._end(request)

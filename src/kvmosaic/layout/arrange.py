@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvmosaic.errors import InvalidConfig, InvalidOffset, InvalidSees
+from kvmosaic.errors import InvalidConfig, InvalidOffset
 from kvmosaic.layout.span import ChunkContext, Layout, PositionStrategy, Span, View
-from kvmosaic.prompt import Prompt, Segment, SegmentKind
+from kvmosaic.prompt import Prompt, Segment, SegmentKind, seen_chunks
 
 
 def arrange(prompt: Prompt, strategy: PositionStrategy = "shared", chunk_context: ChunkContext = "system") -> Layout:
@@ -35,9 +35,8 @@ def arrange(prompt: Prompt, strategy: PositionStrategy = "shared", chunk_context
     first_chunk, system_end = len(spans), system.num_tokens if system else 0
     context = tuple(View(0, 0) for _ in spans) if chunk_context == "system" else ()
     base = system_end if context else 0
-    for index, segment in enumerate(prompt.chunks):
-        _check_sees(segment, index)
-        views, start = _seen_chunks(segment, spans, first_chunk, base, strategy)
+    for segment, seen in zip(prompt.chunks, seen_chunks(prompt.chunks), strict=True):
+        views, start = _views_of(seen, spans, first_chunk, base, strategy)
         if strategy == "absolute":
             start = _checked_offset(segment, max(start, system_end))
         elif segment.position_offset is not None:
@@ -54,12 +53,12 @@ def arrange(prompt: Prompt, strategy: PositionStrategy = "shared", chunk_context
     return Layout(tuple(spans), strategy, chunk_context)
 
 
-def _seen_chunks(
-    segment: Segment, spans: list[Span], first_chunk: int, base: int, strategy: PositionStrategy
+def _views_of(
+    numbers: tuple[int, ...], spans: list[Span], first_chunk: int, base: int, strategy: PositionStrategy
 ) -> tuple[tuple[View, ...], int]:
-    """Views of the chunks named in `sees`, and the first position after all that the chunk sees."""
+    """Views of the chunks that a chunk sees, and the first position after all that it sees."""
     views, end = [], base
-    for number in sorted(segment.sees):
+    for number in numbers:
         seen = spans[first_chunk + number]
         place = end if strategy == "sequential" else seen.start
         views.append(View(first_chunk + number, place - seen.start))
@@ -78,19 +77,6 @@ def _prompt_positions(spans: list[Span], first_chunk: int, shift: int, strategy:
         else:
             positions.append(span.start + (shift if strategy == "shared" else 0))
     return positions
-
-
-def _check_sees(segment: Segment, index: int) -> None:
-    for number in segment.sees:
-        if not 0 <= number < index:
-            raise InvalidSees(
-                f"{segment.label} is chunk {index} and is told to see chunk {number}; "
-                f"a chunk sees only chunks before it (0 to {index - 1})"
-                if index
-                else f"{segment.label} is the first chunk and cannot see chunk {number}; remove it from sees"
-            )
-    if len(set(segment.sees)) != len(segment.sees):
-        raise InvalidSees(f"{segment.label} names a chunk twice in sees={segment.sees}; name each once")
 
 
 def _checked_offset(segment: Segment, lowest: int) -> int:

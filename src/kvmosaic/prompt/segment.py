@@ -37,8 +37,8 @@ class Segment:
     text: str | None = None
     name: str | None = None
     """What people call it: a document's id or title. Not part of the cache key."""
-    sees: tuple[int, ...] = ()
-    """Chunks only: numbers (from 0) of earlier chunks that this chunk sees besides the system prompt."""
+    sees: tuple[int | str, ...] = ()
+    """Chunks only: earlier chunks that this chunk sees besides the system prompt, by number (from 0) or by name."""
     position_offset: int | None = None
     """Chunks only, strategy `absolute`: the position of the first token."""
 

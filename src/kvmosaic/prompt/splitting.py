@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from kvmosaic.errors import ChunkTooLong
+from kvmosaic.prompt.sees import seen_chunks
 from kvmosaic.prompt.segment import Segment, SegmentKind
 from kvmosaic.prompt.tokenizer import Encoded
 
@@ -27,10 +28,11 @@ def fit_chunks(
 
     Raises:
         ChunkTooLong: a longer chunk, and `split` is off.
+        InvalidSees: a chunk is told to see one that is not before it.
     """
     result: list[Segment] = []
-    new_numbers: list[tuple[int, ...]] = []
-    num_chunks = 0
+    seen = iter(seen_chunks([segment for segment in segments if segment.kind is SegmentKind.CHUNK]))
+    new_numbers: list[range] = []
     for segment, encoded in zip(segments, encodings, strict=True):
         parts: tuple[Segment, ...] = (segment,)
         if segment.kind is SegmentKind.CHUNK:
@@ -41,20 +43,12 @@ def fit_chunks(
                         "max_chunk_tokens, shorten the document, or set long_chunks='split'"
                     )
                 parts = _split(segment, encoded, limit)
-            if segment.sees and len(new_numbers) != num_chunks:
-                sees = tuple(new for old in segment.sees for new in _new_numbers(old, new_numbers, num_chunks))
+            if sees := tuple(new for old in next(seen) for new in new_numbers[old]):
                 parts = tuple(replace(part, sees=sees) for part in parts)
-            new_numbers.append(tuple(range(num_chunks, num_chunks + len(parts))))
-            num_chunks += len(parts)
+            first = new_numbers[-1].stop if new_numbers else 0
+            new_numbers.append(range(first, first + len(parts)))
         result += parts
     return tuple(result)
-
-
-def _new_numbers(old: int, new_numbers: list[tuple[int, ...]], num_chunks: int) -> tuple[int, ...]:
-    """Numbers of a chunk's parts after the chunks before it were split; a wrong number stays wrong."""
-    if 0 <= old < len(new_numbers):
-        return new_numbers[old]
-    return (old + num_chunks - len(new_numbers) if old > 0 else old,)
 
 
 def _split(segment: Segment, encoded: Encoded, limit: int) -> tuple[Segment, ...]:

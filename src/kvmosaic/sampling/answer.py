@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from kvmosaic.sampling.detokenizer import Decoder, Detokenizer, decode_all
-from kvmosaic.sampling.output import CompletionOutput, Logprob
+from kvmosaic.sampling.output import CompletionOutput, FinishReason, Logprob
 from kvmosaic.sampling.params import SamplingParams
 from kvmosaic.sampling.sampler import SampledToken
 from kvmosaic.sampling.stopping import Finish, StopRules, StopStrings
@@ -66,11 +66,11 @@ class Answer:
         self.finish = Finish("stop", found) if found is not None else ended
         return self.finish
 
-    def abort(self) -> None:
-        """Ends the answer where it is."""
+    def end(self, reason: FinishReason) -> None:
+        """Ends the answer where it is; an answer that has ended already stays as it is."""
         if self.finish is None:
             self._text.append(self._detokenizer.flush(), search=False)
-            self.finish = Finish("abort")
+            self.finish = Finish(reason)
 
     def take_text(self) -> str:
         """The text that is certain and was not taken yet, for streaming."""
