@@ -18,5 +18,5 @@ with LLM("reader") as llm:
         ("How high is the Corlow Lighthouse?", [lighthouse, ferry, museum]),
     ]:
         (answer,) = llm.chat([system, {"role": "user", "content": question}], greedy, documents=documents)
-        print(question, answer.outputs[0].text)
+        print(question, answer.outputs[0].text.strip())
         print(answer.reuse, end="\n\n")

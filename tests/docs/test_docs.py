@@ -11,7 +11,6 @@ DOCS = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTR
 BLOCKS = [
     pytest.param(block, id=f"{path.stem}-{index}")
     for path in DOCS
-    if path.parent.name == "docs"
     for index, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
 ]
 
