@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 from support.tokenizers import CHATML, make_tokenizer
 
 from kvmosaic.config import ChunkCacheConfig
+from kvmosaic.errors import InvalidSees
 from kvmosaic.prompt import Prompt, PromptEncoder, Segment, SegmentKind
 
 TOKENIZER = make_tokenizer(CHATML)
