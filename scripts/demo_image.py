@@ -4,6 +4,7 @@ python scripts/demo_image.py [MODEL]
 """
 
 import io
+import os
 import sys
 from pathlib import Path
 
@@ -30,6 +31,7 @@ height="{terminal_height}" /></clipPath>{lines}</defs>
 
 def main() -> None:
     """Runs the demo into a recording console and saves the picture."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command does
     model = sys.argv[1] if len(sys.argv) > 1 else "reader"
     console = Console(record=True, width=100, force_terminal=True, color_system="truecolor", file=io.StringIO())
     run_demo(Opening(model, position_strategy="sequential"), bundled_documents(), VISITS[:3], console)

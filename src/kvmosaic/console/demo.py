@@ -17,7 +17,7 @@ from kvmosaic.console.folder import read_folder
 from kvmosaic.console.opening import Opening, open_llm
 from kvmosaic.console.reuse import reuse_sentence, reuse_strip
 from kvmosaic.console.statistics import VisitTimes, statistics_table, times_table
-from kvmosaic.console.text import one_line
+from kvmosaic.console.text import one_line, printable
 
 if TYPE_CHECKING:
     from kvmosaic.llm import LLM
@@ -73,9 +73,8 @@ def run_demo(opening: Opening, folder: Path, visits: Sequence[Visit] = VISITS, c
     params = SamplingParams(temperature=0, max_tokens=32)
     with closing(open_llm(opening, notices)) as llm, closing(without_cache(llm)) as cold_llm:
         words = sum(len(document["text"].split()) for document in documents.values())
-        console.print(
-            f"{len(documents)} documents, {words:,} words, one small model, no network\n", style="dim", highlight=False
-        )
+        heading = f"{len(documents)} documents, {words:,} words, model {opening.model}, no network\n"
+        console.print(Text(printable(heading), style="dim"))
         first_token_seconds(llm, "Is anybody there?")  # the first forward of a process pays for the start of libraries
         reports: list[ReuseReport] = []
         for visit in visits:
