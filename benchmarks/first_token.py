@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class TokenTimes(transformers.generation.streamers.BaseStreamer):
 
 def median_step(times: list[float]) -> float:
     """Median time between neighbouring tokens."""
-    return statistics.median(later - earlier for earlier, later in zip(times[1:-1], times[2:], strict=True))
+    return statistics.median(later - earlier for earlier, later in pairwise(times[1:]))
 
 
 class Bench:
