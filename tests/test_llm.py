@@ -12,13 +12,17 @@ from support.tokenizers import CHATML, make_tokenizer
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams
 from kvmosaic.errors import (
     ChunkCacheFull,
+    ChunkCacheOff,
     ChunkTooLong,
     EmptySegment,
     EngineStopped,
     InvalidConfig,
     InvalidDocument,
     InvalidMessages,
+    InvalidOffset,
+    InvalidPrompt,
     InvalidSampling,
+    InvalidSees,
     InvalidTokenId,
     ModelNotFound,
     NotMovable,
@@ -214,6 +218,9 @@ def test_without_the_chunk_cache_segments_are_joined(model):
     with LLM(model, enable_chunk_cache=False, engine_config=SMALL) as llm:
         (output,) = llm.generate(TEXT, GREEDY)
         assert not llm.has_chunk_cache and llm.self_check is None
+        assert [span.kind for span in llm.plan(TEXT).spans] == ["plain"]
+        with pytest.raises(ChunkCacheOff, match="switched off"):
+            llm.warm(DOCUMENTS)
         assert [segment.kind for segment in output.reuse.segments] == ["plain"]
         assert "not composed: switched off" in output.reuse.composition
         (again,) = llm.generate(TEXT, GREEDY)
@@ -299,6 +306,72 @@ def test_bad_input_is_named_and_leaves_the_cache_as_it_was(model, name):
         assert str(caught.value)
         (after,) = llm.generate(TEXT, GREEDY)
         assert actions(after)[:3] == ["reused"] * 3
+
+
+WRONG_SEGMENTS = {
+    "offset is no whole number": (lambda: Segment("chunk", (1,), position_offset=3.5), InvalidOffset),
+    "offset is a truth value": (lambda: Segment("chunk", (1,), position_offset=True), InvalidOffset),
+    "offset is huge": (lambda: Segment("chunk", (1,), position_offset=2**70), InvalidOffset),
+    "sees is a number": (lambda: Segment("chunk", (1,), sees=0), InvalidSees),
+    "name is a list": (lambda: Segment("chunk", (1,), name=[1]), InvalidPrompt),
+    "name is endless": (lambda: Segment("chunk", (1,), name="x" * 10**6), InvalidPrompt),
+    "text is a number": (lambda: Segment("chunk", text=5), InvalidPrompt),
+    "text is no unicode": (lambda: Segment("chunk", text="a\udcff"), InvalidPrompt),
+    "document is no unicode": (lambda: Prompt.from_documents(["a\udcff"], "q"), InvalidDocument),
+    "kind is unknown": (lambda: Segment("part", (1,)), InvalidPrompt),
+    "size is a fraction": (lambda: ChunkCacheConfig(capacity=1.5), InvalidConfig),
+    "size is missing": (lambda: EngineConfig(request_cache=None), InvalidConfig),
+    "size is endless": (lambda: ChunkCacheConfig(capacity="9" * 400 + "GiB"), InvalidConfig),
+    "fraction is a text": (lambda: ChunkCacheConfig(memory_fraction="0.5"), InvalidConfig),
+    "seconds are a text": (lambda: ChunkCacheConfig(log_stats_seconds="1"), InvalidConfig),
+    "separator is a number": (lambda: ChunkCacheConfig(separator=3), InvalidConfig),
+    "separator escapes": (lambda: ChunkCacheConfig(separator="\\"), InvalidConfig),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SEGMENTS)
+def test_wrong_types_and_values_are_named(name):
+    make_it, error = WRONG_SEGMENTS[name]
+    with pytest.raises(error):
+        make_it()
+
+
+def test_a_handle_of_a_text_too_long_for_one_chunk_is_refused(model):
+    with make(model, max_chunk_tokens=8, long_chunks="split") as llm, pytest.raises(ChunkTooLong, match="use warm"):
+        llm.chunks.create(list(range(10, 30)), name="long")
+
+
+def test_a_handle_of_a_text_is_found_by_prompts_in_text(llm):
+    handle = llm.chunks.create("The ferry goes to Oak Island.")
+    prompt = Prompt((handle.segment, Segment(SegmentKind.QUESTION, text="Where?")))
+    (output,) = llm.generate(prompt, GREEDY)
+    (twin,) = llm.generate(Prompt.from_documents(["The ferry goes to Oak Island."], "Where?"), GREEDY)
+    assert actions(output)[1] == "reused" and output.outputs[0].token_ids == twin.outputs[0].token_ids
+
+
+def test_tenants_warm_pin_and_delete_their_own_documents(llm):
+    llm.warm(DOCUMENTS, system="Be brief.", salt="a")
+    with pytest.raises(UnknownChunk):
+        llm.pin("ferry")
+    llm.pin("ferry", salt="a")
+    (output,) = llm.chat(MESSAGES, GREEDY, documents=DOCUMENTS, salt="a")
+    assert actions(output)[1:3] == ["reused", "reused"]
+    (other,) = llm.chat(MESSAGES, GREEDY, documents=DOCUMENTS)
+    assert other.reuse.reused_tokens == 0
+    llm.unpin("ferry", salt="a")
+    llm.delete("ferry", salt="a")
+
+
+def test_more_documents_than_one_prompt_may_have_can_be_warmed(model):
+    with make(model, max_prompt_chunks=2) as llm:
+        handles = llm.warm([f"Document number {number}." for number in range(5)])
+        assert len(handles) == 5 and llm.get_chunk_cache_stats().cached_chunks == 5
+
+
+def test_parts_of_split_documents_count_as_documents(model):
+    options = {"max_chunk_tokens": 4, "max_prompt_chunks": 3, "long_chunks": "split"}
+    with make(model, **options) as llm, pytest.raises(TooManyChunks, match="parts of long ones included"):
+        llm.generate("s ## " + "word " * 60 + " ## q", GREEDY)
 
 
 def test_long_documents_are_split_by_configuration(model):

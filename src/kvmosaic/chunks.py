@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvmosaic.cache import Chunk
 from kvmosaic.engine import Engine, Request
+from kvmosaic.errors import ChunkCacheOff, ChunkTooLong
 from kvmosaic.layout import PositionStrategy
 from kvmosaic.prompt import Prompt, PromptEncoder, Segment, SegmentKind
 
@@ -42,9 +43,11 @@ class ChunkHandle:
 class ChunkStore:
     """The cached chunks of an engine: create, look at, pin and delete them."""
 
-    def __init__(self, engine: Engine, encoder: PromptEncoder) -> None:
+    def __init__(self, engine: Engine, encoder: PromptEncoder, off_reason: str = "") -> None:
+        """Takes the engine whose chunks these are; `off_reason` says why it keeps none, if so."""
         self._engine = engine
         self._encoder = encoder
+        self._off_reason = off_reason
 
     def create(
         self,
@@ -53,6 +56,7 @@ class ChunkStore:
         name: str | None = None,
         system: Sequence[int] | str | None = None,
         position_offset: int | None = None,
+        salt: str = "",
     ) -> ChunkHandle:
         """Computes one chunk (or finds it) and returns a handle.
 
@@ -61,6 +65,7 @@ class ChunkStore:
             name: what to call it.
             system: the system prompt it sees, as it will stand in the prompts that use it.
             position_offset: bake the keys at this place; the strategy is then `absolute`.
+            salt: tenant salt of the prompts that use it.
 
         Raises:
             InvalidPrompt: empty, too long, unknown token ids, or an offset inside the system prompt.
@@ -69,35 +74,44 @@ class ChunkStore:
         parts = [] if system is None else [_segment(SegmentKind.SYSTEM, system)]
         chunk = replace(_segment(SegmentKind.CHUNK, tokens), name=name, position_offset=position_offset)
         question = Segment(SegmentKind.QUESTION, (0,))
-        prompt = self._encoder.encode(Prompt((*parts, chunk, question)))
+        prompt = self._encoder.encode(Prompt((*parts, chunk, question), salt=salt))
+        if len(prompt.chunks) > 1:
+            raise ChunkTooLong(
+                f"{chunk.label} does not fit into one chunk and was split into {len(prompt.chunks)}; "
+                "raise max_chunk_tokens, or use warm, which returns one handle per part"
+            )
         return self._warm([prompt], "absolute" if position_offset is not None else None, None)[0]
 
-    def warm(self, prompt: Prompt, progress: Callable[[int, int], None] | None = None) -> list[ChunkHandle]:
-        """Computes all chunks of a tokenized prompt, each on its own, so that they need not fit in memory together."""
-        others = [segment for segment in prompt.segments if segment.kind is SegmentKind.SYSTEM]
+    def warm(self, prompts: Sequence[Prompt], progress: Callable[[int, int], None] | None = None) -> list[ChunkHandle]:
+        """Computes all chunks of tokenized prompts, each on its own, so that they need not fit in memory together."""
         question = Segment(SegmentKind.QUESTION, (0,))
-        prompts = [replace(prompt, segments=(*others, chunk, question)) for chunk in prompt.chunks]
-        return self._warm(prompts, None, progress)
+        singles = []
+        for prompt in prompts:
+            system = [segment for segment in prompt.segments if segment.kind is SegmentKind.SYSTEM]
+            singles += [replace(prompt, segments=(*system, chunk, question)) for chunk in prompt.chunks]
+        return self._warm(singles, None, progress)
 
     def entries(self) -> list[Chunk]:
         """All cached chunks, oldest first."""
         return self._engine.planner.chunks()
 
-    def pin(self, name: str) -> int:
+    def pin(self, name: str, *, salt: str = "") -> int:
         """Protects the chunks with this name from eviction; returns how many. Raises UnknownChunk."""
-        return self._engine.planner.pin(name)
+        return self._engine.planner.pin(name, salt)
 
-    def unpin(self, name: str) -> int:
+    def unpin(self, name: str, *, salt: str = "") -> int:
         """Lets the chunks with this name be evicted again; returns how many. Raises UnknownChunk."""
-        return self._engine.planner.unpin(name)
+        return self._engine.planner.unpin(name, salt)
 
-    def delete(self, name: str) -> int:
+    def delete(self, name: str, *, salt: str = "") -> int:
         """Drops the chunks with this name; returns how many. Raises UnknownChunk or ChunkInUse."""
-        return self._engine.planner.delete(name)
+        return self._engine.planner.delete(name, salt)
 
     def _warm(
         self, prompts: Sequence[Prompt], strategy: PositionStrategy | None, progress: Callable[[int, int], None] | None
     ) -> list[ChunkHandle]:
+        if self._off_reason:
+            raise ChunkCacheOff(f"no chunk can be kept, the chunk cache is off: {self._off_reason}")
         requests: list[Request] = []
         try:
             requests.extend(self._engine.add_warm_up(prompt, position_strategy=strategy) for prompt in prompts)

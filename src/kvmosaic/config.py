@@ -6,8 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from kvmosaic.errors import InvalidConfig
+from kvmosaic.errors import InvalidConfig, InvalidSeparator
 from kvmosaic.layout import ChunkContext, PositionStrategy
+from kvmosaic.prompt.separator import check_separator
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -15,7 +16,7 @@ _MAX_BYTES = 2**50
 
 
 def parse_bytes(size: int | str) -> int:
-    """Reads a size: a number of bytes, or text such as "2GiB", "512 MB" or "1.5G" (K, M, G, T are powers of 1024).
+    """Reads a size: a whole number of bytes, or text such as "2GiB", "512 MB" or "1.5G" (K, M, G, T: powers of 1024).
 
     Raises:
         InvalidConfig: not a size, not positive, or above 1 PiB.
@@ -24,9 +25,10 @@ def parse_bytes(size: int | str) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
         if match is None or match[2].upper() not in _UNITS:
             raise InvalidConfig(f"{size!r} is not a size; write a number of bytes or for example '2GiB' or '512MB'")
-        size = int(float(match[1]) * _UNITS[match[2].upper()])
-    if isinstance(size, bool) or not 0 < size <= _MAX_BYTES:
-        raise InvalidConfig(f"a size must be between 1 byte and 1 PiB, got {size}")
+        number = min(float(match[1]), float(_MAX_BYTES + 1))
+        size = int(number * _UNITS[match[2].upper()])
+    if isinstance(size, bool) or not isinstance(size, int) or not 0 < size <= _MAX_BYTES:
+        raise InvalidConfig(f"a size must be a whole number of bytes between 1 and 2**50 (1 PiB), got {size!r}")
     return size
 
 
@@ -74,12 +76,16 @@ class ChunkCacheConfig:
         _check_range("max_chunk_tokens", self.max_chunk_tokens, 1, 10**7)
         _check_range("max_prompt_chunks", self.max_prompt_chunks, 1, 10**6)
         parse_bytes(self.capacity)
-        if self.memory_fraction is not None and not 0 < self.memory_fraction < 1:
-            raise InvalidConfig(f"memory_fraction must be above 0 and below 1, got {self.memory_fraction}")
-        if self.log_stats_seconds is not None and not 0 < self.log_stats_seconds <= 86_400:
-            raise InvalidConfig(f"log_stats_seconds must be above 0 and at most 86400, got {self.log_stats_seconds}")
-        if self.separator is not None and not self.separator.strip():
-            raise InvalidConfig(f"separator must contain a visible character, got {self.separator!r}")
+        if self.memory_fraction is not None and not (_is_number(self.memory_fraction) and 0 < self.memory_fraction < 1):
+            raise InvalidConfig(f"memory_fraction must be a number above 0 and below 1, got {self.memory_fraction!r}")
+        seconds = self.log_stats_seconds
+        if seconds is not None and not (_is_number(seconds) and 0 < seconds <= 86_400):
+            raise InvalidConfig(f"log_stats_seconds must be a number above 0 and at most 86400, got {seconds!r}")
+        if self.separator is not None:
+            try:
+                check_separator(self.separator)
+            except InvalidSeparator as error:
+                raise InvalidConfig(str(error)) from None
 
     @property
     def capacity_bytes(self) -> int:
@@ -111,6 +117,10 @@ class EngineConfig:
         if self.max_model_len is not None:
             _check_range("max_model_len", self.max_model_len, 1, 2**27)
         parse_bytes(self.request_cache)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -17,6 +17,7 @@
     ├── CacheError
     │   ├── OutOfBlocks               a pool has no block left that may be taken
     │   ├── ChunkCacheFull            a chunk that cannot fit, even after eviction
+    │   ├── ChunkCacheOff             chunks are asked for and the chunk cache is off
     │   ├── UnknownChunk              a name or handle that no chunk has
     │   └── ChunkInUse                deleting a chunk that a running request reads
     ├── ModelError
@@ -101,6 +102,10 @@ class OutOfBlocks(CacheError):
 
 class ChunkCacheFull(CacheError):
     """A chunk that cannot fit, even after eviction."""
+
+
+class ChunkCacheOff(CacheError):
+    """Chunks are asked for and the chunk cache is off."""
 
 
 class UnknownChunk(CacheError, KeyError):

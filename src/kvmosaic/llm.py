@@ -102,7 +102,7 @@ class LLM:
             vocab_size=self.model.vocab_size,
             max_positions=self.engine.max_positions,
         )
-        self.chunks = ChunkStore(self.engine, self.encoder)
+        self.chunks = ChunkStore(self.engine, self.encoder, self.chunk_cache_off_reason)
 
     @property
     def has_chunk_cache(self) -> bool:
@@ -142,6 +142,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         documents: Documents | None = None,
+        salt: str = "",
         position_strategy: PositionStrategy | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
@@ -151,6 +152,7 @@ class LLM:
             messages: one conversation ([{"role": "user", "content": "…"}]) or a list of them.
             sampling_params: for all conversations, or one each.
             documents: [{"id", "title", "text"}], Documents or texts; the same for all conversations.
+            salt: tenant salt; conversations with different salts share nothing.
             position_strategy: instead of the configured one.
             progress: called after every finished conversation.
 
@@ -159,7 +161,7 @@ class LLM:
         """
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if is_one else list(messages)
-        encoded = [self.compose(conversation, documents=documents) for conversation in conversations]
+        encoded = [self.compose(conversation, documents=documents, salt=salt) for conversation in conversations]
         return self._answer(encoded, self._params_for(sampling_params, len(encoded)), position_strategy, progress)
 
     def stream(
@@ -168,6 +170,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         documents: Documents | None = None,
+        salt: str = "",
         position_strategy: PositionStrategy | None = None,
     ) -> Iterator[RequestOutput]:
         """Answers one prompt or conversation, step by step: every output holds the answer so far.
@@ -178,12 +181,12 @@ class LLM:
             Everything that `generate` and `chat` raise, before the first output.
         """
         if isinstance(prompt, str | Prompt):
-            encoded = self.encoder.encode(prompt)
+            encoded = self.encoder.encode(prompt, salt=salt)
         else:
-            encoded = self.compose(prompt, documents=documents)
+            encoded = self.compose(prompt, documents=documents, salt=salt)
         return self._stream(encoded, sampling_params or SamplingParams(), position_strategy)
 
-    def compose(self, messages: Messages, *, documents: Documents | None = None) -> Prompt:
+    def compose(self, messages: Messages, *, documents: Documents | None = None, salt: str = "") -> Prompt:
         """Renders a conversation over documents to a tokenized prompt, to look at or to pass to `generate`.
 
         A model without a chat template takes one question with an optional system text, as plain text.
@@ -194,15 +197,16 @@ class LLM:
         if documents is not None and not getattr(self.model.tokenizer, "chat_template", None):
             *system, question = (message["content"] for message in read_messages(messages))
             if [message["role"] for message in messages] in (["user"], ["system", "user"]):
-                prompt = Prompt.from_documents(documents, question, system=system[0] if system else None)
-                return self.encoder.encode(prompt)
-        return self.encoder.encode_chat(messages, documents)
+                prompt = Prompt.from_documents(documents, question, system=system[0] if system else None, salt=salt)
+                return self.encoder.encode(prompt, control_tokens=False)
+        return self.encoder.encode_chat(messages, documents, salt=salt)
 
     def warm(
         self,
         documents: Documents,
         *,
         system: str | None = None,
+        salt: str = "",
         progress: Progress | None = None,
     ) -> list[ChunkHandle]:
         """Computes documents now, so that later prompts find them.
@@ -211,44 +215,48 @@ class LLM:
             documents: as for `chat`.
             system: the system prompt under which they will be used; their keys depend on it (unless chunk_context is
                 "none"). None: no system message.
+            salt: tenant salt of these prompts.
             progress: called after every finished document.
 
         Returns:
             One handle per chunk (a long document may be several).
         """
-        return self.chunks.warm(self.encoder.encode_documents(documents, system=system), progress)
+        most = self.chunk_cache_config.max_prompt_chunks
+        parts = [documents[first : first + most] for first in range(0, max(len(documents), 1), most)]
+        prompts = [self.encoder.encode_documents(part, system=system, salt=salt) for part in parts]
+        return self.chunks.warm(prompts, progress)
 
     def plan(self, prompt: str | Prompt, *, position_strategy: PositionStrategy | None = None) -> Plan:
         """What would be reused, moved and computed for a prompt now; nothing is computed or changed."""
-        encoded = self.encoder.encode(prompt)
+        encoded = self._composed_or_joined(self.encoder.encode(prompt))
         config = self.chunk_cache_config
         layout = arrange(encoded, position_strategy or config.position_strategy, config.chunk_context)
         return self.engine.planner.plan(layout, encoded.salt)
 
-    def pin(self, name: str) -> None:
+    def pin(self, name: str, *, salt: str = "") -> None:
         """Keeps the chunks with this name in the cache, whatever else needs room.
 
         Raises:
             UnknownChunk: no cached chunk has this name.
         """
-        self.chunks.pin(name)
+        self.chunks.pin(name, salt=salt)
 
-    def unpin(self, name: str) -> None:
+    def unpin(self, name: str, *, salt: str = "") -> None:
         """Lets the chunks with this name be evicted again.
 
         Raises:
             UnknownChunk: no cached chunk has this name.
         """
-        self.chunks.unpin(name)
+        self.chunks.unpin(name, salt=salt)
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, *, salt: str = "") -> None:
         """Drops the chunks with this name.
 
         Raises:
             UnknownChunk: no cached chunk has this name.
             ChunkInUse: a running request reads one of them.
         """
-        self.chunks.delete(name)
+        self.chunks.delete(name, salt=salt)
 
     def get_chunk_cache_stats(self) -> ChunkCacheStats:
         """Counters and fill levels of the chunk cache at this moment."""
@@ -276,10 +284,13 @@ class LLM:
         return list(sampling_params)
 
     def _add(self, prompt: Prompt, params: SamplingParams, strategy: PositionStrategy | None) -> Request:
-        if self.has_chunk_cache or prompt.is_plain:
-            return self.engine.add_request(prompt, params, position_strategy=strategy)
-        note = f"not composed: {self.chunk_cache_off_reason}"
-        return self.engine.add_request(_joined(prompt), params, note=note)
+        chosen = self._composed_or_joined(prompt)
+        note = "" if chosen is prompt else f"not composed: {self.chunk_cache_off_reason}"
+        return self.engine.add_request(chosen, params, position_strategy=strategy, note=note)
+
+    def _composed_or_joined(self, prompt: Prompt) -> Prompt:
+        """The prompt itself; without the chunk cache, all of its segments as one ordinary prompt."""
+        return prompt if self.has_chunk_cache or prompt.is_plain else _joined(prompt)
 
     def _answer(
         self,

@@ -115,11 +115,28 @@ def test_a_wrong_distance_is_far_from_right():
         ([Piece(torch.zeros(4, 2, 6), torch.zeros(4, 2, 6))], "do not fit the query"),
         ([Piece(torch.zeros(1, 2, 8), torch.zeros(1, 2, 8), causal=True)], "one key per query"),
         ([Piece(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8), distance=3)], "no rotation was given"),
+        ([Piece(torch.zeros(0, 2, 8), torch.zeros(0, 2, 8))], "do not fit the query"),
+        ([Piece(torch.zeros(4, 0, 8), torch.zeros(4, 0, 8))], "do not fit the query"),
+        ([Piece(torch.zeros(4, 2, 8), torch.zeros(4, 2, dv)) for dv in (8, 4)], "one Dv for all"),
+        ([Piece(torch.zeros(4, 2, 8).double(), torch.zeros(4, 2, 8))], "one dtype"),
+        ([Piece(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8), distance=0.5)], "whole number"),
     ],
 )
 def test_pieces_that_do_not_fit_are_named(pieces, message):
     with pytest.raises(InvalidConfig, match=message):
         composed_attention(torch.zeros(2, 4, 8), pieces)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 8), (2, 0, 8), (2, 4, 0), (2, 4)])
+def test_empty_queries_are_refused(shape):
+    with pytest.raises(InvalidConfig, match="query must be"):
+        composed_attention(torch.zeros(shape), [Piece(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8))])
+    with pytest.raises(InvalidConfig, match="query must be"):
+        composed_attention(torch.zeros(2, 4, 8).int(), [Piece(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8))])
+    with pytest.raises(InvalidConfig, match="sinks must be"):
+        composed_attention(
+            torch.zeros(2, 4, 8), [Piece(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8))], sinks=torch.ones(3)
+        )
 
 
 @settings(max_examples=40)

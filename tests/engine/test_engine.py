@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from support.engines import GREEDY, RecordingRunner, answer, build_engine, token_ids
 from support.families import build
 
-from kvmosaic.errors import ChunkCacheFull, EngineStopped, InvalidPrompt, PromptTooLong, RequestTooLarge, UnknownRequest
+from kvmosaic.errors import (
+    ChunkCacheFull,
+    EngineStopped,
+    InvalidPrompt,
+    InvalidSampling,
+    PromptTooLong,
+    RequestTooLarge,
+    UnknownRequest,
+)
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams
@@ -283,3 +291,85 @@ def test_an_answer_ends_where_the_model_has_no_more_positions():
     request, _ = answer(build_engine(model), Prompt.plain(list(range(28))), replace(GREEDY, max_tokens=50))
     output = request.output().outputs[0]
     assert output.finish_reason == "length" and len(output.token_ids) == 4
+
+
+def test_whatever_is_raised_in_a_step_leaves_nothing_to_be_found(monkeypatch):
+    engine = build_engine(llama())
+    right, _ = answer(build_engine(llama()), ask(0, 1))
+    plan, calls = engine.planner.plan, []
+
+    def interrupted_plan(*args, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return plan(*args, **options)
+
+    monkeypatch.setattr(engine.planner, "plan", interrupted_plan)
+    engine.add_request(ask(0, 1), GREEDY)
+    engine.add_request(ask(2), GREEDY)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert not engine.has_unfinished_requests
+    retry, _ = answer(engine, ask(0, 1))
+    assert retry.reuse.reused_tokens == 0 and token_ids(retry) == token_ids(right)
+    assert_only_the_cache_holds_blocks(engine)
+
+
+def test_an_attach_that_fails_half_way_gives_everything_back(monkeypatch):
+    engine = build_engine(llama())
+    answer(engine, ask(0))
+    before = (engine.planner.request_pool.num_used, engine.planner.chunk_pool.num_used)
+    attach = engine.planner._attach_prefix
+
+    def failing_attach(plan, span, here):
+        if span.index == len(plan.spans) - 1:
+            raise KeyboardInterrupt
+        return attach(plan, span, here)
+
+    monkeypatch.setattr(engine.planner, "_attach_prefix", failing_attach)
+    engine.add_request(ask(0, 1, 2), GREEDY)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.undo()
+    assert (engine.planner.request_pool.num_used, engine.planner.chunk_pool.num_used) == before
+    again, _ = answer(engine, ask(0, 1, 2))
+    assert token_ids(again) == token_ids(answer(build_engine(llama()), ask(0, 1, 2))[0])
+    assert_only_the_cache_holds_blocks(engine)
+
+
+@pytest.mark.parametrize("blocks", [2, 3, 4, 6])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_forks_that_fill_the_pool_end_one_by_one(blocks, n):
+    engine = build_engine(llama(), blocks=(blocks, 8))
+    request, _ = answer(engine, Prompt.plain([5] * 7), replace(GREEDY, n=n, max_tokens=12))
+    outputs = request.output().outputs
+    assert all(output.finish_reason == "length" for output in outputs)
+    longest = max(outputs, key=lambda output: len(output.token_ids)).token_ids
+    assert all(output.token_ids == longest[: len(output.token_ids)] for output in outputs)
+    assert_only_the_cache_holds_blocks(engine)
+
+
+def test_equal_prompts_side_by_side_are_not_cut_shorter_than_alone():
+    params = replace(GREEDY, max_tokens=50)
+    alone, _ = answer(build_engine(llama(), blocks=(8, 4)), Prompt.plain([5] * 7), params)
+    engine = build_engine(llama(), blocks=(8, 4))
+    requests = [engine.add_request(Prompt.plain([5] * 7), params) for _ in range(3)]
+    assert run(engine, requests) == [token_ids(alone)] * 3
+
+
+def test_stop_ids_outside_the_vocabulary_do_no_harm():
+    engine = build_engine(llama())
+    params = replace(GREEDY, min_tokens=2, stop_token_ids=[10**6])
+    assert len(token_ids(answer(engine, Prompt.plain([1, 2]), params)[0])) == GREEDY.max_tokens
+
+
+def test_wrong_parameters_queue_nothing():
+    engine = build_engine(llama())
+    with pytest.raises(InvalidSampling, match="got dict"):
+        engine.add_request(ask(0), {"temperature": 0})
+    with pytest.raises(InvalidSampling, match="all 128 token ids end the answer"):
+        engine.add_request(ask(0), replace(GREEDY, min_tokens=1, stop_token_ids=range(128)))
+    with pytest.raises(InvalidPrompt, match="request_id must be a text"):
+        engine.add_request(ask(0), GREEDY, request_id=[1])
+    assert not engine.has_unfinished_requests
+    engine.close()

@@ -91,8 +91,8 @@ def test_a_chunk_cannot_see_itself_or_a_later_one(sees):
 
 @pytest.mark.parametrize(("strategy", "offset"), [("absolute", None), ("absolute", 2), ("absolute", -1), ("shared", 5)])
 def test_offsets_must_fit_the_strategy(strategy, offset):
-    chunk = Segment(SegmentKind.CHUNK, (4, 5), position_offset=offset)
     with pytest.raises(InvalidOffset):
+        chunk = Segment(SegmentKind.CHUNK, (4, 5), position_offset=offset)
         arrange(Prompt((PROMPT.segments[0], chunk, PROMPT.segments[-1])), strategy)
 
 

@@ -13,6 +13,8 @@ from kvmosaic.attention.torch_backend import AttentionBackend, TorchBackend
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.rope import Rotation, turn
 
+_MAX_DISTANCE = 2**40
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -58,9 +60,9 @@ def composed_attention(
         [T, H, Dv] in the dtype of the query.
 
     Raises:
-        InvalidConfig: no pieces, shapes that do not fit, or a moved piece without a rotation.
+        InvalidConfig: no pieces, shapes or dtypes that do not fit, or a moved piece without a rotation.
     """
-    _check(query, pieces, rotation)
+    _check(query, pieces, rotation, sinks)
     backend = backend or TorchBackend()
     num_rows = query.shape[0]
     outputs, sums = [], []
@@ -90,25 +92,43 @@ def composed_attention(
     return merged if sinks is None else apply_sinks(merged, lse, sinks)
 
 
-def _check(query: Tensor, pieces: Sequence[Piece], rotation: Rotation | None) -> None:
+def _check(query: Tensor, pieces: Sequence[Piece], rotation: Rotation | None, sinks: Tensor | None) -> None:
     if not pieces:
         raise InvalidConfig("composed_attention got no pieces; a query needs at least one key to see")
-    if query.dim() != 3:
-        raise InvalidConfig(f"query must be [T, H, D], got the shape {list(query.shape)}")
+    if query.dim() != 3 or 0 in query.shape or not query.is_floating_point():
+        raise InvalidConfig(
+            f"query must be floating point numbers [T, H, D], none of them 0, got {query.dtype} {list(query.shape)}"
+        )
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        raise InvalidConfig(f"sinks must be one number for each of the {query.shape[1]} heads, got {list(sinks.shape)}")
     for number, piece in enumerate(pieces):
-        key, value = list(piece.key.shape), list(piece.value.shape)
-        fits = len(key) == 3 and len(value) == 3 and key[:2] == value[:2] and key[0] > 0 and key[2] == query.shape[2]
-        if not fits or query.shape[1] % key[1]:
-            raise InvalidConfig(
-                f"piece {number} has keys {key} and values {value}, which do not fit the query {list(query.shape)}; "
-                "keys are [S, G, D] and values [S, G, Dv] with S > 0, the D of the query, and G dividing its heads"
-            )
-        if piece.causal and key[0] < query.shape[0]:
-            raise InvalidConfig(
-                f"piece {number} is causal with {key[0]} keys for {query.shape[0]} queries; "
-                "a causal piece ends with one key per query"
-            )
+        _check_piece(number, piece, query, pieces[0].value.shape[-1:])
         if piece.distance and rotation is None:
             raise InvalidConfig(
                 f"piece {number} is moved by {piece.distance}, but no rotation was given; pass rotation=…"
             )
+
+
+def _check_piece(number: int, piece: Piece, query: Tensor, value_dim: Sequence[int]) -> None:
+    key, value = list(piece.key.shape), list(piece.value.shape)
+    fits = len(key) == len(value) == 3 and key[:2] == value[:2] and key[2] == query.shape[2] and 0 not in key + value
+    if not fits or query.shape[1] % key[1] or value[2] != value_dim[0]:
+        raise InvalidConfig(
+            f"piece {number} has keys {key} and values {value}, which do not fit the query {list(query.shape)}; "
+            "keys are [S, G, D] and values [S, G, Dv] with S > 0, the D of the query, G dividing its heads, and one Dv "
+            "for all pieces"
+        )
+    if piece.key.dtype != query.dtype or piece.value.dtype != query.dtype:
+        raise InvalidConfig(
+            f"piece {number} has keys in {piece.key.dtype} and values in {piece.value.dtype}, the query is in "
+            f"{query.dtype}; convert them to one dtype"
+        )
+    if piece.causal and key[0] < query.shape[0]:
+        raise InvalidConfig(
+            f"piece {number} is causal with {key[0]} keys for {query.shape[0]} queries; "
+            "a causal piece ends with one key per query"
+        )
+    if isinstance(piece.distance, bool) or not isinstance(piece.distance, int) or abs(piece.distance) > _MAX_DISTANCE:
+        raise InvalidConfig(
+            f"piece {number} has distance {piece.distance!r}; use a whole number of at most {_MAX_DISTANCE} either way"
+        )

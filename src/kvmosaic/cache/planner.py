@@ -97,19 +97,39 @@ class Planner:
         for here in found:
             self._prefix.hold(here.entries)
             self.request_pool.retain(entry.block_id for entry in here.entries)
-        held: dict[Key, Chunk] = {here.chunk.key: here.chunk for here in found if here.chunk is not None}
-        for chunk in held.values():
+        known: dict[Key, Chunk] = {here.chunk.key: here.chunk for here in found if here.chunk is not None}
+        for chunk in known.values():
             self._chunks.hold(chunk)
-        self._room.make(need)
-        spans = []
-        for span, here in zip(plan.spans, found, strict=True):
-            if span.is_chunk:
-                spans.append(self._attach_chunk(plan, span, held))
-            else:
-                spans.append(self._attach_prefix(plan, span, here))
+        held, spans = dict(known), list[AttachedSpan]()
+        try:
+            self._room.make(need)
+            for span, here in zip(plan.spans, found, strict=True):
+                if span.is_chunk:
+                    spans.append(self._attach_chunk(plan, span, held))
+                else:
+                    spans.append(self._attach_prefix(plan, span, here))
+        except BaseException:
+            self._detach(spans, found[len(spans) :], held, known)
+            raise
         self._counters.attaches += 1
         self._counters.attach_seconds += self._clock() - started
         return Attachment(plan.layout, plan.salt, spans, self._chain(plan.salt))
+
+    def _detach(
+        self, spans: Sequence[AttachedSpan], rest: Sequence[Found], held: dict[Key, Chunk], known: dict[Key, Chunk]
+    ) -> None:
+        """Undoes an attach that failed half way."""
+        for span in spans:
+            if span.chunk is None:
+                span.table.release()
+                self._prefix.leave(span.entries)
+        for here in rest:
+            self.request_pool.release([entry.block_id for entry in here.entries])
+            self._prefix.leave(here.entries)
+        for key, chunk in held.items():
+            if key not in known:
+                self._chunks.abandon(chunk)
+            self._chunks.leave(chunk)
 
     def begin_step(self) -> None:
         """Says that a new step is being assembled: `forget` undoes what was advanced since the last call."""
@@ -147,6 +167,17 @@ class Planner:
         copies = span.table.append(len(token_ids))
         span.tokens += tokens
         return copies
+
+    def holds_copies(self, attachment: Attachment) -> bool:
+        """Whether it keeps blocks whose content the prefix cache has in others; attached anew, it would share those.
+
+        That happens when requests with equal tokens run side by side: the first one's blocks become known.
+        """
+        return any(
+            entry.block_id != block_id
+            for span in attachment.spans
+            for entry, block_id in zip(span.entries, span.table.block_ids, strict=False)
+        )
 
     def fork(self, attachment: Attachment) -> Attachment:
         """A second holder of the same blocks, for another answer; the last block is copied by whoever writes first.

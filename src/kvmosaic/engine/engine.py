@@ -21,6 +21,7 @@ from kvmosaic.errors import (
     EngineError,
     EngineStopped,
     InvalidPrompt,
+    InvalidSampling,
     KVMosaicError,
     NotMovable,
     RequestTooLarge,
@@ -150,7 +151,18 @@ class Engine:
         self.is_stopped = True
 
     def step(self) -> list[Request]:
-        """Runs one forward; returns the requests that have news (tokens, an end, or an error)."""
+        """Runs one forward; returns the requests that have news (tokens, an end, or an error).
+
+        Whatever is raised on the way (a failing device, an interrupt) ends all requests: what the step was to compute
+        is forgotten, so that no later prompt can find it.
+        """
+        try:
+            return self._step()
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def _step(self) -> list[Request]:
         step = self.scheduler.schedule()
         news: dict[str, Request] = {}
         for sequence, error in step.failed:
@@ -196,13 +208,17 @@ class Engine:
             raise RequestTooLarge(
                 f"{len(self.scheduler.waiting)} requests wait already (max_waiting); wait, or raise max_waiting"
             )
+        if not isinstance(params, SamplingParams):
+            raise InvalidSampling(f"sampling parameters must be SamplingParams, got {type(params).__name__}")
+        if request_id is not None and not isinstance(request_id, str):
+            raise InvalidPrompt(f"request_id must be a text, got {request_id!r:.80}")
         request_id = request_id or f"request-{next(self._numbers)}"
         if request_id in self._requests:
             raise InvalidPrompt(f"a request {request_id!r} is under way already; choose another request_id")
         request = Request(request_id, prompt, layout, params, self.clock(), priority, note)
-        self._requests[request_id] = request
-        self._sequences[request_id] = [self._new_sequence(request, 0)]
-        self.scheduler.add(self._sequences[request_id][0])
+        sequence = self._new_sequence(request, 0)
+        self._requests[request_id], self._sequences[request_id] = request, [sequence]
+        self.scheduler.add(sequence)
         return request
 
     def _new_sequence(self, request: Request, index: int) -> Sequence:
@@ -225,11 +241,7 @@ class Engine:
     def _forward(self, step: Step, news: dict[str, Request]) -> None:
         rows = [work.sequence.rows(work.span, work.first, work.num_tokens, work.wants_logits) for work in step.works]
         begin = self.clock()
-        try:
-            logits = self.runner.run(rows, step.copies)
-        except BaseException as error:
-            self._give_up(error)
-            raise
+        logits = self.runner.run(rows, step.copies)
         seconds = (self.clock() - begin) / step.num_tokens
         for work in step.works:
             spent = work.sequence.span_seconds
@@ -287,25 +299,29 @@ class Engine:
         return forks
 
     def _finish(self, sequence: Sequence, news: dict[str, Request]) -> None:
-        """Takes a sequence out; ends its request with the last one."""
+        """Takes a sequence out; ends its request with the last one. Harmless when the request has ended already."""
         request = sequence.request
+        if request.request_id not in self._requests:
+            return
         news[request.request_id] = request
         self.scheduler.remove(sequence)
         if all(other.state is SequenceState.FINISHED for other in self._sequences[request.request_id]):
             self._end(request)
 
     def _end(self, request: Request) -> None:
+        if request.request_id not in self._requests:
+            return
         for sequence in self._sequences.pop(request.request_id):
             self.scheduler.remove(sequence)
         del self._requests[request.request_id]
         request.finished_time = self.clock()
 
     def _give_up(self, error: BaseException) -> None:
-        """After a failed forward: nothing that was to be computed may be found, and no request holds a block."""
+        """After a failed step: nothing that was to be computed may be found, and no request holds a block."""
         for sequence in list(self.scheduler.running):
             if sequence.attachment is not None:
                 self.planner.forget(sequence.attachment)
         for request in list(self._requests.values()):
             ours = error if isinstance(error, KVMosaicError) else None
-            request.error = ours or EngineError(f"the forward failed: {error}")
+            request.error = ours or EngineError(f"a step failed: {type(error).__name__}: {error}")
             self._end(request)

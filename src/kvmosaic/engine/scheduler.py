@@ -82,10 +82,10 @@ class Scheduler:
             except OutOfBlocks as error:
                 if self.running:
                     return
-                self._fail(sequence, RequestTooLarge(f"the request cannot run even alone: {error}"), step)
+                self._refuse(sequence, RequestTooLarge(f"the request cannot run even alone: {error}"), step)
                 continue
             except (ChunkCacheFull, RequestTooLarge) as error:
-                self._fail(sequence, error, step)
+                self._refuse(sequence, error, step)
                 continue
             self.waiting.pop(0)
             sequence.attached(attachment)
@@ -93,9 +93,13 @@ class Scheduler:
             self.start(sequence)
             budget -= self._schedule_spans(sequence, budget, step)
 
-    def _fail(self, sequence: Sequence, error: KVMosaicError, step: Step) -> None:
+    def _refuse(self, sequence: Sequence, error: KVMosaicError, step: Step) -> None:
+        """Takes out a sequence that has no room: one with an answer ends there, one without has failed."""
         self.remove(sequence)
-        step.failed.append((sequence, error))
+        if sequence.answer.token_ids:
+            step.ended.append(sequence)
+        else:
+            step.failed.append((sequence, error))
 
     def _schedule_spans(self, sequence: Sequence, budget: int, step: Step) -> int:
         """Adds work for the spans of a sequence, in order; returns the tokens it takes from the budget."""
@@ -130,6 +134,8 @@ class Scheduler:
                 step.copies.extend(self.planner.extend(sequence.attachment, [sequence.pending]))
             except OutOfBlocks:
                 victim = self._victim(sequence, step)
+                if victim is None and self.planner.holds_copies(sequence.attachment):
+                    victim = sequence  # it comes back with fewer blocks
                 if victim is None:
                     step.ended.append(sequence)
                     return False

@@ -32,6 +32,7 @@ from kvmosaic.sampling import SamplingParams
 
 _BLOCK_SIZE = 4
 _NUM_ANSWER = 3
+_MIN_POSITIONS = 50
 _LIMITS = {torch.bfloat16: 0.2, torch.float16: 0.1, torch.float32: 1e-3, torch.float64: 1e-5}
 """Largest root mean square difference, in units of the standard deviation of the logits."""
 
@@ -70,6 +71,9 @@ class SelfCheck:
 def run_self_check(model: LoadedModel, backend: AttentionBackend | None = None, *, seed: int = 0) -> SelfCheck:
     """Runs the check; takes a few forwards of about 50 tokens."""
     limit = _LIMITS.get(model.dtype, 0.2)
+    if model.max_positions is not None and model.max_positions < _MIN_POSITIONS:
+        error = f"the check needs {_MIN_POSITIONS} positions, this model has {model.max_positions}"
+        return SelfCheck(torch.inf, torch.inf, limit, model.is_movable, error)
     try:
         plain = _plain_difference(model, backend, seed)
         composed = _composed_difference(model, backend, seed)

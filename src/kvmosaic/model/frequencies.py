@@ -15,6 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from kvmosaic.errors import InvalidConfig
+
+_PINNED = "kvmosaic_pinned_positions"
+"""Where a module remembers the length its frequencies are pinned for."""
+
 
 def frequency_buffers(module: nn.Module) -> list[Tensor]:
     """Every different `*inv_freq` buffer of a model, each [pairs]."""
@@ -27,15 +32,26 @@ def frequency_buffers(module: nn.Module) -> list[Tensor]:
 
 
 def changes_with_length(module: nn.Module) -> bool:
-    """Whether any frequencies depend on the longest position of a batch."""
-    return any(True for _ in _changing(module))
+    """Whether any frequencies depend on the longest position of a batch, or did before they were pinned."""
+    return _PINNED in module.__dict__ or any(True for _ in _changing(module))
 
 
 def pin_frequencies(module: nn.Module, max_positions: int) -> None:
     """Fixes all frequencies as if a sequence of `max_positions` were in every batch. Static ones are left alone.
 
     For LongRoPE this means the long factors whenever `max_positions` is above the original length.
+
+    Raises:
+        InvalidConfig: the model was pinned for another length before.
     """
+    pinned_for = module.__dict__.get(_PINNED)
+    if pinned_for not in (None, max_positions):
+        raise InvalidConfig(
+            f"this model's frequencies are pinned for {pinned_for} positions already, and {max_positions} are asked "
+            f"for; use max_positions={pinned_for} or load the model again"
+        )
+    if changes_with_length(module):
+        module.__dict__[_PINNED] = max_positions
     for rotary, layer_type, rope_type in list(_changing(module)):
         prefix = f"{layer_type}_" if layer_type else ""
         buffer: Tensor = getattr(rotary, f"{prefix}inv_freq")

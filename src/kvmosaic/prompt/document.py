@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvmosaic.errors import InvalidDocument, TooManyChunks
+from kvmosaic.prompt.separator import check_unicode
 
 MAX_DOCUMENT_CHARACTERS = 2**25
 MAX_NAME_CHARACTERS = 4_096
@@ -36,6 +37,7 @@ class Document:
                 raise InvalidDocument(f"a document's {field} must be a text, got {type(value).__name__}")
             if len(value) > limit:
                 raise InvalidDocument(f"a document's {field} has {len(value)} characters; at most {limit} are allowed")
+            check_unicode(value, InvalidDocument)
             object.__setattr__(self, field, value.strip() or None)
         if self.text is None:
             raise InvalidDocument("a document's text is empty; leave the document out")

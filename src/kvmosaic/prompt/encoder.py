@@ -67,8 +67,10 @@ class PromptEncoder:
             prompt = Prompt.from_text(prompt, self.settings.separator, salt=salt)
         elif not isinstance(prompt, Prompt):
             prompt = Prompt.plain(prompt, salt=salt)
+        self._check_count(prompt.segments)
         segments, encodings = [], []
-        if prompt.segments[0].kind is SegmentKind.CHUNK and prompt.segments[0].token_ids is None and self._prefix:
+        has_text = any(segment.token_ids is None for segment in prompt.segments)
+        if prompt.segments[0].kind is SegmentKind.CHUNK and has_text and self._prefix:
             segments.append(Segment(SegmentKind.SYSTEM, self._prefix, text=""))
             encodings.append(Encoded(self._prefix, None))
         for segment in prompt.segments:
@@ -157,16 +159,11 @@ class PromptEncoder:
         return self._checked(segments, encodings, salt)
 
     def _checked(self, segments: list[Segment], encodings: list[Encoded], salt: str) -> Prompt:
-        num_chunks = sum(segment.kind is SegmentKind.CHUNK for segment in segments)
-        if num_chunks > self.settings.max_prompt_chunks:
-            raise TooManyChunks(
-                f"{num_chunks} documents in one prompt; raise max_prompt_chunks ({self.settings.max_prompt_chunks}) "
-                "or send fewer"
-            )
         for segment in segments:
             check_token_ids(segment.token_ids or (), self.vocab_size, segment.label)
         limit, split = self.settings.max_chunk_tokens, self.settings.long_chunks == "split"
         parts = fit_chunks(segments, encodings, limit, split=split)
+        self._check_count(parts)
         for part in parts:
             if self.max_positions is not None and part.num_tokens > self.max_positions:
                 raise PromptTooLong(
@@ -174,6 +171,14 @@ class PromptEncoder:
                     "positions; shorten it"
                 )
         return Prompt(parts, salt=salt)
+
+    def _check_count(self, segments: Sequence[Segment]) -> None:
+        num_chunks = sum(segment.kind is SegmentKind.CHUNK for segment in segments)
+        if num_chunks > self.settings.max_prompt_chunks:
+            raise TooManyChunks(
+                f"{num_chunks} documents in one prompt (parts of long ones included); raise max_prompt_chunks "
+                f"({self.settings.max_prompt_chunks}) or send fewer"
+            )
 
     def _encode(self, pieces: Sequence[Piece], *, with_prefix: bool = False) -> Encoded:
         if self._pieces is None:

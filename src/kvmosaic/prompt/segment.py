@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvmosaic.errors import EmptySegment, InvalidPrompt, InvalidTokenId
-from kvmosaic.prompt.document import read_documents
+from kvmosaic.errors import EmptySegment, InvalidOffset, InvalidPrompt, InvalidSees, InvalidTokenId
+from kvmosaic.prompt.document import MAX_NAME_CHARACTERS, read_documents
 from kvmosaic.prompt.separator import check_text, named_parts
 
 MAX_SALT_CHARACTERS = 4_096
 MAX_DOCUMENTS = 10**6
+MAX_POSITION = 2**27
 
 
 class SegmentKind(StrEnum):
@@ -23,6 +24,14 @@ class SegmentKind(StrEnum):
     QUESTION = "question"
     PLAIN = "plain"
     """The only segment of an ordinary prompt: causal, position 0, no documents."""
+
+
+def _kind(kind: object) -> SegmentKind:
+    try:
+        return SegmentKind(kind)  # type: ignore[arg-type]
+    except ValueError:
+        names = ", ".join(repr(str(known)) for known in SegmentKind)
+        raise InvalidPrompt(f"a segment's kind must be one of {names}, got {kind!r:.80}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,19 @@ class Segment:
     """Chunks only, strategy `absolute`: the position of the first token."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", _kind(self.kind))
+        if self.text is not None:
+            check_text(self.text)
+        if self.name is not None and (not isinstance(self.name, str) or len(self.name) > MAX_NAME_CHARACTERS):
+            raise InvalidPrompt(
+                f"a segment's name must be a text of at most {MAX_NAME_CHARACTERS} characters, got {self.name!r:.80}"
+            )
+        if not isinstance(self.sees, tuple):
+            raise InvalidSees(f"sees must be a tuple of chunk numbers or names, got {self.sees!r:.80}")
+        offset = self.position_offset
+        is_whole = isinstance(offset, int) and not isinstance(offset, bool)
+        if offset is not None and not (is_whole and 0 <= offset <= MAX_POSITION):
+            raise InvalidOffset(f"position_offset must be a whole number from 0 to {MAX_POSITION}, got {offset!r:.80}")
         if self.token_ids is None and self.text is None:
             raise EmptySegment(f"the {self.kind} segment has neither text nor token ids; give one of them")
         if self.token_ids is not None and len(self.token_ids) == 0:

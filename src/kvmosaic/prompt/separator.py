@@ -71,6 +71,18 @@ def check_text(text: object) -> None:
         raise InvalidPrompt(f"a prompt's text must be a str, got {type(text).__name__}")
     if len(text) > MAX_TEXT_CHARACTERS:
         raise InvalidPrompt(f"the text has {len(text)} characters; at most {MAX_TEXT_CHARACTERS} are allowed")
+    check_unicode(text, InvalidPrompt)
+
+
+def check_unicode(text: str, error: type[InvalidPrompt]) -> None:
+    """Raises `error` if a text holds half of a surrogate pair, which is no character and cannot be tokenized."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as found:
+        raise error(
+            f"character {found.start} of the text is the lone surrogate {text[found.start]!r}; decode the source with "
+            "errors='replace', or remove it"
+        ) from None
 
 
 def check_separator(separator: object) -> None:

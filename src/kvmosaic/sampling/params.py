@@ -66,7 +66,7 @@ class SamplingParams:
         _check_number("top_p", self.top_p, 0, 1, "1 keeps all tokens", above=True)
         _check_whole("top_k", self.top_k, -1, 2**31 - 1, "0 keeps all tokens")
         _check_number("min_p", self.min_p, 0, 1, "0 keeps all tokens")
-        _check_number("repetition_penalty", self.repetition_penalty, 0, 100, "1 changes nothing", above=True)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100, "1 changes nothing")
         _check_number("presence_penalty", self.presence_penalty, -2, 2, "0 changes nothing")
         _check_number("frequency_penalty", self.frequency_penalty, -2, 2, "0 changes nothing")
         _check_whole("min_tokens", self.min_tokens, 0, MAX_TOKENS)

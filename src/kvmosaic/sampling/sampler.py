@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvmosaic.errors import InvalidSampling
 from kvmosaic.sampling import filters
 from kvmosaic.sampling.params import SamplingParams
 
@@ -51,6 +52,9 @@ class SamplingState:
             index: which of the n answers; it is added to the seed.
             ending_ids: ids that may not be drawn before `min_tokens`.
             device: where the logits are.
+
+        Raises:
+            InvalidSampling: every token would end an answer that may not end yet.
         """
         self.params = params
         self.num_tokens = 0
@@ -61,7 +65,13 @@ class SamplingState:
                 self._generator.seed()
             else:
                 self._generator.manual_seed((params.seed + index + 2**63) % 2**64 - 2**63)
-        self._ending = torch.tensor(sorted(set(ending_ids)), dtype=torch.long, device=device)
+        ending = sorted({token_id for token_id in ending_ids if token_id < vocab_size})
+        if len(ending) == vocab_size and params.min_tokens:
+            raise InvalidSampling(
+                f"all {vocab_size} token ids end the answer, so min_tokens={params.min_tokens} leaves none to draw; "
+                "give fewer stop_token_ids"
+            )
+        self._ending = torch.tensor(ending, dtype=torch.long, device=device)
         self.seen: Tensor | None = None
         self.counts: Tensor | None = None
         if params.has_penalties:
