@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.families import build
 
+from kvmosaic.errors import InvalidConfig
 from kvmosaic.model import AttentionCall, LoadedModel
 
 _FACTORS = {"short_factor": [1.0 + 0.1 * step for step in range(8)], "long_factor": [2.0 + step for step in range(8)]}
@@ -88,3 +89,14 @@ def test_static_frequencies_are_left_alone() -> None:
         model = LoadedModel.from_module(module)
         assert model.is_movable
         assert torch.equal(inv_freq(module), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pinned_model_cannot_be_pinned_for_another_length(kind):
+    family, changes = KINDS[kind]
+    module = build(family, torch.float32, max_position_embeddings=1024, **changes)
+    first = LoadedModel.from_module(module, max_positions=512)
+    again = LoadedModel.from_module(module, max_positions=512)
+    assert again.layers == first.layers
+    with pytest.raises(InvalidConfig, match="pinned for 512 positions already"):
+        LoadedModel.from_module(module, max_positions=256)

@@ -138,7 +138,7 @@ def test_too_many_and_too_long_documents_are_refused_with_the_way_out():
     encoder = make_encoder(settings=ChunkCacheConfig(max_prompt_chunks=2, max_chunk_tokens=4))
     with pytest.raises(TooManyChunks, match="more than 2 documents"):
         encoder.encode_documents(["a", "b", "c"])
-    with pytest.raises(TooManyChunks, match="3 documents in one prompt .*raise max_prompt_chunks"):
+    with pytest.raises(TooManyChunks, match=r"3 documents in one prompt .*raise max_prompt_chunks"):
         encoder.encode("s ## a ## b ## c ## q")
     with pytest.raises(ChunkTooLong, match=r"the chunk 'x' has 5 tokens, the limit is 4; .* long_chunks='split'"):
         encoder.encode(Prompt.from_tokens(chunks=[[1] * 5], question=[1], names=["x"]))
