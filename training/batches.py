@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from training.layout import Strategy, place
 from training.model import PAD_SEGMENT, Batch
 from training.text import Example
-from training.tokenizer import ASSISTANT, BEGIN, DOCUMENT, END, PAD, SYSTEM, USER
+from training.tokenizer import ASSISTANT, BEGIN, DOCUMENT, END, PAD, SYSTEM, USER, token_id
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Writer:
     def __init__(self, tokenizer: Tokenizer, random: Random) -> None:
         self.tokenizer = tokenizer
         self.random = random
-        self.end = tokenizer.token_to_id(END)
+        self.end = token_id(tokenizer, END)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The tokens of each text, alone."""
@@ -201,7 +201,7 @@ class Packer:
 
     def __init__(self, tokenizer: Tokenizer, random: Random, text_weight: float) -> None:
         self.random = random
-        self.pad = tokenizer.token_to_id(PAD)
+        self.pad = token_id(tokenizer, PAD)
         self.text_weight = text_weight
         self.buckets: dict[Shape, list[Row]] = {shape: [] for shape in SHAPES}
 

@@ -15,6 +15,8 @@ class Stage:
 
     start: int  # the first step
     recipe: Recipe
+    drill: float = 0.0  # share of prompts in which only the names tell the documents apart
+    pronoun_drill: float = 0.0  # the same with pronouns
     copying: float = 0.0  # share of prompts that are random tokens to be copied
     gaps: float = 0.0  # share of prompts with extra distances
     edges: float = 0.1  # share of prompts with white space at the edges of segments
@@ -23,19 +25,40 @@ class Stage:
 
 PLAIN = Recipe(sentences=(1, 3), questions=16, repeated=True, pronouns=0, joined=0, fillers=0)
 FULL = Recipe(sentences=(1, 5), questions=16, repeated=True)
+DRILL = replace(PLAIN, documents=(3, 6), sentences=(1, 2), same_kind=1.0, same_relations=True)
+PRONOUN_DRILL = replace(DRILL, documents=(2, 5), sentences=(2, 3), pronouns=0.6, joined=0.2)
 STAGES = (
     Stage(0, replace(PLAIN, documents=(1, 2), same_kind=0.3), copying=0.25),
     Stage(300, replace(PLAIN, documents=(1, 3)), copying=0.1),
-    Stage(900, replace(FULL, documents=(1, 5), sentences=(1, 4), pronouns=0.1, joined=0.05, fillers=0.1), copying=0.03),
+    Stage(
+        1200, replace(FULL, documents=(1, 5), sentences=(1, 4), pronouns=0.1, joined=0.05, fillers=0.1), copying=0.03
+    ),
     Stage(1800, replace(FULL, documents=(1, 5), pronouns=0.2), gaps=0.05),
-    Stage(2600, replace(FULL, documents=(1, 6), pronouns=0.35), gaps=0.1),
-    Stage(3600, replace(FULL, documents=(1, 9), sentences=(2, 6), unknown=0.03), gaps=0.2, edges=0.25, turns=0.1),
+    Stage(2400, replace(FULL, documents=(1, 5), pronouns=0.2), drill=0.5, gaps=0.05),
+    Stage(2600, replace(FULL, documents=(1, 6), pronouns=0.35), drill=0.4, gaps=0.1),
+    Stage(
+        4600,
+        replace(FULL, documents=(1, 8), sentences=(2, 6)),
+        drill=0.2,
+        pronoun_drill=0.2,
+        gaps=0.1,
+        edges=0.2,
+        turns=0.07,
+    ),
 )
 
 
 def stage_at(step: int, stages: tuple[Stage, ...] = STAGES) -> Stage:
     """The last stage that has started."""
     return [stage for stage in stages if stage.start <= step][-1]
+
+
+def draw_recipe(random: Random, stage: Stage) -> Recipe:
+    """The recipe of the next prompt."""
+    drawn = random.random()
+    if drawn < stage.drill:
+        return DRILL
+    return PRONOUN_DRILL if drawn < stage.drill + stage.pronoun_drill else stage.recipe
 
 
 def draw_reading(random: Random, stage: Stage) -> Reading:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from training.model import ReaderConfig
-from training.tokenizer import BEGIN, END, PAD, SPECIAL
+from training.tokenizer import BEGIN, END, PAD, SPECIAL, token_id
 
 CHAT_TEMPLATE = """{{- bos_token }}
 {%- if messages and messages[0]['role'] == 'system' %}
@@ -61,9 +61,9 @@ def model_config(config: ReaderConfig, tokenizer: Tokenizer) -> dict[str, object
         "tie_word_embeddings": True,
         "use_cache": True,
         "dtype": "bfloat16",
-        "bos_token_id": tokenizer.token_to_id(BEGIN),
-        "eos_token_id": tokenizer.token_to_id(END),
-        "pad_token_id": tokenizer.token_to_id(PAD),
+        "bos_token_id": token_id(tokenizer, BEGIN),
+        "eos_token_id": token_id(tokenizer, END),
+        "pad_token_id": token_id(tokenizer, PAD),
     }
 
 
@@ -94,9 +94,9 @@ def export(checkpoint: Path, tokenizer_file: Path, output: Path) -> None:
         "config.json": model_config(config, tokenizer),
         "tokenizer_config.json": tokenizer_config(config),
         "generation_config.json": {
-            "bos_token_id": tokenizer.token_to_id(BEGIN),
-            "eos_token_id": tokenizer.token_to_id(END),
-            "pad_token_id": tokenizer.token_to_id(PAD),
+            "bos_token_id": token_id(tokenizer, BEGIN),
+            "eos_token_id": token_id(tokenizer, END),
+            "pad_token_id": token_id(tokenizer, PAD),
             "do_sample": False,
             "max_new_tokens": 32,
         },

@@ -12,7 +12,7 @@ from torch import Tensor
 from training.batches import SHAPES, Reading, Row, Shape, Writer, collate
 from training.model import Batch
 from training.text import Example, Recipe, TextSource
-from training.tokenizer import PAD
+from training.tokenizer import PAD, token_id
 
 
 @dataclass
@@ -66,7 +66,7 @@ def _count(
     shape: Shape,
     score: Score,
 ) -> None:
-    batch, spans = collate([row for _, row in items], shape, Random(0), tokenizer.token_to_id(PAD), 0.0)
+    batch, spans = collate([row for _, row in items], shape, Random(0), token_id(tokenizer, PAD), 0.0)
     with torch.no_grad():
         given = answers(batch)
     asked = [(example, index) for example, row in items for index in row.asked]

@@ -27,7 +27,7 @@ class ReaderConfig:
     heads: int = 4
     kv_heads: int = 2
     intermediate: int = 512
-    rope_theta: float = 100_000.0
+    rope_theta: float = 1_000_000.0
     norm_eps: float = 1e-5
     max_positions: int = 4096
 
@@ -156,7 +156,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, angles: tuple[Tensor, ...], masks: tuple[Tensor, Tensor], context: int) -> Tensor:
         """Maps [B, T, hidden] to [B, T, hidden]."""
         x = x + self.self_attn(self.input_layernorm(x), angles, masks, context)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        read: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return read
 
 
 class Body(nn.Module):

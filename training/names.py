@@ -47,8 +47,9 @@ class NameSource:
                 return stem
 
     def _invented(self, ends: list[str]) -> str:
-        if self.stems and self.random.random() < self.echoes:
-            return self.random.choice(self.stems)
+        words_only = [stem for stem in self.stems if stem.isalpha()]
+        if words_only and self.random.random() < self.echoes:
+            return self.random.choice(words_only)
         if self.random.random() < 0.3:
             return self._draw(ONSETS, MIDDLES, ends)
         return self._draw(ONSETS, ends)

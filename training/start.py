@@ -10,7 +10,7 @@ head whose query matches what the first of them wrote. Everything is trained fro
 import torch
 from torch import Tensor, nn
 
-from training.model import Attention, Reader
+from training.model import Attention, Layer, Reader
 
 CONSTANT = 0.15  # the first number of every embedding
 FAST = 6  # how many of the fastest rotations find the token before
@@ -30,7 +30,7 @@ def initialise(model: Reader, copying_heads: bool = True) -> None:
     if copying_heads:
         with torch.no_grad():
             model.model.embed_tokens.weight[:, 0] = CONSTANT
-            first, second = (layer.self_attn for layer in list(model.model.layers)[:2])
+            first, second = (layer.self_attn for layer in model.model.layers[:2] if isinstance(layer, Layer))
             written = _look_back(first, model.inv_freq, config.kv_heads)
             _look_for(second, model.inv_freq, written)
 

@@ -24,6 +24,7 @@ class Recipe:
     joined: float = 0.15  # how often two sentences become one with "and"
     fillers: float = 0.2  # how often a document has a sentence that says nothing
     echoes: float = 0.06  # how often a name is made from a stem that the prompt already has
+    same_relations: bool = False  # whether all documents of one kind say the same things
     unknown: float = 0.0  # how often a question has no answer in the documents
 
 
@@ -97,22 +98,30 @@ class TextSource:
         kind = random.choice(self.kinds)
         entities: list[Entity] = []
         taken: set[str] = set()
+        said = self._relations(kind, recipe) if recipe.same_relations else None
         while len(entities) < count:
-            entity = self._entity(kind if same else random.choice(self.kinds), recipe, taken)
+            entity = (
+                self._entity(kind, recipe, taken, said)
+                if same
+                else self._entity(random.choice(self.kinds), recipe, taken)
+            )
             entities.append(entity)
             taken.add(entity.name)
         documents = tuple(self._document(entity, recipe) for entity in entities)
         system = None if random.random() < 0.08 else random.choice(words.SYSTEMS)
         return Example(system, documents, self._questions(entities, recipe))
 
-    def _entity(self, kind: Kind, recipe: Recipe, taken: set[str]) -> Entity:
+    def _relations(self, kind: Kind, recipe: Recipe) -> list[Relation]:
+        count = min(self.random.randint(*recipe.sentences), len(kind.relations))
+        return self.random.sample(kind.relations, count)
+
+    def _entity(self, kind: Kind, recipe: Recipe, taken: set[str], said: list[Relation] | None = None) -> Entity:
         random = self.random
         noun = random.choice(kind.nouns)
         name = ""
         while not name or name in taken:
             name = self.names.person(noun == "she") if kind.name == "person" else getattr(self.names, kind.name)()
-        count = min(random.randint(*recipe.sentences), len(kind.relations))
-        relations = random.sample(kind.relations, count)
+        relations = said or self._relations(kind, recipe)
         facts = tuple(Fact(relation, draw_value(relation.value_kind, self.names)) for relation in relations)
         return Entity(kind, name, noun, facts)
 

@@ -15,6 +15,14 @@ SPECIAL = [PAD, BEGIN, END, SYSTEM, DOCUMENT, USER, ASSISTANT]
 PATTERN = r"'(?:s|t|d|m|ll|ve|re)(?!\p{L})| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that must be there."""
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise ValueError(f"the tokenizer has no token {token!r}; expected one trained by training/tokenizer.py")
+    return int(found)
+
+
 def training_text(seed: int, prompts: int) -> Iterator[str]:
     """The texts of generated prompts of the training split, and now and then all words that answers are made of."""
     source = TextSource(seed)
@@ -49,6 +57,6 @@ def train_tokenizer(seed: int = 1, prompts: int = 20_000) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(training_text(seed, prompts), trainer)
-    begin = tokenizer.token_to_id(BEGIN)
+    begin = token_id(tokenizer, BEGIN)
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, begin)])
     return tokenizer

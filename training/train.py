@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from training.batches import Packer, Reading, Shape, Writer
-from training.curriculum import copying_row, draw_reading, stage_at
+from training.curriculum import copying_row, draw_reading, draw_recipe, stage_at
 from training.layout import STRATEGIES
 from training.measure import measure
 from training.model import Batch, Reader, ReaderConfig
@@ -50,7 +50,8 @@ class Data:
             if self.random.random() < stage.copying:
                 row = copying_row(self.random, reading)
             else:
-                row = self.writer.row(self.source.example(stage.recipe), reading, QUESTION_TOKENS)
+                example = self.source.example(draw_recipe(self.random, stage))
+                row = self.writer.row(example, reading, QUESTION_TOKENS)
             for batch in self.packer.add(row):
                 yield batch
                 self.step += 1

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from training.batches import Reading
@@ -5,8 +7,6 @@ from training.evaluate import load_reader
 from training.examples import example_with, load_documents, load_questions
 from training.layout import STRATEGIES, Strategy
 from training.measure import score_example
-
-from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "src" / "kvmosaic" / "bundled" / "reader"
 
