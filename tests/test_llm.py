@@ -10,6 +10,7 @@ from support.families import build
 from support.tokenizers import CHATML, make_tokenizer
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams
+from kvmosaic.attention import TorchBackend
 from kvmosaic.errors import (
     ChunkCacheFull,
     ChunkCacheOff,
@@ -27,6 +28,7 @@ from kvmosaic.errors import (
     ModelNotFound,
     NotMovable,
     PromptTooLong,
+    RequestTooLarge,
     TooManyChunks,
     UnknownChunk,
 )
@@ -289,6 +291,19 @@ BAD_CALLS = {
     "document without text": (lambda llm: llm.chat(MESSAGES, GREEDY, documents=[{"id": "x"}]), InvalidDocument),
     "bad sampling": (lambda llm: llm.generate(TEXT, SamplingParams(temperature=-1)), InvalidSampling),
     "unknown pin": (lambda llm: llm.pin("nobody"), UnknownChunk),
+    "empty prompt": (lambda llm: llm.generate("  ", GREEDY), EmptySegment),
+    "number as prompt": (lambda llm: llm.generate(5, GREEDY), InvalidPrompt),
+    "nothing as prompt": (lambda llm: llm.generate([None], GREEDY), InvalidPrompt),
+    "mapping without prompt": (lambda llm: llm.generate({"text": "x"}, GREEDY), InvalidPrompt),
+    "mapping as parameters": (lambda llm: llm.generate(TEXT, {"temperature": 0}), InvalidSampling),
+    "one document to warm": (lambda llm: llm.warm({"text": "x"}), InvalidDocument),
+    "pin of nothing": (lambda llm: llm.pin(None), UnknownChunk),
+    "offset missing": (lambda llm: llm.generate(TEXT, GREEDY, position_strategy="absolute"), InvalidOffset),
+    "sees a later chunk": (
+        lambda llm: llm.generate(Prompt((Segment("chunk", (1,), sees=(1,)), Segment("question", (2,)))), GREEDY),
+        InvalidSees,
+    ),
+    "question too large for the pool": (lambda llm: llm.generate(Prompt.plain([1] * 2000), GREEDY), RequestTooLarge),
     "second prompt bad": (lambda llm: llm.generate([TEXT + " more", "a ## ## b"], GREEDY), EmptySegment),
 }
 
@@ -297,7 +312,9 @@ BAD_CALLS = {
 def test_bad_input_is_named_and_leaves_the_cache_as_it_was(model, name):
     call, error = BAD_CALLS[name]
     capacity = 24 * 16 * model.bytes_per_token()
-    with make(model, capacity=capacity, max_chunk_tokens=64, max_prompt_chunks=12) as llm:
+    small = EngineConfig(request_cache=100 * 16 * model.bytes_per_token(), max_batched_tokens=256)
+    config = ChunkCacheConfig(capacity=capacity, max_chunk_tokens=64, max_prompt_chunks=12)
+    with LLM(model, chunk_cache_config=config, engine_config=small) as llm:
         llm.generate(TEXT, GREEDY)
         before = snapshot(llm)
         with pytest.raises(error) as caught:
@@ -385,6 +402,44 @@ def test_a_closed_llm_refuses_requests(model):
     llm.close()
     with pytest.raises(EngineStopped):
         llm.generate(TEXT, GREEDY)
+
+
+def test_prompts_may_be_mappings_and_token_ids_as_in_vllm(llm):
+    as_text, as_ids, bare = (
+        llm.generate(prompt, GREEDY)[0].outputs[0].token_ids
+        for prompt in ({"prompt": TEXT}, {"prompt_token_ids": [5, 6, 7]}, [5, 6, 7])
+    )
+    assert as_text == llm.generate(TEXT, GREEDY)[0].outputs[0].token_ids
+    assert as_ids == bare
+
+
+def test_a_backend_and_a_policy_of_ones_own_are_used(model):
+    class Counting(TorchBackend):
+        calls = 0
+
+        def attend(self, query, key, value, **options):
+            Counting.calls += 1
+            return super().attend(query, key, value, **options)
+
+    class LargestFirst:
+        name = "largest first"
+
+        def rank(self, candidate):
+            return -candidate.num_tokens
+
+    config = ChunkCacheConfig(capacity="1MiB", eviction=LargestFirst())
+    with LLM(model, chunk_cache_config=config, engine_config=SMALL, attention_backend=Counting()) as llm:
+        llm.generate(TEXT, GREEDY)
+    assert Counting.calls > 0
+    with pytest.raises(InvalidConfig, match="settings must be a ChunkCacheConfig, got dict"):
+        LLM(model, chunk_cache_config={"capacity": "1MiB"})
+
+
+def test_split_documents_fit_beside_the_system_prompt_and_the_question(model):
+    with make(model, long_chunks="split", capacity="8MiB") as llm:
+        (output,) = llm.generate("system ## " + "word " * 4000 + " ## question", GREEDY)
+        chunks = [segment.num_tokens for segment in output.reuse.segments if segment.kind == "chunk"]
+        assert len(chunks) > 1 and max(chunks) < 1024
 
 
 def test_an_unknown_model_says_what_to_do():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvmosaic.errors import InvalidConfig, InvalidSeparator
+from kvmosaic.eviction import EvictionPolicy, choose
 from kvmosaic.layout import ChunkContext, PositionStrategy
 from kvmosaic.prompt.separator import check_separator
 
@@ -58,8 +59,8 @@ class ChunkCacheConfig:
     """Where documents stand: see the design, section 2."""
     chunk_context: ChunkContext = "system"
     """What a document saw when it was computed: the system prompt, or nothing."""
-    eviction: Literal["lru", "priority"] = "lru"
-    """Who leaves first when the cache is full."""
+    eviction: str | EvictionPolicy = "lru"
+    """Who leaves first when the cache is full: "lru", "priority", or a policy of your own."""
     verify_tokens: bool = True
     """Compare the tokens of a hit with those asked for, whatever the hash."""
     log_stats_seconds: float | None = None
@@ -70,7 +71,7 @@ class ChunkCacheConfig:
         _check_choice("hash_algorithm", self.hash_algorithm, ("sha256", "xxh3_128"))
         _check_choice("position_strategy", self.position_strategy, ("shared", "sequential", "absolute"))
         _check_choice("chunk_context", self.chunk_context, ("system", "none"))
-        _check_choice("eviction", self.eviction, ("lru", "priority"))
+        choose(self.eviction)
         _check_range("block_size", self.block_size, 1, 4096)
         _check_range("max_chunks", self.max_chunks, 1, 10**8)
         _check_range("max_chunk_tokens", self.max_chunk_tokens, 1, 10**7)

@@ -23,8 +23,7 @@
     ├── ModelError
     │   ├── ModelNotFound             no folder and no hub name
     │   ├── UnsupportedModel          a model whose attention cannot be reached
-    │   ├── NotMovable                moved chunks on a model that does not allow them
-    │   └── SelfCheckFailed           composed and dense logits differ
+    │   └── NotMovable                moved chunks on a model that does not allow them
     └── EngineError
         ├── UnknownRequest            a request id the engine does not have
         ├── RequestTooLarge           a request that could never run in the given memory
@@ -133,10 +132,6 @@ class UnsupportedModel(ModelError):
 
 class NotMovable(ModelError):
     """Moved chunks were asked of a model whose keys cannot be moved."""
-
-
-class SelfCheckFailed(ModelError):
-    """Composed and dense logits differ."""
 
 
 class EngineError(KVMosaicError):

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvmosaic.cache import ChunkCacheStats, Plan, Planner
+from kvmosaic.assembly import (
+    PromptLike,
+    build_engine,
+    bundled_reader,
+    check_movable,
+    checked,
+    joined,
+    prompts_of,
+)
+from kvmosaic.attention import AttentionBackend
+from kvmosaic.cache import ChunkCacheStats, Plan
 from kvmosaic.chunks import ChunkHandle, ChunkStore
-from kvmosaic.config import ChunkCacheConfig, EngineConfig, parse_bytes
-from kvmosaic.engine import Engine, Request
+from kvmosaic.config import ChunkCacheConfig, EngineConfig
+from kvmosaic.engine import Request
 from kvmosaic.engine.self_check import SelfCheck, run_self_check
-from kvmosaic.errors import InvalidConfig, NotMovable
+from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling
 from kvmosaic.layout import PositionStrategy, arrange
-from kvmosaic.memory import blocks_within, device_memory_bytes
 from kvmosaic.model import LoadedModel, load_model
-from kvmosaic.model.runner import Runner
-from kvmosaic.prompt import Document, Prompt, PromptEncoder, Segment, SegmentKind, read_messages
+from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
 from kvmosaic.sampling import RequestOutput, SamplingParams
 
 BUNDLED_READER = "reader"
@@ -51,6 +58,7 @@ class LLM:
         enable_chunk_cache: bool = True,
         chunk_cache_config: ChunkCacheConfig | None = None,
         engine_config: EngineConfig | None = None,
+        attention_backend: AttentionBackend | None = None,
         self_check: bool = True,
         trust_remote_code: bool = False,
     ) -> None:
@@ -64,6 +72,7 @@ class LLM:
             enable_chunk_cache: compose prompts from cached chunks; off, segments are joined to an ordinary prompt.
             chunk_cache_config: capacity, positions, separator, eviction, …
             engine_config: how much runs at once, and memory for prefixes and answers.
+            attention_backend: who computes attention over one run of keys; default `TorchBackend()`.
             self_check: compare a composed prompt with a dense forward first; if they differ, the chunk cache stays off
                 and `chunk_cache_off_reason` says why.
             trust_remote_code: run Python code that comes with the checkpoint.
@@ -73,8 +82,8 @@ class LLM:
             NotMovable: the position strategy moves documents and the model does not allow that.
             InvalidConfig: a setting that cannot work, for example memory for less than one block.
         """
-        self.chunk_cache_config = chunk_cache_config or ChunkCacheConfig()
-        self.engine_config = engine_config or EngineConfig()
+        self.chunk_cache_config = checked(chunk_cache_config or ChunkCacheConfig(), ChunkCacheConfig)
+        self.engine_config = checked(engine_config or EngineConfig(), EngineConfig)
         if isinstance(model, LoadedModel):
             self.model = model
         else:
@@ -89,13 +98,15 @@ class LLM:
         self.self_check: SelfCheck | None = None
         self.chunk_cache_off_reason = "" if enable_chunk_cache else "switched off (enable_chunk_cache=False)"
         if enable_chunk_cache:
-            _check_movable(self.model, self.chunk_cache_config)
+            check_movable(self.model, self.chunk_cache_config)
             if self_check:
-                self.self_check = run_self_check(self.model)
+                self.self_check = run_self_check(self.model, attention_backend)
                 self.chunk_cache_off_reason = self.self_check.reason
                 if self.chunk_cache_off_reason:
                     warnings.warn(f"the chunk cache is off: {self.chunk_cache_off_reason}", stacklevel=2)
-        self.engine = _build_engine(self.model, self.chunk_cache_config, self.engine_config, self.has_chunk_cache)
+        self.engine = build_engine(
+            self.model, self.chunk_cache_config, self.engine_config, attention_backend, self.has_chunk_cache
+        )
         self.encoder = PromptEncoder(
             self.model.tokenizer,
             self.chunk_cache_config,
@@ -111,7 +122,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Prompt | Sequence[str | Prompt],
+        prompts: PromptLike | Sequence[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         position_strategy: PositionStrategy | None = None,
@@ -120,7 +131,8 @@ class LLM:
         """Answers prompts, all of them together.
 
         Args:
-            prompts: texts (split at the separator), or prompts.
+            prompts: one prompt or a list: texts (split at the separator), `Prompt`s, lists of token ids, or mappings
+                with "prompt" or "prompt_token_ids".
             sampling_params: for all prompts, or one per prompt; default `SamplingParams()`.
             position_strategy: instead of the configured one, for these prompts.
             progress: called after every finished prompt.
@@ -132,7 +144,7 @@ class LLM:
             InvalidPrompt: the first prompt that cannot be answered; nothing has been computed then.
             RequestTooLarge, ChunkCacheFull: a prompt that can never fit into memory.
         """
-        items = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
+        items = prompts_of(prompts)
         encoded = [self.encoder.encode(prompt) for prompt in items]
         return self._answer(encoded, self._params_for(sampling_params, len(items)), position_strategy, progress)
 
@@ -221,6 +233,9 @@ class LLM:
         Returns:
             One handle per chunk (a long document may be several).
         """
+        if isinstance(documents, str | bytes | Mapping) or not isinstance(documents, Iterable):
+            raise InvalidDocument(f"documents must be a list, got {type(documents).__name__}")
+        documents = list(documents)
         most = self.chunk_cache_config.max_prompt_chunks
         parts = [documents[first : first + most] for first in range(0, max(len(documents), 1), most)]
         prompts = [self.encoder.encode_documents(part, system=system, salt=salt) for part in parts]
@@ -279,6 +294,9 @@ class LLM:
     ) -> list[SamplingParams]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             return [sampling_params or SamplingParams()] * count
+        if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
+            kind = type(sampling_params).__name__
+            raise InvalidSampling(f"sampling_params must be SamplingParams or a list of them, got {kind}")
         if len(sampling_params) != count:
             raise InvalidConfig(f"{len(sampling_params)} sampling_params for {count} prompts; give one, or one each")
         return list(sampling_params)
@@ -290,7 +308,7 @@ class LLM:
 
     def _composed_or_joined(self, prompt: Prompt) -> Prompt:
         """The prompt itself; without the chunk cache, all of its segments as one ordinary prompt."""
-        return prompt if self.has_chunk_cache or prompt.is_plain else _joined(prompt)
+        return prompt if self.has_chunk_cache or prompt.is_plain else joined(prompt)
 
     def _answer(
         self,
@@ -329,48 +347,3 @@ class LLM:
                     self.engine.step()
         finally:
             self.engine.abort_all([request])
-
-
-def bundled_reader() -> Path:
-    """The folder of the small model that comes with the package."""
-    return Path(__file__).parent / "bundled" / "reader"
-
-
-def _joined(prompt: Prompt) -> Prompt:
-    """All segments of a prompt as one ordinary prompt."""
-    token_ids = tuple(token for segment in prompt.segments for token in segment.token_ids or ())
-    texts = [segment.text for segment in prompt.segments]
-    text = None if any(part is None for part in texts) else "".join(part or "" for part in texts)
-    return replace(prompt, segments=(Segment(SegmentKind.PLAIN, token_ids, text=text),))
-
-
-def _check_movable(model: LoadedModel, config: ChunkCacheConfig) -> None:
-    moves = config.position_strategy == "sequential" or (
-        config.chunk_context == "none" and config.position_strategy != "absolute"
-    )
-    if moves and not model.is_movable:
-        raise NotMovable(
-            f"position_strategy={config.position_strategy!r} with chunk_context={config.chunk_context!r} moves "
-            f"documents, and this model does not allow that ({model.immovable_reason}); use "
-            "position_strategy='shared' with chunk_context='system', or position_strategy='absolute'"
-        )
-
-
-def _build_engine(
-    model: LoadedModel, config: ChunkCacheConfig, engine_config: EngineConfig, has_chunk_cache: bool
-) -> Engine:
-    bytes_per_block = model.bytes_per_token() * config.block_size
-    request_blocks = blocks_within(parse_bytes(engine_config.request_cache), bytes_per_block, "request_cache")
-    capacity = config.capacity_bytes
-    if config.memory_fraction is not None:
-        capacity = int(config.memory_fraction * device_memory_bytes(model.device))
-    chunk_blocks = blocks_within(capacity, bytes_per_block, "the chunk cache's capacity") if has_chunk_cache else 1
-    planner = Planner(
-        model.fingerprint,
-        config,
-        request_blocks=request_blocks,
-        chunk_blocks=chunk_blocks,
-        prefix_caching=engine_config.enable_prefix_caching,
-    )
-    runner = Runner(model, {"request": request_blocks, "chunk_cache": chunk_blocks}, config.block_size)
-    return Engine(runner, planner, config, engine_config)

@@ -80,3 +80,22 @@ def test_a_wrong_backend_is_caught(model):
             return output, lse + 0.5 * (key.shape[0] > 8)
 
     assert not run_self_check(model, Forgetful()).passed
+
+
+@pytest.mark.parametrize("num_keys", [7, 13, 33])
+def test_a_backend_that_gives_no_numbers_is_caught(model, num_keys):
+    class NotANumber(TorchBackend):
+        def attend(self, query, key, value, **options):
+            output, lse = super().attend(query, key, value, **options)
+            return output * (torch.nan if key.shape[0] == num_keys else 1.0), lse
+
+    result = run_self_check(model, NotANumber())
+    assert not result.passed and "inf" in result.reason
+
+
+def test_a_backend_that_raises_is_reported_not_raised(model):
+    class Broken(TorchBackend):
+        def attend(self, query, key, value, **options):
+            raise RuntimeError("no such kernel")
+
+    assert "no such kernel" in run_self_check(model, Broken()).reason

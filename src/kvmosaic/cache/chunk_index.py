@@ -96,9 +96,10 @@ class ChunkIndex:
         if isinstance(name_or_key, str):
             found = [self._chunks[key] for key in self._names.get((salt, name_or_key), ())]
         else:
-            found = [self._chunks[name_or_key]] if name_or_key in self._chunks else []
+            chunk = self._chunks.get(name_or_key) if isinstance(name_or_key, bytes) else None
+            found = [chunk] if chunk is not None else []
         if not found:
-            shown = repr(name_or_key) if isinstance(name_or_key, str) else name_or_key.hex()
+            shown = name_or_key.hex() if isinstance(name_or_key, bytes) else repr(name_or_key)[:80]
             raise UnknownChunk(
                 f"no cached chunk is called {shown} among {len(self._chunks)}; it may have been evicted: "
                 "warm it again, and pin it to keep it"

@@ -18,7 +18,7 @@ from kvmosaic.cache.room import Room
 from kvmosaic.cache.statistics import ChunkCacheStats, Counters, snapshot
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.eviction import EvictionPolicy, choose
+from kvmosaic.eviction import choose
 from kvmosaic.layout import Layout
 
 
@@ -45,7 +45,6 @@ class Planner:
         chunk_blocks: int,
         prefix_caching: bool = True,
         clock: Callable[[], float] = time.monotonic,
-        eviction: str | EvictionPolicy | None = None,
     ) -> None:
         """Makes empty pools and caches.
 
@@ -56,9 +55,8 @@ class Planner:
             chunk_blocks: size of the pool for chunks.
             prefix_caching: whether blocks outside chunks are kept for later requests.
             clock: seconds that never run backwards.
-            eviction: a policy or its name, instead of the one in `config`.
         """
-        policy = choose(config.eviction if eviction is None else eviction)
+        policy = choose(config.eviction)
         verify = config.verify_tokens or config.hash_algorithm != "sha256"
         self.fingerprint = fingerprint
         self.config = config

@@ -12,7 +12,7 @@ from kvmosaic.prompt.document import Document, read_documents
 from kvmosaic.prompt.finding import place_documents
 from kvmosaic.prompt.message import read_messages
 from kvmosaic.prompt.pieces import Piece, foreign, joined, template
-from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind
+from kvmosaic.prompt.segment import MAX_POSITION, Prompt, Segment, SegmentKind
 from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_token_ids
 from kvmosaic.prompt.splitting import fit_chunks
 from kvmosaic.prompt.tokenizer import Encoded, PieceTokenizer, Tokenizer
@@ -162,15 +162,21 @@ class PromptEncoder:
         for segment in segments:
             check_token_ids(segment.token_ids or (), self.vocab_size, segment.label)
         limit, split = self.settings.max_chunk_tokens, self.settings.long_chunks == "split"
-        parts = fit_chunks(segments, encodings, limit, split=split)
+        parts = fit_chunks(segments, encodings, min(limit, self._room(segments)) if split else limit, split=split)
         self._check_count(parts)
         for part in parts:
             if self.max_positions is not None and part.num_tokens > self.max_positions:
+                is_chunk = part.kind is SegmentKind.CHUNK
                 raise PromptTooLong(
                     f"the {part.label} alone has {part.num_tokens} tokens, the model has {self.max_positions} "
-                    "positions; shorten it"
+                    "positions; shorten it" + (" or set long_chunks='split'" if is_chunk else "")
                 )
         return Prompt(parts, salt=salt)
+
+    def _room(self, segments: Sequence[Segment]) -> int:
+        """Tokens that a part of a split chunk may have: half of what the system prompt and the question leave."""
+        others = sum(segment.num_tokens for segment in segments if segment.kind is not SegmentKind.CHUNK)
+        return max((self.max_positions or 2 * MAX_POSITION) - others, 2) // 2
 
     def _check_count(self, segments: Sequence[Segment]) -> None:
         num_chunks = sum(segment.kind is SegmentKind.CHUNK for segment in segments)

@@ -52,6 +52,8 @@ def named_parts(text: str, separator: str | None) -> tuple[str, list[str], str] 
     """
     parts = split_text(text, separator)
     if separator is None or len(parts) < 3:
+        if not text.strip():
+            raise EmptySegment("the prompt is empty; write a question")
         return (separator or "").join(parts)
     stripped = [part.strip() for part in parts]
     for index, part in enumerate(stripped):

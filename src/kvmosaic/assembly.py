@@ -1,0 +1,109 @@
+"""Assembly: what `LLM` is put together from, and what it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvmosaic.attention import AttentionBackend
+from kvmosaic.cache import Planner
+from kvmosaic.config import ChunkCacheConfig, EngineConfig, parse_bytes
+from kvmosaic.engine import Engine
+from kvmosaic.errors import InvalidConfig, InvalidPrompt, NotMovable
+from kvmosaic.memory import blocks_within, device_memory_bytes
+from kvmosaic.model import LoadedModel
+from kvmosaic.model.runner import Runner
+from kvmosaic.prompt import Prompt, Segment, SegmentKind
+
+PromptLike = str | Prompt | Sequence[int] | Mapping[str, Any]
+"""A text, a prompt, token ids, or a mapping with "prompt" or "prompt_token_ids"."""
+Settings = TypeVar("Settings")
+
+
+def checked(settings: Settings, kind: type[Settings]) -> Settings:
+    """The settings themselves, if they are of their kind.
+
+    Raises:
+        InvalidConfig: something else was given.
+    """
+    if not isinstance(settings, kind):
+        raise InvalidConfig(f"settings must be a {kind.__name__}, got {type(settings).__name__}")
+    return settings
+
+
+def prompts_of(prompts: PromptLike | Sequence[PromptLike]) -> list[str | Prompt | Sequence[int]]:
+    """The prompts of one call, as a list.
+
+    Raises:
+        InvalidPrompt: something that is not a prompt, naming its type.
+    """
+    if isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes):
+        is_token_ids = bool(prompts) and isinstance(prompts[0], int)
+        return [_prompt_of(prompts)] if is_token_ids else [_prompt_of(prompt) for prompt in prompts]
+    return [_prompt_of(prompts)]
+
+
+def _prompt_of(prompt: object) -> str | Prompt | Sequence[int]:
+    if isinstance(prompt, Mapping):
+        prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+    if isinstance(prompt, str | Prompt):
+        return prompt
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+        return prompt
+    raise InvalidPrompt(
+        "a prompt is a text, a Prompt, a list of token ids, or a mapping with 'prompt' or 'prompt_token_ids', "
+        f"got {type(prompt).__name__}"
+    )
+
+
+def bundled_reader() -> Path:
+    """The folder of the small model that comes with the package."""
+    return Path(__file__).parent / "bundled" / "reader"
+
+
+def joined(prompt: Prompt) -> Prompt:
+    """All segments of a prompt as one ordinary prompt."""
+    token_ids = tuple(token for segment in prompt.segments for token in segment.token_ids or ())
+    texts = [segment.text for segment in prompt.segments]
+    text = None if any(part is None for part in texts) else "".join(part or "" for part in texts)
+    return replace(prompt, segments=(Segment(SegmentKind.PLAIN, token_ids, text=text),))
+
+
+def check_movable(model: LoadedModel, config: ChunkCacheConfig) -> None:
+    """Raises NotMovable if the settings move documents and the model does not allow that."""
+    moves = config.position_strategy == "sequential" or (
+        config.chunk_context == "none" and config.position_strategy != "absolute"
+    )
+    if moves and not model.is_movable:
+        raise NotMovable(
+            f"position_strategy={config.position_strategy!r} with chunk_context={config.chunk_context!r} moves "
+            f"documents, and this model does not allow that ({model.immovable_reason}); use "
+            "position_strategy='shared' with chunk_context='system', or position_strategy='absolute'"
+        )
+
+
+def build_engine(
+    model: LoadedModel,
+    config: ChunkCacheConfig,
+    engine_config: EngineConfig,
+    backend: AttentionBackend | None = None,
+    has_chunk_cache: bool = True,
+) -> Engine:
+    """Gives a model its pools, its planner and its engine, in the memory that the settings allow."""
+    bytes_per_block = model.bytes_per_token() * config.block_size
+    request_blocks = blocks_within(parse_bytes(engine_config.request_cache), bytes_per_block, "request_cache")
+    capacity = config.capacity_bytes
+    if config.memory_fraction is not None:
+        capacity = int(config.memory_fraction * device_memory_bytes(model.device))
+    chunk_blocks = blocks_within(capacity, bytes_per_block, "the chunk cache's capacity") if has_chunk_cache else 1
+    planner = Planner(
+        model.fingerprint,
+        config,
+        request_blocks=request_blocks,
+        chunk_blocks=chunk_blocks,
+        prefix_caching=engine_config.enable_prefix_caching,
+    )
+    runner = Runner(model, {"request": request_blocks, "chunk_cache": chunk_blocks}, config.block_size, backend)
+    return Engine(runner, planner, config, engine_config)
