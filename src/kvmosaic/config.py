@@ -56,7 +56,7 @@ class ChunkCacheConfig:
     hash_algorithm: Literal["sha256", "xxh3_128"] = "sha256"
     """Hash of the cache keys; xxh3_128 is faster and always compares tokens."""
     position_strategy: PositionStrategy = "shared"
-    """Where documents stand: see the design, section 2."""
+    """Where documents stand: all right after the system prompt, one behind the other, or where the caller says."""
     chunk_context: ChunkContext = "system"
     """What a document saw when it was computed: the system prompt, or nothing."""
     eviction: str | EvictionPolicy = "lru"

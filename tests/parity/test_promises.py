@@ -1,4 +1,4 @@
-"""The promises of the design: dense == composed cold == composed warm, whatever the strategy, lengths and blocks."""
+"""What the README promises: dense == composed cold == composed warm, whatever the strategy, lengths and blocks."""
 
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ def check_cold_and_warm(model, prompt, strategy, context, block_size, budget, fr
     expected = dense_logits(model, arrange(prompt, strategy, context), generated)
     tolerance = TOLERANCES[model.dtype]
     torch.testing.assert_close(cold_logits.to(expected.dtype), expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(warm_logits[0], cold_logits[0], atol=tolerance, rtol=0)
     if token_ids(warm) == generated:
         torch.testing.assert_close(warm_logits, cold_logits, atol=tolerance, rtol=0)
     assert model.dtype is torch.bfloat16 or token_ids(warm) == generated
@@ -84,11 +85,28 @@ def test_dense_cold_and_warm_agree_in_float64(family, prompt, strategy, context,
     check_cold_and_warm(loaded(family), prompt, strategy, context, block_size, budget, fragmented)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(prompt=prompts(), **settings_of_a_run)
-def test_dense_cold_and_warm_agree_in_lower_precision(dtype, prompt, strategy, context, block_size, budget, fragmented):
-    check_cold_and_warm(loaded("llama", dtype), prompt, strategy, context, block_size, budget, fragmented)
+def test_dense_cold_and_warm_agree_in_lower_precision(
+    family, dtype, prompt, strategy, context, block_size, budget, fragmented
+):
+    check_cold_and_warm(loaded(family, dtype), prompt, strategy, context, block_size, budget, fragmented)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@settings(max_examples=15)
+@given(prompt=prompts(), data=st.data(), block_size=st.sampled_from([1, 4, 16]), fragmented=st.booleans())
+def test_absolute_chunks_agree_wherever_they_are_baked(dtype, prompt, data, block_size, fragmented):
+    num_system = sum(segment.num_tokens for segment in prompt.segments if segment.kind is SegmentKind.SYSTEM)
+    offsets = st.integers(num_system, num_system + 300)
+    segments = [
+        replace(segment, position_offset=data.draw(offsets)) if segment.kind is SegmentKind.CHUNK else segment
+        for segment in prompt.segments
+    ]
+    placed = replace(prompt, segments=tuple(segments))
+    check_cold_and_warm(loaded("llama", dtype), placed, "absolute", "system", block_size, 64, fragmented)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -65,7 +65,7 @@ def build_engine(
 
 
 def fragment(engine: Engine, seed: int = 0) -> None:
-    """Leaves only scattered single blocks free in both pools: every second one stays taken, at random."""
+    """Scatters what is free in both pools: every third block and a fifth of the others, in random order."""
     chance = random.Random(seed)
     for pool in (engine.planner.request_pool, engine.planner.chunk_pool):
         taken = list(pool.allocate(pool.num_free))

@@ -65,7 +65,7 @@ class Engine:
         self.is_stopped = False
         self._requests: dict[str, Request] = {}
         self._sequences: dict[str, list[Sequence]] = {}
-        self._numbers = count()
+        self._names = (f"request-{number}" for number in count())
         self._log_time = clock()
         limits = [limit for limit in (config.max_model_len, runner.model.max_positions) if limit]
         self.max_positions = min(limits, default=None)
@@ -212,7 +212,8 @@ class Engine:
             raise InvalidSampling(f"sampling parameters must be SamplingParams, got {type(params).__name__}")
         if request_id is not None and not isinstance(request_id, str):
             raise InvalidPrompt(f"request_id must be a text, got {request_id!r:.80}")
-        request_id = request_id or f"request-{next(self._numbers)}"
+        if not request_id:
+            request_id = next(name for name in self._names if name not in self._requests)
         if request_id in self._requests:
             raise InvalidPrompt(f"a request {request_id!r} is under way already; choose another request_id")
         request = Request(request_id, prompt, layout, params, self.clock(), priority, note)

@@ -32,11 +32,6 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
 
-    @property
-    def has_work(self) -> bool:
-        """Whether any sequence is waiting or running."""
-        return bool(self.waiting or self.running)
-
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence behind those of the same priority."""
         place = len(self.waiting)

@@ -33,11 +33,6 @@ class LatentProjection:
         self.rope_dim: int = module.qk_rope_head_dim  # type: ignore[assignment]
         self._expand_kv: Any = module.expand_kv
 
-    @property
-    def nope_dim(self) -> int:
-        """Numbers per query head that meet the latent; the rotary ones follow."""
-        return self._nope_dim
-
     def _weight(self) -> Tensor:
         """[H, nope + value, r]: a view, so that weights that move or change stay the same ones."""
         weight: Tensor = self._projection.weight

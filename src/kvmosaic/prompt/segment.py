@@ -38,7 +38,7 @@ def _kind(kind: object) -> SegmentKind:
 class Segment:
     """A run of tokens (or the text they will be made from) that is computed together.
 
-    Exactly one of `text` and `token_ids` may be missing; a segment with token ids is ready for the layout.
+    One of `text` and `token_ids` may be missing; a segment with token ids is ready for the layout.
     """
 
     kind: SegmentKind
