@@ -19,13 +19,19 @@ from kvmosaic.prompt import Prompt, Segment, SegmentKind
 
 FAMILIES = ("llama", "gemma3", "deepseek_v3", "gpt_oss")
 """Full attention; windows with two rotations; latent attention; windows with sinks."""
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1}
-"""Largest logit difference; the logits of these models are of the size 1 to 10."""
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
+"""Largest logit difference. In bfloat16, with 8 bits, it is 2% of the largest logit."""
+
+
+def tolerance_of(logits: torch.Tensor, dtype: torch.dtype) -> float:
+    return TOLERANCES.get(dtype) or 0.02 * float(logits.abs().max())
 
 
 @cache
 def loaded(family: str, dtype: torch.dtype = torch.float64) -> LoadedModel:
-    return LoadedModel.from_module(build(family, dtype))
+    # a router that computes in bfloat16 may choose another expert for the last bit's sake: that is not what is tested
+    changes = {"first_k_dense_replace": 99} if family == "deepseek_v3" and dtype is torch.bfloat16 else {}
+    return LoadedModel.from_module(build(family, dtype, **changes))
 
 
 @st.composite
@@ -68,7 +74,7 @@ def check_cold_and_warm(model, prompt, strategy, context, block_size, budget, fr
     warm, warm_logits = answer(engine, prompt)
     generated = token_ids(cold)
     expected = dense_logits(model, arrange(prompt, strategy, context), generated)
-    tolerance = TOLERANCES[model.dtype]
+    tolerance = tolerance_of(expected, model.dtype)
     torch.testing.assert_close(cold_logits.to(expected.dtype), expected, atol=tolerance, rtol=0)
     torch.testing.assert_close(warm_logits[0], cold_logits[0], atol=tolerance, rtol=0)
     if token_ids(warm) == generated:
