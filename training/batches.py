@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from training.layout import Strategy, place
 from training.model import PAD_SEGMENT, Batch
+from training.pointers import find_source, make_pointers
 from training.text import Example
 from training.tokenizer import ASSISTANT, BEGIN, DOCUMENT, END, PAD, SYSTEM, USER, token_id
 
@@ -54,6 +55,7 @@ class Row:
     question: int
     reading: Reading
     asked: list[int]  # for each block, the index of its question in the example
+    sources: list[list[int]]  # for each block, the context index that each answer token is copied from, or -1
     learn_text: bool = True  # whether the tokens outside the answers can be predicted at all
 
 
@@ -114,7 +116,9 @@ class Writer:
             len(context[0]), [len(one) for one in context[1:]], reading.strategy, reading.sees_system, gaps
         )
         segments = [index for index, segment in enumerate(context) for _ in segment]
+        starts = [sum(len(one) for one in context[:index]) for index in range(len(context))]
         blocks: list[tuple[list[int], int]] = []
+        sources: list[list[int]] = []
         kept: list[int] = []
         used = 0
         earlier: list[int] = []
@@ -126,8 +130,10 @@ class Writer:
                 used += len(tokens)
                 kept.append(index)
                 blocks.append((tokens, len(question)))
+                number = example.questions[index].document + 1
+                sources.append(find_source(context[number], answer, starts[number]) if number else [-1] * len(answer))
         flat = [token for segment in context for token in segment]
-        return Row(flat, positions.local, positions.moved, segments, blocks, positions.question, reading, kept)
+        return Row(flat, positions.local, positions.moved, segments, blocks, positions.question, reading, kept, sources)
 
 
 def collate(
@@ -145,6 +151,7 @@ def collate(
     targets: list[int] = []
     spans: list[tuple[int, int, int]] = []
     others: list[tuple[int, int]] = []
+    pointed: list[tuple[int, int]] = []
     for index, row in enumerate(rows):
         base, count = index * length, len(row.tokens)
         tokens[index, :count] = torch.tensor(row.tokens)
@@ -167,7 +174,10 @@ def collate(
             local[index, cursor:stop] = torch.arange(row.question, row.question + len(block))
             segments[index, cursor:stop] = number
             spans.append((index, len(chosen), len(block) - asked))
-            chosen += range(base + cursor + asked - 1, base + stop - 1)
+            places = range(base + cursor + asked - 1, base + stop - 1)
+            if row.sources:
+                pointed += [pair for pair in zip(places, row.sources[number - 1], strict=False) if pair[1] >= 0]
+            chosen += places
             targets += block[asked:]
             others += [(base + cursor + i, block[i + 1]) for i in range(asked - 1)] if row.learn_text else []
             cursor = stop
@@ -191,6 +201,7 @@ def collate(
             torch.tensor(targets + [0] * missing),
             torch.tensor(weights + [0.0] * missing),
             shape.context,
+            make_pointers(pointed, shape.rows, shape.context),
         ),
         spans,
     )

@@ -92,5 +92,5 @@ def copying_row(random: Random, reading: Reading) -> Row:
     segments = [index for index, segment in enumerate(context) for _ in segment]
     flat = [token for segment in context for token in segment]
     return Row(
-        flat, positions.local, positions.moved, segments, blocks, positions.question, reading, [], learn_text=False
+        flat, positions.local, positions.moved, segments, blocks, positions.question, reading, [], [], learn_text=False
     )

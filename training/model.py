@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from training.pointers import HEADS, LAYER, Pointers, pointer_loss
+
 PAD_SEGMENT = -1
 
 
@@ -51,6 +53,7 @@ class Batch:
     targets: Tensor  # [K]
     weights: Tensor  # [K]
     context: int
+    pointers: Pointers
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -101,6 +104,14 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden, config.kv_heads * self.size, bias=False)
         self.v_proj = nn.Linear(config.hidden, config.kv_heads * self.size, bias=False)
         self.o_proj = nn.Linear(config.heads * self.size, config.hidden, bias=False)
+
+    def looks(self, x: Tensor, angles: tuple[Tensor, ...], mask: Tensor, context: int, heads: int) -> Tensor:
+        """Log attention weights [B, heads, questions, T] of the first query heads, which share the first key head."""
+        shape = (*x.shape[:2], -1, self.size)
+        query = turn(linear(x, self.q_proj).view(shape), angles[0], angles[1])[:, context:, :heads]
+        key = turn(linear(x, self.k_proj).view(shape), angles[2], angles[3])[:, :, 0]
+        scores = torch.einsum("bqhd,bkd->bhqk", query, key).float() * self.size**-0.5 + mask
+        return torch.log_softmax(scores, -1)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, ...], masks: tuple[Tensor, Tensor], context: int) -> Tensor:
         """Maps [B, T, hidden] to [B, T, hidden]."""
@@ -185,8 +196,8 @@ class Reader(nn.Module):
         self.model = Body(config)
         self.inv_freq = config.rope_theta ** -(torch.arange(0, config.head_size, 2).float() / config.head_size)
 
-    def logits(self, batch: Batch) -> Tensor:
-        """Logits [K, vocabulary] at the chosen tokens."""
+    def read(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits [K, vocabulary] at the chosen tokens and, in training, the loss of the pointers."""
         table = self.model.embed_tokens.weight.to(self.dtype)
         x = F.embedding(batch.tokens, table)
         angles: list[Tensor] = []
@@ -194,15 +205,25 @@ class Reader(nn.Module):
             angle = (positions[..., None].float() * self.inv_freq)[:, :, None, :]
             angles += [angle.cos().to(self.dtype), angle.sin().to(self.dtype)]
         masks = visibility(batch)
-        for layer in self.model.layers:
+        pointing = torch.zeros(())
+        for index, layer in enumerate(self.model.layers):
+            if index == LAYER and self.training and isinstance(layer, Layer):
+                states = layer.input_layernorm(x)
+                looks = layer.self_attn.looks(states, tuple(angles), masks[1], batch.context, HEADS)
+                pointing = pointer_loss(looks, batch.pointers, x.shape[1])
             x = layer(x, tuple(angles), masks, batch.context)
         x = self.model.norm(x.flatten(0, 1)[batch.chosen])
-        return F.linear(x, table).float()
+        return F.linear(x, table).float(), pointing
 
-    def forward(self, batch: Batch) -> Tensor:
-        """The mean loss of the chosen tokens, by weight."""
-        losses = F.cross_entropy(self.logits(batch), batch.targets, reduction="none")
-        return (losses * batch.weights).sum() / batch.weights.sum()
+    def logits(self, batch: Batch) -> Tensor:
+        """Logits [K, vocabulary] at the chosen tokens."""
+        return self.read(batch)[0]
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The mean loss of the chosen tokens, by weight, and the loss of the pointers."""
+        logits, pointing = self.read(batch)
+        losses = F.cross_entropy(logits, batch.targets, reduction="none")
+        return (losses * batch.weights).sum() / batch.weights.sum(), pointing
 
     def answers(self, batch: Batch) -> Tensor:
         """The most likely next token [K] at the chosen tokens."""

@@ -21,6 +21,7 @@ from training.layout import STRATEGIES
 from training.measure import measure
 from training.model import Batch, Reader, ReaderConfig
 from training.optimizers import Optimizers, resume, save
+from training.pointers import WEIGHT as POINTER_WEIGHT
 from training.start import initialise
 from training.text import Recipe, TextSource
 from training.tokenizer import train_tokenizer
@@ -108,8 +109,8 @@ def main() -> None:
     for step in range(int(record["step"]), options.steps):
         started = time.perf_counter()
         batch = next(data)
-        loss = loss_of(batch)
-        loss.backward()
+        loss, pointing = loss_of(batch)
+        (loss + POINTER_WEIGHT * pointing).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizers.step(rate_factor(step, options.warmup, options.steps, options.decay))
         losses += loss.item()

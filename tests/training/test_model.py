@@ -9,6 +9,7 @@ from training.batches import Reading, Row, Shape, Writer, collate
 from training.curriculum import STAGES, copying_row, draw_reading, stage_at
 from training.layout import Strategy, place
 from training.model import PAD_SEGMENT, Batch, Reader, ReaderConfig
+from training.pointers import find_source, make_pointers
 from training.text import Recipe, TextSource
 
 SMALL = ReaderConfig(vocabulary=300, hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96)
@@ -63,6 +64,7 @@ def batch_of(context: list[list[int]], question: list[int], strategy: Strategy, 
         torch.zeros(len(question), dtype=torch.long),
         torch.ones(len(question)),
         start,
+        make_pointers([], 1, start),
     )
 
 
@@ -154,3 +156,9 @@ def test_padding_is_never_a_target() -> None:
     batch, _ = collate(rows, Shape(3, 96, 96), random, 0, 0.1)
     real = batch.weights > 0
     assert (batch.segments.flatten()[batch.chosen[real]] != PAD_SEGMENT).all()
+
+
+def test_source_of_an_answer_is_the_one_place_where_it_stands() -> None:
+    assert find_source([5, 6, 7, 8], [6, 7], 10) == [11, 12]
+    assert find_source([5, 6, 7, 6, 7], [6, 7], 10) == [-1, -1]
+    assert find_source([9, 7, 8], [6, 7, 8], 10) == [10, 11, 12]
