@@ -7,7 +7,7 @@ from kvmosaic import LLM, SamplingParams
 folder = Path(__file__).parent / "documents"
 ferry, museum, lighthouse = (
     {"id": name, "text": (folder / f"{name}.txt").read_text()}
-    for name in ("Amber Pearl", "Fenbury Museum", "Corlow Lighthouse")
+    for name in ("Amber Pearl", "Golden Anchor Museum", "Corlow Lighthouse")
 )
 system = {"role": "system", "content": "Answer the question from the documents."}
 greedy = SamplingParams(temperature=0, max_tokens=32)

@@ -34,6 +34,11 @@ ContextKind = Annotated[
     Literal["system", "none"],
     typer.Option("--chunk-context", help="What a document saw when it was computed: the system text, or nothing."),
 ]
+LongChunks = Annotated[
+    Literal["error", "split"],
+    typer.Option("--long-chunks", help="A document that is too long for one chunk: refuse it, or split it."),
+]
+Capacity = Annotated[str, typer.Option(metavar="SIZE", help="Memory for cached documents, such as 512MiB or 2GiB.")]
 DType = Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or for example cuda:1.")]
 NoChunkCache = Annotated[bool, typer.Option("--no-chunk-cache", help="Compute every document again for every prompt.")]
@@ -98,6 +103,8 @@ def run(
     chunk_context: ContextKind = "system",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token every time.")] = 0.0,
+    long_chunks: LongChunks = "error",
+    capacity: Capacity = "2GiB",
     dtype: DType = "auto",
     device: Device = "auto",
     no_chunk_cache: NoChunkCache = False,
@@ -107,19 +114,22 @@ def run(
 
     kvmosaic run reader --documents notes --question "Where does the ferry go?"
 
-    Standard input (-) holds one prompt per line if every line has at least two separators; otherwise all of it is one
-    prompt.
+    Standard input (-) holds one prompt per line if every line has at least two separators; if no line has two, all of
+    it is one prompt.
     """
-    from kvmosaic.console.asking import Asking
+    from kvmosaic.console.asking import Asking, check_model_is_not_a_prompt
 
     model, prompt = ("reader", "-") if model == "-" else (model, prompt)
+    check_model_is_not_a_prompt("run", model, separator, is_asked=bool(prompt or question))
     asking = Asking(prompt, documents, tuple(question or ()), system)
 
     from kvmosaic.console.answering import run_prompts
     from kvmosaic.console.opening import Opening
     from kvmosaic.sampling import SamplingParams
 
-    opening = Opening(model, dtype, device, position_strategy, chunk_context, separator, not no_chunk_cache)
+    opening = Opening(
+        model, dtype, device, position_strategy, chunk_context, separator, long_chunks, capacity, not no_chunk_cache
+    )
     run_prompts(opening, asking, SamplingParams(max_tokens=max_tokens, temperature=temperature), as_json)
 
 
@@ -133,19 +143,23 @@ def plan(
     separator: Separator = "##",
     position_strategy: Strategy = "shared",
     chunk_context: ContextKind = "system",
+    long_chunks: LongChunks = "error",
+    capacity: Capacity = "2GiB",
     dtype: DType = "auto",
     device: Device = "auto",
 ) -> None:
     """Show how a prompt would be composed and what memory it takes, without answering it."""
-    from kvmosaic.console.asking import Asking
+    from kvmosaic.console.asking import Asking, check_model_is_not_a_prompt
 
     model, prompt = ("reader", "-") if model == "-" else (model, prompt)
+    check_model_is_not_a_prompt("plan", model, separator, is_asked=bool(prompt or question))
     asking = Asking(prompt, documents, tuple(question or ()), system)
 
     from kvmosaic.console.opening import Opening
     from kvmosaic.console.planning import show_plans
 
-    show_plans(Opening(model, dtype, device, position_strategy, chunk_context, separator), asking)
+    opening = Opening(model, dtype, device, position_strategy, chunk_context, separator, long_chunks, capacity)
+    show_plans(opening, asking)
 
 
 @app.command()
@@ -159,10 +173,19 @@ def check(model: Model = "reader", dtype: DType = "auto", device: Device = "auto
 
 
 @app.command()
-def demo(model: Model = "reader", position_strategy: Strategy = "sequential", device: Device = "auto") -> None:
+def demo(
+    model: Model = "reader",
+    position_strategy: Strategy = "sequential",
+    long_chunks: LongChunks = "error",
+    capacity: Capacity = "2GiB",
+    device: Device = "auto",
+) -> None:
     """Answer questions about bundled documents, each time others in another order, and show what the cache did."""
     from kvmosaic.console.demo import run_demo
     from kvmosaic.console.folder import bundled_documents
     from kvmosaic.console.opening import Opening
 
-    run_demo(Opening(model, device=device, position_strategy=position_strategy), bundled_documents())
+    opening = Opening(
+        model, device=device, position_strategy=position_strategy, long_chunks=long_chunks, capacity=capacity
+    )
+    run_demo(opening, bundled_documents())

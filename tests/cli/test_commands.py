@@ -60,7 +60,7 @@ def test_plan_computes_nothing_and_shows_places_and_memory(tiny_model: Path, not
     options = ("--system", "Answer.", "--position-strategy", "sequential")
     result = run("plan", tiny_model, "--documents", notes, "-q", "Where?", *options)
     assert result.exit_code == 0, result.output
-    assert re.search(r"^kiln +34 +7 +36 +\+29 +8.5 KiB +compute", result.stdout, re.MULTILINE)
+    assert re.search(r"^kiln +34 +7 +36 +\+29 +12 KiB +compute", result.stdout, re.MULTILINE)  # 3 blocks of 16 tokens
     assert "256 B = 2 × 2 layers × 2 heads × 8 × 4 bytes" in result.stdout
 
 
@@ -94,9 +94,67 @@ def test_empty_folder_and_empty_input_are_refused(tiny_model: Path, tmp_path: Pa
     assert result.exit_code == 2 and "standard input is not UTF-8 text (byte 6)" in result.stderr
 
 
-def test_input_is_one_prompt_per_line_only_if_every_line_is_one() -> None:
+def test_input_is_one_prompt_per_line_or_one_in_all() -> None:
     assert split_input("a ## b ## c\n\nd ## e ## f\n", "##") == ["a ## b ## c", "d ## e ## f"]
     assert split_input("a ## b\nmore ## c\n", "##") == ["a ## b\nmore ## c"]
+
+
+def test_escaped_separators_make_no_line_a_prompt() -> None:
+    assert split_input("a \\## b \\## c\nd ## e\n", "##") == ["a \\## b \\## c\nd ## e"]
+
+
+def test_input_with_a_line_that_is_no_prompt_is_refused_with_its_number() -> None:
+    with pytest.raises(InvalidPrompt, match="line 3 of standard input is not a prompt"):
+        split_input("a ## b ## c\n\nd ## e\nf ## g ## h\n", "##")
+    with pytest.raises(InvalidPrompt, match="line 2 of standard input"):
+        split_input("a ## b ## c\nd \\## e ## f\n", "##")
+
+
+def test_empty_question_is_refused_before_the_model_loads() -> None:
+    result = run("run", "no-such-model", "-q", " ")
+    assert result.exit_code == 2 and "--question is empty" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+@pytest.mark.parametrize("prompt", ["a ## b ## c", "Why is it red?", "word " * 500])
+def test_prompt_in_the_place_of_the_model_is_answered_with_the_right_command(command: str, prompt: str) -> None:
+    result = run(command, prompt)
+    assert result.exit_code == 2
+    assert "the first argument is the model" in result.stderr
+    assert f"kvmosaic {command} reader '{prompt[:11]}" in result.stderr
+
+
+def test_long_documents_are_refused_or_split(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("The kiln burns lime. " * 120)  # 2,520 tokens; the model has 2,048 positions
+    arguments = ("plan", tiny_model, "--documents", tmp_path, "-q", "Why?")
+    assert "long_chunks" in run(*arguments).stderr
+    result = run(*arguments, "--long-chunks", "split")
+    assert result.exit_code == 0, result.output
+    assert "long (1/3)" in result.stdout
+
+
+def test_capacity_is_the_memory_for_documents(tiny_model: Path, notes: Path) -> None:
+    result = run("run", tiny_model, "--documents", notes, "-q", "Why?", "--capacity", "9 apples")
+    assert result.exit_code == 2 and "'9 apples' is not a size" in result.stderr
+    result = run("run", tiny_model, "--documents", notes, "-q", "Why?", "--capacity", "8KiB", "--max-tokens", "1")
+    assert result.exit_code == 2 and "chunk" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "check"])
+def test_tables_on_60_columns_keep_their_numbers_whole(
+    command: str, tiny_model: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    (notes / "ferry.txt").rename(notes / "a very long name for the ferry to Oak Island.txt")
+    asked = ("--documents", notes, "-q", "Where?", "--position-strategy", "sequential") if command == "plan" else ()
+    result = run(command, tiny_model, *asked)
+    assert all(len(line) <= 60 for line in result.stdout.splitlines())
+    if command == "plan":
+        assert re.search(r"^kiln +34 +0 +\+29 +12 KiB +compute", result.stdout, re.MULTILINE)
+        assert re.search(r"^a very.*… +29 +0 +8 KiB +compute", result.stdout, re.MULTILINE)
+    else:
+        assert re.search(r"^0–1 +4 / 2 +8 .* 6,283 +full +yes", result.stdout, re.MULTILINE), result.stdout
+        assert re.search(r"^plain prompt .* [\d.e-]+ +0.001$", result.stdout, re.MULTILINE), result.stdout
 
 
 def test_asking_needs_something_to_ask() -> None:

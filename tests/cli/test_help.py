@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 from typer.testing import CliRunner
 
 from kvmosaic import __version__
-from kvmosaic.cli import ContextKind, Strategy, app
+from kvmosaic.cli import ContextKind, LongChunks, Strategy, app
+from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.layout import ChunkContext, PositionStrategy
 
 COMMANDS = ("run", "plan", "check", "demo")
@@ -58,6 +59,7 @@ def test_unknown_strategy_is_refused_with_the_choices() -> None:
     assert "shared" in result.stderr and "sequential" in result.stderr
 
 
-def test_choices_are_those_of_the_layout() -> None:
+def test_choices_are_those_of_the_settings() -> None:
+    assert get_args(LongChunks)[0] == get_type_hints(ChunkCacheConfig)["long_chunks"]
     assert set(get_args(get_args(Strategy)[0])) == set(get_args(PositionStrategy)) - {"absolute"}
     assert get_args(get_args(ContextKind)[0]) == get_args(ChunkContext)

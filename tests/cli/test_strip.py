@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvmosaic.console.strip import Bar, Strip, bar_widths
+from kvmosaic.console.strip import Bar, Field, Strip, bar_widths
 from kvmosaic.console.text import one_line, printable
 
 BARS = [
@@ -35,6 +35,25 @@ def test_strip_with_colour_writes_the_names_into_coloured_fields() -> None:
     lines = drawn(Strip(BARS), force_terminal=True, color_system="truecolor")
     assert len(lines) == 3
     assert "\x1b[38;2;16;16;16;48;2;98;170;219m → ferry" in lines[0]
+
+
+def test_16_colours_tell_the_actions_apart() -> None:
+    names, _, legend = drawn(Strip(BARS), force_terminal=True, color_system="standard")
+    backgrounds = ("42m = system", "44m → ferry", "43m + kiln")
+    assert all(background in names for background in backgrounds)
+    assert all(background in legend for background in ("42m = ", "44m → ", "43m + "))
+
+
+def test_fields_of_tables_have_the_colours_of_the_strip() -> None:
+    for color_system, background in (("standard", ";44m moved "), ("truecolor", ";48;2;98;170;219m moved ")):
+        console = Console(file=io.StringIO(), force_terminal=True, color_system=color_system)
+        console.print(Field("moved", "moved"))
+        assert background in console.file.getvalue()
+
+
+def test_legend_breaks_between_its_parts() -> None:
+    lines = drawn(Strip(BARS[:1]), width=60, no_color=True)
+    assert lines[-2:] == ["██ = reused   ▓▓ → moved   ░░ + computed", "below: tokens and distance"]
 
 
 def test_strip_in_a_file_has_no_escape_sequences() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,12 +12,15 @@ from typing import TYPE_CHECKING
 from kvmosaic.console.folder import read_folder
 from kvmosaic.console.text import one_line
 from kvmosaic.errors import InvalidPrompt
+from kvmosaic.prompt.separator import split_text
 
 if TYPE_CHECKING:
     from kvmosaic.llm import LLM
     from kvmosaic.prompt import Prompt
 
 MAX_INPUT_BYTES = 2**26
+_LONGEST_PATH = 250
+"""Longer names are no file names on most systems, and asking for one is an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,8 @@ class Asking:
     def __post_init__(self) -> None:
         if self.prompt is None and not self.questions:
             raise InvalidPrompt("nothing is asked; give --question TEXT, a prompt text, or - for standard input")
+        if not all(question.strip() for question in self.questions):
+            raise InvalidPrompt("--question is empty; write what to ask, or leave it out")
         if self.prompt is not None and (self.questions or self.folder or self.system):
             raise InvalidPrompt(
                 "a prompt text holds its own documents and question; leave out --documents, --question and --system"
@@ -52,34 +58,59 @@ class Asking:
             for question in self.questions:
                 yield one_line(question), compose(llm, question, documents, self.system)
             return
-        separator = llm.chunk_cache_config.separator or "##"
+        separator = llm.chunk_cache_config.separator
+        assert separator is not None, "a command always has a separator"
         for text in split_input(_standard_input(), separator) if self.prompt == "-" else [self.prompt]:
             prompt = llm.encoder.encode(text)
             yield one_line(prompt.segments[-1].text or text), prompt
 
 
-def compose(llm: LLM, question: str, documents: list[dict[str, str]], system: str | None = None) -> Prompt:
-    """A prompt from a question and documents: through the model's chat template, or as they are if it has none."""
-    from kvmosaic.prompt import Prompt
+def check_model_is_not_a_prompt(command: str, model: str, separator: str, *, is_asked: bool) -> None:
+    """Catches a prompt text in the place of the model, before anything is loaded.
 
-    if not getattr(llm.model.tokenizer, "chat_template", None):
-        return llm.encoder.encode(Prompt.from_documents(documents, question, system=system))
+    Raises:
+        InvalidPrompt: the model has two separators, or it has spaces and there is nothing else that is asked.
+    """
+    looks_like_prompt = _has_two_borders(model, separator) or (not is_asked and len(model.split()) > 1)
+    if looks_like_prompt and not (len(model) < _LONGEST_PATH and Path(model).exists()):
+        raise InvalidPrompt(
+            f"the first argument is the model, and {one_line(model, 40)!r} looks like a prompt; write the model before "
+            f"it: kvmosaic {command} reader {shlex.quote(one_line(model))}"
+        )
+
+
+def compose(llm: LLM, question: str, documents: list[dict[str, str]], system: str | None = None) -> Prompt:
+    """A tokenized prompt from a question, documents and a system text."""
     messages = [{"role": "system", "content": system}] if system else []
-    return llm.encoder.encode_chat([*messages, {"role": "user", "content": question}], documents)
+    return llm.compose([*messages, {"role": "user", "content": question}], documents=documents)
 
 
 def split_input(text: str, separator: str) -> list[str]:
-    """Prompts of an input: one per line if every line has at least two separators, otherwise one in all.
+    """Prompts of an input: one per line if every line has at least two separators, one in all if no line has two.
 
     Raises:
-        InvalidPrompt: there is nothing but white space.
+        InvalidPrompt: there is nothing but white space, or only some of the lines are prompts.
     """
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = {number: line for number, line in enumerate(text.splitlines(), start=1) if line.strip()}
     if not lines:
         raise InvalidPrompt(
             f"standard input is empty; write a prompt such as 'system {separator} document {separator} question'"
         )
-    return lines if all(line.count(separator) >= 2 for line in lines) else [text.strip()]
+    prompts = {number: line for number, line in lines.items() if _has_two_borders(line, separator)}
+    if not prompts:
+        return [text.strip()]
+    for number in lines:
+        if number not in prompts:
+            raise InvalidPrompt(
+                f"line {number} of standard input is not a prompt: it has fewer than two {separator!r}, and line "
+                f"{next(iter(prompts))} has them; write one prompt per line, or one prompt with every {separator!r} on "
+                "a line of its own"
+            )
+    return list(prompts.values())
+
+
+def _has_two_borders(text: str, separator: str) -> bool:
+    return len(split_text(text, separator)) > 2
 
 
 def _standard_input() -> str:

@@ -40,7 +40,7 @@ def show_check(opening: Opening) -> bool:
 def model_table(name: str, model: LoadedModel) -> Table:
     """Name, kind and size of a model."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim")
+    table.add_column(style="dim", no_wrap=True)
     table.add_column()
     num_parameters = sum(parameter.numel() for parameter in model.module.parameters())
     limit = "no limit" if model.max_positions is None else f"{model.max_positions:,}"
@@ -56,7 +56,8 @@ def check_text(check: SelfCheck, is_movable: bool) -> RenderableType:
     """What the self-check compared, what it found, and what follows from it."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for heading in ("self-check", "compared with", "difference", "allowed"):
-        table.add_column(heading, justify="right" if heading in ("difference", "allowed") else "left")
+        is_number = heading in ("difference", "allowed")
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number)
     composed = "composed, cold and warm" + (", documents moved" if check.is_moved else "")
     for what, other, difference in (
         ("plain prompt", "transformers' own attention", check.plain_difference),

@@ -16,7 +16,7 @@ from kvmosaic.console.asking import compose
 from kvmosaic.console.folder import read_folder
 from kvmosaic.console.opening import Opening, open_llm
 from kvmosaic.console.reuse import reuse_sentence, reuse_strip
-from kvmosaic.console.statistics import VisitTimes, statistics_table, times_table
+from kvmosaic.console.statistics import TIMES_NOTE, VisitTimes, statistics_table, times_table
 from kvmosaic.console.text import one_line, printable
 
 if TYPE_CHECKING:
@@ -38,23 +38,41 @@ class Visit:
 
 
 VISITS = (
-    Visit("When was Fenbury founded?", ("Fenbury", "Fenbury Museum", "Amber Pearl", "Corlow Lighthouse")),
+    Visit("When was Fenbury founded?", ("Fenbury", "Golden Anchor Museum", "Amber Pearl", "Corlow Lighthouse")),
     Visit(
         "Who is the captain of the Amber Pearl?",
-        ("Zora Lumski", "Amber Pearl", "Corlow Lighthouse", "Fenbury Museum", "Fenbury"),
-    ),
-    Visit("Where did Zora Lumski grow up?", ("Corlow Lighthouse", "Zora Lumski", "Torren Mason", "Fenbury", "Bellos")),
-    Visit(
-        "What does Torren Mason drink in the morning?",
-        ("Fenbury Museum", "Bellos", "Torren Mason", "Fenbury Regatta", "Zora Lumski"),
+        ("Talmira Varlow", "Amber Pearl", "Corlow Lighthouse", "Golden Anchor Museum", "Fenbury"),
     ),
     Visit(
-        "In which month does the Fenbury Regatta take place?",
-        ("Amber Pearl", "Fenbury Regatta", "Torren Mason", "Corlow Lighthouse", "Fenbury Museum", "Fenbury"),
+        "Where did Talmira Varlow grow up?",
+        ("Corlow Lighthouse", "Talmira Varlow", "Torren Briwick", "Fenbury", "Bellos"),
+    ),
+    Visit(
+        "What does Torren Briwick drink in the morning?",
+        ("Golden Anchor Museum", "Bellos", "Torren Briwick", "Summer Breeze Regatta", "Talmira Varlow"),
+    ),
+    Visit(
+        "In which month does the Summer Breeze Regatta take place?",
+        (
+            "Amber Pearl",
+            "Summer Breeze Regatta",
+            "Torren Briwick",
+            "Corlow Lighthouse",
+            "Golden Anchor Museum",
+            "Fenbury",
+        ),
     ),
     Visit(
         "How high is the Corlow Lighthouse?",
-        ("Bellos", "Zora Lumski", "Fenbury Regatta", "Corlow Lighthouse", "Fenbury", "Amber Pearl", "Torren Mason"),
+        (
+            "Bellos",
+            "Talmira Varlow",
+            "Summer Breeze Regatta",
+            "Corlow Lighthouse",
+            "Fenbury",
+            "Amber Pearl",
+            "Torren Briwick",
+        ),
     ),
 )
 """Questions about the bundled documents."""
@@ -72,9 +90,7 @@ def run_demo(opening: Opening, folder: Path, visits: Sequence[Visit] = VISITS, c
     documents = {document["id"]: document for document in read_folder(folder)}
     params = SamplingParams(temperature=0, max_tokens=32)
     with closing(open_llm(opening, notices)) as llm, closing(without_cache(llm)) as cold_llm:
-        words = sum(len(document["text"].split()) for document in documents.values())
-        heading = f"{len(documents)} documents, {words:,} words, model {opening.model}, no network\n"
-        console.print(Text(printable(heading), style="dim"))
+        console.print(Text(demo_heading(opening, documents) + "\n", style="dim"))
         first_token_seconds(llm, "Is anybody there?")  # the first forward of a process pays for the start of libraries
         reports: list[ReuseReport] = []
         for visit in visits:
@@ -87,10 +103,21 @@ def run_demo(opening: Opening, folder: Path, visits: Sequence[Visit] = VISITS, c
         with notices.status("measuring the time to the first token"):
             times = [time_visit(visit, documents, llm, cold_llm) for visit in visits]
         console.print(times_table(times))
+        console.print(Text(TIMES_NOTE, style="dim"))
         console.print()
         console.print(statistics_table(statistics, llm.model.bytes_per_token() * llm.chunk_cache_config.block_size))
         console.print()
         console.print(Text(summary(reports)))
+
+
+def demo_heading(opening: Opening, documents: dict[str, dict[str, str]]) -> str:
+    """What is asked about, and how, in one line."""
+    from kvmosaic.llm import BUNDLED_READER
+
+    words = sum(len(document["text"].split()) for document in documents.values())
+    parts = [f"{len(documents)} documents", f"{words:,} words", f"model {opening.model}"]
+    parts.append(f"{opening.position_strategy} positions")
+    return printable(", ".join([*parts, "no network"] if opening.model == BUNDLED_READER else parts))
 
 
 def time_visit(visit: Visit, documents: dict[str, dict[str, str]], llm: LLM, cold_llm: LLM) -> VisitTimes:
@@ -127,9 +154,11 @@ def summary(reports: Sequence[ReuseReport]) -> str:
     num_documents = len({chunk.name for chunk in chunks})
     num_computed = sum(not chunk.reused_tokens for chunk in chunks)
     num_moved = sum(chunk.action == "moved" for chunk in chunks)
+    turned = "Nothing was copied or computed again to move them: the question's queries were turned instead."
+    unmoved = "Shared positions move nothing: every document starts right after the system text."
     return (
         f"What just happened: {len(reports)} prompts read {num_documents} documents {len(chunks)} times, each time in "
         f"other company and order. The model computed a document {num_computed} times and found one in the cache "
         f"{len(chunks) - num_computed} times; {num_moved} of these stood at another position than where they were "
-        "computed. Nothing was copied or computed again to move them: the question's queries were turned instead."
+        f"computed. {turned if num_moved else unmoved}"
     )

@@ -22,23 +22,25 @@ def layer_table(layers: tuple[LayerSpec, ...]) -> Table:
     The slowest turn is the number of tokens after which the slowest pair of dimensions has turned once.
     """
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for heading in ("layers", "heads", "head size", "rotation", "slowest turn", "sees", "movable"):
-        table.add_column(heading)
+    for heading in ("layers", "heads", "head\nsize", "rotation", "slowest\nturn", "sees", "movable"):
+        table.add_column(heading, no_wrap=heading not in ("rotation", "sees"))
     for kind, members in groupby(layers, key=_kind):
         run = list(members)
         table.add_row(layer_range(run[0].index, run[-1].index), *kind)
     return table
 
 
-def memory_table(model: LoadedModel, num_tokens: int) -> Table:
-    """Bytes of keys and values: per token, and for a prompt of this many tokens."""
+def memory_table(model: LoadedModel, num_tokens: int, num_blocks: int, block_size: int) -> Table:
+    """Bytes of keys and values: per token, and for a prompt of this many tokens in this many blocks."""
     per_token = model.bytes_per_token()
     stored = [layer for layer in model.layers if layer.is_stored]
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim")
+    table.add_column(style="dim", no_wrap=True)
     table.add_column()
     table.add_row("one token", Text(f"{size_text(per_token)} = {memory_formula(stored, model.dtype.itemsize)}"))
-    table.add_row("this prompt", Text(f"{size_text(per_token * num_tokens)} for {num_tokens:,} tokens"))
+    size = size_text(per_token * block_size * num_blocks)
+    blocks = f"{num_blocks:,} blocks of {block_size} tokens"
+    table.add_row("this prompt", Text(f"{size} for {num_tokens:,} tokens in {blocks}"))
     table.add_row("1 GiB holds", Text(f"{2**30 // max(per_token, 1):,} tokens"))
     return table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 
@@ -24,6 +24,8 @@ class Opening:
     position_strategy: PositionStrategy = "shared"
     chunk_context: ChunkContext = "system"
     separator: str = "##"
+    long_chunks: Literal["error", "split"] = "error"
+    capacity: str = "2GiB"
     enable_chunk_cache: bool = True
 
 
@@ -48,6 +50,8 @@ def open_llm(opening: Opening, notices: Console) -> LLM:
                 separator=opening.separator,
                 position_strategy=opening.position_strategy,
                 chunk_context=opening.chunk_context,
+                long_chunks=opening.long_chunks,
+                capacity=opening.capacity,
             ),
         )
     if opening.enable_chunk_cache and not llm.has_chunk_cache:

@@ -6,15 +6,14 @@ from contextlib import closing
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from kvmosaic.cache.plan import Plan, SpanPlan
 from kvmosaic.console.asking import Asking
 from kvmosaic.console.model import memory_table
 from kvmosaic.console.opening import Opening, open_llm
 from kvmosaic.console.reuse import MOST_ROWS
-from kvmosaic.console.strip import Action, Bar, Strip, field
-from kvmosaic.console.text import ends, printable, size_text
+from kvmosaic.console.strip import Field, Strip, bars_of
+from kvmosaic.console.text import ends, shrinking, size_text
 
 
 def show_plans(opening: Opening, asking: Asking) -> None:
@@ -31,49 +30,58 @@ def show_plans(opening: Opening, asking: Asking) -> None:
             console.print()
             console.print(plan_strip(plan))
             console.print()
-            console.print(plan_table(plan, llm.model.bytes_per_token()))
+            block_size = llm.chunk_cache_config.block_size
+            console.print(plan_table(plan, llm.model.bytes_per_token(), block_size, is_narrow=console.width < 76))
             console.print()
-            console.print(memory_table(llm.model, plan.num_tokens))
+            num_blocks = sum(blocks_of(span, block_size) for span in plan.spans)
+            console.print(memory_table(llm.model, plan.num_tokens, num_blocks, block_size))
             console.print()
 
 
 def plan_strip(plan: Plan) -> Strip:
     """The prompt of a plan; a span that is reused in part is drawn as two bars."""
-    return Strip([bar for span in plan.spans for bar in _bars(span)])
+    spans = plan.spans
+    return Strip(
+        [
+            bar
+            for span in spans
+            for bar in bars_of(span.name or span.kind, span.num_reused, span.num_to_compute, span.distance)
+        ]
+    )
 
 
-def plan_table(plan: Plan, bytes_per_token: int) -> Table:
-    """One row per span: where its keys are computed, where the question sees them, and what has to be done."""
+def blocks_of(span: SpanPlan, block_size: int) -> int:
+    """Blocks that hold a span; its last block is its own, even if it is not full."""
+    return -(-span.num_tokens // block_size)
+
+
+def plan_table(plan: Plan, bytes_per_token: int, block_size: int, *, is_narrow: bool = False) -> Table:
+    """One row per span: where its keys are computed, where the question sees them, and what has to be done.
+
+    A narrow table leaves out "seen at", which is "computed at" and "moved by" together. Memory counts whole blocks.
+    """
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("segment", overflow="ellipsis", no_wrap=True, max_width=36)
-    for heading in ("tokens", "computed at", "seen at", "moved by", "memory"):
-        table.add_column(heading, justify="right")
-    table.add_column("plan", no_wrap=True)
+    table.add_column("segment", max_width=36)
+    for heading in ("tokens", "computed\nat", *([] if is_narrow else ["seen\nat"]), "moved\nby", "memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("plan")
     shown = ends(plan.spans, MOST_ROWS)
     for span in shown:
         if span is shown[-1] and len(shown) < len(plan.spans):
             table.add_row(f"… {len(plan.spans) - len(shown):,} more", style="dim")
         table.add_row(
-            printable(span.name or span.kind),
+            shrinking(span.name or span.kind),
             f"{span.num_tokens:,}",
             f"{plan.layout.spans[span.index].start:,}",
-            f"{plan.layout.position_of(span.index):,}",
+            *([] if is_narrow else [f"{plan.layout.position_of(span.index):,}"]),
             f"{span.distance:+,}" if span.distance else "",
-            size_text(span.num_tokens * bytes_per_token),
-            _action(span),
+            size_text(blocks_of(span, block_size) * block_size * bytes_per_token),
+            _field(span),
         )
     return table
 
 
-def _bars(span: SpanPlan) -> list[Bar]:
-    label = span.name or span.kind
-    action: Action = "moved" if span.distance else "reused"
-    bars = [Bar(label, span.num_reused, action, span.distance)] if span.num_reused else []
-    return bars + ([Bar(label, span.num_to_compute, "computed")] if span.num_to_compute else [])
-
-
-def _action(span: SpanPlan) -> Text:
-    if 0 < span.num_reused < span.num_tokens:
-        return Text(f" reuse {span.num_reused:,}, compute {span.num_to_compute:,} ", style=field("reused"))
-    found: Action = "moved" if span.distance else "reused"
-    return Text(f" {span.action} ", style=field("computed" if span.action == "compute" else found))
+def _field(span: SpanPlan) -> Field:
+    (first, *rest) = bars_of("", span.num_reused, span.num_to_compute, span.distance)
+    words = f"reuse {first.num_tokens:,}, compute {rest[0].num_tokens:,}" if rest else span.action
+    return Field(words, first.action)

@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvmosaic.console.strip import Action, Bar, Strip, field
-from kvmosaic.console.text import duration_text, ends, printable
+from kvmosaic.console.strip import Field, Strip, bars_of
+from kvmosaic.console.text import duration_text, ends, printable, shrinking
 from kvmosaic.sampling.reuse import ReuseReport, SegmentReuse
 
 MOST_ROWS = 24
@@ -16,25 +16,32 @@ MOST_ROWS = 24
 
 def reuse_strip(report: ReuseReport, has_legend: bool = True) -> Strip:
     """The prompt of a report; a partly reused segment is drawn as two bars."""
-    return Strip([bar for segment in report.segments for bar in _bars(segment)], has_legend)
+    bars = [
+        bar
+        for segment in report.segments
+        for bar in bars_of(
+            segment.name or segment.kind, segment.reused_tokens, segment.computed_tokens, segment.distance
+        )
+    ]
+    return Strip(bars, has_legend)
 
 
 def reuse_table(report: ReuseReport) -> RenderableType:
     """One row per segment, and one line about the whole prompt."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("segment", overflow="ellipsis", no_wrap=True, max_width=36)
-    table.add_column("tokens", justify="right")
+    table.add_column("segment", max_width=36)
+    table.add_column("tokens", justify="right", no_wrap=True)
     table.add_column("what happened", no_wrap=True)
-    table.add_column("moved by", justify="right")
-    table.add_column("time", justify="right")
+    table.add_column("moved by", justify="right", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
     shown = ends(report.segments, MOST_ROWS)
     for segment in shown:
         if segment is shown[-1] and len(shown) < len(report.segments):
             table.add_row(*_middle(report.segments[MOST_ROWS - 1 : -1]), style="dim")
         table.add_row(
-            printable(segment.name or segment.kind),
+            shrinking(segment.name or segment.kind),
             f"{segment.num_tokens:,}",
-            _action(segment),
+            _field(segment),
             f"{segment.distance:+,}" if segment.reused_tokens and segment.distance else "",
             duration_text(segment.milliseconds / 1000),
         )
@@ -51,13 +58,6 @@ def reuse_sentence(report: ReuseReport) -> str:
     )
 
 
-def _bars(segment: SegmentReuse) -> list[Bar]:
-    label, found = segment.name or segment.kind, segment.reused_tokens
-    action: Action = "moved" if segment.distance else "reused"
-    bars = [Bar(label, found, action, segment.distance)] if found else []
-    return bars + ([Bar(label, segment.computed_tokens, "computed")] if segment.computed_tokens else [])
-
-
 def _middle(segments: tuple[SegmentReuse, ...]) -> tuple[str, str, str]:
     """One row for the segments that are not shown."""
     reused = sum(segment.reused_tokens for segment in segments)
@@ -65,7 +65,7 @@ def _middle(segments: tuple[SegmentReuse, ...]) -> tuple[str, str, str]:
     return f"… {len(segments):,} more", f"{tokens:,}", f" {reused:,} tokens reused "
 
 
-def _action(segment: SegmentReuse) -> Text:
-    if 0 < segment.reused_tokens < segment.num_tokens:
-        return Text(f" {segment.reused_tokens:,} reused, {segment.computed_tokens:,} computed ", style=field("reused"))
-    return Text(f" {segment.action} ", style=field(segment.action))
+def _field(segment: SegmentReuse) -> Field:
+    (first, *rest) = bars_of("", segment.reused_tokens, segment.computed_tokens, segment.distance)
+    words = f"{first.num_tokens:,} reused, {rest[0].num_tokens:,} computed" if rest else first.action
+    return Field(words, first.action)

@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from kvmosaic.console.text import duration_text, one_line, size_text
+from kvmosaic.console.text import duration_text, shrinking, size_text
 
 if TYPE_CHECKING:
     from kvmosaic.cache import ChunkCacheStats
+
+
+TIMES_NOTE = (
+    "cold: an ordinary prompt, its documents joined, with nothing remembered; "
+    "warm: composed from cached documents, in an order not asked before"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +27,7 @@ class VisitTimes:
     question: str
     num_tokens: int
     cold_seconds: float
-    """To the first token, with nothing cached."""
+    """To the first token of an ordinary prompt, its documents joined, with nothing remembered."""
     warm_seconds: float
     """To the first token, with every document cached and in an order not seen before."""
 
@@ -29,12 +35,12 @@ class VisitTimes:
 def times_table(times: Sequence[VisitTimes]) -> Table:
     """One row per question: the time to the first token with nothing cached and with the documents cached."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("first token of the answer to", no_wrap=True, overflow="ellipsis", max_width=44)
+    table.add_column("first token of the answer to", max_width=44)
     for heading in ("tokens", "cold", "warm", "faster"):
         table.add_column(heading, justify="right", no_wrap=True)
     for visit in times:
         table.add_row(
-            one_line(visit.question),
+            shrinking(visit.question),
             f"{visit.num_tokens:,}",
             duration_text(visit.cold_seconds),
             duration_text(visit.warm_seconds),
@@ -46,7 +52,7 @@ def times_table(times: Sequence[VisitTimes]) -> Table:
 def statistics_table(statistics: ChunkCacheStats, bytes_per_block: int) -> Table:
     """The chunk cache after the last question."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim")
+    table.add_column(style="dim", no_wrap=True)
     table.add_column()
     used_bytes = statistics.used_blocks * bytes_per_block
     for name, value in (
@@ -55,7 +61,7 @@ def statistics_table(statistics: ChunkCacheStats, bytes_per_block: int) -> Table
         ("chunks cached", f"{statistics.cached_chunks}, in {statistics.used_blocks} blocks ({size_text(used_bytes)})"),
         ("evictions", str(statistics.evictions)),
         ("average lookup", duration_text(statistics.average_lookup_ms / 1000)),
-        ("average attach", duration_text(statistics.average_attach_ms / 1000)),
+        ("average attach (whole prompt)", duration_text(statistics.average_attach_ms / 1000)),
         ("average compute", duration_text(statistics.average_compute_ms / 1000)),
     ):
         table.add_row(name, value)

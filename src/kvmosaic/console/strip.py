@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.text import Text
 
 from kvmosaic.console.text import ends, printable
 
 Action = Literal["reused", "moved", "computed"]
 
-COLOURS: dict[str, str] = {"reused": "#86b86b", "moved": "#62aadb", "computed": "#e3b04b"}
+_STYLES = {"reused": "#101010 on #86b86b", "moved": "#101010 on #62aadb", "computed": "#101010 on #e3b04b"}
 """One colour per action, in the strip and in the tables."""
+_STYLES_OF_16 = {"reused": "black on green", "moved": "bright_white on blue", "computed": "black on yellow"}
+"""The same for terminals with 16 colours, which would show the nearest to two of the others as one."""
 _MARKS = {"reused": "=", "moved": "→", "computed": "+"}
 """One sign per action, for eyes that do not tell the colours apart."""
 _PATTERNS = {"reused": "█", "moved": "▓", "computed": "░"}
@@ -57,7 +60,8 @@ class Strip:
         for row in _rows(list(zip(bars, widths, strict=True)), options.max_width):
             names = [f"{_MARKS[bar.action]} {printable(bar.label)}" for bar, _ in row]
             if has_colour:
-                yield _line(row, [f" {name}" for name in names], [field(bar.action) for bar, _ in row])
+                styles = [field_style(bar.action, console.color_system) for bar, _ in row]
+                yield _line(row, [f" {name}" for name in names], styles)
             else:
                 yield _line(row, names)
                 yield _line(row, [_PATTERNS[bar.action] * (width - 1) for bar, width in row])
@@ -65,16 +69,18 @@ class Strip:
         if len(bars) < len(self.bars):
             yield Text(f"{len(self.bars) - len(bars):,} segments before the last one are not drawn", style="dim")
         if self.has_legend:
-            yield legend(has_colour)
+            yield from legend(None if console.no_color else console.color_system, options.max_width)
 
 
-def legend(has_colour: bool) -> Text:
-    """What the colours, signs and patterns of a strip mean."""
+def legend(color_system: str | None, width: int) -> list[Text]:
+    """What the colours, signs and patterns of a strip mean, on one line or two."""
     parts = []
     for action, mark in _MARKS.items():
-        sample = (f" {mark} ", field(action)) if has_colour else f"{_PATTERNS[action] * 2} {mark}"
+        sample = (f" {mark} ", field_style(action, color_system)) if color_system else f"{_PATTERNS[action] * 2} {mark}"
         parts.append(Text.assemble(sample, f" {action}"))
-    return Text("   ").join([*parts, Text("below: tokens and distance", style="dim")])
+    note = Text("below: tokens and distance", style="dim")
+    line = Text("   ").join([*parts, note])
+    return [line] if line.cell_len <= width else [Text("   ").join(parts), note]
 
 
 def bar_widths(tokens: Sequence[int], width: int) -> list[int]:
@@ -110,9 +116,31 @@ def _line(row: list[tuple[Bar, int]], contents: list[str], styles: list[str] | N
     return line
 
 
-def field(action: str) -> str:
-    """The style of a coloured field, for the strip and for the tables."""
-    return f"#101010 on {COLOURS[action]}"
+def field_style(action: str, color_system: str | None) -> str:
+    """The style of a coloured field on a terminal with these colours."""
+    return (_STYLES_OF_16 if color_system in ("standard", "windows") else _STYLES)[action]
+
+
+def bars_of(label: str, num_reused: int, num_computed: int, distance: int) -> list[Bar]:
+    """A segment as bars: one, or two when it is reused in part."""
+    bars = [Bar(label, num_reused, "moved" if distance else "reused", distance)] if num_reused else []
+    return bars + ([Bar(label, num_computed, "computed")] if num_computed else [])
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A few words in a coloured field, for the tables."""
+
+    words: str
+    action: Action
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draws it in colours that the console has."""
+        yield Text(f" {self.words} ", style=field_style(self.action, console.color_system))
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """Columns of the longest word and of all words."""
+        return Measurement.get(console, options, Text(f" {self.words} "))
 
 
 def _figures(bar: Bar) -> str:

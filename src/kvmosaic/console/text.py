@@ -6,6 +6,8 @@ import unicodedata
 from collections.abc import Sequence
 from typing import TypeVar
 
+from rich.text import Text
+
 Item = TypeVar("Item")
 
 
@@ -29,6 +31,11 @@ def one_line(text: str, limit: int = 100) -> str:
     """The beginning of a text on one line, for headings."""
     line = " ".join(printable(text).split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def shrinking(text: str) -> Text:
+    """A cell on one line that gives way to the numbers beside it when the terminal is narrow."""
+    return Text(one_line(text), no_wrap=True, overflow="ellipsis")
 
 
 def ends(items: Sequence[Item], limit: int) -> list[Item]:
