@@ -23,7 +23,8 @@ class SegmentReuse:
     reused_tokens: int = 0
     num_blocks: int = 0
     milliseconds: float = 0.0
-    """Time to look it up and attach it, or to compute it."""
+    """Computed, in whole or in part: its share, by tokens, of the steps it was in, which other requests may share.
+    Found in the cache: an equal share of the time to plan and attach the whole prompt, since that is done at once."""
     note: str = ""
     """What a reader should know, for example an approximation."""
 
