@@ -9,10 +9,12 @@ with LLM("reader") as llm:
     ship = llm.chunks.create("The Amber Pearl was built in 1907. It carries timber.", name="ship", system=SYSTEM)
     llm.pin("town")  # stays, whatever else needs room
 
+    answers = []
     for first, second in [(town, ship), (ship, town)]:
         question = Segment(SegmentKind.QUESTION, text="When was the Amber Pearl built?")
         system = Segment(SegmentKind.SYSTEM, text=SYSTEM)
         prompt = Prompt((system, first.segment, second.segment, question))
-        print(llm.plan(prompt, position_strategy="sequential"))
-        (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=16), position_strategy="sequential")
-        print(output.outputs[0].text.strip(), end="\n\n")
+        print(llm.plan(prompt, position_strategy="sequential"))  # one behind the other: the second one is moved
+        (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=16))  # shared: order cannot matter
+        answers.append(output.outputs[0].text.strip())
+        print(answers[-1], end="\n\n")

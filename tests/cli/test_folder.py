@@ -33,7 +33,7 @@ def test_folder_that_is_missing_or_a_file_is_named_in_the_error(tmp_path: Path) 
 
 
 def test_folder_without_text_files_says_what_it_looks_for(tmp_path: Path) -> None:
-    with pytest.raises(InvalidDocument, match=r"no \.txt or \.md file"):
+    with pytest.raises(InvalidDocument, match=r"no \.txt or \.md file; .* not in sub-folders"):
         read_folder(tmp_path)
 
 

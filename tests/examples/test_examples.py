@@ -16,3 +16,9 @@ def test_there_are_examples() -> None:
 def test_example_runs_and_prints_something(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(path))
     assert capsys.readouterr().out.strip()
+
+
+def test_documents_in_another_order_give_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = runpy.run_path(str(EXAMPLES[0].parent / "handles.py"))["answers"]
+    assert first == second != ""
+    assert "+" in capsys.readouterr().out, "a plan shows a moved document"

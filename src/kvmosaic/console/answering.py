@@ -45,7 +45,7 @@ def warm(llm: LLM, documents: list[dict[str, str]], system: str | None, notices:
     """Computes the documents, with a progress bar."""
     began = time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=notices, transient=True) as bar:
+    with Progress(*columns, console=notices, transient=True, disable=not notices.is_terminal) as bar:
         task = bar.add_task("reading documents", total=len(documents))
         llm.warm(documents, system=system, progress=lambda done, total: bar.update(task, completed=done, total=total))
     seconds = duration_text(time.perf_counter() - began)

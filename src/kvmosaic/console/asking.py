@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvmosaic.console.folder import read_folder
 from kvmosaic.console.text import one_line
-from kvmosaic.errors import InvalidPrompt
+from kvmosaic.errors import InvalidPrompt, InvalidSeparator
 from kvmosaic.prompt.separator import split_text
 
 if TYPE_CHECKING:
@@ -70,7 +70,10 @@ def check_model_is_not_a_prompt(command: str, model: str, separator: str, *, is_
 
     Raises:
         InvalidPrompt: the model has two separators, or it has spaces and there is nothing else that is asked.
+        InvalidSeparator: text cannot be split at this separator.
     """
+    if not separator.strip():
+        raise InvalidSeparator("--separator is empty; give a text such as '##', or leave it out")
     looks_like_prompt = _has_two_borders(model, separator) or (not is_asked and len(model.split()) > 1)
     if looks_like_prompt and not (len(model) < _LONGEST_PATH and Path(model).exists()):
         raise InvalidPrompt(

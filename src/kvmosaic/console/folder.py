@@ -31,7 +31,9 @@ def read_folder(folder: Path) -> list[dict[str, str]]:
     )
     paths = [path for path in paths if path.is_file()]
     if not paths:
-        raise InvalidDocument(f"{folder} has no {' or '.join(SUFFIXES)} file; documents are read from such files")
+        raise InvalidDocument(
+            f"{folder} has no {' or '.join(SUFFIXES)} file; documents are such files, not in sub-folders"
+        )
     if len(paths) > MAX_FILES:
         raise InvalidDocument(
             f"{folder} has {len(paths)} documents; at most {MAX_FILES} are read, use a smaller folder"
