@@ -175,8 +175,11 @@ class PromptEncoder:
 
     def _room(self, segments: Sequence[Segment]) -> int:
         """Tokens that a part of a split chunk may have: half of what the system prompt and the question leave."""
+        if self.max_positions is None:
+            return MAX_POSITION
         others = sum(segment.num_tokens for segment in segments if segment.kind is not SegmentKind.CHUNK)
-        return max((self.max_positions or 2 * MAX_POSITION) - others, 2) // 2
+        room = self.max_positions - others
+        return room // 2 if room > 1 else self.max_positions
 
     def _check_count(self, segments: Sequence[Segment]) -> None:
         num_chunks = sum(segment.kind is SegmentKind.CHUNK for segment in segments)
