@@ -304,6 +304,10 @@ BAD_CALLS = {
         InvalidSees,
     ),
     "question too large for the pool": (lambda llm: llm.generate(Prompt.plain([1] * 2000), GREEDY), RequestTooLarge),
+    "second prompt too long": (
+        lambda llm: llm.generate([TEXT, Prompt.from_tokens([1] * 2000, [[2] * 60], [3])], GREEDY),
+        PromptTooLong,
+    ),
     "second prompt bad": (lambda llm: llm.generate([TEXT + " more", "a ## ## b"], GREEDY), EmptySegment),
 }
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from kvmosaic.attention import AttentionBackend
 from kvmosaic.cache import Planner
 from kvmosaic.config import ChunkCacheConfig, EngineConfig, parse_bytes
-from kvmosaic.engine import Engine
-from kvmosaic.errors import InvalidConfig, InvalidPrompt, NotMovable
+from kvmosaic.engine import Engine, not_movable
+from kvmosaic.errors import InvalidConfig, InvalidPrompt
 from kvmosaic.memory import blocks_within, device_memory_bytes
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.runner import Runner
@@ -66,9 +66,7 @@ def bundled_reader() -> Path:
 def joined(prompt: Prompt) -> Prompt:
     """All segments of a prompt as one ordinary prompt."""
     token_ids = tuple(token for segment in prompt.segments for token in segment.token_ids or ())
-    texts = [segment.text for segment in prompt.segments]
-    text = None if any(part is None for part in texts) else "".join(part or "" for part in texts)
-    return replace(prompt, segments=(Segment(SegmentKind.PLAIN, token_ids, text=text),))
+    return replace(prompt, segments=(Segment(SegmentKind.PLAIN, token_ids, text=prompt.text),))
 
 
 def check_movable(model: LoadedModel, config: ChunkCacheConfig) -> None:
@@ -77,11 +75,7 @@ def check_movable(model: LoadedModel, config: ChunkCacheConfig) -> None:
         config.chunk_context == "none" and config.position_strategy != "absolute"
     )
     if moves and not model.is_movable:
-        raise NotMovable(
-            f"position_strategy={config.position_strategy!r} with chunk_context={config.chunk_context!r} moves "
-            f"documents, and this model does not allow that ({model.immovable_reason}); use "
-            "position_strategy='shared' with chunk_context='system', or position_strategy='absolute'"
-        )
+        raise not_movable(model, config.position_strategy, config.chunk_context)
 
 
 def build_engine(

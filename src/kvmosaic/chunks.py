@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvmosaic.cache import Chunk
-from kvmosaic.engine import Engine, Request
+from kvmosaic.engine import Engine
 from kvmosaic.errors import ChunkCacheOff, ChunkTooLong
 from kvmosaic.layout import PositionStrategy
 from kvmosaic.prompt import Prompt, PromptEncoder, Segment, SegmentKind
@@ -112,16 +112,10 @@ class ChunkStore:
     ) -> list[ChunkHandle]:
         if self._off_reason:
             raise ChunkCacheOff(f"no chunk can be kept, the chunk cache is off: {self._off_reason}")
-        requests: list[Request] = []
-        try:
-            requests.extend(self._engine.add_warm_up(prompt, position_strategy=strategy) for prompt in prompts)
-            self._engine.run(requests, progress)
-        except BaseException:
-            self._engine.abort_all(requests)
-            raise
+        requests = (self._engine.add_warm_up(prompt, position_strategy=strategy) for prompt in prompts)
         return [
             ChunkHandle(request.prompt.chunks[0], was_cached=request.reuse.segments[-1].reused_tokens > 0)
-            for request in requests
+            for request in self._engine.run(requests, progress)
         ]
 
 

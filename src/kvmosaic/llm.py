@@ -317,15 +317,8 @@ class LLM:
         strategy: PositionStrategy | None,
         progress: Progress | None,
     ) -> list[RequestOutput]:
-        requests: list[Request] = []
-        try:
-            for prompt, parameters in zip(prompts, params, strict=True):
-                requests.append(self._add(prompt, parameters, strategy))
-            self.engine.run(requests, progress)
-        except BaseException:
-            self.engine.abort_all(requests)
-            raise
-        return [request.output() for request in requests]
+        requests = (self._add(prompt, each, strategy) for prompt, each in zip(prompts, params, strict=True))
+        return [request.output() for request in self.engine.run(requests, progress)]
 
     def _stream(
         self, prompt: Prompt, params: SamplingParams, strategy: PositionStrategy | None

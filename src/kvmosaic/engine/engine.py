@@ -27,7 +27,8 @@ from kvmosaic.errors import (
     RequestTooLarge,
     UnknownRequest,
 )
-from kvmosaic.layout import Layout, PositionStrategy, arrange
+from kvmosaic.layout import ChunkContext, Layout, PositionStrategy, arrange
+from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, check_length
 from kvmosaic.sampling import Answer, SamplingParams, SamplingState, sample
@@ -120,12 +121,27 @@ class Engine:
                 sequence.answer.end("abort")
         self._end(self._requests[request_id])
 
-    def run(self, requests: list[Request], progress: Callable[[int, int], None] | None = None) -> None:
+    def run(self, requests: Iterable[Request], progress: Callable[[int, int], None] | None = None) -> list[Request]:
         """Steps until all of `requests` have ended; others that are under way go on as well.
 
+        Args:
+            requests: of this engine; an iterator may add them as it goes.
+            progress: called with the numbers of finished and of all requests whenever one more has ended.
+
         Raises:
-            KVMosaicError: what the first of them failed with.
+            KVMosaicError: what the first of them failed with. Then, and whenever something else is raised (while they
+                are added, too), all of them are aborted.
         """
+        added: list[Request] = []
+        try:
+            added.extend(requests)  # keeps what an iterator gave before it raised, and that must be aborted
+            self._run(added, progress)
+        except BaseException:
+            self.abort_all(added)
+            raise
+        return added
+
+    def _run(self, requests: list[Request], progress: Callable[[int, int], None] | None) -> None:
         num_finished = -1
         while True:
             if failed := next((request for request in requests if request.error is not None), None):
@@ -191,11 +207,7 @@ class Engine:
     def _check_layout(self, layout: Layout, num_new: int) -> None:
         model = self.runner.model
         if layout.is_moved and not model.is_movable:
-            raise NotMovable(
-                f"position_strategy {layout.strategy!r} with chunk_context {layout.chunk_context!r} moves documents, "
-                f"and this model does not allow that ({model.immovable_reason}); use 'shared' with chunk_context "
-                "'system', or 'absolute'"
-            )
+            raise not_movable(model, layout.strategy, layout.chunk_context)
         if self.max_positions is not None:
             check_length(layout, self.max_positions, num_new)
 
@@ -326,3 +338,12 @@ class Engine:
             ours = error if isinstance(error, KVMosaicError) else None
             request.error = ours or EngineError(f"a step failed: {type(error).__name__}: {error}")
             self._end(request)
+
+
+def not_movable(model: LoadedModel, strategy: PositionStrategy, context: ChunkContext) -> NotMovable:
+    """The error for settings that move documents on a model that does not allow that."""
+    return NotMovable(
+        f"position_strategy={strategy!r} with chunk_context={context!r} moves documents, and this model does not allow "
+        f"that ({model.immovable_reason}); use position_strategy='shared' with chunk_context='system', or "
+        "position_strategy='absolute'"
+    )

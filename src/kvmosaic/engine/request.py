@@ -35,6 +35,14 @@ class Request:
     finished_time: float | None = None
     error: KVMosaicError | None = None
     """Why the request could not run."""
+    text: str | None = field(init=False)
+    """The prompt's text, if it was given as text. Joined once: every streamed output repeats it."""
+    token_ids: tuple[int, ...] = field(init=False, repr=False)
+    """All tokens of the prompt, in prompt order; put together once, for the same reason."""
+
+    def __post_init__(self) -> None:
+        self.text = self.prompt.text
+        self.token_ids = tuple(token for span in self.layout.spans for token in span.token_ids)
 
     @property
     def is_warm_up(self) -> bool:
@@ -46,17 +54,11 @@ class Request:
         """Whether nothing more will come."""
         return self.finished_time is not None
 
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """All tokens of the prompt, in prompt order."""
-        return tuple(token for span in self.layout.spans for token in span.token_ids)
-
     def output(self) -> RequestOutput:
         """The answers so far."""
-        texts = [segment.text for segment in self.prompt.segments]
         return RequestOutput(
             request_id=self.request_id,
-            prompt=None if any(text is None for text in texts) else "".join(text or "" for text in texts),
+            prompt=self.text,
             prompt_token_ids=self.token_ids,
             outputs=tuple(answer.output() for answer in self.answers),
             finished=self.is_finished,
