@@ -21,6 +21,7 @@ class Stage:
     gaps: float = 0.0  # share of prompts with extra distances
     edges: float = 0.1  # share of prompts with white space at the edges of segments
     turns: float = 0.0  # share of prompts with questions after other questions
+    causal: int = 1  # how many times as often as each other way of reading a prompt is read causally
 
 
 PLAIN = Recipe(sentences=(1, 3), questions=16, repeated=True, pronouns=0, joined=0, fillers=0)
@@ -44,6 +45,7 @@ STAGES = (
         gaps=0.1,
         edges=0.2,
         turns=0.07,
+        causal=2,
     ),
 )
 
@@ -62,8 +64,8 @@ def draw_recipe(random: Random, stage: Stage) -> Recipe:
 
 
 def draw_reading(random: Random, stage: Stage) -> Reading:
-    """A third of the prompts for each strategy, a tenth read without the system text, 35% in the raw form."""
-    strategy = random.choice(STRATEGIES)
+    """Draws the strategy, whether documents see the system text, chat or raw form, and what else the stage mixes in."""
+    strategy = random.choices(STRATEGIES, [stage.causal if one == "causal" else 1 for one in STRATEGIES])[0]
     return Reading(
         strategy,
         sees_system=strategy == "causal" or random.random() > 0.15,

@@ -1,4 +1,8 @@
-"""Invented names, split into training names and held-out names by a hash of the name itself."""
+"""Invented names, split into training names and held-out names by a hash of the name itself.
+
+Real first and family names ("Anna", "Miller") are ordinary words and occur in both splits; a full name made of two of
+them occurs in one.
+"""
 
 import hashlib
 from random import Random
@@ -16,8 +20,12 @@ PERSON_ENDS_M = "vin ko ren do mir tan rik los bert nar sel ford".split()
 FAMILY_ENDS = "wick ley man sen over strom dale mer nov ski ard ton berg low hurst din".split()
 TOWN_ENDS = "bury ford ham stad ville wick port mouth field burg by haven ton dorf minster bridge".split()
 RIVER_ENDS = "a e in an er el ow une is".split()
+CONSONANTS = "b c d f g h j k l m n p r s t v w x z br ch dr gr kh kl ph pr sh st th tr".split()
+VOWELS = "a e i o u y ai ee ou".split()
 WORD_ONSETS = "bla cro da fe gli ho ka lu me no pra qua ri ste tu vo wi ze".split()
 WORD_ENDS = "ble ckle dor fin ga lsh mp nt pper rk sko tter vel x zo mel".split()
+REAL_FIRST_NAMES = frozenset(words.FIRST_NAMES_F + words.FIRST_NAMES_M)
+REAL_LAST_NAMES = frozenset(words.LAST_NAMES)
 
 
 def is_held_out(stem: str) -> bool:
@@ -50,27 +58,37 @@ class NameSource:
         words_only = [stem for stem in self.stems if stem.isalpha()]
         if words_only and self.random.random() < self.echoes:
             return self.random.choice(words_only)
-        if self.random.random() < 0.3:
+        drawn = self.random.random()
+        if drawn < 0.1:
+            return self._draw(*[CONSONANTS, VOWELS] * self.random.randint(2, 3), CONSONANTS).capitalize()
+        if drawn < 0.37:
             return self._draw(ONSETS, MIDDLES, ends)
         return self._draw(ONSETS, ends)
 
     def first_name(self, female: bool) -> str:
         """One word, such as "Marla"."""
         if self.random.random() < 0.3:
-            return self._draw(words.FIRST_NAMES_F if female else words.FIRST_NAMES_M)
+            return self.random.choice(words.FIRST_NAMES_F if female else words.FIRST_NAMES_M)
         return self._invented(PERSON_ENDS_F if female else PERSON_ENDS_M)
 
     def last_name(self) -> str:
         """A family name, such as "Denwick"."""
         if self.random.random() < 0.25:
-            return self._draw(words.LAST_NAMES)
+            return self.random.choice(words.LAST_NAMES)
         return self._invented(FAMILY_ENDS)
 
     def person(self, female: bool | None = None) -> str:
         """First and family name."""
         if female is None:
             female = self.random.random() < 0.5
-        return f"{self.first_name(female)} {self.last_name()}"
+        while True:
+            first, last = self.first_name(female), self.last_name()
+            name = f"{first} {last}"
+            if first not in REAL_FIRST_NAMES or last not in REAL_LAST_NAMES:
+                return name
+            if is_held_out(name) == (self.split == "held_out"):
+                self.stems.append(name)
+                return name
 
     def town(self) -> str:
         """Such as "Tolbury"."""
