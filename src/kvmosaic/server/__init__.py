@@ -1,0 +1,29 @@
+"""The HTTP face: an OpenAI-compatible server whose prompts are composed from cached documents."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvmosaic.server.app import build_app
+    from kvmosaic.server.services import Services, build_services
+    from kvmosaic.server.settings import ServerSettings, read_settings
+
+__all__ = ["ServerSettings", "Services", "build_app", "build_services", "read_settings"]
+
+# Imported on first use, so that `kvmosaic serve --help` comes without torch and fastapi.
+_HOMES = {
+    "ServerSettings": "kvmosaic.server.settings",
+    "Services": "kvmosaic.server.services",
+    "build_app": "kvmosaic.server.app",
+    "build_services": "kvmosaic.server.services",
+    "read_settings": "kvmosaic.server.settings",
+}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvmosaic.server' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,104 @@
+"""Admission: how much may wait, in all and per tenant, and what is said to those that may not."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvmosaic.server.errors import ApiError
+from kvmosaic.server.tenants import Tenant
+
+MAX_RETRY_SECONDS = 60
+RATE_WINDOW = 64
+"""How many of the last ends tell the throughput."""
+
+
+class Admission:
+    """Counts the requests under way. What exceeds those that can run, waits; what exceeds those that may wait, goes.
+
+        under way = running (at most max_running) + waiting (at most max_queue, and max_queue_per_tenant of one tenant)
+
+    Used on the event loop only, so that a count is never between two values.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_running: int,
+        max_queue: int,
+        max_queue_per_tenant: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_running = max_running
+        self.max_queue = max_queue
+        self.max_queue_per_tenant = max_queue_per_tenant
+        self.is_draining = False
+        self.num_refused = 0
+        self._clock = clock
+        self._under_way: dict[str, int] = {}
+        self._ends: deque[float] = deque(maxlen=RATE_WINDOW)
+
+    @property
+    def num_under_way(self) -> int:
+        """Requests that were let in and have not ended."""
+        return sum(self._under_way.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests beyond those that can run at once."""
+        return max(0, self.num_under_way - self.max_running)
+
+    @property
+    def retry_seconds(self) -> int:
+        """When a place should be free, by the recent throughput: from 1 to 60 seconds."""
+        if len(self._ends) < 2:
+            return 1
+        seconds = max(self._clock() - self._ends[0], 1e-3)
+        return min(max(math.ceil((self.num_waiting + 1) * seconds / len(self._ends)), 1), MAX_RETRY_SECONDS)
+
+    def check(self, tenant: Tenant) -> None:
+        """Refuses what `enter` would refuse; cheap, so it can come before the prompt is tokenized.
+
+        Raises:
+            ApiError: 503 while the server drains, 429 when too many requests wait.
+        """
+        if self.is_draining:
+            raise self.unavailable("the server is shutting down; ask another one, or this one later")
+        if self.num_waiting >= self.max_queue and self.num_under_way >= self.max_running:
+            raise self.full(f"{self.num_waiting} requests wait already (--max-queue {self.max_queue})", "queue_full")
+        most = self.max_running + self.max_queue_per_tenant
+        if self._under_way.get(tenant.name, 0) >= most:
+            limit = f"--max-queue-per-tenant {self.max_queue_per_tenant}"
+            raise self.full(f"too many requests of {tenant.name!r} wait already ({limit})", "tenant_queue_full")
+
+    @contextmanager
+    def enter(self, tenant: Tenant) -> Iterator[None]:
+        """Holds a place for one request, as long as it is under way.
+
+        Raises:
+            ApiError: see `check`.
+        """
+        self.check(tenant)
+        self._under_way[tenant.name] = self._under_way.get(tenant.name, 0) + 1
+        try:
+            yield
+        finally:
+            self._under_way[tenant.name] -= 1
+            if not self._under_way[tenant.name]:
+                del self._under_way[tenant.name]
+            self._ends.append(self._clock())
+
+    def unavailable(self, message: str) -> ApiError:
+        """The 503 of a server that takes no work now."""
+        headers = {"Retry-After": str(self.retry_seconds)}
+        return ApiError(503, message, type="service_unavailable", code="unavailable", headers=headers)
+
+    def full(self, reason: str, code: str) -> ApiError:
+        """The 429 of a server with too much to do; counted."""
+        self.num_refused += 1
+        seconds = self.retry_seconds
+        message = f"{reason}; try again in {seconds} s"
+        return ApiError(429, message, type="rate_limit_error", code=code, headers={"Retry-After": str(seconds)})

@@ -1,0 +1,133 @@
+"""Errors of the HTTP face: every failure in OpenAI's shape, and one place that knows which error is which status."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from kvmosaic import errors
+
+logger = logging.getLogger("kvmosaic.server")
+
+INVALID_REQUEST = "invalid_request_error"
+MAX_MESSAGE_CHARACTERS = 2_000
+"""Messages quote what was sent; they must not send it all back."""
+RETRY_SECONDS = 1
+
+
+class ApiError(Exception):
+    """A failure that a client may know about: `{"error": {"message", "type", "param", "code"}}` with a status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = INVALID_REQUEST,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = _printable(message)
+        self.type = type
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What the client reads, alone or as an event in the middle of a stream."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def reply(self) -> JSONResponse:
+        """The whole reply."""
+        return JSONResponse(self.body, self.status, headers=self.headers)
+
+
+# The first row that fits an error decides: subclasses stand before what they derive from.
+_ROWS: tuple[tuple[str, int, str, str | None], ...] = (
+    ("PromptTooLong", 400, INVALID_REQUEST, "context_length_exceeded"),
+    ("InvalidPrompt", 400, INVALID_REQUEST, None),
+    ("InvalidSampling", 400, INVALID_REQUEST, None),
+    ("InvalidConfig", 400, INVALID_REQUEST, None),
+    ("UnknownDocument", 404, INVALID_REQUEST, "document_not_found"),
+    ("UnknownChunk", 404, INVALID_REQUEST, "chunk_not_found"),
+    ("UnknownRequest", 404, INVALID_REQUEST, "request_not_found"),
+    ("ChunkInUse", 409, INVALID_REQUEST, "chunk_in_use"),
+    ("ChunkCacheOff", 409, INVALID_REQUEST, "chunk_cache_off"),
+    ("QuotaExceeded", 429, "insufficient_quota", "quota_exceeded"),
+    ("ChunkCacheFull", 400, INVALID_REQUEST, "chunk_cache_full"),
+    ("NotMovable", 400, INVALID_REQUEST, "not_movable"),
+    ("QueueFull", 429, "rate_limit_error", "queue_full"),
+    ("RequestTooLarge", 400, INVALID_REQUEST, "request_too_large"),
+    ("EngineStopped", 503, "service_unavailable", "engine_stopped"),
+)
+
+
+def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
+    """What a client is told about an error.
+
+    Our own errors keep their message, which speaks of what was asked. Of anything else, and of a failed step, the
+    client learns only the request id; the traceback goes to the log.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return _invalid_body(error)
+    if isinstance(error, HTTPException):
+        return _http_error(error)
+    for name, status, kind, code in _ROWS:
+        known = getattr(errors, name, None)
+        if known is not None and isinstance(error, known):
+            headers = {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else None
+            return ApiError(status, str(error), type=kind, code=code, headers=headers)
+    logger.error("request %s failed", request_id or "?", exc_info=error)
+    about = f" (request {request_id})" if request_id else ""
+    return ApiError(500, f"internal error{about}", type="server_error", code="internal_error")
+
+
+def add_error_replies(app: FastAPI) -> None:
+    """Makes every failing route of `app` answer in OpenAI's shape."""
+
+    async def reply(request: Request, error: Exception) -> JSONResponse:
+        return as_api_error(error, request_id_of(request)).reply()
+
+    for kind in (ApiError, errors.KVMosaicError, RequestValidationError, HTTPException, RecursionError, UnicodeError):
+        app.add_exception_handler(kind, reply)
+
+
+def request_id_of(request: Request) -> str:
+    """The id this request was given; also in the X-Request-Id header of its reply."""
+    return str(getattr(request.state, "request_id", ""))
+
+
+def _invalid_body(error: RequestValidationError) -> ApiError:
+    first = next(iter(error.errors()), {"loc": (), "msg": "invalid", "type": ""})
+    where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"unknown field {where!r}; remove it, or look at how it is spelled", param=where)
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body is not JSON", code="invalid_json")
+    return ApiError(400, f"{where or 'the body'}: {first['msg']}", param=where or None)
+
+
+def _http_error(error: HTTPException) -> ApiError:
+    known = {404: "no such address", 405: "this address does not take this method"}
+    message = known.get(error.status_code, str(error.detail))
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    return ApiError(error.status_code, message, code=code, headers=error.headers)
+
+
+def _printable(message: str) -> str:
+    """The message, short enough, and without what cannot be sent as UTF-8."""
+    if len(message) > MAX_MESSAGE_CHARACTERS:
+        message = message[: MAX_MESSAGE_CHARACTERS - 1] + "…"
+    return message.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,132 @@
+"""Running a prompt for a route: admitted, answered by the engine, recorded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+from kvmosaic.engine import AnswerDelta, RequestDelta
+from kvmosaic.errors import KVMosaicError
+from kvmosaic.layout import PositionStrategy
+from kvmosaic.prompt import Prompt
+from kvmosaic.sampling import RequestMetrics, ReuseReport, SamplingParams
+from kvmosaic.server.record import MAX_INTER_TOKEN_SECONDS, RequestRecord, RequestStatus
+from kvmosaic.server.services import Services
+from kvmosaic.server.tenants import Tenant
+
+
+async def run(
+    services: Services,
+    tenant: Tenant,
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    route: str,
+    request_id: str,
+    priority: int = 0,
+    position_strategy: PositionStrategy | None = None,
+    note: str = "",
+) -> AsyncIterator[RequestDelta]:
+    """Answers a tokenized prompt, delta by delta.
+
+    Closing the iterator, or cancelling the task that reads it, aborts the request. However it ends, one record is kept.
+
+    Args:
+        services: the server.
+        tenant: who asks; its name enters the keys of everything that is cached.
+        prompt: from the encoder; `prompt.salt` is the request's `cache_salt`.
+        params: how to sample.
+        route: for the record, such as "/v1/chat/completions".
+        request_id: of the HTTP request; prompts of one HTTP request share it, so the engine chooses its own names.
+        priority: higher runs first.
+        position_strategy: instead of the configured one.
+        note: why the prompt was not composed, for the report.
+
+    Raises:
+        ApiError: 503 while the server drains or when the engine has stopped, 429 when too many requests wait.
+        KVMosaicError: what the engine refuses or fails with.
+    """
+    check_engine(services)
+    seen = _Seen()
+    with services.admission.enter(tenant):
+        try:
+            deltas = services.engine.generate(
+                replace(prompt, tenant=tenant.name),
+                params,
+                priority=priority,
+                note=note,
+                position_strategy=position_strategy,
+            )
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    seen.add(delta)
+                    yield delta
+        except KVMosaicError:
+            seen.status = "failed"
+            raise
+        finally:
+            services.records.add(seen.record(services, tenant, prompt, route, request_id))
+
+
+def check_engine(services: Services) -> None:
+    """Raises ApiError (503) when the engine no longer runs."""
+    if not services.engine.is_alive:
+        raise services.admission.unavailable("the engine has stopped; the server must be started again")
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What a record needs of the deltas that went by."""
+
+    status: RequestStatus = "cancelled"
+    num_prompt_tokens: int = 0
+    num_answer_tokens: int = 0
+    finish_reasons: dict[int, str] = field(default_factory=dict)
+    reuse: ReuseReport | None = None
+    metrics: RequestMetrics | None = None
+    gaps: list[float] = field(default_factory=list)
+    _last_times: dict[int, float] = field(default_factory=dict)
+
+    def add(self, delta: RequestDelta) -> None:
+        self.num_prompt_tokens = delta.num_prompt_tokens
+        self.reuse = delta.reuse or self.reuse
+        self.metrics = delta.metrics or self.metrics
+        now = time.monotonic()
+        for answer in delta.answers:
+            self._add_answer(answer, now)
+        if delta.finished:
+            aborted = "abort" in self.finish_reasons.values()
+            self.status = "cancelled" if aborted else "complete"
+
+    def _add_answer(self, answer: AnswerDelta, now: float) -> None:
+        num_new = len(answer.token_ids)
+        self.num_answer_tokens += num_new
+        if answer.finish_reason is not None:
+            self.finish_reasons[answer.index] = answer.finish_reason
+        if not num_new:
+            return
+        last = self._last_times.get(answer.index)
+        self._last_times[answer.index] = now
+        if last is not None:  # several steps may have been merged: their tokens share the time
+            room = MAX_INTER_TOKEN_SECONDS - len(self.gaps)
+            self.gaps.extend([(now - last) / num_new] * min(num_new, room))
+
+    def record(self, services: Services, tenant: Tenant, prompt: Prompt, route: str, request_id: str) -> RequestRecord:
+        if self.reuse is not None:
+            services.records.learn(self.reuse)
+        return RequestRecord(
+            request_id=request_id,
+            route=route,
+            tenant=tenant.name,
+            time=services.clock(),
+            num_prompt_tokens=self.num_prompt_tokens or prompt.num_tokens,
+            num_answer_tokens=self.num_answer_tokens,
+            finish_reasons=tuple(self.finish_reasons[index] for index in sorted(self.finish_reasons)),
+            status=self.status,
+            reuse=self.reuse,
+            metrics=self.metrics,
+            inter_token_seconds=tuple(self.gaps),
+            estimated_uncached_ttft=services.records.uncached_ttft(self.reuse),
+        )

@@ -1,0 +1,143 @@
+"""Settings of the server: one model for flags, environment variables and a YAML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from kvmosaic.config import ChunkCacheConfig, EngineConfig
+
+ENV_PREFIX = "KVMOSAIC_"
+MAX_SECONDS = 366 * 86_400.0
+
+Texts = Annotated[tuple[str, ...], NoDecode]
+Secrets = Annotated[tuple[SecretStr, ...], NoDecode]
+
+
+def _setting(default: Any, panel: str, description: str, **limits: Any) -> Any:
+    return Field(default, description=description, json_schema_extra={"panel": panel}, **limits)
+
+
+class ServerSettings(BaseSettings):
+    """Everything `kvmosaic serve` can be told.
+
+    Each field is a flag (`--max-num-seqs`), an environment variable (`KVMOSAIC_MAX_NUM_SEQS`) and a key of the file
+    given by `--config` (`max_num_seqs`). The flag wins over the variable, the variable over the file.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    model: str = _setting("reader", "Model", "A model folder, a hub name, or 'reader' for the bundled model.")
+    served_model_name: Texts = _setting(
+        (), "Model", "What clients call the model; several names may be given. Default: MODEL."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = _setting("auto", "Model", "Type of weights.")
+    device: str = _setting("auto", "Model", "auto, cpu, cuda or for example cuda:1.", max_length=64)
+    max_model_len: int | None = _setting(
+        None, "Model", "Most positions of one sequence. Default: what the model allows.", ge=1, le=2**27
+    )
+    trust_remote_code: bool = _setting(False, "Model", "Run Python code that comes with the checkpoint.")
+
+    host: str = _setting("127.0.0.1", "Server", "Address to listen on; 0.0.0.0 listens on all.", max_length=255)
+    port: int = _setting(8000, "Server", "Port to listen on; 0 takes a free one.", ge=0, le=65_535)
+    root_path: str = _setting("", "Server", "Path under which a proxy serves this server.", max_length=1_024)
+    ssl_keyfile: Path | None = _setting(None, "Server", "Private key, for HTTPS.")
+    ssl_certfile: Path | None = _setting(None, "Server", "Certificate, for HTTPS.")
+    allowed_origins: Texts = _setting(
+        (), "Server", "Web sites whose pages may call this server (CORS); * allows all. Default: none."
+    )
+    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = _setting(
+        "info", "Server", "What uvicorn logs; from info on, every request."
+    )
+    drain_seconds: float = _setting(
+        30.0, "Server", "At SIGTERM, what runs may go on this long before it is aborted.", ge=0, le=86_400
+    )
+    config: Path | None = _setting(None, "Server", "A YAML file with any of these settings.")
+
+    enable_chunk_cache: bool = _setting(
+        True, "Chunk cache", "Compose prompts from cached documents; off, they are ordinary prompts."
+    )
+    chunk_cache_size: str = _setting("2GiB", "Chunk cache", "Memory for cached documents.", max_length=32)
+    gpu_memory_utilization: float | None = _setting(
+        None,
+        "Chunk cache",
+        "Instead of --chunk-cache-size: this fraction of the device's memory, for cached documents only (not for the "
+        "model and the request cache).",
+        gt=0,
+        lt=1,
+    )
+    position_strategy: Literal["shared", "sequential"] = _setting(
+        "shared", "Chunk cache", "Documents overlap (shared), or stand one behind the other (sequential)."
+    )
+    chunk_context: Literal["system", "none"] = _setting(
+        "system", "Chunk cache", "What a document saw when it was computed: the system text, or nothing."
+    )
+    chunk_separator: str | None = _setting(
+        None, "Chunk cache", "Text that splits prompts into documents. Default: prompts are not split.", max_length=256
+    )
+    long_chunks: Literal["error", "split"] = _setting(
+        "error", "Chunk cache", "A document that is too long for one chunk: refuse it, or split it."
+    )
+    eviction: Literal["lru", "priority"] = _setting("lru", "Chunk cache", "Who leaves first when the cache is full.")
+
+    max_num_seqs: int = _setting(64, "Engine", "Most sequences that run at once.", ge=1, le=65_536)
+    max_num_batched_tokens: int = _setting(2_048, "Engine", "Most tokens in one step.", ge=1, le=2**20)
+    request_cache_size: str = _setting("1GiB", "Engine", "Memory for prefixes, questions, answers.", max_length=32)
+    block_size: int = _setting(16, "Engine", "Token slots per block.", ge=1, le=4_096)
+    enable_prefix_caching: bool = _setting(True, "Engine", "Keep blocks for later requests that begin alike.")
+
+    document_ttl: float | None = _setting(
+        3_600.0, "Documents", "Seconds until a stored document is dropped; 0: never.", ge=0, le=MAX_SECONDS
+    )
+    max_documents: int = _setting(10_000, "Documents", "Most stored documents of one tenant.", ge=1, le=10**6)
+    max_documents_bytes: int = _setting(2**28, "Documents", "Most bytes of stored text of one tenant.", ge=1, le=2**40)
+
+    api_key: Secrets = _setting((), "Access", "Keys that may use this server; several may be given.")
+    keys_file: Path | None = _setting(None, "Access", "A YAML file of keys with their tenants and quotas.")
+
+    max_queue: int = _setting(256, "Limits", "Most requests that wait; more are refused with 429.", ge=0, le=10**6)
+    max_queue_per_tenant: int = _setting(128, "Limits", "Most requests of one tenant that wait.", ge=0, le=10**6)
+    max_body_bytes: int = _setting(2**24, "Limits", "Longest body of a request, in bytes.", ge=1_024, le=2**30)
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What clients may call the model; the first one is in the replies."""
+        return self.served_model_name or (self.model,)
+
+    def chunk_cache_config(self) -> ChunkCacheConfig:
+        """The settings of the chunk cache."""
+        return ChunkCacheConfig(
+            capacity=self.chunk_cache_size,
+            memory_fraction=self.gpu_memory_utilization,
+            block_size=self.block_size,
+            long_chunks=self.long_chunks,
+            separator=self.chunk_separator,
+            position_strategy=self.position_strategy,
+            chunk_context=self.chunk_context,
+            eviction=self.eviction,
+        )
+
+    def engine_config(self) -> EngineConfig:
+        """The settings of the engine."""
+        return EngineConfig(
+            max_batched_tokens=self.max_num_batched_tokens,
+            max_running=self.max_num_seqs,
+            request_cache=self.request_cache_size,
+            max_model_len=self.max_model_len,
+            enable_prefix_caching=self.enable_prefix_caching,
+        )
+
+    def access_keys(self) -> tuple[Any, ...]:
+        """All keys with their tenants: those of `api_key`, and those of `keys_file`."""
+        from kvmosaic.server.tenants import DEFAULT_TENANT, AccessKey, Tenant
+
+        tenant = Tenant(DEFAULT_TENANT, is_admin=True)
+        return tuple(AccessKey.of(key.get_secret_value(), tenant) for key in self.api_key)
+
+
+def read_settings(flags: dict[str, Any] | None = None) -> ServerSettings:
+    """Settings from flags, the environment and a YAML file, in this order of precedence."""
+    return ServerSettings(**(flags or {}))

@@ -1,0 +1,116 @@
+"""The real app under the real uvicorn, on a free loopback port."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+import uvicorn
+
+from kvmosaic.assembly import bundled_reader
+from kvmosaic.llm import LLM
+from kvmosaic.model import LoadedModel, load_model
+from kvmosaic.server.app import build_app
+from kvmosaic.server.services import Services, build_services
+from kvmosaic.server.settings import ServerSettings
+
+
+@cache
+def loaded_reader(dtype: str = "float32") -> LoadedModel:
+    """The bundled model, loaded once for all tests of a process."""
+    return load_model(bundled_reader(), dtype=dtype, device="cpu")
+
+
+class RunningServer:
+    """The app with the bundled model, served from a thread.
+
+        with RunningServer(max_queue=1) as server:
+            httpx.get(server.url + "/livez")
+
+    `server.services` are those of the app; use `server.call` to touch what belongs to its event loop.
+    """
+
+    def __init__(self, *, self_check: bool = False, **settings: Any) -> None:
+        small = {"dtype": "float32", "device": "cpu", "chunk_cache_size": "32MiB", "request_cache_size": "32MiB"}
+        self.settings = ServerSettings(**{**small, **settings})
+        self._self_check = self_check
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="server-under-test", daemon=True)
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def model(self) -> str:
+        return self.settings.model_names[0]
+
+    def call(self, function: Any, *args: Any) -> Any:
+        """The result of `function(*args)`, which may be a coroutine function, on the server's event loop."""
+
+        async def run() -> Any:
+            result = function(*args)
+            return await result if asyncio.iscoroutine(result) else result
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
+
+    def __enter__(self) -> RunningServer:
+        self._thread.start()
+        if not self._ready.wait(120) or self._failure is not None:
+            raise RuntimeError("the server did not start") from self._failure
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.should_exit = True
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the server did not stop"
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as failure:
+            self._failure = failure
+        finally:
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        settings = self.settings
+        self.llm = LLM(
+            loaded_reader(settings.dtype),
+            enable_chunk_cache=settings.enable_chunk_cache,
+            chunk_cache_config=settings.chunk_cache_config(),
+            engine_config=settings.engine_config(),
+            self_check=self._self_check,
+        )
+        self.services: Services = build_services(settings, self.llm)
+        self.app = build_app(self.services)
+        config = uvicorn.Config(
+            self.app, host="127.0.0.1", port=0, log_level="error", lifespan="off", timeout_graceful_shutdown=2
+        )
+        self._server = uvicorn.Server(config)
+        serving = asyncio.create_task(self._server.serve())
+        while not self._server.started:
+            if serving.done():
+                await serving
+            await asyncio.sleep(0.01)
+        self.port = self._server.servers[0].sockets[0].getsockname()[1]
+        self._ready.set()
+        await serving
+        await self.services.close()
+
+
+def wait_until(condition: Any, seconds: float = 10.0) -> None:
+    """Waits for something that another thread brings about."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s: {condition}"
+        time.sleep(0.01)
