@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvmosaic.server.app import build_app
+    from kvmosaic.server.read import read_settings
     from kvmosaic.server.services import Services, build_services
-    from kvmosaic.server.settings import ServerSettings, read_settings
+    from kvmosaic.server.settings import ServerSettings
 
 __all__ = ["ServerSettings", "Services", "build_app", "build_services", "read_settings"]
 
@@ -17,7 +18,7 @@ _HOMES = {
     "Services": "kvmosaic.server.services",
     "build_app": "kvmosaic.server.app",
     "build_services": "kvmosaic.server.services",
-    "read_settings": "kvmosaic.server.settings",
+    "read_settings": "kvmosaic.server.read",
 }
 
 

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, SecretStr
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
-from kvmosaic.config import ChunkCacheConfig, EngineConfig
+from kvmosaic.config import ChunkCacheConfig, EngineConfig, parse_bytes
+from kvmosaic.prompt.separator import check_separator
+from kvmosaic.server.config_file import read_config_file
+
+if TYPE_CHECKING:
+    from kvmosaic.server.tenants import AccessKey
 
 ENV_PREFIX = "KVMOSAIC_"
 MAX_SECONDS = 366 * 86_400.0
+MAX_TEXTS = 1_000
+MAX_TEXT_CHARACTERS = 1_024
 
 Texts = Annotated[tuple[str, ...], NoDecode]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode]
+Strategy = Literal["shared", "sequential"]
+LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 
 def _setting(default: Any, panel: str, description: str, **limits: Any) -> Any:
@@ -30,28 +46,32 @@ class ServerSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, hide_input_in_errors=True)
 
-    model: str = _setting("reader", "Model", "A model folder, a hub name, or 'reader' for the bundled model.")
+    model: str = _setting(
+        "reader", "Model", "A model folder, a hub name, or 'reader' for the bundled model.", max_length=4_096
+    )
     served_model_name: Texts = _setting(
         (), "Model", "What clients call the model; several names may be given. Default: MODEL."
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = _setting("auto", "Model", "Type of weights.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = _setting(
+        "auto", "Model", "Type of the weights and of the cache."
+    )
     device: str = _setting("auto", "Model", "auto, cpu, cuda or for example cuda:1.", max_length=64)
     max_model_len: int | None = _setting(
         None, "Model", "Most positions of one sequence. Default: what the model allows.", ge=1, le=2**27
     )
     trust_remote_code: bool = _setting(False, "Model", "Run Python code that comes with the checkpoint.")
 
-    host: str = _setting("127.0.0.1", "Server", "Address to listen on; 0.0.0.0 listens on all.", max_length=255)
-    port: int = _setting(8000, "Server", "Port to listen on; 0 takes a free one.", ge=0, le=65_535)
-    root_path: str = _setting("", "Server", "Path under which a proxy serves this server.", max_length=1_024)
+    host: str = _setting("127.0.0.1", "Server", "Address to listen on; 0.0.0.0 is every one.", max_length=255)
+    port: int = _setting(8_000, "Server", "Port to listen on; 0 takes a free one.", ge=0, le=65_535)
+    root_path: str = _setting(
+        "", "Server", "Path under which a proxy serves this server.", max_length=1_024, pattern="^(/.*[^/])?$"
+    )
     ssl_keyfile: Path | None = _setting(None, "Server", "Private key, for HTTPS.")
     ssl_certfile: Path | None = _setting(None, "Server", "Certificate, for HTTPS.")
     allowed_origins: Texts = _setting(
-        (), "Server", "Web sites whose pages may call this server (CORS); * allows all. Default: none."
+        (), "Server", "Web sites whose pages may call this server (CORS), such as https://example.org; * is every one."
     )
-    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = _setting(
-        "info", "Server", "What uvicorn logs; from info on, every request."
-    )
+    uvicorn_log_level: LogLevel = _setting("info", "Server", "What is logged; from info on, a line per request.")
     drain_seconds: float = _setting(
         30.0, "Server", "At SIGTERM, what runs may go on this long before it is aborted.", ge=0, le=86_400
     )
@@ -60,23 +80,25 @@ class ServerSettings(BaseSettings):
     enable_chunk_cache: bool = _setting(
         True, "Chunk cache", "Compose prompts from cached documents; off, they are ordinary prompts."
     )
-    chunk_cache_size: str = _setting("2GiB", "Chunk cache", "Memory for cached documents.", max_length=32)
+    chunk_cache_size: str = _setting(
+        "2GiB", "Chunk cache", "Memory for cached documents, such as 512MiB.", max_length=32
+    )
     gpu_memory_utilization: float | None = _setting(
         None,
         "Chunk cache",
-        "Instead of --chunk-cache-size: this fraction of the device's memory, for cached documents only (not for the "
-        "model and the request cache).",
+        "Instead of --chunk-cache-size: this fraction of the device's memory, for cached documents only; the model and "
+        "the request cache come on top of it.",
         gt=0,
         lt=1,
     )
-    position_strategy: Literal["shared", "sequential"] = _setting(
+    position_strategy: Strategy = _setting(
         "shared", "Chunk cache", "Documents overlap (shared), or stand one behind the other (sequential)."
     )
     chunk_context: Literal["system", "none"] = _setting(
         "system", "Chunk cache", "What a document saw when it was computed: the system text, or nothing."
     )
     chunk_separator: str | None = _setting(
-        None, "Chunk cache", "Text that splits prompts into documents. Default: prompts are not split.", max_length=256
+        None, "Chunk cache", "Text that splits a prompt into documents. Default: prompts are never split."
     )
     long_chunks: Literal["error", "split"] = _setting(
         "error", "Chunk cache", "A document that is too long for one chunk: refuse it, or split it."
@@ -85,26 +107,91 @@ class ServerSettings(BaseSettings):
 
     max_num_seqs: int = _setting(64, "Engine", "Most sequences that run at once.", ge=1, le=65_536)
     max_num_batched_tokens: int = _setting(2_048, "Engine", "Most tokens in one step.", ge=1, le=2**20)
-    request_cache_size: str = _setting("1GiB", "Engine", "Memory for prefixes, questions, answers.", max_length=32)
-    block_size: int = _setting(16, "Engine", "Token slots per block.", ge=1, le=4_096)
-    enable_prefix_caching: bool = _setting(True, "Engine", "Keep blocks for later requests that begin alike.")
+    request_cache_size: str = _setting(
+        "1GiB", "Engine", "Memory for prefixes, questions and answers, such as 512MiB.", max_length=32
+    )
+    block_size: int = _setting(16, "Engine", "Token slots per block of memory.", ge=1, le=4_096)
+    enable_prefix_caching: bool = _setting(
+        True, "Engine", "Keep the blocks of system texts, questions and answers for requests that begin alike."
+    )
 
     document_ttl: float | None = _setting(
         3_600.0, "Documents", "Seconds until a stored document is dropped; 0: never.", ge=0, le=MAX_SECONDS
     )
     max_documents: int = _setting(10_000, "Documents", "Most stored documents of one tenant.", ge=1, le=10**6)
-    max_documents_bytes: int = _setting(2**28, "Documents", "Most bytes of stored text of one tenant.", ge=1, le=2**40)
+    max_documents_bytes: int = _setting(2**28, "Documents", "Most bytes of stored texts of one tenant.", ge=1, le=2**40)
 
-    api_key: Secrets = _setting((), "Access", "Keys that may use this server; several may be given.")
+    api_key: Secrets = _setting(
+        (), "Access", "A key that may use this server; several may be given. Better set KVMOSAIC_API_KEY."
+    )
     keys_file: Path | None = _setting(None, "Access", "A YAML file of keys with their tenants and quotas.")
 
-    max_queue: int = _setting(256, "Limits", "Most requests that wait; more are refused with 429.", ge=0, le=10**6)
+    max_queue: int = _setting(
+        256, "Limits", "Most requests that wait for their turn; more are refused with 429.", ge=0, le=10**6
+    )
     max_queue_per_tenant: int = _setting(128, "Limits", "Most requests of one tenant that wait.", ge=0, le=10**6)
     max_body_bytes: int = _setting(2**24, "Limits", "Longest body of a request, in bytes.", ge=1_024, le=2**30)
 
+    @field_validator("served_model_name", "allowed_origins", "api_key", mode="before")
+    @classmethod
+    def _several(cls, value: Any) -> Any:
+        """A list, or one text with commas as environment variables have it."""
+        texts = value.split(",") if isinstance(value, str) else value
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str | SecretStr) for text in texts):
+            raise ValueError("must be a text or a list of texts")
+        stripped = [text.strip() if isinstance(text, str) else text for text in texts]
+        if len(stripped) > MAX_TEXTS or not all(0 < len(text) <= MAX_TEXT_CHARACTERS for text in stripped):
+            raise ValueError(f"must be at most {MAX_TEXTS} texts of 1 to {MAX_TEXT_CHARACTERS} characters each")
+        return tuple(stripped)
+
+    @field_validator("api_key")
+    @classmethod
+    def _sendable(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        if not all(key.get_secret_value().isascii() and key.get_secret_value().isprintable() for key in keys):
+            raise ValueError("must be printable ASCII, since keys travel in a header")
+        if any(" " in key.get_secret_value() for key in keys):
+            raise ValueError("must not contain spaces")
+        return keys
+
+    @field_validator("chunk_cache_size", "request_cache_size")
+    @classmethod
+    def _size(cls, value: str) -> str:
+        parse_bytes(value)
+        return value
+
+    @field_validator("chunk_separator")
+    @classmethod
+    def _separator(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_separator(value)
+        return value
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> ServerSettings:
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ValueError("--ssl-keyfile and --ssl-certfile belong together; give both, or neither")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then the environment, then the file that one of them names."""
+        named = init_settings().get("config") or os.environ.get(f"{ENV_PREFIX}CONFIG")
+        if not named:
+            return init_settings, env_settings
+        names = [name for name in cls.model_fields if name != "config"]
+        content = read_config_file(Path(named), names)
+        return init_settings, env_settings, InitSettingsSource(settings_cls, content)
+
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What clients may call the model; the first one is in the replies."""
+        """What clients may call the model; the first one stands in the replies."""
         return self.served_model_name or (self.model,)
 
     def chunk_cache_config(self) -> ChunkCacheConfig:
@@ -130,14 +217,13 @@ class ServerSettings(BaseSettings):
             enable_prefix_caching=self.enable_prefix_caching,
         )
 
-    def access_keys(self) -> tuple[Any, ...]:
-        """All keys with their tenants: those of `api_key`, and those of `keys_file`."""
-        from kvmosaic.server.tenants import DEFAULT_TENANT, AccessKey, Tenant
+    def access_keys(self) -> tuple[AccessKey, ...]:
+        """All keys with their tenants: those of `api_key`, and those of `keys_file`.
 
-        tenant = Tenant(DEFAULT_TENANT, is_admin=True)
-        return tuple(AccessKey.of(key.get_secret_value(), tenant) for key in self.api_key)
+        Raises:
+            InvalidConfig: the file of keys cannot be used.
+        """
+        from kvmosaic.server.keys import keys_of, read_keys_file
 
-
-def read_settings(flags: dict[str, Any] | None = None) -> ServerSettings:
-    """Settings from flags, the environment and a YAML file, in this order of precedence."""
-    return ServerSettings(**(flags or {}))
+        mine = keys_of(key.get_secret_value() for key in self.api_key)
+        return mine if self.keys_file is None else read_keys_file(self.keys_file, mine)

@@ -1,0 +1,91 @@
+"""Keys of the server: who may use it, as which tenant, with which quota."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from kvmosaic.config import parse_bytes
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.server.config_file import nearest, read_yaml
+from kvmosaic.server.tenants import DEFAULT_TENANT, MAX_KEY_CHARACTERS, AccessKey, Tenant
+
+MAX_KEYS = 10_000
+MIN_KEY_CHARACTERS = 8
+_FIELDS = ("key", "key_sha256", "tenant", "quota", "admin")
+_TENANT_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+
+
+def keys_of(keys: Iterable[str]) -> tuple[AccessKey, ...]:
+    """Keys of the one tenant "default", which may do everything."""
+    tenant = Tenant(DEFAULT_TENANT, is_admin=True)
+    return tuple(AccessKey.of(key, tenant) for key in keys)
+
+
+def read_keys_file(path: Path, others: tuple[AccessKey, ...] = ()) -> tuple[AccessKey, ...]:
+    """`others` and the keys of a file: a YAML list of mappings, one per key.
+
+        - key: sk-a-long-random-text         # or key_sha256: its SHA-256 in hexadecimal
+          tenant: acme                       # several keys may belong to one tenant
+          quota: 512MiB                      # most memory for its cached documents; optional
+          admin: false                       # may see the metrics and what other tenants do; optional
+
+    Raises:
+        InvalidConfig: names the entry by its number; no key is ever in the message.
+    """
+    content = read_yaml(path)
+    if not isinstance(content, list) or not 0 < len(content) <= MAX_KEYS:
+        raise InvalidConfig(f"{path} must be a list of 1 to {MAX_KEYS} entries, such as '- {{key: …, tenant: acme}}'")
+    keys = list(others)
+    for number, entry in enumerate(content, 1):
+        try:
+            keys.append(_key(entry))
+        except InvalidConfig as error:
+            raise InvalidConfig(f"{path}, entry {number}: {error}") from None
+    _check_agree(keys, path)
+    return tuple(keys)
+
+
+def _key(entry: Any) -> AccessKey:
+    if not isinstance(entry, dict):
+        raise InvalidConfig("must be a mapping with a key and a tenant")
+    if unknown := next((field for field in entry if field not in _FIELDS), None):
+        raise InvalidConfig(f"no field is called {str(unknown)[:80]!r}{nearest(str(unknown), _FIELDS)}")
+    return AccessKey(_digest(entry), _tenant(entry))
+
+
+def _digest(entry: dict[str, Any]) -> bytes:
+    key, digest = entry.get("key"), entry.get("key_sha256")
+    if (key is None) == (digest is None):
+        raise InvalidConfig("give one of key and key_sha256")
+    if digest is not None:
+        if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
+            raise InvalidConfig("key_sha256 must be 64 hexadecimal digits, in quotes")
+        return bytes.fromhex(digest)
+    limits = f"{MIN_KEY_CHARACTERS} to {MAX_KEY_CHARACTERS} printable ASCII characters without spaces"
+    is_text = isinstance(key, str) and MIN_KEY_CHARACTERS <= len(key) <= MAX_KEY_CHARACTERS
+    if not is_text or not re.fullmatch(r"[!-~]+", key):
+        raise InvalidConfig(f"key must be {limits}")
+    return AccessKey.of(key, Tenant("")).digest
+
+
+def _tenant(entry: dict[str, Any]) -> Tenant:
+    name, quota, admin = entry.get("tenant", DEFAULT_TENANT), entry.get("quota"), entry.get("admin", False)
+    if not isinstance(name, str) or not _TENANT_NAME.fullmatch(name):
+        raise InvalidConfig(f"tenant must be 1 to 64 letters, digits or any of . _ : -, got {name!r:.80}")
+    if not isinstance(admin, bool):
+        raise InvalidConfig(f"admin must be true or false, got {admin!r:.80}")
+    return Tenant(name, None if quota is None else parse_bytes(quota), admin)
+
+
+def _check_agree(keys: list[AccessKey], path: Path) -> None:
+    """A key has one owner, and what a tenant may store does not depend on the key it used."""
+    owners: dict[bytes, str] = {}
+    quotas: dict[str, int | None] = {}
+    for key in keys:
+        if owners.setdefault(key.digest, key.tenant.name) != key.tenant.name:
+            raise InvalidConfig(f"{path}: one key belongs to {owners[key.digest]!r} and to {key.tenant.name!r}")
+        if quotas.setdefault(key.tenant.name, key.tenant.quota_bytes) != key.tenant.quota_bytes:
+            raise InvalidConfig(f"{path}: the keys of tenant {key.tenant.name!r} have different quotas; give one")

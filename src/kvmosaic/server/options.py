@@ -1,0 +1,96 @@
+"""Options of `kvmosaic serve`, made from the settings, so that the two cannot differ."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from inspect import Parameter, Signature
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+
+from kvmosaic.server.read import flag_of, read_settings
+from kvmosaic.server.settings import ServerSettings
+
+_METAVARS: dict[Any, str] = {int: "NUMBER", float: "NUMBER", str: "TEXT", tuple: "TEXT"}
+_SIZES = ("chunk_cache_size", "request_cache_size")
+
+
+def serve_app(launch: Callable[[ServerSettings], None]) -> typer.Typer:
+    """A command that reads the settings and hands them to `launch`.
+
+    Values are passed on as they were typed: the settings check them all, in one place, with one kind of message.
+    """
+
+    def serve(**given: Any) -> None:
+        """Serve an OpenAI-compatible API, with documents that are computed once.
+
+        kvmosaic serve reader --port 8000
+
+        Each option is also a variable (--max-num-seqs: KVMOSAIC_MAX_NUM_SEQS) and a key of the --config file
+        (max_num_seqs). An option wins over a variable, a variable over the file.
+        """
+        launch(read_settings({name: value for name, value in given.items() if value not in (None, [])}))
+
+    parameters = [_parameter(name, field) for name, field in ServerSettings.model_fields.items()]
+    serve.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    serve.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app = typer.Typer(
+        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        pretty_exceptions_enable=False,
+    )
+    app.command(name="serve")(serve)
+    return app
+
+
+def _parameter(name: str, field: FieldInfo) -> Parameter:
+    kind: Any = {bool: bool, tuple: list[str]}.get(_kind(field), str)
+    if name == "model":
+        about: Any = typer.Argument(help=_text(field), show_default=False)
+    else:
+        flag = flag_of(name)
+        about = typer.Option(
+            f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
+            help=_text(field),
+            metavar=None if kind is bool else _metavar(name, field),
+            show_default=False,
+            rich_help_panel=panel_of(field),
+        )
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, about])
+
+
+def panel_of(field: FieldInfo) -> str:
+    """Under which heading the help shows a setting."""
+    assert isinstance(field.json_schema_extra, dict)
+    return str(field.json_schema_extra["panel"])
+
+
+def _kind(field: FieldInfo) -> Any:
+    """int, str, bool, tuple, Path, or the values of a choice."""
+    annotation: Any = field.annotation
+    if isinstance(annotation, types.UnionType):
+        annotation = next(part for part in get_args(annotation) if part is not type(None))
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return get_args(annotation)
+    return origin or annotation
+
+
+def _metavar(name: str, field: FieldInfo) -> str:
+    kind = _kind(field)
+    if isinstance(kind, tuple):
+        return "[" + "|".join(kind) + "]"
+    return "SIZE" if name in _SIZES else _METAVARS.get(kind, "FILE")
+
+
+def _text(field: FieldInfo) -> str:
+    """What a setting is for, and its default, unless the description says that itself."""
+    description = field.description or ""
+    if field.default in (None, (), "", False):
+        return description
+    if field.default is True:
+        return f"{description} On by default."
+    value = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+    return f"{description} Default: {value}."

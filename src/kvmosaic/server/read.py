@@ -1,0 +1,80 @@
+"""Reading the settings: what is wrong with them is said in one line, by the name that was used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.server.config_file import nearest
+from kvmosaic.server.settings import ENV_PREFIX, ServerSettings
+
+_SECRETS = {"api_key"}
+_LIMITS = {
+    "greater_than_equal": "at least {ge:g}",
+    "greater_than": "above {gt:g}",
+    "less_than_equal": "at most {le:g}",
+    "less_than": "below {lt:g}",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "int_type": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "literal_error": "{expected}",
+    "string_too_long": "at most {max_length} characters long",
+    "string_type": "a text",
+    "finite_number": "a finite number",
+}
+
+
+def read_settings(flags: Mapping[str, Any] | None = None) -> ServerSettings:
+    """Settings from flags, `KVMOSAIC_` variables and the YAML file that one of them names; the first one given counts.
+
+    Raises:
+        InvalidConfig: an unknown name or a value outside its limits; never with a secret in its message.
+    """
+    flags = flags or {}
+    _check_environment()
+    try:
+        return ServerSettings(**flags)
+    except ValidationError as error:
+        raise InvalidConfig("; ".join(_message(each, flags) for each in error.errors(include_url=False))) from None
+
+
+def flag_of(name: str) -> str:
+    """How a setting is called on the command line."""
+    return "MODEL" if name == "model" else "--" + name.replace("_", "-")
+
+
+def variable_of(name: str) -> str:
+    """How a setting is called in the environment."""
+    return ENV_PREFIX + name.upper()
+
+
+def _check_environment() -> None:
+    known = [variable_of(name) for name in ServerSettings.model_fields]
+    for variable in os.environ:
+        if variable.upper().startswith(ENV_PREFIX) and variable.upper() not in known:
+            raise InvalidConfig(f"no setting is called {variable}{nearest(variable.upper(), known)}")
+
+
+def _message(error: Any, flags: Mapping[str, Any]) -> str:
+    if not error["loc"]:
+        return str(error["ctx"]["error"])
+    name = str(error["loc"][0])
+    source = flag_of(name) if name in flags else variable_of(name) if _is_in_environment(name) else name
+    shown = "" if name in _SECRETS else f" is {error['input']!r:.100};"
+    if error["type"] in _LIMITS:
+        limit = _LIMITS[error["type"]].format_map(error.get("ctx", {}))
+        return f"{source}{shown} it must be {limit}"
+    cause = error.get("ctx", {}).get("error")
+    return f"{source}{shown} {cause or error['msg']}"
+
+
+def _is_in_environment(name: str) -> bool:
+    return any(variable.upper() == variable_of(name) for variable in os.environ)
