@@ -20,6 +20,12 @@
     │   ├── ChunkCacheOff             chunks are asked for and the chunk cache is off
     │   ├── UnknownChunk              a name or handle that no chunk has
     │   └── ChunkInUse                deleting a chunk that a running request reads
+    ├── DocumentError
+    │   ├── UnknownDocument           an id that no stored document has
+    │   ├── DocumentExists            creating a document under an id that is taken
+    │   ├── DocumentChanged           a change that was meant for another version
+    │   ├── DocumentTooLarge          a text longer than may be stored
+    │   └── DocumentStoreFull         more documents or bytes than a tenant may store
     ├── ModelError
     │   ├── ModelNotFound             no folder and no hub name
     │   ├── UnsupportedModel          a model whose attention cannot be reached
@@ -116,6 +122,33 @@ class UnknownChunk(CacheError, KeyError):
 
 class ChunkInUse(CacheError):
     """Deleting a chunk that a running request reads."""
+
+
+class DocumentError(KVMosaicError):
+    """A stored document cannot be used as asked."""
+
+
+class UnknownDocument(DocumentError, KeyError):
+    """An id that no stored document has."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class DocumentExists(DocumentError):
+    """Creating a document under an id that is taken."""
+
+
+class DocumentChanged(DocumentError):
+    """A change that was meant for another version of a document."""
+
+
+class DocumentTooLarge(DocumentError):
+    """A text longer than may be stored."""
+
+
+class DocumentStoreFull(DocumentError):
+    """More documents, or more bytes of text, than a tenant may store."""
 
 
 class ModelError(KVMosaicError):
