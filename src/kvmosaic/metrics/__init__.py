@@ -1,0 +1,10 @@
+"""Counters, histograms and fill levels, with names that existing boards know; prometheus_client behind a thin face."""
+
+from kvmosaic.metrics import own_names, vllm_names
+from kvmosaic.metrics.catalogue import catalogue
+from kvmosaic.metrics.exposition import expose
+from kvmosaic.metrics.family import Family
+from kvmosaic.metrics.meters import Meters
+from kvmosaic.metrics.readings import Reading, Readings
+
+__all__ = ["Family", "Meters", "Reading", "Readings", "catalogue", "expose", "own_names", "vllm_names"]

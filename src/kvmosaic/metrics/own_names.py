@@ -1,0 +1,110 @@
+"""The families that are kvmosaic's own: chunks, pools, documents, and the server around them."""
+
+from __future__ import annotations
+
+from kvmosaic.metrics import buckets
+from kvmosaic.metrics.family import Family, Kind
+
+ACTIONS = ("reused", "moved", "computed")
+"""Values of the label `action`, each token in one of them: used where it was computed, used elsewhere, computed."""
+POOLS = ("request", "chunk_cache")
+STATES = ("free", "idle", "held")
+"""Values of the label `state`, each block in one of them: empty; kept, and free to leave; in use or pinned."""
+
+
+def _family(name: str, kind: Kind, meaning: str, *labels: str, bounds: tuple[float, ...] = ()) -> Family:
+    return Family(f"kvmosaic:{name}", kind, meaning, ("model_name", *labels), bounds)
+
+
+CHUNK_LOOKUPS = _family("chunk_lookups", "counter", "Documents of prompts, each looked up in the chunk cache.")
+CHUNK_HITS = _family("chunk_hits", "counter", "Of these, found: ready, or being computed for another request.")
+CHUNK_MISSES = _family("chunk_misses", "counter", "Of these, not found, and computed.")
+CHUNK_TOKENS = _family(
+    "chunk_tokens",
+    "counter",
+    "Tokens of these documents, by `action`: reused where they were computed, moved (reused at another position), or "
+    "computed.",
+    "action",
+)
+CHUNK_EVICTIONS = _family("chunk_evictions", "counter", "Chunks that left the cache to make room.")
+CHUNKS_CACHED = _family("chunk_entries", "gauge", "Chunks in the cache, those being computed included.")
+CHUNKS_PINNED = _family("chunk_pinned_entries", "gauge", "Of these, pinned.")
+CHUNK_LOOKUP_SECONDS = _family(
+    "chunk_lookup_seconds", "summary", "To find one document: hash its tokens and look into the index."
+)
+CHUNK_ATTACH_SECONDS = _family(
+    "chunk_attach_seconds", "summary", "To attach one prompt with all of its segments: hold what is reused, make room."
+)
+CHUNK_COMPUTE_SECONDS = _family(
+    "chunk_compute_seconds", "summary", "To compute one missing document: its share of the steps it was in."
+)
+PREFIX_EVICTIONS = _family("prefix_evictions", "counter", "Blocks that left the prefix cache to make room.")
+PREFIX_BLOCKS = _family("prefix_blocks", "gauge", "Blocks that the prefix cache keeps.")
+
+POOL_BLOCKS = _family(
+    "pool_blocks",
+    "gauge",
+    "Blocks of a pool (request or chunk_cache) in a tier (device), by `state`: free, idle (kept for later, leaves when "
+    "room is needed) or held (in use or pinned).",
+    *("pool", "tier", "state"),
+)
+POOL_BYTES = _family("pool_bytes", "gauge", "The same in bytes.", "pool", "tier", "state")
+POOL_SHARED_BLOCKS = _family(
+    "pool_shared_blocks", "gauge", "Blocks with more than one reference, each stored once.", "pool", "tier"
+)
+
+TENANT_BYTES = _family(
+    "tenant_chunk_bytes",
+    "gauge",
+    "Bytes of cached chunks of a tenant. The first 32 configured tenants have a series of their own, all others share "
+    'the one named "(others)".',
+    "tenant",
+)
+TENANT_QUOTA = _family(
+    "tenant_quota_bytes",
+    "gauge",
+    "Most bytes of cached chunks of a tenant; tenants without a quota have none.",
+    "tenant",
+)
+DOCUMENTS = _family("documents", "gauge", "Documents stored at /v1/documents, of all tenants.")
+
+PROMPT_TOKENS = _family(
+    "prompt_tokens",
+    "counter",
+    "Prompt tokens as vllm:prompt_tokens, by `action`: reused where they were computed, moved, or computed.",
+    "action",
+)
+UNCACHED_TTFT = _family(
+    "request_uncached_ttft_seconds",
+    "histogram",
+    "Estimated time to the first token if nothing had been reused: the measured one, and for every reused token the "
+    "mean time that a computed one takes. To be held against vllm:time_to_first_token_seconds.",
+    bounds=buckets.TIME_TO_FIRST_TOKEN,
+)
+REQUESTS = _family(
+    "requests",
+    "counter",
+    "Prompts that ended, by route and `status`: complete, cancelled (the client left) or failed.",
+    *("route", "status"),
+)
+REJECTIONS = _family(
+    "admission_rejections", "counter", "Requests refused with 429 because too many wait already, in all or of a tenant."
+)
+HTTP_REQUESTS = _family(
+    "http_requests",
+    "counter",
+    "HTTP requests answered, by method, route (as in the OpenAPI document, never the address that was asked for) and "
+    "status.",
+    *("method", "route", "status"),
+)
+ENGINE_UP = _family("engine_up", "gauge", "1 while the engine runs; 0 when it has stopped and nothing can be answered.")
+DRAINING = _family("draining", "gauge", "1 while the server finishes what is under way and takes no new requests.")
+SNAPSHOT_AGE = _family(
+    "snapshot_age_seconds",
+    "gauge",
+    "How old the numbers of the caches are. They are read between two steps of the engine, at most once a second; a "
+    "scrape never waits for a long step.",
+)
+BUILD = _family(
+    "build_info", "gauge", "Always 1; the versions are in the labels.", *("version", "python", "torch", "transformers")
+)

@@ -1,0 +1,83 @@
+"""The families that carry vLLM's names, because they mean the same: boards made for vLLM work unchanged."""
+
+from __future__ import annotations
+
+from kvmosaic.metrics import buckets
+from kvmosaic.metrics.family import Family, Kind
+
+MODEL = ("model_name", "engine")
+"""The name that the model is served under, and "0": there is one engine."""
+
+
+def _family(name: str, kind: Kind, meaning: str, bounds: tuple[float, ...] = (), label: str = "") -> Family:
+    return Family(f"vllm:{name}", kind, meaning, (*MODEL, label) if label else MODEL, bounds)
+
+
+REQUESTS_RUNNING = _family("num_requests_running", "gauge", "Requests that the engine computes now.")
+REQUESTS_WAITING = _family("num_requests_waiting", "gauge", "Requests that wait for the engine.")
+KV_CACHE_USAGE = _family(
+    "kv_cache_usage_perc",
+    "gauge",
+    "Blocks of the request pool (prefixes, questions, answers) that running requests hold, by all of its blocks; 1 is "
+    "full. Blocks that are only kept for later do not count. The chunk cache is a pool of its own.",
+)
+PREFIX_QUERIES = _family(
+    "prefix_cache_queries", "counter", "Tokens looked up in the prefix cache: system prompts, questions, plain prompts."
+)
+PREFIX_HITS = _family("prefix_cache_hits", "counter", "Of these, tokens found. Chunks do not count here.")
+PREEMPTIONS = _family("num_preemptions", "counter", "Requests that gave their blocks back and started over.")
+PROMPT_TOKENS = _family(
+    "prompt_tokens", "counter", "Prompt tokens of requests whose prompt is done, whether computed or reused."
+)
+GENERATION_TOKENS = _family("generation_tokens", "counter", "Answer tokens.")
+REQUEST_SUCCESS = _family(
+    "request_success",
+    "counter",
+    "Answers that ended, by `finished_reason`: stop, length, abort or error.",
+    label="finished_reason",
+)
+TIME_TO_FIRST_TOKEN = _family(
+    "time_to_first_token_seconds",
+    "histogram",
+    "From arrival to the first token.",
+    buckets.TIME_TO_FIRST_TOKEN,
+)
+INTER_TOKEN_LATENCY = _family(
+    "inter_token_latency_seconds",
+    "histogram",
+    "Between one token of an answer and the next; of long answers, the first 512 times.",
+    buckets.INTER_TOKEN_LATENCY,
+)
+TIME_PER_TOKEN = _family(
+    "request_time_per_output_token_seconds",
+    "histogram",
+    "Mean time between the tokens of a request's answers.",
+    buckets.INTER_TOKEN_LATENCY,
+)
+LATENCY = _family(
+    "e2e_request_latency_seconds", "histogram", "From arrival to the end of the last answer.", buckets.REQUEST_LATENCY
+)
+QUEUE_TIME = _family(
+    "request_queue_time_seconds", "histogram", "From arrival to the first step.", buckets.REQUEST_LATENCY
+)
+PREFILL_TIME = _family(
+    "request_prefill_time_seconds", "histogram", "From the first step to the first token.", buckets.REQUEST_LATENCY
+)
+DECODE_TIME = _family(
+    "request_decode_time_seconds", "histogram", "From the first token to the end.", buckets.REQUEST_LATENCY
+)
+INFERENCE_TIME = _family(
+    "request_inference_time_seconds", "histogram", "From the first step to the end.", buckets.REQUEST_LATENCY
+)
+NUM_ANSWERS = _family("request_params_n", "histogram", "Answers per request.", buckets.NUM_ANSWERS)
+
+REQUEST_PROMPT_TOKENS = _family("request_prompt_tokens", "histogram", "Tokens of a prompt.", buckets.TOKENS)
+REQUEST_GENERATION_TOKENS = _family(
+    "request_generation_tokens", "histogram", "Answer tokens of a request, all its answers together.", buckets.TOKENS
+)
+REQUEST_COMPUTED_TOKENS = _family(
+    "request_prefill_kv_computed_tokens",
+    "histogram",
+    "Tokens of a prompt that were computed, not reused.",
+    buckets.TOKENS,
+)
