@@ -1,0 +1,298 @@
+"""The document store: the texts of all tenants, with versions and times to live."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import count
+
+from kvmosaic.errors import (
+    DocumentChanged,
+    DocumentExists,
+    DocumentStoreFull,
+    DocumentTooLarge,
+    UnknownDocument,
+)
+from kvmosaic.prompt.document import MAX_DOCUMENT_CHARACTERS
+from kvmosaic.server.documents.names import check_id, label_in, label_of
+from kvmosaic.server.documents.shelf import DocumentPage, Order, Shelf
+from kvmosaic.server.documents.stored import Draft, Match, StoredDocument, StoredText
+
+MAX_RETIRED = 100_000
+"""Labels whose chunks wait to be dropped; beyond that, eviction takes the chunks in its own time."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """How much one tenant may store."""
+
+    max_documents: int = 10_000
+    max_bytes: int = 2**28
+    """Bytes of all titles and texts in UTF-8."""
+    max_characters: int = MAX_DOCUMENT_CHARACTERS
+    """Characters of one text."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """How much one tenant stores."""
+
+    num_documents: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetiredText:
+    """A text that nobody can ask for any more; its chunks may go."""
+
+    tenant: str
+    label: str
+
+
+class DocumentStore:
+    """The stored documents of all tenants, in memory.
+
+    Only texts are here. What was computed from them is in the chunk cache, found by the `label` of each text; texts
+    that are replaced, deleted or expired are listed by `take_retired` for whoever drops their chunks.
+
+    Used on one event loop and never across an `await`, so every call sees and leaves a whole state; there are no locks.
+    A replaced text is gone from the store before `put` returns: `resolve` can only find the new one.
+    """
+
+    def __init__(
+        self,
+        *,
+        default_ttl_seconds: float | None = 3_600,
+        limits: StoreLimits | None = None,
+        clock: Callable[[], float] = time.time,
+        make_id: Callable[[], str] = lambda: f"doc-{secrets.token_hex(12)}",
+    ) -> None:
+        """Makes an empty store.
+
+        Args:
+            default_ttl_seconds: life of a document whose creator says nothing about it; None or 0: for ever.
+            limits: how much one tenant may store.
+            clock: unix seconds.
+            make_id: ids for documents that come without.
+        """
+        self.default_ttl_seconds = round(default_ttl_seconds) if default_ttl_seconds else None
+        self.limits = limits or StoreLimits()
+        self._clock = clock
+        self._make_id = make_id
+        self._shelves: dict[str, Shelf] = {}
+        self._numbers = count(1)
+        self._text_numbers = count(1)
+        self._retired: deque[RetiredText] = deque(maxlen=MAX_RETIRED)
+
+    def create(self, tenant: str, draft: Draft, document_id: str | None = None) -> StoredDocument:
+        """Stores a new document.
+
+        Raises:
+            InvalidDocument: an id that cannot be used.
+            DocumentExists: the id is taken; `put` replaces.
+            DocumentTooLarge, DocumentStoreFull: see `StoreLimits`.
+        """
+        document_id = self._make_id() if document_id is None else check_id(document_id)
+        if self._find(tenant, document_id) is not None:
+            raise DocumentExists(
+                f"there is a document {document_id!r} already; replace it with PUT, or choose another id"
+            )
+        return self._put(tenant, document_id, draft)
+
+    def put(
+        self, tenant: str, document_id: str, draft: Draft, match: Match | None = None
+    ) -> tuple[StoredDocument, bool]:
+        """Stores a document under an id, in place of the one that is there; tells whether it is new.
+
+        Hits and the time of creation stay, and so does the pin unless the draft says otherwise.
+
+        Raises:
+            DocumentChanged: what is stored now is not what `match` asks for.
+            InvalidDocument, DocumentTooLarge, DocumentStoreFull: as for `create`; the old document stays.
+        """
+        check_id(document_id)
+        before = self._find(tenant, document_id)
+        _check_match(document_id, before, match)
+        return self._put(tenant, document_id, draft), before is None
+
+    def get(self, tenant: str, document_id: str) -> StoredDocument:
+        """A document, without counting a hit.
+
+        Raises:
+            UnknownDocument: this tenant has none with this id, or it has expired.
+        """
+        document = self._find(tenant, document_id)
+        if document is None:
+            raise UnknownDocument(
+                f"there is no document {document_id!r:.300}; it may have been deleted or have expired: store it again"
+            )
+        return document
+
+    def resolve(self, tenant: str, document_id: str) -> StoredText:
+        """The text of a document for a prompt; counts a hit, and its time to live begins anew if that was asked for.
+
+        Raises:
+            UnknownDocument: see `get`.
+        """
+        document = self.get(tenant, document_id)
+        document.hit(self._clock())
+        return document.content
+
+    def touched(self, tenant: str, document_ids: Iterable[str]) -> None:
+        """Counts a hit for documents whose text was read by other means; unknown ids are passed over."""
+        for document_id in document_ids:
+            if (document := self._find(tenant, document_id)) is not None:
+                document.hit(self._clock())
+
+    def documents(self, tenant: str) -> list[StoredDocument]:
+        """All documents of a tenant, oldest first."""
+        self.expire(tenant)
+        shelf = self._shelf(tenant)
+        return [shelf.documents[shelf.ids[number]] for number in shelf.numbers]
+
+    def page(self, tenant: str, *, limit: int = 20, after: str | None = None, order: Order = "desc") -> DocumentPage:
+        """Some documents of a tenant in the order of creation; see `Shelf.part`.
+
+        Raises:
+            InvalidDocument: `after` is no place in this list.
+        """
+        assert limit > 0
+        self.expire(tenant)
+        return self._shelf(tenant).part(limit, after, order)
+
+    def delete(self, tenant: str, document_id: str, match: Match | None = None) -> None:
+        """Drops a document.
+
+        Raises:
+            UnknownDocument: see `get`.
+            DocumentChanged: what is stored now is not what `match` asks for.
+        """
+        document = self.get(tenant, document_id)
+        _check_match(document_id, document, match)
+        self._drop(tenant, document)
+
+    def set_pinned(self, tenant: str, document_id: str, pinned: bool) -> StoredDocument:
+        """Pins a document or no longer. A pinned one does not expire; its time begins anew when it is unpinned.
+
+        Raises:
+            UnknownDocument: see `get`.
+        """
+        document = self.get(tenant, document_id)
+        if document.pinned and not pinned:
+            document.ttl_started_at = self._clock()
+        document.pinned = pinned
+        self._shelf(tenant).line_up(document)
+        return document
+
+    def expire(self, tenant: str | None = None) -> int:
+        """Drops the documents whose time is over, of one tenant or of all; returns how many."""
+        now, num_dropped = self._clock(), 0
+        for name in [tenant] if tenant is not None else list(self._shelves):
+            for document in self._shelf(name).take_expired(now):
+                self._retire(name, document)
+                num_dropped += 1
+        return num_dropped
+
+    def usage(self, tenant: str) -> StoreUsage:
+        """How much a tenant stores."""
+        self.expire(tenant)
+        shelf = self._shelf(tenant)
+        return StoreUsage(len(shelf.documents), shelf.num_bytes)
+
+    def owner(self, tenant: str, chunk_name: str) -> StoredDocument | None:
+        """The document whose present text a chunk is named by, if there is one."""
+        label, document_id = label_in(chunk_name)
+        document = self._shelf(tenant).documents.get(document_id)
+        return document if document is not None and document.content.label == label else None
+
+    def take_retired(self) -> list[RetiredText]:
+        """Texts that were replaced, deleted or expired since the last call."""
+        retired = list(self._retired)
+        self._retired.clear()
+        return retired
+
+    def check_invariants(self) -> None:
+        """Checks every shelf (for tests)."""
+        for shelf in self._shelves.values():
+            shelf.check_invariants()
+            assert len(shelf.documents) <= self.limits.max_documents and shelf.num_bytes <= self.limits.max_bytes
+
+    def _shelf(self, tenant: str) -> Shelf:
+        return self._shelves.get(tenant) or self._shelves.setdefault(tenant, Shelf())
+
+    def _find(self, tenant: str, document_id: str) -> StoredDocument | None:
+        document = self._shelf(tenant).documents.get(document_id)
+        if document is not None and document.has_expired(self._clock()):
+            self._drop(tenant, document)
+            return None
+        return document
+
+    def _drop(self, tenant: str, document: StoredDocument) -> None:
+        self._shelf(tenant).remove(document)
+        self._retire(tenant, document)
+
+    def _retire(self, tenant: str, document: StoredDocument) -> None:
+        self._retired.append(RetiredText(tenant, document.content.label))
+
+    def _put(self, tenant: str, document_id: str, draft: Draft) -> StoredDocument:
+        shelf, now = self._shelf(tenant), self._clock()
+        before = shelf.documents.get(document_id)
+        content = StoredText(draft.text, draft.title, document_id)
+        num_bytes = content.count_bytes()
+        self._check_room(tenant, content, num_bytes, before)
+        if before is not None and before.content.reads_like(content):
+            content = before.content  # its chunks stay good
+        else:
+            content = replace(content, label=label_of(document_id, next(self._text_numbers)))
+        was_pinned = before is not None and before.pinned
+        document = StoredDocument(
+            id=document_id,
+            number=before.number if before else next(self._numbers),
+            version=shelf.next_version(document_id),
+            content=content,
+            metadata=dict(draft.metadata),
+            created_at=before.created_at if before else now,
+            updated_at=now,
+            ttl_seconds=draft.ttl_seconds,
+            refresh_ttl_on_hit=draft.refresh_ttl_on_hit,
+            pinned=was_pinned if draft.pinned is None else draft.pinned,
+            ttl_started_at=now,
+            num_bytes=num_bytes,
+            hits=before.hits if before else 0,
+            last_used_at=before.last_used_at if before else None,
+        )
+        shelf.put(document)
+        if before is not None and before.content is not content:
+            self._retire(tenant, before)
+        return document
+
+    def _check_room(self, tenant: str, content: StoredText, num_bytes: int, before: StoredDocument | None) -> None:
+        limits = self.limits
+        if len(content.text) > limits.max_characters:
+            raise DocumentTooLarge(
+                f"the text has {len(content.text)} characters; at most {limits.max_characters} are allowed: split it"
+            )
+        if num_bytes > limits.max_bytes:
+            raise DocumentTooLarge(
+                f"title and text have {num_bytes} bytes; a tenant may store {limits.max_bytes} in all: split it"
+            )
+        usage = self.usage(tenant)
+        if before is None and usage.num_documents >= limits.max_documents:
+            raise DocumentStoreFull(
+                f"{usage.num_documents} documents are stored, which is the limit; delete some, or let them expire"
+            )
+        total = usage.num_bytes + num_bytes - (before.num_bytes if before else 0)
+        if total > limits.max_bytes:
+            raise DocumentStoreFull(
+                f"{num_bytes} bytes more make {total} bytes of stored text, the limit is {limits.max_bytes}; delete "
+                "some documents, or let them expire"
+            )
+
+
+def _check_match(document_id: str, document: StoredDocument | None, match: Match | None) -> None:
+    if match is not None and not match.fits(document):
+        stored = "is not stored" if document is None else f"has version {document.version}"
+        raise DocumentChanged(f"the document {document_id!r} {stored}, which If-Match does not name; read it again")

@@ -1,0 +1,132 @@
+"""Stored documents: one text with what is known about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvmosaic.errors import InvalidDocument
+from kvmosaic.prompt import Document
+
+MAX_TTL_SECONDS = 31_536_000
+MAX_METADATA_PAIRS = 16
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class StoredText(Document):
+    """A text as a prompt takes it; its chunks get the label as their name."""
+
+    label: str = ""
+
+    @property
+    def name(self) -> str | None:
+        """The label, which no other text has."""
+        return self.label or self.id or self.title
+
+    def count_bytes(self) -> int:
+        """Bytes of title and text in UTF-8."""
+        return len(self.text.encode()) + len((self.title or "").encode())
+
+    def reads_like(self, other: Document) -> bool:
+        """Whether a model would read the same."""
+        return (self.title, self.text) == (other.title, other.text)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a client wants to be stored. White space around text and title is removed.
+
+    Raises:
+        InvalidDocument: an empty or too long text or title, too much metadata, or a TTL outside its range.
+    """
+
+    text: str
+    title: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    ttl_seconds: int | None = None
+    """None: it never expires."""
+    refresh_ttl_on_hit: bool = False
+    pinned: bool | None = None
+    """None: not pinned, or as it was before a replacement."""
+
+    def __post_init__(self) -> None:
+        Document(self.text, self.title)
+        ttl = self.ttl_seconds
+        if ttl is not None and not 1 <= ttl <= MAX_TTL_SECONDS:
+            raise InvalidDocument(f"ttl_seconds must be between 1 and {MAX_TTL_SECONDS} or null for never, got {ttl}")
+        if len(self.metadata) > MAX_METADATA_PAIRS:
+            raise InvalidDocument(f"metadata has {len(self.metadata)} pairs; at most {MAX_METADATA_PAIRS} are allowed")
+        for key, value in self.metadata.items():
+            if not 1 <= len(key) <= MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
+                raise InvalidDocument(
+                    f"a metadata key has 1 to {MAX_METADATA_KEY} characters and its value at most "
+                    f"{MAX_METADATA_VALUE}; look at {key!r:.80}"
+                )
+
+
+@dataclass(slots=True)
+class StoredDocument:
+    """One document of one tenant."""
+
+    id: str
+    number: int
+    """Counts the documents of the store in the order of creation; a replacement keeps it."""
+    version: int
+    """Counts what was stored under this id, from 1."""
+    content: StoredText
+    metadata: Mapping[str, str]
+    created_at: float
+    """Unix seconds, as are the other times."""
+    updated_at: float
+    ttl_seconds: int | None
+    refresh_ttl_on_hit: bool
+    pinned: bool
+    ttl_started_at: float
+    num_bytes: int
+    """Bytes of title and text in UTF-8."""
+    hits: int = 0
+    """Requests that read it."""
+    last_used_at: float | None = None
+
+    @property
+    def expires_at(self) -> float | None:
+        """When it will be dropped; None: never, or not while it is pinned."""
+        if self.ttl_seconds is None or self.pinned:
+            return None
+        return self.ttl_started_at + self.ttl_seconds
+
+    def has_expired(self, now: float) -> bool:
+        """Whether its time is over."""
+        expires_at = self.expires_at
+        return expires_at is not None and expires_at <= now
+
+    def hit(self, now: float) -> None:
+        """Notes that a request reads it; its time begins anew if that was asked for."""
+        self.hits += 1
+        self.last_used_at = now
+        if self.refresh_ttl_on_hit:
+            self.ttl_started_at = now
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The versions that a change is meant for: the header If-Match."""
+
+    versions: frozenset[int] = frozenset()
+    is_any: bool = False
+    """Any version will do, if the document exists."""
+
+    @classmethod
+    def from_header(cls, header: str) -> Match:
+        """Reads `*` or a list of ETags; what is not an ETag of ours matches nothing, as the standard has it."""
+        if header.strip() == "*":
+            return cls(is_any=True)
+        tags = (tag.strip() for tag in header[:4_096].split(","))
+        inner = (tag[1:-1] for tag in tags if len(tag) >= 3 and tag[0] == tag[-1] == '"')
+        return cls(frozenset(int(tag) for tag in inner if tag.isascii() and tag.isdigit() and len(tag) <= 18))
+
+    def fits(self, document: StoredDocument | None) -> bool:
+        """Whether the change may happen to what is stored now."""
+        return document is not None and (self.is_any or document.version in self.versions)
