@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvmosaic.errors import InvalidDocument
 from kvmosaic.prompt import Document
+from kvmosaic.prompt.separator import check_unicode
 
 MAX_TTL_SECONDS = 31_536_000
 MAX_METADATA_PAIRS = 16
@@ -64,6 +65,7 @@ class Draft:
                     f"a metadata key has 1 to {MAX_METADATA_KEY} characters and its value at most "
                     f"{MAX_METADATA_VALUE}; look at {key!r:.80}"
                 )
+            check_unicode(key + value, InvalidDocument)
 
 
 @dataclass(slots=True)
