@@ -1,0 +1,72 @@
+"""Breakpoints: marks on parts of a message that make segments of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvmosaic.errors import InvalidMessages
+from kvmosaic.prompt.document import Document
+from kvmosaic.prompt.message import is_system
+
+MARKS = ("cache_control", "prompt_cache_breakpoint")
+
+
+def take_marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], tuple[Document, ...]]:
+    """Takes marked text parts out of a conversation, as documents.
+
+        system   [instructions | handbook* | manual*]         *: marked with `cache_control` or
+        user     [letter* | question]                            `prompt_cache_breakpoint`
+
+        system text: instructions, handbook     documents: manual, letter     question: question
+
+    Marks count in system messages and in the last message of the user. The first marked part of the system messages
+    ends the system text, as it ends the cached prefix elsewhere; marked parts behind it are documents. So are the
+    marked parts of the user's last message, except that its last part stays the question when every part is marked.
+    Parts without a mark stay in the message they were written in, so nothing changes its role.
+
+    Returns:
+        The conversation without the documents, and the documents in order.
+
+    Raises:
+        InvalidMessages, InvalidDocument: a marked part without text.
+    """
+    last_user = max((index for index, message in enumerate(messages) if message.get("role") == "user"), default=None)
+    kept: list[Mapping[str, Any]] = []
+    documents: list[Document] = []
+    has_system_end = False
+    for index, message in enumerate(messages):
+        parts = message.get("content")
+        is_read = "role" in message and is_system(message)
+        if not _is_parts(parts) or not (is_read or index == last_user):
+            kept.append(message)
+            continue
+        assert isinstance(parts, Sequence)
+        marked = [number for number, part in enumerate(parts) if _is_marked(part)]
+        if is_read and marked and not has_system_end:
+            has_system_end = True
+            marked = marked[1:]
+        if not is_read and len(marked) == len(parts):
+            marked = marked[:-1]
+        documents += [_document(parts[number], index) for number in marked]
+        rest = [part for number, part in enumerate(parts) if number not in marked]
+        if rest:
+            kept.append({**message, "content": rest} if marked else message)
+    return kept, tuple(documents)
+
+
+def _is_parts(content: object) -> bool:
+    return isinstance(content, Sequence) and not isinstance(content, str | bytes) and len(content) > 0
+
+
+def _is_marked(part: object) -> bool:
+    return isinstance(part, Mapping) and any(part.get(mark) not in (None, False) for mark in MARKS)
+
+
+def _document(part: Mapping[str, Any], message: int) -> Document:
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidMessages(
+            f"message {message} has a marked part of type {part.get('type')!r:.80}; only text is read"
+        )
+    return Document(text)

@@ -1,0 +1,129 @@
+"""Answering: the prompts of one HTTP request, run together, as one stream of deltas or as whole answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import anyio
+
+from kvmosaic.engine import AnswerDelta, RequestDelta
+from kvmosaic.layout import PositionStrategy
+from kvmosaic.sampling import FinishReason, Logprob, SamplingParams
+from kvmosaic.server.openai.prompts import Composed
+from kvmosaic.server.openai.usage import Tally
+from kvmosaic.server.running import run
+from kvmosaic.server.services import Services
+from kvmosaic.server.tenants import Tenant
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one HTTP request asks of the engine."""
+
+    services: Services
+    tenant: Tenant
+    route: str
+    request_id: str
+    prompts: Sequence[Composed]
+    params: SamplingParams
+    priority: int = 0
+    position_strategy: PositionStrategy | None = None
+
+    def tally(self) -> Tally:
+        """An empty count of what the answers cost."""
+        ids = frozenset().union(*(composed.document_ids for composed in self.prompts))
+        return Tally([composed.prompt.num_tokens for composed in self.prompts], ids)
+
+    def index_of(self, prompt_index: int, answer: AnswerDelta) -> int:
+        """The number of a choice among all choices of the reply."""
+        return prompt_index * self.params.n + answer.index
+
+
+@dataclass(slots=True)
+class WholeAnswer:
+    """One answer, put together."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    finish_reason: FinishReason = "stop"
+    stop_reason: int | str | None = None
+
+    def add(self, delta: AnswerDelta) -> None:
+        """Adds what is new."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or ()
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+async def deltas(asked: Asked) -> AsyncGenerator[tuple[int, RequestDelta], None]:
+    """The deltas of all prompts as they come, each with the number of its prompt.
+
+    Raises:
+        ApiError: refused, or the server shuts down in the middle of an answer.
+        KVMosaicError: what the engine refuses or fails with; the other prompts are aborted.
+    """
+    sources = [
+        run(
+            asked.services,
+            asked.tenant,
+            composed.prompt,
+            asked.params,
+            route=asked.route,
+            request_id=asked.request_id,
+            priority=asked.priority,
+            position_strategy=asked.position_strategy,
+            note=composed.note,
+        )
+        for composed in asked.prompts
+    ]
+    async with aclosing(_merged(sources)) as merged:
+        async for index, delta in merged:
+            if any(answer.finish_reason == "abort" for answer in delta.answers):
+                raise asked.services.admission.unavailable(
+                    "the server ended this request before its answer was complete"
+                )
+            yield index, delta
+
+
+async def whole_answers(asked: Asked) -> tuple[list[WholeAnswer], Tally]:
+    """All answers, by the number of their choice, and what they cost."""
+    answers = [WholeAnswer() for _ in range(len(asked.prompts) * asked.params.n)]
+    tally = asked.tally()
+    async with aclosing(deltas(asked)) as news:
+        async for prompt_index, delta in news:
+            for answer in delta.answers:
+                answers[asked.index_of(prompt_index, answer)].add(answer)
+            tally.add(prompt_index, delta)
+    return answers, tally
+
+
+async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Items of several sources as they come; closing it closes them all."""
+    pending = {asyncio.ensure_future(anext(source)): index for index, source in enumerate(sources)}
+    try:
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = pending.pop(task)
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    continue
+                yield index, item
+                pending[asyncio.ensure_future(anext(sources[index]))] = index
+    finally:
+        with anyio.CancelScope(shield=True):
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+            for source in sources:
+                await source.aclose()

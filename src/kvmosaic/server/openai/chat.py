@@ -1,0 +1,240 @@
+"""/v1/chat/completions: conversations over documents."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field
+
+from kvmosaic.engine import AnswerDelta
+from kvmosaic.errors import InvalidSampling
+from kvmosaic.sampling import SamplingParams, StructuredOutputs
+from kvmosaic.server.errors import request_id_of
+from kvmosaic.server.openai.answering import Asked, WholeAnswer, deltas, whole_answers
+from kvmosaic.server.openai.fields import Body, Ignored, NumTokens, Only, Plain
+from kvmosaic.server.openai.formats import ResponseFormat, structure_of
+from kvmosaic.server.openai.logprobs import ChatLogprobs, TokenBytes, chat_logprobs
+from kvmosaic.server.openai.messages import Messages
+from kvmosaic.server.openai.models import served_model
+from kvmosaic.server.openai.prompts import Composed, Rendering, chat_prompt
+from kvmosaic.server.openai.replies import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChunkChoice,
+    MessageDelta,
+    error_replies,
+    streamed,
+)
+from kvmosaic.server.openai.sampling import MAX_CHOICES, MAX_LOGPROBS, SharedFields, StreamOptions, check_stream_options
+from kvmosaic.server.openai.sse import DONE, EventStream, event, open_stream, unless_gone
+from kvmosaic.server.services import Services
+from kvmosaic.server.tenants import Tenant, current_tenant
+
+ROUTE = "/v1/chat/completions"
+
+
+class ChatFields(Body):
+    """A conversation and how it is rendered."""
+
+    messages: Messages
+    add_generation_prompt: Annotated[
+        bool | None, Field(description="Default: true, or false with continue_final_message.")
+    ] = None
+    continue_final_message: bool | None = False
+    chat_template_kwargs: Annotated[
+        Plain | None, Field(max_length=64, description="Variables of the chat template, such as enable_thinking.")
+    ] = None
+
+    def rendering(self) -> Rendering:
+        """How the conversation is rendered."""
+        return Rendering(self.add_generation_prompt, bool(self.continue_final_message), self.chat_template_kwargs)
+
+    def plain_messages(self) -> list[dict[str, Any]]:
+        """The conversation as the prompt encoder reads it."""
+        return [message.plain() for message in self.messages]
+
+
+class ChatRequest(SharedFields, ChatFields):
+    """A body of /v1/chat/completions."""
+
+    n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = 1
+    max_tokens: NumTokens | None = None
+    max_completion_tokens: Annotated[
+        NumTokens | None,
+        Field(description="The newer name of max_tokens, and it wins. Default: all there is room for."),
+    ] = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    response_format: ResponseFormat | None = None
+    stream_options: StreamOptions | None = None
+    tools: Annotated[Any, Only((None, []), "tools cannot be called")] = None
+    tool_choice: Annotated[Any, Only((None, "none", "auto"), "tools cannot be called")] = None
+    functions: Annotated[Any, Only((None, []), "tools cannot be called")] = None
+    function_call: Annotated[Any, Only((None, "none", "auto"), "tools cannot be called")] = None
+    audio: Annotated[Any, Only((None,), "only text is written")] = None
+    modalities: Annotated[Any, Only((None, ["text"]), "only text is written")] = None
+    reasoning_effort: Annotated[Any, Only((None, "none"), "use chat_template_kwargs")] = None
+    verbosity: Annotated[Any, Only((None, "medium"), "say it in the system message")] = None
+    web_search_options: Annotated[Any, Only((None,), "the web is not searched")] = None
+    moderation: Annotated[Any, Only((None,), "answers are not moderated")] = None
+    parallel_tool_calls: Ignored = None
+    prediction: Ignored = None
+
+    def _format(self) -> StructuredOutputs | None:
+        return structure_of(self.response_format)
+
+    def sampling_params(self) -> SamplingParams:
+        """How the answers are drawn.
+
+        Raises:
+            InvalidSampling: values that do not go together.
+        """
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidSampling("top_logprobs needs logprobs=true")
+        return self.sampling(
+            n=self.n or 1,
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+
+def router(services: Services) -> APIRouter:
+    """The route over one set of services."""
+    routes = APIRouter(tags=["answers"])
+    token_bytes = TokenBytes(services.llm.model.tokenizer)
+
+    @routes.post(
+        ROUTE,
+        response_model=ChatCompletion,
+        response_model_exclude_unset=True,
+        responses={200: streamed("The answer, or its chunks.", _EXAMPLE), **error_replies()},
+    )
+    async def create_chat_completion(
+        request: Request, body: ChatRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
+    ) -> ChatCompletion | EventStream:
+        """Answers a conversation from documents, in one reply or in chunks (`stream`)."""
+        model = served_model(services, body.model)
+        check_stream_options(body.stream, body.stream_options)
+        services.admission.check(tenant)
+        composed, params = await services.in_thread(_read, services, tenant, body)
+        asked = Asked(
+            services=services,
+            tenant=tenant,
+            route=ROUTE,
+            request_id=request_id_of(request),
+            prompts=[composed],
+            params=params,
+            priority=body.priority or 0,
+            position_strategy=body.position_strategy,
+        )
+        writer = ChatWriter(asked, model, token_bytes)
+        if body.stream:
+            return await open_stream(request, writer.chunks(body.stream_options or StreamOptions()))
+        return await unless_gone(request, writer.whole())
+
+    return routes
+
+
+def _read(services: Services, tenant: Tenant, body: ChatRequest) -> tuple[Composed, SamplingParams]:
+    params = body.sampling_params()
+    return chat_prompt(services, tenant, body, body.plain_messages(), body.rendering()), params
+
+
+class ChatWriter:
+    """Writes the answers of one request in the shape of /v1/chat/completions."""
+
+    def __init__(self, asked: Asked, model: str, token_bytes: TokenBytes) -> None:
+        self._asked = asked
+        self._token_bytes = token_bytes
+        self._head: dict[str, Any] = {
+            "id": f"chatcmpl-{asked.request_id}",
+            "created": int(asked.services.clock()),
+            "model": model,
+        }
+
+    async def whole(self) -> ChatCompletion:
+        """One reply with all answers."""
+        answers, tally = await whole_answers(self._asked)
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        return ChatCompletion(
+            **self._head,
+            object="chat.completion",
+            choices=choices,
+            usage=tally.usage(),
+            kvmosaic=tally.report(),
+        )
+
+    async def chunks(self, options: StreamOptions) -> AsyncGenerator[str, None]:
+        """Events: for each answer its role, then text as it comes, then why it ended; usage last."""
+        tally, begun = self._asked.tally(), set[int]()
+        num_left = self._asked.params.n
+        async with aclosing(deltas(self._asked)) as news:
+            async for prompt_index, delta in news:
+                tally.add(prompt_index, delta)
+                for answer in delta.answers:
+                    num_left -= answer.finish_reason is not None
+                    for choice in self._news(answer, is_first=answer.index not in begun):
+                        chunk = self._chunk([choice])
+                        if choice.finish_reason and not num_left and not options.include_usage:
+                            chunk.kvmosaic = tally.report()
+                        if options.continuous_usage_stats:
+                            chunk.usage = tally.usage()
+                        elif options.include_usage:
+                            chunk.usage = None  # sent as null, as OpenAI does
+                        yield event(chunk)
+                    begun.add(answer.index)
+        if options.include_usage:
+            chunk = self._chunk([])
+            chunk.usage, chunk.kvmosaic = tally.usage(), tally.report()
+            yield event(chunk)
+        yield DONE
+
+    def _chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
+        return ChatChunk(**self._head, object="chat.completion.chunk", choices=choices)
+
+    def _choice(self, index: int, answer: WholeAnswer) -> ChatChoice:
+        return ChatChoice(
+            index=index,
+            message=AnswerMessage(role="assistant", content=answer.text, refusal=None),
+            logprobs=self._logprobs(answer.token_ids, answer.logprobs),
+            finish_reason=answer.finish_reason,
+            stop_reason=answer.stop_reason,
+        )
+
+    def _news(self, answer: AnswerDelta, *, is_first: bool) -> list[ChunkChoice]:
+        choices = []
+        if is_first:
+            delta = MessageDelta(role="assistant", content="")
+            choices.append(ChunkChoice(index=answer.index, delta=delta, finish_reason=None))
+        logprobs = self._logprobs(answer.token_ids, answer.logprobs or ())
+        if answer.text or logprobs is not None:
+            delta = MessageDelta(content=answer.text)
+            choices.append(ChunkChoice(index=answer.index, delta=delta, logprobs=logprobs, finish_reason=None))
+        if answer.finish_reason is not None:
+            choices.append(
+                ChunkChoice(
+                    index=answer.index,
+                    delta=MessageDelta(),
+                    finish_reason=answer.finish_reason,
+                    stop_reason=answer.stop_reason,
+                )
+            )
+        return choices
+
+    def _logprobs(self, token_ids: Any, logprobs: Any) -> ChatLogprobs | None:
+        number = self._asked.params.logprobs
+        if number is None or not logprobs:
+            return None
+        entries = zip(token_ids, logprobs, strict=True)
+        return ChatLogprobs(content=chat_logprobs(entries, number, self._token_bytes))
+
+
+_EXAMPLE = (
+    'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"reader",'
+    '"choices":[{"index":0,"delta":{"content":" Oak Island"},"finish_reason":null}]}\n\ndata: [DONE]\n\n'
+)

@@ -1,0 +1,216 @@
+"""/v1/completions: texts and token ids, with or without documents."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import Discriminator, Field, Tag
+
+from kvmosaic.engine import AnswerDelta
+from kvmosaic.sampling import Logprob, SamplingParams, StructuredOutputs
+from kvmosaic.server.errors import ApiError, request_id_of
+from kvmosaic.server.openai.answering import Asked, deltas, whole_answers
+from kvmosaic.server.openai.fields import NumTokens, Only, Text, TokenIds
+from kvmosaic.server.openai.formats import ResponseFormat, structure_of
+from kvmosaic.server.openai.logprobs import TextLogprobs, text_logprobs
+from kvmosaic.server.openai.models import served_model
+from kvmosaic.server.openai.prompts import Composed, text_prompt
+from kvmosaic.server.openai.replies import Completion, TextChoice, error_replies, streamed
+from kvmosaic.server.openai.sampling import MAX_CHOICES, MAX_LOGPROBS, SharedFields, StreamOptions, check_stream_options
+from kvmosaic.server.openai.sse import DONE, EventStream, event, open_stream, unless_gone
+from kvmosaic.server.services import Services
+from kvmosaic.server.tenants import Tenant, current_tenant
+
+ROUTE = "/v1/completions"
+MAX_PROMPTS = 256
+MAX_ALL_CHOICES = 512
+
+
+def _shape(prompt: Any) -> str:
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else ""
+    return "texts" if isinstance(first, str) else "ids" if isinstance(first, int) else "lists of ids"
+
+
+PromptField = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS), Tag("texts")]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), Tag("lists of ids")],
+    Discriminator(_shape),
+]
+
+
+class CompletionRequest(SharedFields):
+    """A body of /v1/completions."""
+
+    prompt: PromptField
+    n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = 1
+    best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES, description="Supported when it equals n.")] = None
+    max_tokens: NumTokens | None = 16
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    echo: Annotated[bool | None, Field(description="The prompt before its answer; texts without logprobs only.")] = (
+        False
+    )
+    response_format: ResponseFormat | None = None
+    stream_options: StreamOptions | None = None
+    suffix: Annotated[Any, Only((None,), "the answer cannot be made to fit a suffix")] = None
+
+    def _format(self) -> StructuredOutputs | None:
+        return structure_of(self.response_format)
+
+    @property
+    def prompts(self) -> Sequence[str | Sequence[int]]:
+        """All prompts, in order."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt  # type: ignore[list-item, return-value]
+
+    def check(self) -> None:
+        """Refuses what does not go together.
+
+        Raises:
+            ApiError: 400.
+        """
+        check_stream_options(self.stream, self.stream_options)
+        n = self.n or 1
+        if self.best_of is not None and self.best_of != n:
+            raise ApiError(
+                400, f"best_of is {self.best_of} and n is {n}; only equal ones are supported", param="best_of"
+            )
+        if len(self.prompts) * n > MAX_ALL_CHOICES:
+            raise ApiError(400, f"{len(self.prompts)} prompts with n={n}; at most {MAX_ALL_CHOICES} answers", param="n")
+        if self.echo and (self.logprobs is not None or not all(isinstance(prompt, str) for prompt in self.prompts)):
+            raise ApiError(400, "echo goes with prompts of text and without logprobs", param="echo")
+
+
+def router(services: Services) -> APIRouter:
+    """The route over one set of services."""
+    routes = APIRouter(tags=["answers"])
+
+    @routes.post(
+        ROUTE,
+        response_model=Completion,
+        response_model_exclude_unset=True,
+        responses={200: streamed("The answers, or their chunks.", _EXAMPLE), **error_replies()},
+    )
+    async def create_completion(
+        request: Request, body: CompletionRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
+    ) -> Completion | EventStream:
+        """Continues texts or token ids, in one reply or in chunks (`stream`)."""
+        model = served_model(services, body.model)
+        body.check()
+        services.admission.check(tenant)
+        prompts, params = await services.in_thread(_read, services, tenant, body)
+        asked = Asked(
+            services=services,
+            tenant=tenant,
+            route=ROUTE,
+            request_id=request_id_of(request),
+            prompts=prompts,
+            params=params,
+            priority=body.priority or 0,
+            position_strategy=body.position_strategy,
+        )
+        writer = CompletionWriter(asked, model, [str(text) for text in body.prompts] if body.echo else [])
+        if body.stream:
+            return await open_stream(request, writer.chunks(body.stream_options or StreamOptions()))
+        return await unless_gone(request, writer.whole())
+
+    return routes
+
+
+def _read(services: Services, tenant: Tenant, body: CompletionRequest) -> tuple[list[Composed], SamplingParams]:
+    params = body.sampling(n=body.n or 1, max_tokens=body.max_tokens, logprobs=body.logprobs)
+    return [text_prompt(services, tenant, body, prompt) for prompt in body.prompts], params
+
+
+class CompletionWriter:
+    """Writes the answers of one request in the shape of /v1/completions."""
+
+    def __init__(self, asked: Asked, model: str, echoes: Sequence[str]) -> None:
+        """Takes what was asked, the served name, and the prompts to repeat before their answers, if any."""
+        self._asked = asked
+        self._echoes = echoes
+        self._head: dict[str, Any] = {
+            "id": f"cmpl-{asked.request_id}",
+            "object": "text_completion",
+            "created": int(asked.services.clock()),
+            "model": model,
+        }
+
+    async def whole(self) -> Completion:
+        """One reply with all answers."""
+        answers, tally = await whole_answers(self._asked)
+        choices = [
+            TextChoice(
+                index=index,
+                text=self._echo(index) + answer.text,
+                logprobs=self._logprobs(answer.token_ids, answer.logprobs),
+                finish_reason=answer.finish_reason,
+                stop_reason=answer.stop_reason,
+            )
+            for index, answer in enumerate(answers)
+        ]
+        return Completion(**self._head, choices=choices, usage=tally.usage(), kvmosaic=tally.report())
+
+    async def chunks(self, options: StreamOptions) -> AsyncGenerator[str, None]:
+        """Events: the text of each answer as it comes, with why it ended in its last one; usage last."""
+        tally = self._asked.tally()
+        offsets: dict[int, int] = {}
+        num_left = len(self._asked.prompts) * self._asked.params.n
+        async with aclosing(deltas(self._asked)) as news:
+            async for prompt_index, delta in news:
+                tally.add(prompt_index, delta)
+                for answer in delta.answers:
+                    num_left -= answer.finish_reason is not None
+                    choice = self._news(self._asked.index_of(prompt_index, answer), answer, offsets)
+                    if choice is None:
+                        continue
+                    chunk = Completion(**self._head, choices=[choice])
+                    if not num_left and choice.finish_reason and not options.include_usage:
+                        chunk.kvmosaic = tally.report()
+                    if options.continuous_usage_stats:
+                        chunk.usage = tally.usage()
+                    elif options.include_usage:
+                        chunk.usage = None  # sent as null, as OpenAI does
+                    yield event(chunk)
+        if options.include_usage:
+            yield event(Completion(**self._head, choices=[], usage=tally.usage(), kvmosaic=tally.report()))
+        yield DONE
+
+    def _news(self, index: int, answer: AnswerDelta, offsets: dict[int, int]) -> TextChoice | None:
+        is_first = index not in offsets
+        text = (self._echo(index) if is_first else "") + answer.text
+        logprobs = self._logprobs(answer.token_ids, answer.logprobs or (), offsets.get(index, 0))
+        offsets[index] = offsets.get(index, 0) + sum(map(len, logprobs.tokens if logprobs else ()))
+        if not text and logprobs is None and answer.finish_reason is None:
+            return None
+        return TextChoice(
+            index=index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=answer.finish_reason,
+            stop_reason=answer.stop_reason,
+        )
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index // self._asked.params.n] if self._echoes else ""
+
+    def _logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]], offset: int = 0
+    ) -> TextLogprobs | None:
+        number = self._asked.params.logprobs
+        if number is None or not logprobs:
+            return None
+        return text_logprobs(zip(token_ids, logprobs, strict=True), number, offset)
+
+
+_EXAMPLE = (
+    'data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"reader","choices":[{"index":0,'
+    '"text":" Oak Island","logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\ndata: [DONE]\n\n'
+)

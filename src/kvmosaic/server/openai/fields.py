@@ -1,0 +1,98 @@
+"""Kinds of fields of a request body: every number, text and list with a bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+MAX_TEXT = 2**25
+MAX_NAME = 4_096
+MAX_DOCUMENTS = 4_096
+MAX_TOKEN_ID = 2**31 - 1
+MAX_PROMPT_TOKENS = 2**22
+MAX_ANSWER_TOKENS = 2**27
+_MAX_DEPTH = 32
+_MAX_ITEMS = 10_000
+
+
+class Body(BaseModel):
+    """A part of a request: unknown fields, texts for numbers and numbers for texts are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class Reply(BaseModel):
+    """A part of a reply; what is not set is not sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """A field that is known but not supported: its default is welcome, anything else is refused with the reason.
+
+    Fields that change nothing in the answer are `Ignored` instead.
+    """
+
+    allowed: tuple[Any, ...]
+    reason: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": list(self.allowed), "description": f"Not supported: {self.reason}."}
+
+    def _check(self, value: Any) -> Any:
+        if any(value == known and type(value) is type(known) for known in self.allowed):
+            return value
+        raise PydanticCustomError("unsupported", "not supported: {reason}; leave it out", {"reason": self.reason})
+
+
+def check_plain(value: Any) -> Any:
+    """Lets JSON through that is not too deep and not too large, and whose numbers are numbers."""
+    _count_items(value, 0, [0])
+    return value
+
+
+def _count_items(value: Any, depth: int, count: list[int]) -> None:
+    count[0] += 1
+    if depth > _MAX_DEPTH or count[0] > _MAX_ITEMS:
+        raise PydanticCustomError(
+            "too_large", "is nested deeper than {depth} levels or has more than {items} items",
+            {"depth": _MAX_DEPTH, "items": _MAX_ITEMS},
+        )  # fmt: skip
+    if isinstance(value, float) and not math.isfinite(value):
+        raise PydanticCustomError("finite_number", "holds a number that is not finite")
+    if isinstance(value, str):
+        _check_text(value)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_text(key)
+            _count_items(item, depth + 1, count)
+    elif isinstance(value, list):
+        for item in value:
+            _count_items(item, depth + 1, count)
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("string_unicode", "holds half of a surrogate pair, which is no character") from None
+
+
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+Name = Annotated[str, Field(max_length=MAX_NAME)]
+Plain = Annotated[dict[str, Any], Field(max_length=_MAX_ITEMS), AfterValidator(check_plain)]
+"""A JSON object of somebody else's making."""
+Ignored = Annotated[
+    Any, AfterValidator(check_plain), Field(description="Accepted and ignored: it changes nothing in the answer.")
+]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
+NumTokens = Annotated[int, Field(ge=1, le=MAX_ANSWER_TOKENS)]
+StopText = Annotated[str, Field(min_length=1, max_length=4_096)]

@@ -1,0 +1,76 @@
+"""/v1/models: what is served, and under which names."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Path
+
+from kvmosaic.server.errors import ApiError
+from kvmosaic.server.openai.fields import Reply
+from kvmosaic.server.openai.replies import error_replies
+from kvmosaic.server.services import Services
+from kvmosaic.server.tenants import current_tenant
+
+
+class Model(Reply):
+    """A served model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    root: str
+    parent: None = None
+    max_model_len: int | None
+
+
+class ModelList(Reply):
+    """All names under which the model is served."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+def served_model(services: Services, name: str | None) -> str:
+    """The name under which a request asked for the model.
+
+    Raises:
+        ApiError: 404, a name under which nothing is served.
+    """
+    names = services.settings.model_names
+    if name is None:
+        return names[0]
+    if name not in names:
+        known = ", ".join(map(repr, names))
+        raise ApiError(
+            404, f"the model {name!r:.80} is not served here; use {known}", code="model_not_found", param="model"
+        )
+    return name
+
+
+def router(services: Services) -> APIRouter:
+    """The routes over one set of services."""
+    routes = APIRouter(tags=["models"], dependencies=[Depends(current_tenant)])
+    started = int(services.clock())
+
+    def model(name: str) -> Model:
+        return Model(
+            id=name,
+            created=started,
+            owned_by="kvmosaic",
+            root=services.settings.model_names[0],
+            max_model_len=services.llm.engine.max_positions,
+        )
+
+    @routes.get("/v1/models", response_model=ModelList, responses=error_replies(401, 500))
+    async def list_models() -> ModelList:
+        """Lists the names of the served model."""
+        return ModelList(data=[model(name) for name in services.settings.model_names])
+
+    @routes.get("/v1/models/{model_name:path}", response_model=Model, responses=error_replies(401, 404, 500))
+    async def get_model(model_name: Annotated[str, Path(max_length=4_096)]) -> Model:
+        """One of the names."""
+        return model(served_model(services, model_name))
+
+    return routes

@@ -1,0 +1,152 @@
+"""Prompts of request bodies: conversations, texts and token ids, with documents, as segments of token ids."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvmosaic.assembly import joined
+from kvmosaic.errors import InvalidMessages, InvalidPrompt
+from kvmosaic.llm import LLM
+from kvmosaic.prompt import Document, Prompt
+from kvmosaic.prompt.breakpoints import take_marked
+from kvmosaic.prompt.message import is_system
+from kvmosaic.prompt.separator import named_parts
+from kvmosaic.server.openai.documents import DocumentFields, read_documents
+from kvmosaic.server.openai.messages import content_parts
+from kvmosaic.server.services import Services
+from kvmosaic.server.tenants import Tenant
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """A prompt that is ready to run."""
+
+    prompt: Prompt
+    note: str = ""
+    """Why it was not composed, if it was not."""
+    document_ids: frozenset[str] = frozenset()
+    """Names of segments that are ids of documents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """How a conversation is rendered."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    template_options: Mapping[str, Any] | None = None
+
+
+def chat_prompt(
+    services: Services,
+    tenant: Tenant,
+    body: DocumentFields,
+    messages: Sequence[Mapping[str, Any]],
+    rendering: Rendering,
+) -> Composed:
+    """Renders a conversation over its documents: those of the body, marked parts, and parts between separators.
+
+    Raises:
+        InvalidMessages, InvalidDocument, InvalidPrompt: see `PromptEncoder.encode_chat`.
+        UnknownDocument: an id that this tenant has not stored.
+    """
+    documents = read_documents(services, tenant, body)
+    kept, marked = take_marked(_known_roles(services.llm, messages))
+    kept, separated = _take_separated(kept, services.settings.chunk_separator)
+    prompt = _encode_chat(services.llm, kept, (*documents, *separated, *marked), body.cache_salt or "", rendering)
+    return _composed_or_joined(services.llm, prompt, documents)
+
+
+def text_prompt(services: Services, tenant: Tenant, body: DocumentFields, text: str | Sequence[int]) -> Composed:
+    """Reads a text (split at separators where the server does so) or a list of token ids, with documents before it.
+
+    Raises:
+        InvalidPrompt: and its kinds.
+        UnknownDocument: an id that this tenant has not stored.
+    """
+    encoder, salt = services.llm.encoder, body.cache_salt or ""
+    documents = read_documents(services, tenant, body)
+    if not documents:
+        prompt = Prompt.from_text(text, services.settings.chunk_separator, salt=salt) if isinstance(text, str) else text
+        return _composed_or_joined(services.llm, encoder.encode(prompt, salt=salt), ())
+    if not isinstance(text, str):
+        raise InvalidPrompt("documents go with a prompt of text; this one is a list of token ids")
+    parts = named_parts(text, services.settings.chunk_separator)
+    system, bodies, question = (None, [], parts) if isinstance(parts, str) else parts
+    prompt = Prompt.from_documents((*documents, *map(Document, bodies)), question, system=system, salt=salt)
+    return _composed_or_joined(services.llm, encoder.encode(prompt), documents)
+
+
+def _composed_or_joined(llm: LLM, prompt: Prompt, documents: Sequence[Document]) -> Composed:
+    ids = frozenset(document.id for document in documents if document.id is not None)
+    if llm.has_chunk_cache or prompt.is_plain:
+        return Composed(prompt, "", ids)
+    return Composed(joined(prompt), f"not composed: {llm.chunk_cache_off_reason}", ids)
+
+
+def _encode_chat(
+    llm: LLM,
+    messages: Sequence[Mapping[str, Any]],
+    documents: Sequence[Document],
+    salt: str,
+    rendering: Rendering,
+) -> Prompt:
+    options = dict(rendering.template_options or {})
+    if not getattr(llm.model.tokenizer, "chat_template", None):
+        if options or rendering.continue_final_message:
+            raise InvalidMessages(
+                "this model has no chat template, so there is nothing to be set; leave its options out"
+            )
+        return llm.compose(messages, documents=documents or None, salt=salt)
+    _check_options(llm.model.tokenizer, options)
+    if rendering.add_generation_prompt is not None:
+        options["add_generation_prompt"] = rendering.add_generation_prompt
+    if rendering.continue_final_message:
+        if rendering.add_generation_prompt:
+            raise InvalidMessages(
+                "add_generation_prompt and continue_final_message exclude each other; set one of them"
+            )
+        options["continue_final_message"] = True
+    return llm.encoder.encode_chat(messages, documents or None, salt=salt, **options)
+
+
+def _check_options(tokenizer: Any, options: Mapping[str, Any]) -> None:
+    """Only variables of the template itself may be set: no other template, no special tokens, no tokenizing."""
+    taken = set(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages", "salt", "self"}
+    taken |= set(getattr(tokenizer, "special_tokens_map", ()))
+    for name in options:
+        if name in taken or not name.isidentifier():
+            raise InvalidMessages(
+                f"chat_template_kwargs cannot set {name!r:.80}; it sets variables of the template only"
+            )
+
+
+def _known_roles(llm: LLM, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The conversation with 'system' for 'developer' where the template does not know the difference."""
+    if "developer" in str(getattr(llm.model.tokenizer, "chat_template", None) or ""):
+        return list(messages)
+    return [{**message, "role": "system"} if message.get("role") == "developer" else message for message in messages]
+
+
+def _take_separated(
+    messages: list[Mapping[str, Any]], separator: str | None
+) -> tuple[list[Mapping[str, Any]], tuple[Document, ...]]:
+    """Takes documents out of the last message of the user, where it holds separators.
+
+    The part before the first separator is the system text of a conversation without one, else a document as well.
+    """
+    users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    if separator is None or not users:
+        return messages, ()
+    message = messages[users[-1]]
+    parts = named_parts("\n".join(part["text"] for part in content_parts(message)), separator)
+    if isinstance(parts, str):
+        return messages, ()
+    first, bodies, question = parts
+    rest = [*messages[: users[-1]], {**message, "content": question}, *messages[users[-1] + 1 :]]
+    if any(is_system(other) for other in messages):
+        return rest, tuple(map(Document, (first, *bodies)))
+    return [{"role": "system", "content": first}, *rest], tuple(map(Document, bodies))

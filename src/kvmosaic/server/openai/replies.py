@@ -1,0 +1,127 @@
+"""Replies of the chat and completion routes, whole and in chunks."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from kvmosaic.server.openai.fields import Reply
+from kvmosaic.server.openai.logprobs import ChatLogprobs, TextLogprobs
+from kvmosaic.server.openai.usage import Report, Usage
+
+FinishReason = Literal["stop", "length"]
+
+
+class ErrorDetail(Reply):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(Reply):
+    """An error, in OpenAI's shape."""
+
+    error: ErrorDetail
+
+
+class AnswerMessage(Reply):
+    """The answer of a conversation."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(Reply):
+    """One of n answers."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+
+
+class ChatCompletion(Reply):
+    """A whole reply of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    kvmosaic: Report
+
+
+class MessageDelta(Reply):
+    """What is new of an answer."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChunkChoice(Reply):
+    """What is new of one of n answers."""
+
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+
+
+class ChatChunk(Reply):
+    """One event of a streamed reply of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    kvmosaic: Report | None = None
+
+
+class TextChoice(Reply):
+    """One answer of /v1/completions, or what is new of it."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+class Completion(Reply):
+    """A reply of /v1/completions, whole or one event of a stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage | None = None
+    kvmosaic: Report | None = None
+
+
+def error_replies(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The declared errors of a route."""
+    meanings = {
+        400: "Something in the request cannot be used.",
+        401: "No API key, or an unknown one.",
+        404: "An unknown model, or a document that is not stored.",
+        413: "The body is too large.",
+        429: "Too many requests wait, or a quota is used up; see Retry-After.",
+        500: "Something failed inside.",
+        503: "The server is shutting down, or its engine has stopped.",
+    }
+    return {status: {"model": ErrorReply, "description": meanings[status]} for status in statuses or meanings}
+
+
+def streamed(description: str, example: str) -> dict[str, Any]:
+    """The declared other form of a 200: server-sent events."""
+    content = {"text/event-stream": {"schema": {"type": "string"}, "example": example}}
+    return {"description": description, "content": content}

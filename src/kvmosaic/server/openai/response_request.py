@@ -1,0 +1,131 @@
+"""Bodies of /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from kvmosaic.sampling import SamplingParams, StructuredOutputs
+from kvmosaic.server.openai.fields import MAX_NAME, Body, Ignored, Name, NumTokens, Only, Plain, Text
+from kvmosaic.server.openai.formats import JsonObjectFormat, TextFormat
+from kvmosaic.server.openai.messages import MAX_MESSAGES, Content, content_parts
+from kvmosaic.server.openai.prompts import Rendering
+from kvmosaic.server.openai.sampling import MAX_LOGPROBS, SharedFields
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+class InputMessage(Body):
+    """A message of the conversation, or an answer of an earlier reply."""
+
+    type: Annotated[Literal["message"], Field(description="Only messages can be read.")] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    id: Ignored = None
+    status: Ignored = None
+    phase: Ignored = None
+
+    def plain(self) -> dict[str, Any]:
+        """The message as the prompt encoder reads it."""
+        content = self.content
+        kept = content if isinstance(content, str) else [part.model_dump(exclude_none=True) for part in content]
+        if not isinstance(kept, str):
+            kept = [{**part, "type": "text"} for part in kept]
+        return {"role": self.role, "content": kept}
+
+
+class NamedSchemaFormat(Body):
+    """JSON that keeps to a schema."""
+
+    type: Literal["json_schema"]
+    name: Annotated[str, Field(max_length=MAX_NAME)]
+    json_schema: Annotated[Plain, Field(alias="schema")]
+    description: Name | None = None
+    strict: Annotated[bool | None, Field(description="The answer keeps to the schema in either case.")] = None
+
+
+class TextField(Body):
+    """The form of the answer."""
+
+    format: Annotated[TextFormat | JsonObjectFormat | NamedSchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Annotated[Any, Only((None, "medium"), "say it in the instructions")] = None
+
+
+class ResponseStreamOptions(Body):
+    """Options of a stream."""
+
+    include_obfuscation: Ignored = None
+
+
+_NO_REASONING = (None, {}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None})
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+
+
+class ResponseRequest(SharedFields):
+    """A body of /v1/responses."""
+
+    input: Annotated[
+        Annotated[Text, Tag("text")]
+        | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES), Tag("messages")],
+        Discriminator(lambda value: "text" if isinstance(value, str) else "messages"),
+    ]
+    instructions: Annotated[Text | None, Field(description="The system text; it stands before that of the input.")] = (
+        None
+    )
+    max_output_tokens: NumTokens | None = None
+    text: TextField | None = None
+    include: Annotated[
+        list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None, Field(max_length=16)
+    ] = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    metadata: Annotated[Metadata | None, Field(description="Sent back with the reply.")] = None
+    stream_options: ResponseStreamOptions | None = None
+    chat_template_kwargs: Annotated[Plain | None, Field(max_length=64)] = None
+    previous_response_id: Annotated[Any, Only((None,), "nothing is kept here, so send the whole conversation")] = None
+    conversation: Annotated[Any, Only((None,), "nothing is kept here, so send the whole conversation")] = None
+    prompt: Annotated[Any, Only((None,), "no prompts are kept here")] = None
+    background: Annotated[Any, Only((None, False), "nothing is kept here, so there would be no reply to fetch")] = None
+    tools: Annotated[Any, Only((None, []), "tools cannot be called")] = None
+    tool_choice: Annotated[Any, Only((None, "none", "auto"), "tools cannot be called")] = None
+    reasoning: Annotated[Any, Only(_NO_REASONING, "use chat_template_kwargs")] = None
+    truncation: Annotated[Any, Only((None, "disabled"), "prompts are never cut")] = None
+    context_management: Annotated[Any, Only((None, []), "prompts are never cut")] = None
+    moderation: Annotated[Any, Only((None,), "answers are not moderated")] = None
+    parallel_tool_calls: Ignored = None
+    max_tool_calls: Ignored = None
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation as the prompt encoder reads it, instructions first."""
+        if isinstance(self.input, str):
+            messages: list[dict[str, Any]] = [{"role": "user", "content": self.input}]
+        else:
+            messages = [message.plain() for message in self.input]
+        if not self.instructions:
+            return messages
+        if messages[0]["role"] not in ("system", "developer"):
+            return [{"role": "system", "content": self.instructions}, *messages]
+        parts = [{"type": "text", "text": self.instructions}, *content_parts(messages[0])]
+        return [{**messages[0], "content": parts}, *messages[1:]]
+
+    def rendering(self) -> Rendering:
+        """How the conversation is rendered."""
+        return Rendering(template_options=self.chat_template_kwargs)
+
+    def sampling_params(self) -> SamplingParams:
+        """How the answer is drawn.
+
+        Raises:
+            InvalidSampling: values that do not go together.
+        """
+        wants = self.top_logprobs is not None or LOGPROBS in (self.include or ())
+        logprobs = (self.top_logprobs or 0) if wants else None
+        return self.sampling(max_tokens=self.max_output_tokens, logprobs=logprobs)
+
+    def _format(self) -> StructuredOutputs | None:
+        form = self.text.format if self.text else None
+        if isinstance(form, JsonObjectFormat):
+            return StructuredOutputs(json_object=True)
+        return StructuredOutputs(json=form.json_schema) if isinstance(form, NamedSchemaFormat) else None

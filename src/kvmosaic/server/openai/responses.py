@@ -1,0 +1,201 @@
+"""/v1/responses: text in, text out; nothing is kept."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from itertools import count
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+
+from kvmosaic.sampling import Logprob, SamplingParams
+from kvmosaic.server.errors import as_api_error, request_id_of
+from kvmosaic.server.openai.answering import Asked, WholeAnswer, deltas, whole_answers
+from kvmosaic.server.openai.logprobs import TokenBytes, TokenLogprob, chat_logprobs
+from kvmosaic.server.openai.models import served_model
+from kvmosaic.server.openai.prompts import Composed, chat_prompt
+from kvmosaic.server.openai.replies import error_replies, streamed
+from kvmosaic.server.openai.response_reply import (
+    IncompleteDetails,
+    OutputMessage,
+    OutputText,
+    Response,
+    ResponseError,
+    ResponseEvent,
+    ResponseUsage,
+    Status,
+)
+from kvmosaic.server.openai.response_request import ResponseRequest
+from kvmosaic.server.openai.sse import EventStream, event, open_stream, unless_gone
+from kvmosaic.server.openai.usage import Tally
+from kvmosaic.server.services import Services
+from kvmosaic.server.tenants import Tenant, current_tenant
+
+ROUTE = "/v1/responses"
+
+
+def router(services: Services) -> APIRouter:
+    """The route over one set of services."""
+    routes = APIRouter(tags=["answers"])
+    token_bytes = TokenBytes(services.llm.model.tokenizer)
+
+    @routes.post(
+        ROUTE,
+        response_model=Response,
+        response_model_exclude_unset=True,
+        responses={200: streamed("The answer, or its events.", _EXAMPLE), **error_replies()},
+    )
+    async def create_response(
+        request: Request, body: ResponseRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
+    ) -> Response | EventStream:
+        """Answers a text or a conversation from documents, in one reply or in events (`stream`)."""
+        model = served_model(services, body.model)
+        services.admission.check(tenant)
+        composed, params = await services.in_thread(_read, services, tenant, body)
+        asked = Asked(
+            services=services,
+            tenant=tenant,
+            route=ROUTE,
+            request_id=request_id_of(request),
+            prompts=[composed],
+            params=params,
+            priority=body.priority or 0,
+            position_strategy=body.position_strategy,
+        )
+        writer = ResponseWriter(asked, body, model, token_bytes)
+        if body.stream:
+            return await open_stream(request, writer.events())
+        return await unless_gone(request, writer.whole())
+
+    return routes
+
+
+def _read(services: Services, tenant: Tenant, body: ResponseRequest) -> tuple[Composed, SamplingParams]:
+    params = body.sampling_params()
+    return chat_prompt(services, tenant, body, body.messages(), body.rendering()), params
+
+
+class ResponseWriter:
+    """Writes the answer of one request in the shape of /v1/responses."""
+
+    def __init__(self, asked: Asked, body: ResponseRequest, model: str, token_bytes: TokenBytes) -> None:
+        self._asked = asked
+        self._token_bytes = token_bytes
+        self._item_id = f"msg_{asked.request_id}"
+        form = body.text.format if body.text and body.text.format else None
+        self._head: dict[str, Any] = {
+            "id": f"resp_{asked.request_id}",
+            "object": "response",
+            "created_at": int(asked.services.clock()),
+            "model": model,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": asked.params.temperature,
+            "text": {"format": form.model_dump(by_alias=True, exclude_unset=True) if form else {"type": "text"}},
+            "tool_choice": "none",
+            "tools": [],
+            "top_p": asked.params.top_p,
+            "truncation": "disabled",
+        }
+
+    async def whole(self) -> Response:
+        """One reply with the answer."""
+        answers, tally = await whole_answers(self._asked)
+        return self._ended(answers[0], tally)
+
+    async def events(self) -> AsyncGenerator[str, None]:
+        """The events of one answer, in OpenAI's order, numbered from 0."""
+        numbers = count()
+        tally, answer, has_begun = self._asked.tally(), WholeAnswer(), False
+        try:
+            async with aclosing(deltas(self._asked)) as news:
+                async for prompt_index, delta in news:
+                    tally.add(prompt_index, delta)
+                    if not has_begun:
+                        has_begun = True
+                        for beginning in self._beginnings():
+                            yield self._event(beginning, next(numbers))
+                    for new in delta.answers:
+                        answer.add(new)
+                        logprobs = self._logprobs(new.token_ids, new.logprobs or ())
+                        if new.text or logprobs:
+                            text = self._placed("response.output_text.delta", delta=new.text, logprobs=logprobs)
+                            yield self._event(text, next(numbers))
+        except Exception as error:
+            if not has_begun:
+                raise
+            yield self._event(self._failed(error), next(numbers))
+            return
+        for ending in self._endings(answer, tally):
+            yield self._event(ending, next(numbers))
+
+    def _event(self, fields: dict[str, Any], number: int) -> str:
+        return event(ResponseEvent(**fields, sequence_number=number), fields["type"])
+
+    def _beginnings(self) -> list[dict[str, Any]]:
+        item = OutputMessage(id=self._item_id, type="message", role="assistant", status="in_progress", content=[])
+        return [
+            {"type": "response.created", "response": self._response("in_progress")},
+            {"type": "response.in_progress", "response": self._response("in_progress")},
+            {"type": "response.output_item.added", "output_index": 0, "item": item},
+            self._placed("response.content_part.added", part=self._part(WholeAnswer())),
+        ]
+
+    def _endings(self, answer: WholeAnswer, tally: Tally) -> list[dict[str, Any]]:
+        response = self._ended(answer, tally)
+        part = response.output[0].content[0]
+        return [
+            self._placed("response.output_text.done", text=part.text, logprobs=part.logprobs),
+            self._placed("response.content_part.done", part=part),
+            {"type": "response.output_item.done", "output_index": 0, "item": response.output[0]},
+            {"type": f"response.{response.status}", "response": response},
+        ]
+
+    def _placed(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return {"type": kind, "item_id": self._item_id, "output_index": 0, "content_index": 0, **fields}
+
+    def _failed(self, error: Exception) -> dict[str, Any]:
+        known = as_api_error(error, self._asked.request_id)
+        response = self._response("failed")
+        codes = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+        code: Any = codes.get(known.status, "server_error")
+        response.error = ResponseError(code=code, message=known.message)
+        return {"type": "response.failed", "response": response}
+
+    def _ended(self, answer: WholeAnswer, tally: Tally) -> Response:
+        is_cut = answer.finish_reason == "length"
+        status: Any = "incomplete" if is_cut else "completed"
+        response = self._response(status)
+        response.output = [
+            OutputMessage(
+                id=self._item_id, type="message", role="assistant", status=status, content=[self._part(answer)]
+            )
+        ]
+        response.incomplete_details = IncompleteDetails(reason="max_output_tokens") if is_cut else None
+        response.usage = ResponseUsage.of(tally.usage())
+        response.kvmosaic = tally.report()
+        return response
+
+    def _response(self, status: Status) -> Response:
+        return Response(**self._head, status=status, output=[], error=None, incomplete_details=None, usage=None)
+
+    def _part(self, answer: WholeAnswer) -> OutputText:
+        logprobs = self._logprobs(answer.token_ids, answer.logprobs)
+        return OutputText(type="output_text", text=answer.text, annotations=[], logprobs=logprobs)
+
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]]) -> list[TokenLogprob]:
+        number = self._asked.params.logprobs
+        if number is None:
+            return []
+        return chat_logprobs(zip(token_ids, logprobs, strict=True), number, self._token_bytes)
+
+
+_EXAMPLE = (
+    'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","item_id":"msg_1",'
+    '"output_index":0,"content_index":0,"delta":" Oak Island","logprobs":[],"sequence_number":4}\n\n'
+)

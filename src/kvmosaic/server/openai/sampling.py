@@ -1,0 +1,93 @@
+"""Sampling fields of a request body, with OpenAI's and vLLM's names, and the sampling parameters they mean."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from kvmosaic.sampling import SamplingParams
+from kvmosaic.server.errors import ApiError
+from kvmosaic.server.openai.documents import DocumentFields
+from kvmosaic.server.openai.fields import Body, Ignored, Only, StopText, TokenId
+from kvmosaic.server.openai.formats import StructuredFields
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+
+_PLAIN_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output",
+)  # fmt: skip
+
+
+class StreamOptions(Body):
+    """What a stream tells besides text."""
+
+    include_usage: Annotated[bool | None, Field(description="A last chunk without choices, with `usage`.")] = False
+    continuous_usage_stats: Annotated[bool | None, Field(description="`usage` so far in every chunk.")] = False
+    include_obfuscation: Ignored = None
+
+
+def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
+    """Refuses options of a stream that was not asked for.
+
+    Raises:
+        ApiError: 400.
+    """
+    if options is not None and not stream:
+        raise ApiError(400, "stream_options go with stream=true only", param="stream_options")
+
+
+class SharedFields(DocumentFields, StructuredFields):
+    """What a request may say on each of the answering routes: documents, form of the answer, and drawing."""
+
+    model: Annotated[str | None, Field(max_length=4_096, description="A served model; may be left out.")] = None
+    stream: bool | None = False
+    temperature: Annotated[float | None, Field(ge=0, le=100)] = 1.0
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int | None, Field(ge=-1, le=2**31 - 1, description="0 and -1 keep all tokens.")] = 0
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = 0.0
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = 1.0
+    seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1)] = None
+    stop: Annotated[
+        Annotated[str, Field(max_length=4_096)] | Annotated[list[StopText], Field(max_length=128)] | None,
+        AfterValidator(lambda stop: stop or None),
+    ] = None
+    stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=4_096)] = None
+    ignore_eos: bool | None = False
+    min_tokens: Annotated[int | None, Field(ge=0, le=2**27)] = 0
+    skip_special_tokens: bool | None = True
+    include_stop_str_in_output: bool | None = False
+    priority: Annotated[int | None, Field(ge=-(2**31), le=2**31 - 1, description="Higher runs first.")] = 0
+    position_strategy: Annotated[
+        Literal["shared", "sequential"] | None,
+        Field(description="Where documents stand; default: the server's setting."),
+    ] = None
+    logit_bias: Annotated[Any, Only((None, {}), "single logits cannot be changed")] = None
+    user: Ignored = None
+    store: Ignored = None
+    metadata: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    prompt_cache_options: Ignored = None
+
+    def sampling(self, *, max_tokens: int | None, n: int = 1, logprobs: int | None = None) -> SamplingParams:
+        """The sampling parameters; a field that is null counts as left out.
+
+        Raises:
+            InvalidSampling: values that do not go together, or a form that cannot be kept.
+        """
+        given = {name: value for name in _PLAIN_SAMPLING if (value := getattr(self, name)) is not None}
+        return SamplingParams(
+            **given,
+            n=n,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            stop=self.stop,
+            structured_outputs=self.structure(),
+        )

@@ -1,0 +1,143 @@
+"""Server-sent events: a reply in pieces, ended when its reader is gone, with a sign of life while nothing comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import anyio
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
+from starlette.types import Send
+
+from kvmosaic.server.errors import ApiError, as_api_error, request_id_of
+
+KEEP_ALIVE_SECONDS = 10.0
+DONE = "data: [DONE]\n\n"
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+T = TypeVar("T")
+
+
+def event(data: BaseModel, name: str | None = None) -> str:
+    """One event; fields of `data` that were not set are not sent."""
+    body = f"data: {data.model_dump_json(exclude_unset=True, by_alias=True)}\n\n"
+    return f"event: {name}\n{body}" if name else body
+
+
+class EventStream(StreamingResponse):
+    """A stream of events. However it ends, its generator is closed at once, and with it the request it reads."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+        super().__init__(events, headers=_HEADERS)
+        self._events = events
+
+    async def stream_response(self, send: Send) -> None:
+        """Sends the events."""
+        try:
+            await super().stream_response(send)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._events.aclose()
+
+
+async def open_stream(request: Request, events: AsyncGenerator[str, None]) -> EventStream:
+    """Begins a stream when its first event is there, so that what fails before has a status of its own.
+
+    After ten seconds without an event the stream begins anyway, with comments that keep the connection open. What fails
+    then is the last event, in OpenAI's shape.
+
+    Raises:
+        ApiError: 499, the client has gone.
+        Whatever `events` raises before its first event.
+    """
+    first = asyncio.ensure_future(anext(events))
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({first, gone}, timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done() and not first.done():
+            raise _client_gone()
+        if first.done():
+            first.result()
+    except BaseException:
+        await _end(first, events)
+        raise
+    finally:
+        await _cancel(gone)
+    return EventStream(_kept_alive(first, events, request_id_of(request)))
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Waits for the whole reply, and ends the work when the client has gone.
+
+    Raises:
+        ApiError: 499, the client has gone.
+        Whatever `work` raises.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise _client_gone()
+        return task.result()
+    finally:
+        await _cancel(gone)
+        await _cancel(task)
+
+
+async def _kept_alive(
+    pending: asyncio.Future[str], events: AsyncGenerator[str, None], request_id: str
+) -> AsyncGenerator[str, None]:
+    try:
+        while True:
+            await asyncio.wait({pending}, timeout=KEEP_ALIVE_SECONDS)
+            if not pending.done():
+                yield ": waiting\n\n"
+                continue
+            try:
+                text = pending.result()
+            except StopAsyncIteration:
+                return
+            except Exception as error:
+                yield _error_event(as_api_error(error, request_id))
+                return
+            yield text
+            pending = asyncio.ensure_future(anext(events))
+    finally:
+        await _end(pending, events)
+
+
+def _error_event(error: ApiError) -> str:
+    class _Failure(BaseModel):
+        error: dict[str, Any]
+
+    return event(_Failure(**error.body))
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _client_gone() -> ApiError:
+    return ApiError(499, "the client closed the connection", code="client_closed_request")
+
+
+async def _end(pending: asyncio.Future[str], events: AsyncGenerator[str, None]) -> None:
+    with anyio.CancelScope(shield=True):
+        await _cancel(pending)
+        await events.aclose()
+
+
+async def _cancel(task: asyncio.Future[Any]) -> None:
+    """Cancels a task and waits until it has ended; what it raises was asked for, or is told by its own waiter."""
+    task.cancel()
+    with suppress(BaseException):
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()

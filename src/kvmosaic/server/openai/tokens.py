@@ -1,0 +1,142 @@
+"""/tokenize and /detokenize: what a prompt becomes, segment by segment, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import Discriminator, Field, Tag
+
+from kvmosaic.errors import InvalidPrompt
+from kvmosaic.prompt import Prompt, check_token_ids
+from kvmosaic.sampling import decode_all
+from kvmosaic.server.openai.chat import ChatFields
+from kvmosaic.server.openai.documents import DocumentFields
+from kvmosaic.server.openai.fields import MAX_PROMPT_TOKENS, Body, Reply, Text, TokenId
+from kvmosaic.server.openai.models import served_model
+from kvmosaic.server.openai.prompts import Composed, chat_prompt, text_prompt
+from kvmosaic.server.openai.replies import error_replies
+from kvmosaic.server.services import Services
+from kvmosaic.server.tenants import Tenant, current_tenant
+
+
+class _TokenizeFields(DocumentFields):
+    model: Annotated[str | None, Field(max_length=4_096)] = None
+    return_token_strs: bool | None = False
+
+
+class TokenizeText(_TokenizeFields):
+    """A text, as /v1/completions reads it."""
+
+    prompt: Text
+    add_special_tokens: Annotated[
+        bool | None, Field(description="False: without the tokens that begin a prompt, and without documents.")
+    ] = True
+
+
+class TokenizeChat(_TokenizeFields, ChatFields):
+    """A conversation, as /v1/chat/completions reads it."""
+
+    add_special_tokens: Annotated[bool | None, Field(description="The template writes them; true is refused.")] = False
+
+
+class SegmentTokens(Reply):
+    """The tokens of one segment."""
+
+    kind: str
+    name: str | None
+    count: int
+    tokens: list[int]
+
+
+class Tokenized(Reply):
+    """The tokens of a prompt, in vLLM's shape, and its segments."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+    segments: list[SegmentTokens]
+
+
+class DetokenizeRequest(Body):
+    """Token ids."""
+
+    model: Annotated[str | None, Field(max_length=4_096)] = None
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS)]
+
+
+class Detokenized(Reply):
+    """Their text."""
+
+    prompt: str
+
+
+TokenizeRequest = Annotated[
+    Annotated[TokenizeText, Tag("text")] | Annotated[TokenizeChat, Tag("chat")],
+    Discriminator(lambda body: "chat" if isinstance(body, dict) and "messages" in body else "text"),
+]
+
+
+def router(services: Services) -> APIRouter:
+    """The routes over one set of services."""
+    routes = APIRouter(tags=["tokens"])
+
+    @routes.post("/tokenize", response_model=Tokenized, responses=error_replies())
+    async def tokenize(
+        request: Request, body: TokenizeRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
+    ) -> Tokenized:
+        """Tells the tokens of a prompt and its segments, without answering it."""
+        served_model(services, body.model)
+        composed = await services.in_thread(_read, services, tenant, body)
+        return _tokenized(services, composed.prompt, bool(body.return_token_strs))
+
+    @routes.post("/detokenize", response_model=Detokenized, responses=error_replies())
+    async def detokenize(
+        request: Request, body: DetokenizeRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
+    ) -> Detokenized:
+        """Tells the text of token ids."""
+        served_model(services, body.model)
+        return Detokenized(prompt=await services.in_thread(_text_of, services, body.tokens))
+
+    return routes
+
+
+def _read(services: Services, tenant: Tenant, body: TokenizeText | TokenizeChat) -> Composed:
+    if isinstance(body, TokenizeChat):
+        if body.add_special_tokens:
+            raise InvalidPrompt("add_special_tokens=true would write them twice: the chat template does so already")
+        return chat_prompt(services, tenant, body, body.plain_messages(), body.rendering())
+    if body.add_special_tokens is False:
+        if body.documents:
+            raise InvalidPrompt("documents go with add_special_tokens=true only")
+        tokenizer: Any = services.llm.model.tokenizer
+        token_ids = tokenizer([body.prompt], add_special_tokens=False)["input_ids"][0]
+        return text_prompt(services, tenant, body, token_ids)
+    return text_prompt(services, tenant, body, body.prompt)
+
+
+def _tokenized(services: Services, prompt: Prompt, with_texts: bool) -> Tokenized:
+    tokens = [token for segment in prompt.segments for token in segment.token_ids or ()]
+    tokenizer: Any = services.llm.model.tokenizer
+    return Tokenized(
+        count=len(tokens),
+        max_model_len=services.llm.engine.max_positions,
+        tokens=tokens,
+        token_strs=[str(text) for text in tokenizer.convert_ids_to_tokens(tokens)] if with_texts else None,
+        segments=[
+            SegmentTokens(
+                kind=segment.kind,
+                name=segment.name,
+                count=segment.num_tokens,
+                tokens=list(segment.token_ids or ()),
+            )
+            for segment in prompt.segments
+        ],
+    )
+
+
+def _text_of(services: Services, token_ids: Sequence[int]) -> str:
+    check_token_ids(token_ids, services.llm.model.vocab_size, "list of tokens")
+    return decode_all(services.llm.model.tokenizer, token_ids, skip_special_tokens=False)

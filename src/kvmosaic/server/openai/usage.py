@@ -1,0 +1,124 @@
+"""Usage: how many tokens were read, reused, computed and written, and what became of each segment."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from kvmosaic.engine import RequestDelta
+from kvmosaic.sampling import ReuseReport, SegmentReuse
+from kvmosaic.server.openai.fields import Reply
+
+_EXACT = ("system", "plain")
+"""Segments whose reuse is that of an exact prefix."""
+
+
+class PromptTokensDetails(Reply):
+    """Where the prompt's tokens came from; the three add up to `prompt_tokens`."""
+
+    cached_tokens: Annotated[int, Field(description="Reused as an exact prefix: the system text, or a plain prompt.")]
+    composed_tokens: Annotated[int, Field(description="Reused in documents, or behind them.")]
+    recomputed_tokens: Annotated[int, Field(description="Computed for this request.")]
+
+
+class Usage(Reply):
+    """Tokens of one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class SegmentReport(Reply):
+    """What became of one segment."""
+
+    kind: Literal["system", "chunk", "question", "plain"]
+    prompt_index: int = 0
+    id: str | None = None
+    name: str | None = None
+    tokens: int
+    action: Literal["reused", "moved", "computed", "partly reused"]
+    distance: Annotated[int, Field(description="Positions by which the question sees it moved.")] = 0
+    tier: Annotated[str | None, Field(description="Where its keys and values were found; null when computed.")] = None
+    reused_tokens: int
+    ms: float
+    note: str = ""
+
+
+class Report(Reply):
+    """What the answer was made from; beside `usage` in every reply."""
+
+    composition: Annotated[str, Field(description="'exact', or the approximation that the settings asked for.")]
+    time_to_first_token_ms: float | None = None
+    documents: list[SegmentReport]
+    segments: list[SegmentReport]
+
+
+class Tally:
+    """What the deltas of one HTTP request add up to: tokens of its prompts and answers, and their reuse."""
+
+    def __init__(self, num_prompt_tokens: Sequence[int], document_ids: frozenset[str]) -> None:
+        self._num_prompt_tokens = list(num_prompt_tokens)
+        self._document_ids = document_ids
+        self._reuse: dict[int, ReuseReport] = {}
+        self.num_answer_tokens = 0
+
+    def add(self, prompt_index: int, delta: RequestDelta) -> None:
+        """Adds what a delta says."""
+        self.num_answer_tokens += sum(len(answer.token_ids) for answer in delta.answers)
+        if delta.reuse is not None:
+            self._reuse[prompt_index] = delta.reuse
+
+    def usage(self) -> Usage:
+        """The numbers so far; without details until it is known what was reused."""
+        num_prompt = sum(self._num_prompt_tokens)
+        numbers = Usage(
+            prompt_tokens=num_prompt,
+            completion_tokens=self.num_answer_tokens,
+            total_tokens=num_prompt + self.num_answer_tokens,
+        )
+        if len(self._reuse) < len(self._num_prompt_tokens):
+            return numbers
+        segments = [segment for _, segment in self._segments()]
+        exact = sum(segment.reused_tokens for segment in segments if segment.kind in _EXACT)
+        reused = sum(segment.reused_tokens for segment in segments)
+        numbers.prompt_tokens_details = PromptTokensDetails(
+            cached_tokens=exact, composed_tokens=reused - exact, recomputed_tokens=num_prompt - reused
+        )
+        return numbers
+
+    def report(self) -> Report:
+        """What became of every segment of every prompt."""
+        segments = [self._segment(index, segment) for index, segment in self._segments()]
+        compositions = dict.fromkeys(self._reuse[index].composition for index in sorted(self._reuse))
+        known = (reuse.time_to_first_token for reuse in self._reuse.values())
+        seconds = max((first for first in known if first is not None), default=None)
+        return Report(
+            composition=" | ".join(compositions) or "exact",
+            time_to_first_token_ms=None if seconds is None else round(seconds * 1e3, 3),
+            documents=[segment for segment in segments if segment.kind == "chunk"],
+            segments=segments,
+        )
+
+    def _segments(self) -> Iterable[tuple[int, SegmentReuse]]:
+        return [(index, segment) for index in sorted(self._reuse) for segment in self._reuse[index].segments]
+
+    def _segment(self, prompt_index: int, segment: SegmentReuse) -> SegmentReport:
+        whole = re.sub(r" \(\d+/\d+\)\Z", "", segment.name or "")
+        return SegmentReport(
+            kind=segment.kind,  # type: ignore[arg-type]
+            prompt_index=prompt_index,
+            id=next((name for name in (segment.name, whole) if name in self._document_ids), None),
+            name=segment.name,
+            tokens=segment.num_tokens,
+            action=segment.action,
+            distance=segment.distance,
+            tier="device" if segment.reused_tokens else None,
+            reused_tokens=segment.reused_tokens,
+            ms=round(segment.milliseconds, 3),
+            note=segment.note,
+        )
