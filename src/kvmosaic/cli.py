@@ -1,4 +1,4 @@
-"""The command line: run, demo, check, plan.
+"""The command line: run, demo, check, plan, serve.
 
 Commands import what they need when they run, so that `--help` stays without torch.
 """
@@ -189,3 +189,24 @@ def demo(
         model, device=device, position_strategy=position_strategy, long_chunks=long_chunks, capacity=capacity
     )
     run_demo(opening, bundled_documents())
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def serve(context: typer.Context) -> None:
+    """Serve an OpenAI-compatible API, with documents that are computed once."""
+    from kvmosaic.server import check_installed
+
+    check_installed()
+    from kvmosaic.server.options import serve_app
+
+    # the options are made from the settings of the server, which are there only when its packages are
+    serve_app(_launch)(context.args, prog_name="kvmosaic serve", standalone_mode=False)
+
+
+def _launch(settings: Any) -> None:
+    from kvmosaic.server.launch import launch
+
+    launch(settings)

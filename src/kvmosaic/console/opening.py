@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -38,8 +37,9 @@ def open_llm(opening: Opening, notices: Console) -> LLM:
     with notices.status(f"loading {opening.model}"), warnings.catch_warnings():
         from kvmosaic.config import ChunkCacheConfig
         from kvmosaic.llm import LLM
+        from kvmosaic.model.quiet import quiet_libraries
 
-        _quiet_libraries()
+        quiet_libraries()
         warnings.filterwarnings("ignore", "the chunk cache is off")  # said below, in one line
         llm = LLM(
             opening.model,
@@ -57,12 +57,3 @@ def open_llm(opening: Opening, notices: Console) -> LLM:
     if opening.enable_chunk_cache and not llm.has_chunk_cache:
         notices.print(f"the chunk cache is off: {llm.chunk_cache_off_reason}", style="yellow", markup=False)
     return llm
-
-
-def _quiet_libraries() -> None:
-    """Keeps progress bars and advice of transformers out of a command's output; errors still come through."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from kvmosaic.server.services import Services, build_services
     from kvmosaic.server.settings import ServerSettings
 
-__all__ = ["ServerSettings", "Services", "build_app", "build_services", "read_settings"]
+__all__ = ["ServerSettings", "Services", "build_app", "build_services", "check_installed", "read_settings"]
+
+_PACKAGES = ("fastapi", "uvicorn", "pydantic_settings", "yaml", "prometheus_client", "llguidance")
 
 # Imported on first use, so that `kvmosaic serve --help` comes without torch and fastapi.
 _HOMES = {
@@ -28,3 +30,13 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'kvmosaic.server' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def check_installed() -> None:
+    """Raises InvalidConfig if a package is missing that only the server needs."""
+    from importlib.util import find_spec
+
+    from kvmosaic.errors import InvalidConfig
+
+    if missing := [name for name in _PACKAGES if find_spec(name) is None]:
+        raise InvalidConfig(f"the server needs {', '.join(missing)}; install it with: pip install 'kvmosaic[server]'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import deque
@@ -12,6 +13,7 @@ from kvmosaic.server.errors import ApiError
 from kvmosaic.server.tenants import Tenant
 
 MAX_RETRY_SECONDS = 60
+DRAIN_CHECK_SECONDS = 0.02
 RATE_WINDOW = 64
 """How many of the last ends tell the throughput."""
 
@@ -90,6 +92,13 @@ class Admission:
             if not self._under_way[tenant.name]:
                 del self._under_way[tenant.name]
             self._ends.append(self._clock())
+
+    async def drained(self, seconds: float) -> bool:
+        """Waits until nothing is under way, at most so long; whether that is so."""
+        end = self._clock() + seconds
+        while self.num_under_way and self._clock() < end:
+            await asyncio.sleep(DRAIN_CHECK_SECONDS)
+        return not self.num_under_way
 
     def unavailable(self, message: str) -> ApiError:
         """The 503 of a server that takes no work now."""

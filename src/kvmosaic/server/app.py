@@ -6,9 +6,13 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from kvmosaic import __version__
+from kvmosaic.server.access import Access
+from kvmosaic.server.envelope import Envelope
 from kvmosaic.server.errors import add_error_replies
+from kvmosaic.server.intake import Intake
 from kvmosaic.server.services import Services
 
 # Each of them has `router(services) -> fastapi.APIRouter`.
@@ -16,12 +20,35 @@ PARTS = ("health", "exposition", "openai", "documents", "dashboard")
 
 
 def build_app(services: Services) -> FastAPI:
-    """Every route over one set of services."""
-    app = FastAPI(title="kvmosaic", version=__version__, redoc_url=None, docs_url=None)
+    """Every route over one set of services.
+
+    envelope ──▶ CORS ──▶ access ──▶ intake ──▶ routes
+    id, headers            key        body, client gone
+    """
+    settings = services.settings
+    app = FastAPI(
+        title="kvmosaic",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=lambda route: route.name,
+    )
     app.state.services = services
     add_error_replies(app)
     for part in PARTS:
         name = f"kvmosaic.server.{part}"
         if find_spec(name) and hasattr(module := import_module(name), "router"):
             app.include_router(module.router(services))
+    app.add_middleware(Intake, services=services)  # the last one added is the first one asked
+    app.add_middleware(Access, services=services)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(Envelope)
     return app

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -51,9 +51,9 @@ class Tenants:
         """Whether a request without a key is refused."""
         return bool(self._keys)
 
-    def __iter__(self) -> Iterable[Tenant]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Tenant]:
         """All tenants, each once."""
-        return iter({key.tenant.name: key.tenant for key in self._keys}.values() or (self._open,))
+        return iter(list({key.tenant.name: key.tenant for key in self._keys}.values()) or [self._open])
 
     def identify(self, authorization: str | None) -> Tenant:
         """The tenant whose key an Authorization header ("Bearer …") holds.

@@ -1,0 +1,51 @@
+"""Access: nothing is answered without a key, but what is on a short list."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvmosaic.server.errors import ApiError
+from kvmosaic.server.services import Services
+
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/"})
+"""What needs no key: whether the server lives, and the dashboard's page, which holds no data."""
+READING = frozenset({"GET", "HEAD"})
+
+
+class Access:
+    """Finds out who asks before any route is looked for, so that no route can be forgotten."""
+
+    def __init__(self, app: ASGIApp, services: Services) -> None:
+        self._app = app
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets a request through, or answers it with 401 or 403."""
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except ApiError as refusal:
+                return await refusal.reply()(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        connection = HTTPConnection(scope)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if scope["method"] in READING and path in OPEN_PATHS:
+            return
+        connection.state.tenant = self._services.tenants.identify(connection.headers.get("authorization"))
+        if scope["method"] not in READING:
+            self._check_origin(connection)
+
+    def _check_origin(self, connection: HTTPConnection) -> None:
+        """Without keys, a page of any site could make a visitor's browser change what is stored here."""
+        origin = connection.headers.get("origin")
+        if origin is None or self._services.tenants.needs_key:
+            return
+        allowed = self._services.settings.allowed_origins
+        if "*" in allowed or origin in allowed or urlsplit(origin).netloc == connection.headers.get("host"):
+            return
+        raise ApiError(403, "pages of other sites may not use this server; see --allowed-origins", code="origin")

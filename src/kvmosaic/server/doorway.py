@@ -1,0 +1,40 @@
+"""Doorway: what the process answers while there is no app yet."""
+
+from __future__ import annotations
+
+from fastapi.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvmosaic.server.envelope import Envelope
+from kvmosaic.server.errors import ApiError
+
+LOADING_RETRY_SECONDS = "2"
+
+
+class Doorway:
+    """An ASGI app that listens from the first moment: it lives, is not ready, and hands over to the app once opened."""
+
+    def __init__(self) -> None:
+        self._app: ASGIApp = Envelope(_answer_while_loading)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        await self._app(scope, receive, send)
+
+    def open(self, app: ASGIApp) -> None:
+        """Lets every request from now on through to `app`."""
+        self._app = app
+
+
+async def _answer_while_loading(scope: Scope, receive: Receive, send: Send) -> None:
+    await _reply_while_loading(scope["path"].removeprefix(scope.get("root_path", "")))(scope, receive, send)
+
+
+def _reply_while_loading(path: str) -> Response:
+    retry = {"Retry-After": LOADING_RETRY_SECONDS}
+    if path == "/livez":
+        return JSONResponse({"status": "ok"})
+    if path in ("/readyz", "/health"):
+        return JSONResponse({"status": "loading"}, 503, headers=retry)
+    message = "the model is still being loaded; try again soon"
+    return ApiError(503, message, type="service_unavailable", code="loading", headers=retry).reply()

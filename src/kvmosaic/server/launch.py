@@ -1,0 +1,109 @@
+"""Launching: listen, load, serve, drain, end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+from rich.console import Console
+
+from kvmosaic.server.app import build_app
+from kvmosaic.server.doorway import Doorway
+from kvmosaic.server.listening import address_of, listen, listener_for
+from kvmosaic.server.loading import load_in_thread
+from kvmosaic.server.logs import set_up_logs
+from kvmosaic.server.services import Services, build_services
+from kvmosaic.server.settings import ServerSettings
+
+
+def launch(settings: ServerSettings) -> None:
+    """Serves until SIGTERM or SIGINT, then lets what runs finish; a second signal ends the process at once.
+
+    Raises:
+        InvalidConfig: nothing can be served with these settings: the port is taken, the certificate is bad, …
+        KVMosaicError: the model cannot be loaded.
+    """
+    settings.access_keys()  # what is wrong in a file of keys is said before anything is loaded
+    set_up_logs(settings.uvicorn_log_level)
+    if not asyncio.run(_Launch(settings).run()):
+        # the model is still being loaded, in a thread that must not be torn down halfway
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+class _Launch:
+    """One life of the server.
+
+    listening (not ready) ──▶ loaded (ready) ──▶ told to stop: draining (not ready) ──▶ closed
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._notices = Console(stderr=True)
+        self._doorway = Doorway()
+        self._told_to_stop = asyncio.Event()
+        self._listener = listener_for(self._doorway, settings)
+
+    async def run(self) -> bool:
+        """Lives; False if it was told to stop while the model was being loaded."""
+        place = listen(self._settings)
+        self._take_signals()
+        serving = asyncio.create_task(self._listener.serve(sockets=[place]), name="listener")
+        try:
+            services = await self._load()
+            if services is None:
+                return False
+            self._doorway.open(build_app(services))
+            self._say_ready(services, address_of(self._settings, place))
+            await self._told_to_stop.wait()
+            await self._drain(services)
+            return True
+        finally:
+            self._listener.should_exit = True
+            await serving
+
+    def _take_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop, number)
+
+    def _stop(self, number: int) -> None:
+        if self._told_to_stop.is_set():
+            os._exit(128 + number)
+        self._told_to_stop.set()
+
+    async def _load(self) -> Services | None:
+        with self._notices.status(f"loading {self._settings.model}"):
+            loading = load_in_thread(self._settings)
+            stopping = asyncio.create_task(self._told_to_stop.wait())
+            await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+        if not loading.done():
+            loading.cancel()
+            return None
+        return build_services(self._settings, loading.result())
+
+    async def _drain(self, services: Services) -> None:
+        services.admission.is_draining = True
+        under_way, seconds = services.admission.num_under_way, self._settings.drain_seconds
+        self._say(f"stopping: {under_way} requests under way may take {seconds:g} s; a second signal ends them now")
+        if not await services.admission.drained(seconds):
+            self._say(f"stopping: {services.admission.num_under_way} requests are aborted")
+        await services.close()
+
+    def _say_ready(self, services: Services, address: str) -> None:
+        llm, settings = services.llm, self._settings
+        size = settings.chunk_cache_size
+        if settings.gpu_memory_utilization is not None:
+            size = f"{settings.gpu_memory_utilization:.0%} of the device's memory"
+        cache = f"{size}, {settings.position_strategy} positions, documents see: {settings.chunk_context}"
+        self._say(f"model      {', '.join(settings.model_names)} ({llm.model.dtype}, {llm.model.device})")
+        self._say(f"chunks     {cache if llm.has_chunk_cache else f'off: {llm.chunk_cache_off_reason}'}")
+        self._say(f"API key    {'needed' if services.tenants.needs_key else 'not needed'}")
+        self._say(f"ready      {address}")
+
+    def _say(self, line: str) -> None:
+        self._notices.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,81 @@
+"""Listening: an address, a certificate, and uvicorn on top of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.server.settings import ServerSettings
+
+BACKLOG = 2_048
+CLOSING_SECONDS = 5
+"""After what runs has ended or was aborted, replies may take this long to be read."""
+
+
+class Listener(uvicorn.Server):
+    """uvicorn, but the signals are ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves them alone."""
+        yield
+
+
+def listener_for(app: ASGIApp, settings: ServerSettings) -> Listener:
+    """A server of `app` that does not listen yet; the certificate is read.
+
+    Raises:
+        InvalidConfig: the certificate or its key cannot be used.
+    """
+    config = uvicorn.Config(
+        app,
+        root_path=settings.root_path,
+        ssl_keyfile=_path(settings.ssl_keyfile),
+        ssl_certfile=_path(settings.ssl_certfile),
+        log_config=None,
+        log_level=None,
+        access_log=settings.uvicorn_log_level in ("info", "debug", "trace"),
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_graceful_shutdown=CLOSING_SECONDS,
+    )
+    try:
+        config.load()
+    except OSError as error:  # ssl.SSLError is one
+        names = f"--ssl-certfile {settings.ssl_certfile} with --ssl-keyfile {settings.ssl_keyfile}"
+        raise InvalidConfig(f"{names} cannot be used: {error}; give a certificate and its key in PEM files") from None
+    return Listener(config)
+
+
+def listen(settings: ServerSettings) -> socket.socket:
+    """Takes the address; connections wait until somebody serves them.
+
+    Raises:
+        InvalidConfig: the address is taken, unknown, or not ours to take.
+    """
+    host, port = settings.host, settings.port
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG)
+    except (OSError, UnicodeError) as error:
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and (error.errno or 0) > 0 else error
+        raise InvalidConfig(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port") from None
+
+
+def address_of(settings: ServerSettings, place: socket.socket) -> str:
+    """Where clients find the server."""
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    scheme = "https" if settings.ssl_certfile else "http"
+    return f"{scheme}://{host}:{place.getsockname()[1]}{settings.root_path}"
+
+
+def _path(path: Path | None) -> str | None:
+    return None if path is None else str(path)
