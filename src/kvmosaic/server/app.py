@@ -12,6 +12,7 @@ from kvmosaic import __version__
 from kvmosaic.server.access import Access
 from kvmosaic.server.envelope import Envelope
 from kvmosaic.server.errors import add_error_replies
+from kvmosaic.server.exposition import CountReplies
 from kvmosaic.server.intake import Intake
 from kvmosaic.server.services import Services
 
@@ -22,8 +23,8 @@ PARTS = ("health", "exposition", "openai", "documents", "dashboard")
 def build_app(services: Services) -> FastAPI:
     """Every route over one set of services.
 
-    envelope ──▶ CORS ──▶ access ──▶ intake ──▶ routes
-    id, headers            key        body, client gone
+    envelope ──▶ count ──▶ CORS ──▶ access ──▶ intake ──▶ routes
+    id, headers                      key        body, client gone
     """
     settings = services.settings
     app = FastAPI(
@@ -50,5 +51,6 @@ def build_app(services: Services) -> FastAPI:
             allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
+    app.add_middleware(CountReplies, metrics=services.metrics)
     app.add_middleware(Envelope)
     return app

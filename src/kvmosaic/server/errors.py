@@ -16,6 +16,7 @@ from kvmosaic import errors
 logger = logging.getLogger("kvmosaic.server")
 
 INVALID_REQUEST = "invalid_request_error"
+QUOTA = "insufficient_quota"
 MAX_MESSAGE_CHARACTERS = 2_000
 """Messages quote what was sent; they must not send it all back."""
 RETRY_SECONDS = 1
@@ -53,22 +54,26 @@ class ApiError(Exception):
 
 
 # The first row that fits an error decides: subclasses stand before what they derive from.
-_ROWS: tuple[tuple[str, int, str, str | None], ...] = (
-    ("PromptTooLong", 400, INVALID_REQUEST, "context_length_exceeded"),
-    ("InvalidPrompt", 400, INVALID_REQUEST, None),
-    ("InvalidSampling", 400, INVALID_REQUEST, None),
-    ("InvalidConfig", 400, INVALID_REQUEST, None),
-    ("UnknownDocument", 404, INVALID_REQUEST, "document_not_found"),
-    ("UnknownChunk", 404, INVALID_REQUEST, "chunk_not_found"),
-    ("UnknownRequest", 404, INVALID_REQUEST, "request_not_found"),
-    ("ChunkInUse", 409, INVALID_REQUEST, "chunk_in_use"),
-    ("ChunkCacheOff", 409, INVALID_REQUEST, "chunk_cache_off"),
-    ("QuotaExceeded", 429, "insufficient_quota", "quota_exceeded"),
-    ("ChunkCacheFull", 400, INVALID_REQUEST, "chunk_cache_full"),
-    ("NotMovable", 400, INVALID_REQUEST, "not_movable"),
-    ("QueueFull", 429, "rate_limit_error", "queue_full"),
-    ("RequestTooLarge", 400, INVALID_REQUEST, "request_too_large"),
-    ("EngineStopped", 503, "service_unavailable", "engine_stopped"),
+_ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
+    (errors.PromptTooLong, 400, INVALID_REQUEST, "context_length_exceeded"),
+    (errors.InvalidPrompt, 400, INVALID_REQUEST, None),
+    (errors.InvalidSampling, 400, INVALID_REQUEST, None),
+    (errors.InvalidConfig, 400, INVALID_REQUEST, None),
+    (errors.UnknownDocument, 404, INVALID_REQUEST, "document_not_found"),
+    (errors.DocumentExists, 409, INVALID_REQUEST, "document_exists"),
+    (errors.DocumentChanged, 409, INVALID_REQUEST, "document_changed"),
+    (errors.DocumentTooLarge, 413, INVALID_REQUEST, "document_too_large"),
+    (errors.DocumentStoreFull, 429, QUOTA, "document_store_full"),
+    (errors.UnknownChunk, 404, INVALID_REQUEST, "chunk_not_found"),
+    (errors.UnknownRequest, 404, INVALID_REQUEST, "request_not_found"),
+    (errors.ChunkInUse, 409, INVALID_REQUEST, "chunk_in_use"),
+    (errors.ChunkCacheOff, 409, INVALID_REQUEST, "chunk_cache_off"),
+    (errors.QuotaExceeded, 429, QUOTA, "quota_exceeded"),
+    (errors.ChunkCacheFull, 400, INVALID_REQUEST, "chunk_cache_full"),
+    (errors.NotMovable, 400, INVALID_REQUEST, "not_movable"),
+    (errors.QueueFull, 429, "rate_limit_error", "queue_full"),
+    (errors.RequestTooLarge, 400, INVALID_REQUEST, "request_too_large"),
+    (errors.EngineStopped, 503, "service_unavailable", "engine_stopped"),
 )
 
 
@@ -84,10 +89,11 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
         return _invalid_body(error)
     if isinstance(error, HTTPException):
         return _http_error(error)
-    for name, status, kind, code in _ROWS:
-        known = getattr(errors, name, None)
-        if known is not None and isinstance(error, known):
-            headers = {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else None
+    for known, status, kind, code in _ROWS:
+        if isinstance(error, known):
+            headers = {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else {}
+            if kind == QUOTA:  # nothing changes by itself: clients that try again by themselves should not
+                headers = {"X-Should-Retry": "false"}
             return ApiError(status, str(error), type=kind, code=code, headers=headers)
     logger.error("request %s failed", request_id or "?", exc_info=error)
     about = f" (request {request_id})" if request_id else ""

@@ -57,7 +57,8 @@ def _key(entry: Any) -> AccessKey:
 
 
 def _digest(entry: dict[str, Any]) -> bytes:
-    key, digest = entry.get("key"), entry.get("key_sha256")
+    key: Any = entry.get("key")
+    digest: Any = entry.get("key_sha256")
     if (key is None) == (digest is None):
         raise InvalidConfig("give one of key and key_sha256")
     if digest is not None:

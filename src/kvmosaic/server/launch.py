@@ -79,7 +79,7 @@ class _Launch:
         with self._notices.status(f"loading {self._settings.model}"):
             loading = load_in_thread(self._settings)
             stopping = asyncio.create_task(self._told_to_stop.wait())
-            await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
         if not loading.done():
             loading.cancel()

@@ -66,7 +66,8 @@ def listen(settings: ServerSettings) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG)
     except (OSError, UnicodeError) as error:
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and (error.errno or 0) > 0 else error
+        number = getattr(error, "errno", None) or 0
+        reason = os.strerror(number) if number > 0 else error  # those of looking up a name are negative
         raise InvalidConfig(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port") from None
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -28,7 +27,7 @@ async def run(
     priority: int = 0,
     position_strategy: PositionStrategy | None = None,
     note: str = "",
-) -> AsyncIterator[RequestDelta]:
+) -> AsyncGenerator[RequestDelta, None]:
     """Answers a tokenized prompt, delta by delta.
 
     Closing the iterator, or cancelling the task that reads it, aborts the request. However it ends, one record is kept.
@@ -62,6 +61,7 @@ async def run(
             async with aclosing(deltas):
                 async for delta in deltas:
                     seen.add(delta)
+                    services.metrics.observe_delta(delta)
                     yield delta
         except KVMosaicError:
             seen.status = "failed"
@@ -93,9 +93,8 @@ class _Seen:
         self.num_prompt_tokens = delta.num_prompt_tokens
         self.reuse = delta.reuse or self.reuse
         self.metrics = delta.metrics or self.metrics
-        now = time.monotonic()
         for answer in delta.answers:
-            self._add_answer(answer, now)
+            self._add_answer(answer, delta.time)
         if delta.finished:
             aborted = "abort" in self.finish_reasons.values()
             self.status = "cancelled" if aborted else "complete"

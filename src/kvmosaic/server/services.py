@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from kvmosaic.server.admission import Admission
 from kvmosaic.server.record import Records
@@ -38,8 +38,8 @@ class Services:
     documents: DocumentStore
     admission: Admission
     records: Records
-    metrics: ServerMetrics
     clock: Callable[[], float] = time.time
+    metrics: ServerMetrics = field(init=False)
     threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvmosaic-request")
     )
@@ -72,20 +72,25 @@ class Services:
 def build_services(settings: ServerSettings, llm: LLM, *, clock: Callable[[], float] = time.time) -> Services:
     """Puts a loaded model behind a running engine, with everything the routes need."""
     from kvmosaic.engine import AsyncEngine
+    from kvmosaic.server.documents import DocumentStore, StoreLimits
+    from kvmosaic.server.exposition import ServerMetrics
 
     engine = AsyncEngine(llm.engine)
     tenants = Tenants(settings.access_keys())
     for tenant in tenants:
-        llm.engine.planner.set_quota(tenant.name, tenant.quota_bytes)
+        if tenant.quota_bytes is not None:
+            llm.engine.planner.set_quota(tenant.name, tenant.quota_bytes)
     admission = Admission(
         max_running=settings.max_num_seqs,
         max_queue=settings.max_queue,
         max_queue_per_tenant=settings.max_queue_per_tenant,
     )
-    services = Services(settings, llm, engine, tenants, _none(), admission, Records(), _none(), clock)
+    documents = DocumentStore(
+        default_ttl_seconds=settings.document_ttl,
+        limits=StoreLimits(max_documents=settings.max_documents, max_bytes=settings.max_documents_bytes),
+        clock=clock,
+    )
+    services = Services(settings, llm, engine, tenants, documents, admission, Records(), clock)
+    services.metrics = ServerMetrics(services)  # reads the engine, whose thread does not run yet
     engine.start()
     return services
-
-
-def _none() -> Any:
-    return None
