@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar, cast
 
 import anyio
 
 from kvmosaic.engine import AnswerDelta, RequestDelta
 from kvmosaic.layout import PositionStrategy
-from kvmosaic.sampling import FinishReason, Logprob, SamplingParams
+from kvmosaic.sampling import Logprob, SamplingParams
 from kvmosaic.server.openai.prompts import Composed
 from kvmosaic.server.openai.usage import Tally
 from kvmosaic.server.running import run
@@ -20,6 +20,7 @@ from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
 
 T = TypeVar("T")
+Ending = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class WholeAnswer:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    finish_reason: FinishReason = "stop"
+    finish_reason: Ending = "stop"
     stop_reason: int | str | None = None
 
     def add(self, delta: AnswerDelta) -> None:
@@ -60,8 +61,13 @@ class WholeAnswer:
         self.text += delta.text
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or ()
-        if delta.finish_reason is not None:
-            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        if (ending := ending_of(delta)) is not None:
+            self.finish_reason, self.stop_reason = ending, delta.stop_reason
+
+
+def ending_of(answer: AnswerDelta) -> Ending | None:
+    """Why an answer ended, if it did; aborted ones never get this far."""
+    return "length" if answer.finish_reason == "length" else "stop" if answer.finish_reason else None
 
 
 async def deltas(asked: Asked) -> AsyncGenerator[tuple[int, RequestDelta], None]:
@@ -72,16 +78,19 @@ async def deltas(asked: Asked) -> AsyncGenerator[tuple[int, RequestDelta], None]
         KVMosaicError: what the engine refuses or fails with; the other prompts are aborted.
     """
     sources = [
-        run(
-            asked.services,
-            asked.tenant,
-            composed.prompt,
-            asked.params,
-            route=asked.route,
-            request_id=asked.request_id,
-            priority=asked.priority,
-            position_strategy=asked.position_strategy,
-            note=composed.note,
+        cast(
+            AsyncGenerator[RequestDelta, None],
+            run(
+                asked.services,
+                asked.tenant,
+                composed.prompt,
+                asked.params,
+                route=asked.route,
+                request_id=asked.request_id,
+                priority=asked.priority,
+                position_strategy=asked.position_strategy,
+                note=composed.note,
+            ),
         )
         for composed in asked.prompts
     ]

@@ -13,7 +13,7 @@ from kvmosaic.engine import AnswerDelta
 from kvmosaic.errors import InvalidSampling
 from kvmosaic.sampling import SamplingParams, StructuredOutputs
 from kvmosaic.server.errors import request_id_of
-from kvmosaic.server.openai.answering import Asked, WholeAnswer, deltas, whole_answers
+from kvmosaic.server.openai.answering import Asked, WholeAnswer, deltas, ending_of, whole_answers
 from kvmosaic.server.openai.fields import Body, Ignored, NumTokens, Only, Plain
 from kvmosaic.server.openai.formats import ResponseFormat, structure_of
 from kvmosaic.server.openai.logprobs import ChatLogprobs, TokenBytes, chat_logprobs
@@ -31,7 +31,7 @@ from kvmosaic.server.openai.replies import (
     streamed,
 )
 from kvmosaic.server.openai.sampling import MAX_CHOICES, MAX_LOGPROBS, SharedFields, StreamOptions, check_stream_options
-from kvmosaic.server.openai.sse import DONE, EventStream, event, open_stream, unless_gone
+from kvmosaic.server.openai.sse import DONE, EventStream, event, open_stream
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
 
@@ -135,7 +135,7 @@ def router(services: Services) -> APIRouter:
         writer = ChatWriter(asked, model, token_bytes)
         if body.stream:
             return await open_stream(request, writer.chunks(body.stream_options or StreamOptions()))
-        return await unless_gone(request, writer.whole())
+        return await writer.whole()
 
     return routes
 
@@ -220,7 +220,7 @@ class ChatWriter:
                 ChunkChoice(
                     index=answer.index,
                     delta=MessageDelta(),
-                    finish_reason=answer.finish_reason,
+                    finish_reason=ending_of(answer),
                     stop_reason=answer.stop_reason,
                 )
             )

@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, Tag
 from kvmosaic.engine import AnswerDelta
 from kvmosaic.sampling import Logprob, SamplingParams, StructuredOutputs
 from kvmosaic.server.errors import ApiError, request_id_of
-from kvmosaic.server.openai.answering import Asked, deltas, whole_answers
+from kvmosaic.server.openai.answering import Asked, deltas, ending_of, whole_answers
 from kvmosaic.server.openai.fields import NumTokens, Only, Text, TokenIds
 from kvmosaic.server.openai.formats import ResponseFormat, structure_of
 from kvmosaic.server.openai.logprobs import TextLogprobs, text_logprobs
@@ -20,7 +20,7 @@ from kvmosaic.server.openai.models import served_model
 from kvmosaic.server.openai.prompts import Composed, text_prompt
 from kvmosaic.server.openai.replies import Completion, TextChoice, error_replies, streamed
 from kvmosaic.server.openai.sampling import MAX_CHOICES, MAX_LOGPROBS, SharedFields, StreamOptions, check_stream_options
-from kvmosaic.server.openai.sse import DONE, EventStream, event, open_stream, unless_gone
+from kvmosaic.server.openai.sse import DONE, EventStream, event, open_stream
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
 
@@ -68,7 +68,7 @@ class CompletionRequest(SharedFields):
         """All prompts, in order."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt  # type: ignore[list-item, return-value]
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
 
     def check(self) -> None:
         """Refuses what does not go together.
@@ -119,7 +119,7 @@ def router(services: Services) -> APIRouter:
         writer = CompletionWriter(asked, model, [str(text) for text in body.prompts] if body.echo else [])
         if body.stream:
             return await open_stream(request, writer.chunks(body.stream_options or StreamOptions()))
-        return await unless_gone(request, writer.whole())
+        return await writer.whole()
 
     return routes
 
@@ -194,7 +194,7 @@ class CompletionWriter:
             index=index,
             text=text,
             logprobs=logprobs,
-            finish_reason=answer.finish_reason,
+            finish_reason=ending_of(answer),
             stop_reason=answer.stop_reason,
         )
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from kvmosaic.server.openai.answering import Ending
 from kvmosaic.server.openai.fields import Reply
 from kvmosaic.server.openai.logprobs import ChatLogprobs, TextLogprobs
 from kvmosaic.server.openai.usage import Report, Usage
-
-FinishReason = Literal["stop", "length"]
 
 
 class ErrorDetail(Reply):
@@ -40,7 +39,7 @@ class ChatChoice(Reply):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: Ending
     stop_reason: int | str | None
 
 
@@ -69,7 +68,7 @@ class ChunkChoice(Reply):
     index: int
     delta: MessageDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None
+    finish_reason: Ending | None
     stop_reason: int | str | None = None
 
 
@@ -91,7 +90,7 @@ class TextChoice(Reply):
     index: int
     text: str
     logprobs: TextLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: Ending | None
     stop_reason: int | str | None
 
 

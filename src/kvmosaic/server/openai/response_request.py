@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from kvmosaic.prompt.message import MAX_MESSAGES
 from kvmosaic.sampling import SamplingParams, StructuredOutputs
 from kvmosaic.server.openai.fields import MAX_NAME, Body, Ignored, Name, NumTokens, Only, Plain, Text
 from kvmosaic.server.openai.formats import JsonObjectFormat, TextFormat
-from kvmosaic.server.openai.messages import MAX_MESSAGES, Content, content_parts
+from kvmosaic.server.openai.messages import Content, content_parts
 from kvmosaic.server.openai.prompts import Rendering
 from kvmosaic.server.openai.sampling import MAX_LOGPROBS, SharedFields
 
@@ -58,7 +59,7 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Ignored = None
 
 
-_NO_REASONING = (None, {}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None})
+_NO_REASONING: tuple[Any, ...] = (None, {}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None})
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]

@@ -27,7 +27,7 @@ from kvmosaic.server.openai.response_reply import (
     Status,
 )
 from kvmosaic.server.openai.response_request import ResponseRequest
-from kvmosaic.server.openai.sse import EventStream, event, open_stream, unless_gone
+from kvmosaic.server.openai.sse import EventStream, event, open_stream
 from kvmosaic.server.openai.usage import Tally
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
@@ -66,7 +66,7 @@ def router(services: Services) -> APIRouter:
         writer = ResponseWriter(asked, body, model, token_bytes)
         if body.stream:
             return await open_stream(request, writer.events())
-        return await unless_gone(request, writer.whole())
+        return await writer.whole()
 
     return routes
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import suppress
-from typing import Any, TypeVar
+import json
+from collections.abc import AsyncGenerator
 
 import anyio
 from fastapi import Request
@@ -18,7 +17,6 @@ from kvmosaic.server.errors import ApiError, as_api_error, request_id_of
 KEEP_ALIVE_SECONDS = 10.0
 DONE = "data: [DONE]\n\n"
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-T = TypeVar("T")
 
 
 def event(data: BaseModel, name: str | None = None) -> str:
@@ -52,42 +50,17 @@ async def open_stream(request: Request, events: AsyncGenerator[str, None]) -> Ev
     then is the last event, in OpenAI's shape.
 
     Raises:
-        ApiError: 499, the client has gone.
         Whatever `events` raises before its first event.
     """
     first = asyncio.ensure_future(anext(events))
-    gone = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait({first, gone}, timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        if gone.done() and not first.done():
-            raise _client_gone()
+        await asyncio.wait({first}, timeout=KEEP_ALIVE_SECONDS)
         if first.done():
             first.result()
     except BaseException:
         await _end(first, events)
         raise
-    finally:
-        await _cancel(gone)
     return EventStream(_kept_alive(first, events, request_id_of(request)))
-
-
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Waits for the whole reply, and ends the work when the client has gone.
-
-    Raises:
-        ApiError: 499, the client has gone.
-        Whatever `work` raises.
-    """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise _client_gone()
-        return task.result()
-    finally:
-        await _cancel(gone)
-        await _cancel(task)
 
 
 async def _kept_alive(
@@ -113,31 +86,12 @@ async def _kept_alive(
 
 
 def _error_event(error: ApiError) -> str:
-    class _Failure(BaseModel):
-        error: dict[str, Any]
-
-    return event(_Failure(**error.body))
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _client_gone() -> ApiError:
-    return ApiError(499, "the client closed the connection", code="client_closed_request")
+    return f"data: {json.dumps(error.body)}\n\n"
 
 
 async def _end(pending: asyncio.Future[str], events: AsyncGenerator[str, None]) -> None:
+    """Ends a generator that somebody may still wait for."""
     with anyio.CancelScope(shield=True):
-        await _cancel(pending)
+        pending.cancel()
+        await asyncio.gather(pending, return_exceptions=True)
         await events.aclose()
-
-
-async def _cancel(task: asyncio.Future[Any]) -> None:
-    """Cancels a task and waits until it has ended; what it raises was asked for, or is told by its own waiter."""
-    task.cancel()
-    with suppress(BaseException):
-        await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()
