@@ -67,6 +67,9 @@ TENANT_QUOTA = _family(
     "tenant",
 )
 DOCUMENTS = _family("documents", "gauge", "Documents stored at /v1/documents, of all tenants.")
+DOCUMENT_BYTES = _family(
+    "document_bytes", "gauge", "Bytes of their texts; what was computed from them is in the pools."
+)
 
 PROMPT_TOKENS = _family(
     "prompt_tokens",
