@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.server.config_file import MAX_FILE_BYTES
+from kvmosaic.server.options import panel_of, serve_app
+from kvmosaic.server.read import flag_of, read_settings, variable_of
+from kvmosaic.server.settings import ServerSettings
+
+SECRET = "sk-nobody-may-read-this"
+NUMBERS = {
+    "port": (0, 65_535),
+    "max_model_len": (1, 2**27),
+    "drain_seconds": (0, 86_400),
+    "max_num_seqs": (1, 65_536),
+    "max_num_batched_tokens": (1, 2**20),
+    "block_size": (1, 4_096),
+    "document_ttl": (0, 366 * 86_400),
+    "max_documents": (1, 10**6),
+    "max_documents_bytes": (1, 2**40),
+    "max_queue": (0, 10**6),
+    "max_queue_per_tenant": (0, 10**6),
+    "max_body_bytes": (1_024, 2**30),
+}
+
+
+def file(folder: Path, text: str) -> dict[str, str]:
+    path = folder / "server.yaml"
+    path.write_text(text, encoding="utf-8")
+    return {"config": str(path)}
+
+
+def test_flag_wins_over_variable_over_file_over_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    named = file(tmp_path, "port: 1\nmax-queue: 2\nmax_num_seqs: 3\n")
+    monkeypatch.setenv("KVMOSAIC_PORT", "10")
+    monkeypatch.setenv("KVMOSAIC_MAX_QUEUE", "20")
+    settings = read_settings({**named, "port": "100"})
+    assert (settings.port, settings.max_queue, settings.max_num_seqs) == (100, 20, 3)
+    assert settings.block_size == ServerSettings.model_fields["block_size"].default
+
+
+def test_variable_names_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVMOSAIC_CONFIG", file(tmp_path, "served_model_name: [a, b]")["config"])
+    assert read_settings().model_names == ("a", "b")
+
+
+def test_variable_holds_several_values_between_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVMOSAIC_API_KEY", f"{SECRET}, other-key")
+    assert [key.get_secret_value() for key in read_settings().api_key] == [SECRET, "other-key"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"port": "99999"}, "--port is '99999'; it must be at most 65535"),
+        ({"port": "http"}, "--port is 'http'; it must be a whole number"),
+        ({"max_num_seqs": "0"}, "--max-num-seqs is '0'; it must be at least 1"),
+        ({"gpu_memory_utilization": "1"}, "--gpu-memory-utilization is '1'; it must be below 1"),
+        ({"drain_seconds": "nan"}, "--drain-seconds is 'nan'; it must be"),
+        ({"dtype": "int8"}, "--dtype is 'int8'; it must be 'auto'"),
+        ({"chunk_cache_size": "much"}, "--chunk-cache-size is 'much'; 'much' is not a size; write"),
+        ({"chunk_separator": " "}, "--chunk-separator is ' ';"),
+        ({"ssl_keyfile": "key.pem"}, "--ssl-keyfile and --ssl-certfile belong together"),
+        ({"served_model_name": [""]}, "--served-model-name is ['']; must be at most 1000 texts of 1 to 1024"),
+    ],
+)
+def test_message_names_the_flag_the_value_and_the_limit(flags: dict[str, object], said: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        read_settings(flags)
+    assert str(caught.value).startswith(said)
+
+
+def test_message_names_the_variable_or_the_key_of_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"^port is 'x'; it must be a whole number$"):
+        read_settings(file(tmp_path, "port: x"))
+    monkeypatch.setenv("KVMOSAIC_PORT", "x")
+    with pytest.raises(InvalidConfig, match=r"^KVMOSAIC_PORT is 'x'; it must be a whole number$"):
+        read_settings()
+
+
+def test_mistyped_names_are_errors_that_name_the_nearest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="no setting is called 'max_num_seq'; did you mean 'max_num_seqs'"):
+        read_settings(file(tmp_path, "max_num_seq: 3"))
+    with pytest.raises(InvalidConfig, match="no setting is called 'config'"):
+        read_settings(file(tmp_path, "config: other.yaml"))
+    monkeypatch.setenv("KVMOSAIC_MAX_QUEU", "3")
+    with pytest.raises(InvalidConfig, match="KVMOSAIC_MAX_QUEU; did you mean 'KVMOSAIC_MAX_QUEUE'"):
+        read_settings()
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "text", "{", "\t- :", "!!python/object:os.system {}", "? [a]\n: 1"])
+def test_file_that_is_not_a_mapping_is_one_line(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InvalidConfig, match=r"server\.yaml"):
+        read_settings(file(tmp_path, text))
+
+
+def test_file_that_is_missing_or_huge_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"cannot read .*nowhere\.yaml: No such file"):
+        read_settings({"config": str(tmp_path / "nowhere.yaml")})
+    with pytest.raises(InvalidConfig, match="bytes; a file of settings is smaller"):
+        read_settings(file(tmp_path, "#" * (MAX_FILE_BYTES + 1)))
+
+
+def test_empty_file_changes_nothing(tmp_path: Path) -> None:
+    named = file(tmp_path, "# nothing\n")
+    assert read_settings(named).model_dump(exclude={"config"}) == ServerSettings().model_dump(exclude={"config"})
+
+
+@pytest.mark.parametrize("bad", [SECRET + "\n", "ключ-" + SECRET, SECRET + " x", "x" * 2_000 + SECRET])
+def test_keys_are_never_in_a_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bad: str) -> None:
+    with pytest.raises(InvalidConfig, match="--api-key") as caught:
+        read_settings({"api_key": [bad, "\x7f"]})
+    assert SECRET not in str(caught.value)
+    with pytest.raises(InvalidConfig) as caught:
+        read_settings(file(tmp_path, f"api_key: {{a: {SECRET}}}"))
+    assert SECRET not in str(caught.value)
+
+
+def test_keys_are_not_printed() -> None:
+    settings = read_settings({"api_key": [SECRET]})
+    assert SECRET not in repr(settings) + str(settings) + settings.model_dump_json()
+
+
+@given(st.sampled_from(sorted(NUMBERS)), st.integers(-(2**70), 2**70) | st.floats())
+def test_every_number_has_limits(name: str, value: float) -> None:
+    low, high = NUMBERS[name]
+    kinds = str(ServerSettings.model_fields[name].annotation)
+    fits = low <= value <= high and ("float" in kinds or value == int(value))
+    if fits:
+        assert getattr(read_settings({name: value}), name) == value
+    else:
+        with pytest.raises(InvalidConfig, match=flag_of(name)):
+            read_settings({name: value})
+
+
+def test_every_numeric_setting_is_among_those_with_limits() -> None:
+    numeric = {name for name, field in ServerSettings.model_fields.items() if field.annotation in (int, float)}
+    optional = {
+        name for name, field in ServerSettings.model_fields.items() if field.annotation in (int | None, float | None)
+    }
+    assert numeric | optional == {*NUMBERS, "gpu_memory_utilization"}
+
+
+def test_settings_become_those_of_the_cache_and_the_engine() -> None:
+    settings = read_settings({"gpu_memory_utilization": "0.5", "chunk_separator": "##", "max_num_seqs": "7"})
+    assert settings.chunk_cache_config().memory_fraction == 0.5
+    assert settings.chunk_cache_config().separator == "##"
+    assert settings.engine_config().max_running == 7
+    assert ServerSettings().chunk_cache_config().separator is None
+
+
+def test_every_setting_is_an_option_and_is_passed_on() -> None:
+    seen: list[ServerSettings] = []
+    arguments = ["folder", "--port", "1", "--no-enable-chunk-cache", "--served-model-name", "a,b"]
+    arguments += ["--served-model-name", "c", "--gpu-memory-utilization", "0.25"]
+    result = CliRunner().invoke(serve_app(seen.append), arguments)
+    assert result.exit_code == 0, result.output
+    assert (seen[0].model, seen[0].port, seen[0].enable_chunk_cache) == ("folder", 1, False)
+    assert seen[0].model_names == ("a,b", "c") and seen[0].gpu_memory_utilization == 0.25
+
+
+def test_help_lists_every_setting_in_its_group_without_torch_and_fastapi() -> None:
+    code = (
+        "import sys; from kvmosaic.cli import app\n"
+        "try: app(['serve', '--help'])\n"
+        "except SystemExit as done: print(done.code, set(sys.modules) & {'torch', 'transformers', 'fastapi'})"
+    )
+    result = subprocess.run(
+        (sys.executable, "-c", code), capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "200"}
+    )
+    assert result.stdout.splitlines()[-1] == "0 set()"
+    for name, field in ServerSettings.model_fields.items():
+        assert name == "model" or f" {flag_of(name)} " in result.stdout, name
+        assert f"─ {panel_of(field)} ─" in result.stdout
+
+
+def test_documentation_lists_every_setting_as_it_is() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "server" / "running.md").read_text(encoding="utf-8")
+    for name, field in ServerSettings.model_fields.items():
+        row = f"| `{flag_of(name)}` | `{variable_of(name)}` | {default_text(field.default)} | {field.description} |"
+        assert row in text, f"put this row into docs/server/running.md:\n{row}"
+
+
+def default_text(default: object) -> str:
+    if default in (None, (), ""):
+        return ""
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
