@@ -16,7 +16,9 @@
     ├── InvalidSampling               sampling parameters outside their range
     ├── CacheError
     │   ├── OutOfBlocks               a pool has no block left that may be taken
+    │   │   └── QuotaInUse            a tenant's running requests hold all that it may have
     │   ├── ChunkCacheFull            a chunk that cannot fit, even after eviction
+    │   │   └── QuotaExceeded         more than the tenant may have
     │   ├── ChunkCacheOff             chunks are asked for and the chunk cache is off
     │   ├── UnknownChunk              a name or handle that no chunk has
     │   └── ChunkInUse                deleting a chunk that a running request reads
@@ -33,6 +35,7 @@
     └── EngineError
         ├── UnknownRequest            a request id the engine does not have
         ├── RequestTooLarge           a request that could never run in the given memory
+        ├── QueueFull                 a request more than may wait
         └── EngineStopped             use after `close`
 
 A message states the value, the limit and the way out. After any of them the cache is as it was before the call.
@@ -105,8 +108,16 @@ class OutOfBlocks(CacheError):
     """A pool has no block left that may be taken."""
 
 
+class QuotaInUse(OutOfBlocks):
+    """A tenant's running requests hold all that it may have; others need not wait for them."""
+
+
 class ChunkCacheFull(CacheError):
     """A chunk that cannot fit, even after eviction."""
+
+
+class QuotaExceeded(ChunkCacheFull):
+    """More than the tenant may have, even with nothing else of it in the cache but what is pinned."""
 
 
 class ChunkCacheOff(CacheError):
@@ -180,6 +191,10 @@ class UnknownRequest(EngineError, KeyError):
 
 class RequestTooLarge(EngineError):
     """A request that could never run in the memory the engine has."""
+
+
+class QueueFull(EngineError):
+    """As many requests wait as may wait."""
 
 
 class EngineStopped(EngineError):

@@ -1,9 +1,23 @@
-"""The loop: requests, sequences, steps."""
+"""The loop: requests, sequences, steps; and its asynchronous face."""
 
+from kvmosaic.engine.async_engine import AsyncEngine
+from kvmosaic.engine.delta import AnswerDelta, RequestDelta
 from kvmosaic.engine.engine import Engine, not_movable
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.scheduler import Scheduler
 from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.step import Step, Work
 
-__all__ = ["Engine", "Request", "Scheduler", "Sequence", "SequenceState", "Step", "Work", "not_movable"]
+__all__ = [
+    "AnswerDelta",
+    "AsyncEngine",
+    "Engine",
+    "Request",
+    "RequestDelta",
+    "Scheduler",
+    "Sequence",
+    "SequenceState",
+    "Step",
+    "Work",
+    "not_movable",
+]

@@ -24,7 +24,7 @@ from kvmosaic.errors import (
     InvalidSampling,
     KVMosaicError,
     NotMovable,
-    RequestTooLarge,
+    QueueFull,
     UnknownRequest,
 )
 from kvmosaic.layout import ChunkContext, Layout, PositionStrategy, arrange
@@ -76,6 +76,11 @@ class Engine:
         """Whether `step` has anything to do."""
         return bool(self._requests)
 
+    @property
+    def unfinished_requests(self) -> list[Request]:
+        """All that are under way, in the order in which they were added."""
+        return list(self._requests.values())
+
     def add_request(
         self,
         prompt: Prompt,
@@ -85,17 +90,28 @@ class Engine:
         priority: int = 0,
         note: str = "",
         position_strategy: PositionStrategy | None = None,
+        arrival_time: float | None = None,
     ) -> Request:
         """Checks, places and queues a tokenized prompt.
 
+        Args:
+            prompt: with token ids.
+            params: how to sample.
+            request_id: a name of your own; None makes one up.
+            priority: higher runs first.
+            note: why this prompt was not composed, for its report.
+            position_strategy: instead of the configured one.
+            arrival_time: when it came, on the engine's clock; None: now.
+
         Raises:
             InvalidPrompt: the prompt does not fit the model or the strategy; see its subclasses.
-            RequestTooLarge: the prompt could never fit into the pools, or too many requests wait.
+            InvalidSampling: the parameters do not fit the model.
+            QueueFull: too many requests wait.
             EngineStopped: after `close`.
         """
         layout = self._arrange(prompt, position_strategy)
         self._check_layout(layout, 1)
-        return self._queue(prompt, layout, params, request_id, priority, note)
+        return self._queue(prompt, layout, params, request_id, priority, note, arrival_time)
 
     def add_warm_up(
         self, prompt: Prompt, *, request_id: str | None = None, position_strategy: PositionStrategy | None = None
@@ -106,7 +122,7 @@ class Engine:
         layout = self._arrange(prompt, position_strategy)
         layout = Layout(layout.spans[:-1], layout.strategy, layout.chunk_context)
         self._check_layout(layout, 0)
-        return self._queue(prompt, layout, SamplingParams(max_tokens=1), request_id, 0, "")
+        return self._queue(prompt, layout, SamplingParams(max_tokens=1), request_id)
 
     def abort(self, request_id: str) -> None:
         """Ends a request now; its blocks are back when this returns.
@@ -162,15 +178,14 @@ class Engine:
 
     def close(self) -> None:
         """Aborts everything and refuses further requests; calling it again is safe."""
-        for request_id in list(self._requests):
-            self.abort(request_id)
+        self.abort_all(self.unfinished_requests)
         self.is_stopped = True
 
     def step(self) -> list[Request]:
         """Runs one forward; returns the requests that have news (tokens, an end, or an error).
 
-        Whatever is raised on the way (a failing device, an interrupt) ends all requests: what the step was to compute
-        is forgotten, so that no later prompt can find it.
+        Whatever is raised on the way (a failing device) ends the requests that take part: what the step was to compute
+        is forgotten, so that no later prompt can find it. Those that only wait stay, except after an interrupt.
         """
         try:
             return self._step()
@@ -212,14 +227,19 @@ class Engine:
             check_length(layout, self.max_positions, num_new)
 
     def _queue(
-        self, prompt: Prompt, layout: Layout, params: SamplingParams, request_id: str | None, priority: int, note: str
+        self,
+        prompt: Prompt,
+        layout: Layout,
+        params: SamplingParams,
+        request_id: str | None,
+        priority: int = 0,
+        note: str = "",
+        arrival_time: float | None = None,
     ) -> Request:
         if self.is_stopped:
             raise EngineStopped("the engine is closed; create a new LLM")
         if len(self.scheduler.waiting) >= self.config.max_waiting:
-            raise RequestTooLarge(
-                f"{len(self.scheduler.waiting)} requests wait already (max_waiting); wait, or raise max_waiting"
-            )
+            raise QueueFull(f"{len(self.scheduler.waiting)} requests wait already (max_waiting); wait, or raise it")
         if not isinstance(params, SamplingParams):
             raise InvalidSampling(f"sampling parameters must be SamplingParams, got {type(params).__name__}")
         if request_id is not None and not isinstance(request_id, str):
@@ -228,7 +248,8 @@ class Engine:
             request_id = next(name for name in self._names if name not in self._requests)
         if request_id in self._requests:
             raise InvalidPrompt(f"a request {request_id!r} is under way already; choose another request_id")
-        request = Request(request_id, prompt, layout, params, self.clock(), priority, note)
+        arrival_time = self.clock() if arrival_time is None else arrival_time
+        request = Request(request_id, prompt, layout, params, arrival_time, priority, note)
         sequence = self._new_sequence(request, 0)
         self._requests[request_id], self._sequences[request_id] = request, [sequence]
         self.scheduler.add(sequence)
@@ -334,10 +355,21 @@ class Engine:
         for sequence in list(self.scheduler.running):
             if sequence.attachment is not None:
                 self.planner.forget(sequence.attachment)
-        for request in list(self._requests.values()):
-            ours = error if isinstance(error, KVMosaicError) else None
-            request.error = ours or EngineError(f"a step failed: {type(error).__name__}: {error}")
+        for request in self.unfinished_requests:
+            if isinstance(error, Exception) and self._only_waits(request):
+                continue
+            if isinstance(error, KVMosaicError):
+                request.error = error
+            else:
+                request.error = EngineError("a step failed, and with it the requests that took part in it")
+                request.error.__cause__ = error
             self._end(request)
+
+    def _only_waits(self, request: Request) -> bool:
+        """Whether a request holds nothing, and the last step did not try to run it."""
+        sequences = self._sequences[request.request_id]
+        waiting = self.scheduler.waiting
+        return all(sequence in waiting and sequence is not self.scheduler.admitting for sequence in sequences)
 
 
 def not_movable(model: LoadedModel, strategy: PositionStrategy, context: ChunkContext) -> NotMovable:

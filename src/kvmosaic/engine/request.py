@@ -54,6 +54,11 @@ class Request:
         """Whether nothing more will come."""
         return self.finished_time is not None
 
+    @property
+    def metrics(self) -> RequestMetrics:
+        """When things happened to it so far."""
+        return RequestMetrics(self.arrival_time, self.first_scheduled_time, self.first_token_time, self.finished_time)
+
     def output(self) -> RequestOutput:
         """The answers so far."""
         return RequestOutput(
@@ -63,7 +68,5 @@ class Request:
             outputs=tuple(answer.output() for answer in self.answers),
             finished=self.is_finished,
             reuse=self.reuse,
-            metrics=RequestMetrics(
-                self.arrival_time, self.first_scheduled_time, self.first_token_time, self.finished_time
-            ),
+            metrics=self.metrics,
         )

@@ -15,11 +15,12 @@ from kvmosaic.cache import AttachedSpan, Planner
 from kvmosaic.config import EngineConfig
 from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.step import Step, Work
+from kvmosaic.engine.waiting import WaitingQueue
 from kvmosaic.errors import ChunkCacheFull, KVMosaicError, OutOfBlocks, RequestTooLarge
 
 
 class Scheduler:
-    """Two lists of sequences, waiting and running, and the rule that turns them into steps.
+    """The sequences that wait and those that run, and the rule that turns them into steps.
 
     Running sequences hold blocks; waiting ones hold nothing.
     """
@@ -28,16 +29,15 @@ class Scheduler:
         self.planner = planner
         self.config = config
         self.clock = clock
-        self.waiting: list[Sequence] = []
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
+        self.admitting: Sequence | None = None
+        """The one that is being planned and attached at this moment."""
         self.num_preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence behind those of the same priority."""
-        place = len(self.waiting)
-        while place and self.waiting[place - 1].rank > sequence.rank:
-            place -= 1
-        self.waiting.insert(place, sequence)
+        self.waiting.add(sequence)
 
     def start(self, sequence: Sequence) -> None:
         """Takes in a sequence that holds its blocks already."""
@@ -47,14 +47,14 @@ class Scheduler:
         """Takes a sequence out and gives its blocks back; removing it twice is safe."""
         if sequence in self.running:
             self.running.remove(sequence)
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
+        self.waiting.remove(sequence)
         self._release(sequence)
         sequence.state = SequenceState.FINISHED
 
     def schedule(self) -> Step:
         """Chooses what the next forward computes, and makes room for it."""
         step = Step()
+        self.admitting = None
         self.planner.begin_step()
         budget = self.config.max_batched_tokens
         for sequence in sorted(self.running, key=lambda running: running.rank):
@@ -65,14 +65,16 @@ class Scheduler:
             if sequence.state is SequenceState.RUNNING and not sequence.is_prefilled:
                 budget -= self._schedule_spans(sequence, budget, step)
         self._admit(budget, step)
+        self.admitting = None
         return step
 
     def _admit(self, budget: int, step: Step) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.config.max_running:
-            sequence = self.waiting[0]
+            sequence = self.admitting = self.waiting.first()
             begin = self.clock()
             try:
-                plan = self.planner.plan(sequence.layout, salt=sequence.request.prompt.salt)
+                prompt = sequence.request.prompt
+                plan = self.planner.plan(sequence.layout, prompt.salt, prompt.tenant)
                 attachment = self.planner.attach(plan)
             except OutOfBlocks as error:
                 if self.running:
@@ -82,7 +84,7 @@ class Scheduler:
             except (ChunkCacheFull, RequestTooLarge) as error:
                 self._refuse(sequence, error, step)
                 continue
-            self.waiting.pop(0)
+            self.waiting.remove(sequence)
             sequence.attached(attachment)
             sequence.attach_seconds = self.clock() - begin
             self.start(sequence)

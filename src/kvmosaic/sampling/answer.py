@@ -76,6 +76,10 @@ class Answer:
         """The text that is certain and was not taken yet, for streaming."""
         return self._text.take(everything=self.finish is not None)
 
+    def logprobs_from(self, first: int) -> list[dict[int, Logprob]] | None:
+        """The log probabilities of the tokens from number `first` on; None unless they were asked for."""
+        return None if self._logprobs is None else self._logprobs[first:]
+
     def output(self) -> CompletionOutput:
         """The answer so far; its text holds nothing that a later token could take back."""
         shown = None if self.finish else self._text.num_shown
