@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics import exposition as openmetrics_text
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.registry import Collector
 
 OPENMETRICS = "application/openmetrics-text"
@@ -25,7 +26,8 @@ def expose(registry: CollectorRegistry, accept: str | None) -> tuple[bytes, str]
     """
     lasting = _Lasting(registry)
     if _wants_openmetrics(accept or ""):
-        text: bytes = openmetrics_text.generate_latest(lasting)  # type: ignore[no-untyped-call]
+        # the default would turn the colon of every name into an underscore
+        text: bytes = openmetrics_text.generate_latest(lasting, ALLOWUTF8)  # type: ignore[no-untyped-call]
         return text, openmetrics_text.CONTENT_TYPE_LATEST
     return generate_latest(lasting), CONTENT_TYPE_PLAIN_0_0_4
 

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvmosaic.metrics import Family, buckets, catalogue, own_names, vllm_names
+
+PAGE = (Path(__file__).parents[2] / "docs" / "server" / "metrics.md").read_text()
+
+
+def row(family: Family) -> str:
+    return f"| `{family.name}` | {family.kind} | {', '.join(family.labels)} | {family.meaning} |"
+
+
+def test_every_name_is_there_once() -> None:
+    names = [family.name for family in catalogue()]
+    assert len(names) == len(set(names)) > 40
+
+
+def test_names_labels_and_buckets_are_well_formed() -> None:
+    for family in catalogue():
+        assert re.fullmatch(r"(vllm|kvmosaic):[a-z0-9_]+", family.name)
+        assert not family.name.endswith(("_total", "_sum", "_count", "_bucket", "_created"))
+        assert (family.kind == "histogram") == bool(family.buckets)
+        assert list(family.buckets) == sorted(set(family.buckets))
+        assert family.labels[0] == "model_name" and "le" not in family.labels
+        assert family.meaning.endswith(".")
+
+
+def test_a_query_uses_the_suffixes_of_the_kind() -> None:
+    assert vllm_names.PROMPT_TOKENS.series == ("vllm:prompt_tokens_total",)
+    assert vllm_names.KV_CACHE_USAGE.series == ("vllm:kv_cache_usage_perc",)
+    assert own_names.CHUNK_LOOKUP_SECONDS.series == (
+        "kvmosaic:chunk_lookup_seconds_sum",
+        "kvmosaic:chunk_lookup_seconds_count",
+    )
+    assert "vllm:time_to_first_token_seconds_bucket" in vllm_names.TIME_TO_FIRST_TOKEN.series
+
+
+def test_names_of_vllm_have_its_labels() -> None:
+    for family in catalogue():
+        assert family.name.startswith("vllm:") == (family.labels[:2] == ("model_name", "engine"))
+
+
+def test_token_buckets_are_those_of_vllm() -> None:
+    assert buckets.TOKENS[:8] == (1, 2, 5, 10, 20, 50, 100, 200)
+    assert buckets.TOKENS[-1] == 5_000_000
+
+
+@pytest.mark.parametrize("family", catalogue(), ids=lambda family: family.name)
+def test_the_page_says_what_the_code_says(family: Family) -> None:
+    assert row(family) in PAGE.splitlines(), f"docs/server/metrics.md needs this line:\n{row(family)}"
+
+
+def test_the_page_names_no_metric_that_does_not_exist() -> None:
+    described = re.findall(r"^\| `([^`]+)` \| (?:counter|gauge|histogram|summary) \|", PAGE, re.MULTILINE)
+    assert sorted(described) == sorted(family.name for family in catalogue())
