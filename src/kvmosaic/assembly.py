@@ -98,6 +98,7 @@ def build_engine(
         request_blocks=request_blocks,
         chunk_blocks=chunk_blocks,
         prefix_caching=engine_config.enable_prefix_caching,
+        bytes_per_block=bytes_per_block,
     )
     runner = Runner(model, {"request": request_blocks, "chunk_cache": chunk_blocks}, config.block_size, backend)
     return Engine(runner, planner, config, engine_config)

@@ -246,7 +246,7 @@ class LLM:
         encoded = self._composed_or_joined(self.encoder.encode(prompt))
         config = self.chunk_cache_config
         layout = arrange(encoded, position_strategy or config.position_strategy, config.chunk_context)
-        return self.engine.planner.plan(layout, encoded.salt)
+        return self.engine.planner.plan(layout, encoded.salt, encoded.tenant)
 
     def pin(self, name: str, *, salt: str = "") -> None:
         """Keeps the chunks with this name in the cache, whatever else needs room.

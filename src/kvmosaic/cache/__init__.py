@@ -1,6 +1,8 @@
 """What can be reused: keys, pools, tables, caches, and the planner over all of them. No tensors here."""
 
+from kvmosaic.cache.account import TenantUsage
 from kvmosaic.cache.attachment import AttachedSpan, Attachment
+from kvmosaic.cache.block_map import BlockMap, BlockState
 from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.block_table import BlockCopy, BlockRun, BlockTable
 from kvmosaic.cache.chunk import Chunk, ChunkState
@@ -16,8 +18,10 @@ __all__ = [
     "Attachment",
     "BlockCopy",
     "BlockId",
+    "BlockMap",
     "BlockPool",
     "BlockRun",
+    "BlockState",
     "BlockTable",
     "Chunk",
     "ChunkCacheStats",
@@ -29,4 +33,5 @@ __all__ = [
     "Planner",
     "PrefixCache",
     "SpanPlan",
+    "TenantUsage",
 ]

@@ -106,6 +106,7 @@ class Attachment:
 
     layout: Layout
     salt: str
+    tenant: str
     spans: list[AttachedSpan]
     chain: KeyChain = field(repr=False)
     is_released: bool = False

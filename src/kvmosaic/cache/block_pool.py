@@ -63,6 +63,11 @@ class BlockPool:
         """References to all blocks together."""
         return self._num_references
 
+    @property
+    def references(self) -> Sequence[int]:
+        """References to every block, by block id; read only."""
+        return self._references
+
     def reference_count(self, block_id: BlockId) -> int:
         """References to one block; 0 when it is free."""
         return self._references[block_id]

@@ -29,6 +29,9 @@ class Chunk:
         COMPUTING ──advance──▶ READY ──evict, delete──▶ gone
             └─────abandon────▶ ABANDONED ──last user leaves──▶ gone
 
+    One that is deleted while in use is only dropped from the index: nobody new finds it, and it goes when its last user
+    leaves. Until then it changes state like any other: its owner completes it, and those who wait for it get it.
+
     Its blocks are written once, by the attachment that owns it, and never again. The chunk's table holds one reference
     to each block, and every attachment that reads it one more.
     """
@@ -41,6 +44,7 @@ class Chunk:
     start: int
     """Position of its first token, as computed."""
     salt: str
+    tenant: str
     table: BlockTable
     created: float
     """Seconds on the planner's clock."""
@@ -48,6 +52,8 @@ class Chunk:
     names: dict[str, None] = field(default_factory=dict)
     """What people call it, latest last; at most `MAX_NAMES`, older ones are forgotten."""
     state: ChunkState = ChunkState.COMPUTING
+    is_dropped: bool = False
+    """No longer to be found: evicted, deleted or abandoned."""
     num_computed: int = 0
     """Tokens that are computed, or will be by the step being assembled."""
     pinned: bool = False
@@ -89,4 +95,4 @@ class Chunk:
     @property
     def is_evictable(self) -> bool:
         """Whether it may leave when room is needed."""
-        return self.state is ChunkState.READY and self.users == 0 and not self.pinned
+        return self.state is ChunkState.READY and self.users == 0 and not self.pinned and not self.is_dropped

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from kvmosaic.cache.account import Account
 from kvmosaic.cache.block_pool import BlockPool
 from kvmosaic.cache.block_table import BlockTable
 from kvmosaic.cache.chunk import MAX_NAMES, Chunk, ChunkState
 from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain
-from kvmosaic.errors import ChunkInUse, UnknownChunk
-from kvmosaic.eviction import Candidate, EvictionPolicy, EvictionQueue
+from kvmosaic.errors import ChunkInUse, QuotaExceeded, UnknownChunk
+from kvmosaic.eviction import Candidate, EvictionPolicy
+
+MAX_KEPT_NAMES = 10_000
+"""Names per tenant whose chunks are pinned when they come."""
+_MOST_KEPT = 0.5
+"""Part of a tenant's room that such pins may take: each system prompt makes another chunk of a kept document."""
 
 
 class ChunkIndex:
     """Finds chunks, counts who uses them, and lets idle ones leave.
 
         by key     key -> chunk                     being computed, or ready
-        by name    (salt, name) -> chunks           one document under two system prompts is two chunks
-        in line    ready, no users, not pinned      in the order of the eviction policy
+        by name    (tenant, name) -> chunks         one document under two system prompts is two chunks
+        leaving    deleted or abandoned             held by their last users, found by nobody
+        accounts   all tenants, and each one        how much there is, and who leaves first
 
     A chunk that is being computed can be found like any other: whoever finds it attaches to it and waits.
 
     Invariants:
         in line for eviction are exactly the chunks with `is_evictable`
-        num_idle_blocks == the blocks of those
+        a tenant above its quota has nobody in line: what becomes idle then leaves at once
         the chunk's table holds one reference to each block, every user one more
     Always safe: `evict_one` with nobody in line; abandoning twice.
 
-    Eviction takes O(log n) for n chunks under any policy (see `EvictionQueue`).
+    Eviction takes O(log n) for n chunks under any policy (see `EvictionQueue`), of any tenant or of a certain one.
     """
 
     def __init__(
@@ -42,26 +49,36 @@ class ChunkIndex:
         self.pool = pool
         self.max_chunks = max_chunks
         self.num_evictions = 0
-        self.num_idle_blocks = 0
-        self.num_pinned_blocks = 0
-        self.num_pinned = 0
+        self.total = Account(policy)
+        """All tenants together."""
+        self._policy = policy
+        self._accounts: dict[str, Account] = {}
         self._chunks: dict[Key, Chunk] = {}
         self._names: dict[tuple[str, str], dict[Key, None]] = {}
-        self._queue: EvictionQueue[Chunk] = EvictionQueue(policy)
+        self._leaving: set[Chunk] = set()
         self._clock = clock
         self._verify = verify
 
     def __len__(self) -> int:
         return len(self._chunks)
 
-    @property
-    def num_idle(self) -> int:
-        """Chunks that eviction could free."""
-        return len(self._queue)
-
     def chunks(self) -> list[Chunk]:
         """All chunks, oldest first."""
         return list(self._chunks.values())
+
+    def account(self, tenant: str) -> Account:
+        """What a tenant has; one that has nothing gets an empty account to look at, or to `open`."""
+        return self._accounts.get(tenant) or Account(self._policy)
+
+    def open(self, tenant: str) -> Account:
+        """The account of a tenant, made if need be; `close` it when nothing is left in it."""
+        return self._accounts.setdefault(tenant, Account(self._policy))
+
+    def close(self, tenant: str) -> None:
+        """Forgets an account without anything in it."""
+        account = self._accounts.get(tenant)
+        if account is not None and account.is_closed:
+            del self._accounts[tenant]
 
     def find(
         self, chain: KeyChain, root: Key, tokens: bytes, planned: Mapping[Key, tuple[Key, bytes]]
@@ -87,26 +104,27 @@ class ChunkIndex:
         """Whether a chunk holds these tokens and saw the same."""
         return not self._verify or (chunk.root == root and chunk.tokens == tokens)
 
-    def named(self, name_or_key: str | Key, salt: str = "") -> list[Chunk]:
-        """The chunks with this name in this tenant's part, or the one with this key.
+    def named(self, name_or_key: str | Key, salt: str | None, tenant: str) -> list[Chunk]:
+        """The chunks of a tenant with this name, under one salt or (None) any, or the one with this key.
 
         Raises:
             UnknownChunk: there is none.
         """
         if isinstance(name_or_key, str):
-            found = [self._chunks[key] for key in self._names.get((salt, name_or_key), ())]
+            chunks = [self._chunks[key] for key in self._names.get((tenant, name_or_key), ())]
+            found = [chunk for chunk in chunks if salt is None or chunk.salt == salt]
         else:
             chunk = self._chunks.get(name_or_key) if isinstance(name_or_key, bytes) else None
-            found = [chunk] if chunk is not None else []
+            found = [chunk] if chunk is not None and chunk.tenant == tenant else []
         if not found:
             shown = name_or_key.hex() if isinstance(name_or_key, bytes) else repr(name_or_key)[:80]
             raise UnknownChunk(
-                f"no cached chunk is called {shown} among {len(self._chunks)}; it may have been evicted: "
-                "warm it again, and pin it to keep it"
+                f"no cached chunk is called {shown} among {self.account(tenant).num_chunks}; it may have been "
+                "evicted: warm it again, and pin it to keep it"
             )
         return found
 
-    def create(self, key: Key, root: Key, tokens: bytes, start: int, salt: str) -> Chunk:
+    def create(self, key: Key, root: Key, tokens: bytes, start: int, salt: str, tenant: str = "") -> Chunk:
         """A new chunk that is being computed, with blocks for all of its tokens.
 
         Raises:
@@ -116,8 +134,9 @@ class ChunkIndex:
         table = BlockTable(self.pool)
         table.append(len(tokens) // TOKEN_BYTES)
         now = self._clock()
-        chunk = Chunk(key, root, tokens, start, salt, table, now, now)
+        chunk = Chunk(key, root, tokens, start, salt, tenant, table, now, now)
         self._chunks[key] = chunk
+        self._count(chunk, 1, len(chunk.block_ids))
         return chunk
 
     def name(self, chunk: Chunk, name: str) -> None:
@@ -125,7 +144,7 @@ class ChunkIndex:
         if name in chunk.names:
             return
         chunk.names[name] = None
-        self._names.setdefault((chunk.salt, name), {})[chunk.key] = None
+        self._names.setdefault((chunk.tenant, name), {})[chunk.key] = None
         if len(chunk.names) > MAX_NAMES:
             self._unname(chunk, next(iter(chunk.names)))
 
@@ -137,13 +156,14 @@ class ChunkIndex:
         chunk.last_used = self._clock()
 
     def leave(self, chunk: Chunk) -> None:
-        """Takes a user and its references; the last user of an abandoned chunk frees it."""
+        """Takes a user and its references; the last user of a chunk that is deleted or abandoned frees it."""
         assert chunk.users > 0
         self.pool.release(chunk.block_ids)
         chunk.users -= 1
         chunk.last_used = self._clock()
-        if chunk.is_abandoned and chunk.users == 0:
-            chunk.table.release()
+        if chunk in self._leaving and chunk.users == 0:
+            self._leaving.discard(chunk)
+            self._free(chunk)
         self._line_up(chunk)
 
     def complete(self, chunk: Chunk, step: int) -> None:
@@ -152,47 +172,89 @@ class ChunkIndex:
         chunk.state = ChunkState.READY
         chunk.completed_step = step
         self._line_up(chunk)
+        self.pin_if_kept(chunk)
 
     def abandon(self, chunk: Chunk) -> None:
         """Makes a chunk that was not (correctly) computed unknown; its blocks are free when its last user has left."""
         if not chunk.is_abandoned:
-            self._remove(chunk)
+            self._drop(chunk)
             chunk.state = ChunkState.ABANDONED
 
-    def evict_one(self) -> Chunk | None:
-        """Lets the first chunk in line leave; returns it, or None if nobody is in line."""
-        chunk = self._queue.pop()
+    def evict_one(self, account: Account | None = None) -> Chunk | None:
+        """Lets the first chunk in line leave, of all or of one account; returns it, or None if nobody is in line."""
+        chunk = (account or self.total).pop()
         if chunk is not None:
-            self.num_idle_blocks -= len(chunk.block_ids)
-            self._remove(chunk)
+            self._drop(chunk)
             self.num_evictions += 1
         return chunk
 
-    def delete(self, chunks: Iterable[Chunk]) -> None:
+    def trim(self, tenant: str) -> None:
+        """Lets idle chunks of a tenant leave until it is within its quota, or has none."""
+        account = self.account(tenant)
+        while not account.has_room(0) and self.evict_one(account) is not None:
+            pass
+
+    def delete(self, chunks: Iterable[Chunk], *, when_idle: bool = False) -> None:
         """Drops chunks, pinned or not; all of them or none.
 
+        With `when_idle`, those in use are no longer found from now on and go when their last user leaves.
+
         Raises:
-            ChunkInUse: a request reads or computes one of them.
+            ChunkInUse: a request reads or computes one of them, and `when_idle` is off.
         """
         chosen = list(chunks)
         for chunk in chosen:
-            if chunk.users:
+            if chunk.users and not when_idle:
                 label = next(iter(chunk.names), chunk.key.hex())
                 raise ChunkInUse(
                     f"the chunk {label!r} is used by {chunk.users} requests; delete it when they have ended"
                 )
         for chunk in chosen:
-            self._remove(chunk)
+            self._drop(chunk)
 
     def set_pinned(self, chunk: Chunk, pinned: bool) -> None:
         """Protects a chunk from eviction, or no longer."""
         if chunk.pinned != pinned:
-            sign = 1 if pinned else -1
-            self.num_pinned += sign
-            self.num_pinned_blocks += sign * len(chunk.block_ids)
             self._unline(chunk)
             chunk.pinned = pinned
+            for account in self._both(chunk):
+                account.note_pin(chunk, 1 if pinned else -1)
             self._line_up(chunk)
+
+    def keep(self, name: str, tenant: str, wanted: bool) -> None:
+        """Has chunks that get this name pinned when they are ready, or no longer.
+
+        Raises:
+            QuotaExceeded: the tenant keeps too many names.
+        """
+        account = self.open(tenant)
+        if not wanted:
+            account.kept_names.discard(name)
+            self.close(tenant)
+        elif name not in account.kept_names and len(account.kept_names) >= MAX_KEPT_NAMES:
+            raise QuotaExceeded(
+                f"chunks of {len(account.kept_names)} names are pinned for this tenant already and {MAX_KEPT_NAMES} is "
+                "the limit; unpin one first"
+            )
+        else:
+            account.kept_names.add(name)
+
+    def pin_if_kept(self, chunk: Chunk) -> None:
+        """Pins a ready chunk with a kept name, unless such pins take too much of what its tenant may have."""
+        account = self.account(chunk.tenant)
+        if not chunk.is_ready or chunk.pinned or account.kept_names.isdisjoint(chunk.names):
+            return
+        room = self.pool.num_blocks if account.quota_blocks is None else account.quota_blocks
+        if account.num_pinned_blocks + len(chunk.block_ids) <= _MOST_KEPT * min(room, self.pool.num_blocks):
+            self.set_pinned(chunk, True)
+
+    def set_quota(self, tenant: str, num_bytes: int | None, bytes_per_block: int) -> None:
+        """Limits the blocks of a tenant, or no longer; its idle chunks leave as far as needed."""
+        account = self.open(tenant)
+        account.quota_bytes = num_bytes
+        account.quota_blocks = None if num_bytes is None else num_bytes // bytes_per_block
+        self.trim(tenant)
+        self.close(tenant)
 
     def set_priority(self, chunk: Chunk, priority: float) -> None:
         """Changes how much a chunk is wanted; only the policy `priority` looks at it."""
@@ -201,46 +263,86 @@ class ChunkIndex:
         self._line_up(chunk)
 
     def check_invariants(self) -> None:
-        """Checks index, names, line and references against each other."""
+        """Checks index, names, lines, accounts and references against each other."""
         chunks = self._chunks.values()
         for key, chunk in self._chunks.items():
-            assert chunk.key == key and not chunk.is_abandoned and chunk.users >= 0
+            assert chunk.key == key and not chunk.is_abandoned and not chunk.is_dropped
             assert chunk.num_tokens == len(chunk.tokens) // TOKEN_BYTES
             assert (chunk.num_computed == chunk.num_tokens) == chunk.is_ready
-            assert (chunk in self._queue) == chunk.is_evictable
+            assert all(key in self._names[chunk.tenant, name] for name in chunk.names)
+        for chunk in (*chunks, *self._leaving):
+            assert all(account.is_in_line(chunk) == chunk.is_evictable for account in self._both(chunk))
             assert all(self.pool.reference_count(block_id) == 1 + chunk.users for block_id in chunk.block_ids)
-            assert all(key in self._names[chunk.salt, name] for name in chunk.names)
             chunk.table.check_invariants()
+        for chunk in self._leaving:
+            assert chunk.is_dropped and chunk.users > 0 and not chunk.pinned and not chunk.names
         assert len(self._chunks) <= self.max_chunks
-        assert self.num_idle_blocks == sum(len(chunk.block_ids) for chunk in chunks if chunk.is_evictable)
-        assert self.num_pinned == sum(chunk.pinned for chunk in chunks)
-        assert self.num_pinned_blocks == sum(len(chunk.block_ids) for chunk in chunks if chunk.pinned)
         assert sum(map(len, self._names.values())) == sum(len(chunk.names) for chunk in chunks)
+        self._check_account(self.total, [*chunks], [*self._leaving])
+        assert {chunk.tenant for chunk in (*chunks, *self._leaving)} <= self._accounts.keys()
+        for tenant, account in self._accounts.items():
+            present, leaving = ([c for c in group if c.tenant == tenant] for group in (chunks, self._leaving))
+            self._check_account(account, present, leaving)
+            assert account.has_room(0) or not account.num_idle, "what is idle above the quota has left"
+            assert not account.is_closed
+
+    def _check_account(self, account: Account, present: list[Chunk], leaving: list[Chunk]) -> None:
+        idle = [chunk for chunk in present if chunk.is_evictable]
+        pinned = [chunk for chunk in present if chunk.pinned]
+        assert set(account.in_order()) == set(idle) and len(account.in_order()) == account.num_idle
+        assert account.num_chunks == len(present) and account.num_pinned == len(pinned)
+        assert account.num_blocks == sum(len(chunk.block_ids) for chunk in (*present, *leaving))
+        assert account.num_idle_blocks == sum(len(chunk.block_ids) for chunk in idle)
+        assert account.num_pinned_blocks == sum(len(chunk.block_ids) for chunk in pinned)
+
+    def _both(self, chunk: Chunk) -> tuple[Account, Account]:
+        return self.total, self.open(chunk.tenant)
+
+    def _count(self, chunk: Chunk, num_chunks: int, num_blocks: int) -> None:
+        for account in self._both(chunk):
+            account.num_chunks += num_chunks
+            account.num_blocks += num_blocks
+        self.close(chunk.tenant)
 
     def _line_up(self, chunk: Chunk) -> None:
         if chunk.is_evictable:
-            self.num_idle_blocks += len(chunk.block_ids)
             progress = chunk.num_computed / chunk.num_tokens
-            self._queue.add(chunk, Candidate(chunk.last_used, chunk.num_tokens, chunk.priority, progress))
+            candidate = Candidate(chunk.last_used, chunk.num_tokens, chunk.priority, progress)
+            for account in self._both(chunk):
+                account.line_up(chunk, candidate)
+            self.trim(chunk.tenant)
 
     def _unline(self, chunk: Chunk) -> None:
-        if chunk in self._queue:
-            self._queue.discard(chunk)
-            self.num_idle_blocks -= len(chunk.block_ids)
+        for account in self._both(chunk):
+            account.unline(chunk)
 
     def _unname(self, chunk: Chunk, name: str) -> None:
         del chunk.names[name]
-        keys = self._names[chunk.salt, name]
+        keys = self._names[chunk.tenant, name]
         del keys[chunk.key]
         if not keys:
-            del self._names[chunk.salt, name]
+            del self._names[chunk.tenant, name]
 
-    def _remove(self, chunk: Chunk) -> None:
+    def _drop(self, chunk: Chunk) -> None:
+        """Makes a chunk unknown; its blocks go now, or with its last user. Safe for one that is unknown already."""
+        if chunk.is_dropped:
+            return
         self._unline(chunk)
-        self.set_pinned(chunk, False)
-        self._unline(chunk)
+        chunk.is_dropped = True
+        if chunk.pinned:
+            chunk.pinned = False
+            for account in self._both(chunk):
+                account.note_pin(chunk, -1)
         for name in list(chunk.names):
             self._unname(chunk, name)
         del self._chunks[chunk.key]
+        self._count(chunk, -1, 0)
         if chunk.users == 0:
-            chunk.table.release()
+            self._free(chunk)
+        else:
+            self._leaving.add(chunk)
+
+    def _free(self, chunk: Chunk) -> None:
+        num_blocks = len(chunk.block_ids)
+        chunk.table.release()
+        self._count(chunk, 0, -num_blocks)

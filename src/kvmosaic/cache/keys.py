@@ -55,7 +55,7 @@ def decode_tokens(tokens: bytes) -> tuple[int, ...]:
 
 
 class KeyChain:
-    """Makes the keys of one model and one tenant.
+    """Makes the keys of one model, one tenant and one salt.
 
         root(start, seen)             what a span saw and where it starts; no tokens yet
           ├─ run(root, tokens)        a whole closed span: a chunk, a system prompt; the key that others name in `seen`
@@ -74,11 +74,13 @@ class KeyChain:
     then compares tokens, parents and roots of every block, whatever the configuration says.
     """
 
-    def __init__(self, fingerprint: str, salt: str = "", algorithm: HashAlgorithm = "sha256") -> None:
+    def __init__(
+        self, fingerprint: str, salt: str = "", algorithm: HashAlgorithm = "sha256", *, tenant: str = ""
+    ) -> None:
         if algorithm not in _DIGESTS:
             raise InvalidConfig(f"hash_algorithm is {algorithm!r}; choose 'sha256' or 'xxh3_128'")
         self._digest = _DIGESTS[algorithm]
-        self._origin = _ROOT + _text(fingerprint) + _text(salt)
+        self._origin = _ROOT + _text(fingerprint) + _text(tenant) + _text(salt)
 
     def root(self, start: int, seen: Iterable[tuple[Key, int]] = ()) -> Key:
         """The key of a span before its first token: its start, and which runs it saw from which distance."""

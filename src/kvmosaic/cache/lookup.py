@@ -57,13 +57,13 @@ class Lookup:
         self._counters = counters
         self._clock = clock
 
-    def plan(self, layout: Layout, salt: str, chain: KeyChain) -> Plan:
+    def plan(self, layout: Layout, salt: str, tenant: str, chain: KeyChain) -> Plan:
         """Looks every span up, in order: the keys of later spans are made from those of the spans they see."""
         draft = _Draft(layout, chain, {view.span: view.distance for view in layout.last.views})
         for index, span in enumerate(layout.spans):
             is_chunk = span.segment.kind is SegmentKind.CHUNK
             draft.spans.append(self._plan_chunk(draft, index) if is_chunk else self._plan_prefix(draft, index))
-        return Plan(layout, salt, tuple(draft.spans))
+        return Plan(layout, salt, tuple(draft.spans), tenant)
 
     def again(self, plan: Plan) -> list[Found] | None:
         """What the spans of an older plan find now; None if a key of it has been taken by other tokens since."""

@@ -61,6 +61,7 @@ class Plan:
     layout: Layout
     salt: str
     spans: tuple[SpanPlan, ...]
+    tenant: str = ""
 
     @property
     def num_tokens(self) -> int:

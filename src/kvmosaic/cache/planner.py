@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from kvmosaic.cache.attachment import AttachedSpan, Attachment
+from kvmosaic.cache.account import TenantUsage
+from kvmosaic.cache.attacher import Attacher
+from kvmosaic.cache.attachment import Attachment
+from kvmosaic.cache.block_map import BlockMap, states_of
 from kvmosaic.cache.block_pool import BlockPool
-from kvmosaic.cache.block_table import BlockCopy, BlockTable
+from kvmosaic.cache.block_table import BlockCopy
 from kvmosaic.cache.chunk import Chunk, ChunkState
 from kvmosaic.cache.chunk_index import ChunkIndex
 from kvmosaic.cache.keys import Key, KeyChain, encode_tokens
-from kvmosaic.cache.lookup import Found, Lookup, is_closed
-from kvmosaic.cache.plan import Action, Plan, SpanPlan
+from kvmosaic.cache.lookup import Lookup
+from kvmosaic.cache.plan import Plan
 from kvmosaic.cache.prefix_cache import PrefixCache
 from kvmosaic.cache.room import Room
 from kvmosaic.cache.statistics import ChunkCacheStats, Counters, snapshot
@@ -20,6 +23,8 @@ from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eviction import choose
 from kvmosaic.layout import Layout
+
+MAX_QUOTA_BYTES = 2**50
 
 
 class Planner:
@@ -44,6 +49,7 @@ class Planner:
         request_blocks: int,
         chunk_blocks: int,
         prefix_caching: bool = True,
+        bytes_per_block: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Makes empty pools and caches.
@@ -54,12 +60,14 @@ class Planner:
             request_blocks: size of the pool for prefixes, questions and answers.
             chunk_blocks: size of the pool for chunks.
             prefix_caching: whether blocks outside chunks are kept for later requests.
+            bytes_per_block: of all layers together, for quotas and usage.
             clock: seconds that never run backwards.
         """
         policy = choose(config.eviction)
         verify = config.verify_tokens or config.hash_algorithm != "sha256"
         self.fingerprint = fingerprint
         self.config = config
+        self.bytes_per_block = bytes_per_block
         self.request_pool = BlockPool("request", request_blocks, config.block_size)
         self.chunk_pool = BlockPool("chunk_cache", chunk_blocks, config.block_size)
         self._prefix_caching = prefix_caching
@@ -69,11 +77,12 @@ class Planner:
         self._chunks = ChunkIndex(self.chunk_pool, policy, clock, max_chunks=config.max_chunks, verify=verify)
         self._lookup = Lookup(self._chunks, self._prefix if prefix_caching else None, self._counters, clock)
         self._room = Room(self.request_pool, self._prefix, self._chunks)
+        self._attacher = Attacher(self._prefix, self._chunks, self._room, self._counters)
         self._step = 0
 
-    def plan(self, layout: Layout, salt: str = "") -> Plan:
-        """What would be reused, computed or waited for. Changes nothing but the average lookup time."""
-        return self._lookup.plan(layout, salt, self._chain(salt))
+    def plan(self, layout: Layout, salt: str = "", tenant: str = "") -> Plan:
+        """What would be reused, computed or waited for. Changes nothing but the number and time of lookups."""
+        return self._lookup.plan(layout, salt, tenant, self._chain(salt, tenant))
 
     def attach(self, plan: Plan) -> Attachment:
         """Holds everything that is reused and makes room for everything that is not; all of it or nothing.
@@ -81,53 +90,21 @@ class Planner:
         What the plan found is looked up again: what was evicted since is computed, what came to be cached is used.
 
         Raises:
-            OutOfBlocks: running requests hold too much right now; try again when one has ended.
-            ChunkCacheFull: the prompt's chunks can never fit (pinned ones stay).
+            OutOfBlocks: running requests hold too much right now; try again when one has ended. QuotaInUse: they are
+                of this tenant, and hold what its quota allows.
+            ChunkCacheFull: the prompt's chunks can never fit (pinned ones stay). QuotaExceeded: not into the quota.
             RequestTooLarge: the rest of the prompt can never fit.
         """
         started = self._clock()
         found = self._lookup.again(plan)
         if found is None:
-            plan = self.plan(plan.layout, plan.salt)
+            plan = self.plan(plan.layout, plan.salt, plan.tenant)
             found = self._lookup.again(plan)
             assert found is not None, "a new plan passes over keys that are taken"
-        need = self._room.check(plan, found)
-        for here in found:
-            self._prefix.hold(here.entries)
-            self.request_pool.retain(entry.block_id for entry in here.entries)
-        known: dict[Key, Chunk] = {here.chunk.key: here.chunk for here in found if here.chunk is not None}
-        for chunk in known.values():
-            self._chunks.hold(chunk)
-        held, spans = dict(known), list[AttachedSpan]()
-        try:
-            self._room.make(need)
-            for span, here in zip(plan.spans, found, strict=True):
-                if span.is_chunk:
-                    spans.append(self._attach_chunk(plan, span, held))
-                else:
-                    spans.append(self._attach_prefix(plan, span, here))
-        except BaseException:
-            self._detach(spans, found[len(spans) :], held, known)
-            raise
+        attachment = self._attacher.attach(plan, found, self._chain(plan.salt, plan.tenant))
         self._counters.attaches += 1
         self._counters.attach_seconds += self._clock() - started
-        return Attachment(plan.layout, plan.salt, spans, self._chain(plan.salt))
-
-    def _detach(
-        self, spans: Sequence[AttachedSpan], rest: Sequence[Found], held: dict[Key, Chunk], known: dict[Key, Chunk]
-    ) -> None:
-        """Undoes an attach that failed half way."""
-        for span in spans:
-            if span.chunk is None:
-                span.table.release()
-                self._prefix.leave(span.entries)
-        for here in rest:
-            self.request_pool.release([entry.block_id for entry in here.entries])
-            self._prefix.leave(here.entries)
-        for key, chunk in held.items():
-            if key not in known:
-                self._chunks.abandon(chunk)
-            self._chunks.leave(chunk)
+        return attachment
 
     def begin_step(self) -> None:
         """Says that a new step is being assembled: `forget` undoes what was advanced since the last call."""
@@ -144,6 +121,7 @@ class Planner:
         if (chunk := span.chunk) is not None:
             assert span.is_owner and chunk.state is ChunkState.COMPUTING, "a chunk is computed by its owner, once"
             chunk.num_computed += num_tokens
+            self._counters.computed_chunk_tokens += num_tokens
             if chunk.num_computed == chunk.num_tokens:
                 self._chunks.complete(chunk, self._step)
             return
@@ -187,7 +165,7 @@ class Planner:
         spans = [span.fork(self._prefix) for span in attachment.spans]
         for chunk in attachment.held_chunks():
             self._chunks.hold(chunk)
-        return Attachment(attachment.layout, attachment.salt, spans, attachment.chain)
+        return Attachment(attachment.layout, attachment.salt, attachment.tenant, spans, attachment.chain)
 
     def release(self, attachment: Attachment) -> None:
         """Gives everything back; a second call does nothing.
@@ -232,42 +210,59 @@ class Planner:
         """All chunks, oldest first, those being computed included."""
         return self._chunks.chunks()
 
-    def find_chunks(self, name_or_key: str | Key, salt: str = "") -> list[Chunk]:
-        """The chunks with this name in this tenant's part, or the one with this key.
+    def find_chunks(self, name_or_key: str | Key, salt: str | None = "", tenant: str = "") -> list[Chunk]:
+        """The chunks of a tenant with this name, under one salt or (None) any, or the one with this key.
 
         Raises:
             UnknownChunk: there is none.
         """
-        return self._chunks.named(name_or_key, salt)
+        return self._chunks.named(name_or_key, salt, tenant)
 
-    def pin(self, name_or_key: str | Key, salt: str = "") -> int:
-        """Protects chunks from eviction; returns how many have this name.
+    def pin(self, name_or_key: str | Key, salt: str | None = "", tenant: str = "") -> int:
+        """Protects chunks from eviction, those that there are now; returns how many. See `keep` for later ones.
 
         Raises:
             UnknownChunk: there is none.
         """
-        return self._set_pinned(name_or_key, salt, True)
+        return self._set_pinned(name_or_key, salt, tenant, True)
 
-    def unpin(self, name_or_key: str | Key, salt: str = "") -> int:
+    def unpin(self, name_or_key: str | Key, salt: str | None = "", tenant: str = "") -> int:
         """Lets chunks be evicted again; returns how many have this name.
 
         Raises:
             UnknownChunk: there is none.
         """
-        return self._set_pinned(name_or_key, salt, False)
+        return self._set_pinned(name_or_key, salt, tenant, False)
 
-    def delete(self, name_or_key: str | Key, salt: str = "") -> int:
+    def keep(self, name: str, tenant: str = "", wanted: bool = True) -> None:
+        """Says that chunks of a tenant which get this name from now on, under any salt, are to be pinned when ready.
+
+        They are pinned as long as the tenant's pins leave half of its quota (half of the pool, if it has none) to what
+        is not pinned; further ones are cached like any other. `wanted=False` ends it, for known names or not; what is
+        pinned stays so until `unpin`.
+
+        Raises:
+            QuotaExceeded: the tenant keeps `MAX_KEPT_NAMES` names already.
+        """
+        self._chunks.keep(name, tenant, wanted)
+
+    def delete(
+        self, name_or_key: str | Key, salt: str | None = "", tenant: str = "", *, when_idle: bool = False
+    ) -> int:
         """Drops chunks, pinned or not, all with this name or none; returns how many.
+
+        With `when_idle`, those in use or being computed are found by nobody new from now on. Requests that hold them
+        go on with them, and their blocks are free when the last of these has left.
 
         Raises:
             UnknownChunk: there is none.
-            ChunkInUse: a running request uses one of them.
+            ChunkInUse: a running request uses one of them, and `when_idle` is off.
         """
-        chunks = self._chunks.named(name_or_key, salt)
-        self._chunks.delete(chunks)
+        chunks = self._chunks.named(name_or_key, salt, tenant)
+        self._chunks.delete(chunks, when_idle=when_idle)
         return len(chunks)
 
-    def set_priority(self, name_or_key: str | Key, priority: float, salt: str = "") -> int:
+    def set_priority(self, name_or_key: str | Key, priority: float, salt: str | None = "", tenant: str = "") -> int:
         """Says how much chunks are wanted, 0 to 1 (0.5 at first), for the policy `priority`; returns how many.
 
         Raises:
@@ -276,10 +271,37 @@ class Planner:
         """
         if not 0.0 <= priority <= 1.0:
             raise InvalidConfig(f"a priority must be between 0 and 1, got {priority}")
-        chunks = self._chunks.named(name_or_key, salt)
+        chunks = self._chunks.named(name_or_key, salt, tenant)
         for chunk in chunks:
             self._chunks.set_priority(chunk, priority)
         return len(chunks)
+
+    def set_quota(self, tenant: str, num_bytes: int | None) -> None:
+        """Limits the chunk blocks of a tenant, or (None) no longer; whole blocks only.
+
+        Its idle chunks leave at once as far as needed. What is pinned or in use above the quota stays, and nothing new
+        is computed until there is room again.
+
+        Raises:
+            InvalidConfig: not between 0 and 2**50.
+        """
+        if num_bytes is not None and not 0 <= num_bytes <= MAX_QUOTA_BYTES:
+            raise InvalidConfig(f"a quota must be between 0 and {MAX_QUOTA_BYTES} bytes, got {num_bytes!r}")
+        self._chunks.set_quota(tenant, num_bytes, self.bytes_per_block)
+
+    def tenant_usage(self, tenant: str = "") -> TenantUsage:
+        """What a tenant has in the chunk pool now."""
+        account = self._chunks.account(tenant)
+        num_bytes = account.num_blocks * self.bytes_per_block
+        return TenantUsage(account.num_chunks, account.num_blocks, num_bytes, account.quota_bytes)
+
+    def block_map(self) -> BlockMap:
+        """What every block of both pools is doing now; one pass over them."""
+        pinned = (block_id for chunk in self._chunks.chunks() if chunk.pinned for block_id in chunk.block_ids)
+        return BlockMap(
+            request=states_of(self.request_pool, kept=self._prefix.block_ids()),
+            chunk_cache=states_of(self.chunk_pool, kept=None, pinned=pinned),
+        )
 
     def reset(self) -> None:
         """Drops everything that no attachment holds, pinned chunks too."""
@@ -297,52 +319,11 @@ class Planner:
         self._prefix.check_invariants()
         self._chunks.check_invariants()
 
-    def _chain(self, salt: str) -> KeyChain:
-        return KeyChain(self.fingerprint, salt, self.config.hash_algorithm)
+    def _chain(self, salt: str, tenant: str) -> KeyChain:
+        return KeyChain(self.fingerprint, salt, self.config.hash_algorithm, tenant=tenant)
 
-    def _set_pinned(self, name_or_key: str | Key, salt: str, pinned: bool) -> int:
-        chunks = self._chunks.named(name_or_key, salt)
+    def _set_pinned(self, name_or_key: str | Key, salt: str | None, tenant: str, pinned: bool) -> int:
+        chunks = self._chunks.named(name_or_key, salt, tenant)
         for chunk in chunks:
             self._chunks.set_pinned(chunk, pinned)
         return len(chunks)
-
-    def _attach_chunk(self, plan: Plan, span: SpanPlan, held: dict[Key, Chunk]) -> AttachedSpan:
-        chunk = held.get(span.key)
-        is_owner = chunk is None
-        if chunk is None:
-            start = plan.layout.spans[span.index].start
-            chunk = self._chunks.create(span.key, span.root, span.tokens, start, plan.salt)
-            self._chunks.hold(chunk)
-            held[span.key] = chunk
-        else:
-            chunk.hits += 1
-        self._counters.lookups += 1
-        self._counters.hits += not is_owner
-        if span.name is not None:
-            self._chunks.name(chunk, span.name)
-        action: Action = "compute" if is_owner else ("reuse" if chunk.is_ready else "wait")
-        return AttachedSpan(
-            span.index, span.kind, action, chunk.table, span.root, bytearray(), chunk=chunk, is_owner=is_owner
-        )
-
-    def _attach_prefix(self, plan: Plan, span: SpanPlan, here: Found) -> AttachedSpan:
-        closed = is_closed(plan.layout, span.index)
-        reused = min(len(here.entries) * self.request_pool.block_size, span.num_tokens)
-        block_ids = [entry.block_id for entry in here.entries]
-        table = BlockTable.adopt(self.request_pool, block_ids, reused, grows=not closed)
-        copies = table.append(span.num_tokens - reused)
-        assert not copies, "reused blocks are full, or the span is complete"
-        self._counters.prefix_lookup_tokens += span.num_tokens
-        self._counters.prefix_hit_tokens += reused
-        action: Action = "reuse" if reused == span.num_tokens else "compute"
-        return AttachedSpan(
-            span.index,
-            span.kind,
-            action,
-            table,
-            span.root,
-            bytearray(span.tokens),
-            is_closed=closed,
-            computed=reused,
-            entries=here.entries,
-        )

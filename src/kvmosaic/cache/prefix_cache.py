@@ -64,6 +64,10 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def block_ids(self) -> list[BlockId]:
+        """The blocks that it keeps."""
+        return [entry.block_id for entry in self._entries.values()]
+
     def match(self, root: Key, keys: Iterable[Key], blocks: Sequence[bytes]) -> list[PrefixEntry]:
         """The entries for the longest known run of `keys`, from the first block on.
 

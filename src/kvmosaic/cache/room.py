@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvmosaic.cache.account import Account
 from kvmosaic.cache.block_pool import BlockPool
 from kvmosaic.cache.chunk import Chunk
 from kvmosaic.cache.chunk_index import ChunkIndex
@@ -12,7 +13,7 @@ from kvmosaic.cache.keys import Key
 from kvmosaic.cache.lookup import Found
 from kvmosaic.cache.plan import Plan, SpanPlan
 from kvmosaic.cache.prefix_cache import PrefixCache
-from kvmosaic.errors import ChunkCacheFull, OutOfBlocks, RequestTooLarge
+from kvmosaic.errors import ChunkCacheFull, OutOfBlocks, QuotaExceeded, QuotaInUse, RequestTooLarge
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class Need:
     chunk_blocks: int
     num_chunks: int
     """Chunks that are new to the index."""
+    tenant: str
+    """Whose they will be."""
 
 
 class Room:
@@ -38,8 +41,10 @@ class Room:
 
         Raises:
             RequestTooLarge: more blocks than the request pool has.
-            ChunkCacheFull: the prompt's chunks would not fit next to the pinned ones, even if nothing else were cached.
-            OutOfBlocks: they would fit if running requests did not hold so much; try again later.
+            ChunkCacheFull: the prompt's chunks would not fit next to the pinned ones, even if nothing else were cached;
+                QuotaExceeded, if the tenant's quota is what they do not fit into.
+            OutOfBlocks: they would fit if running requests did not hold so much; try again later. QuotaInUse, if these
+                are requests of this tenant and its quota is in the way, whatever others do.
         """
         request_blocks = self._check_request(plan, found)
         missing: dict[Key, SpanPlan] = {}
@@ -51,16 +56,26 @@ class Room:
                 missing[span.key] = span
         chunk_blocks = sum(self._chunks.pool.blocks_for(span.num_tokens) for span in missing.values())
         if missing:
-            self._check_possible(list(present.values()), len(missing), chunk_blocks)
-            self._check_now(list(present.values()), len(missing), chunk_blocks)
-        return Need(request_blocks, chunk_blocks, len(missing))
+            chunks, account = list(present.values()), self._chunks.account(plan.tenant)
+            self._check_quota(account, chunks, chunk_blocks)
+            self._check_possible(chunks, len(missing), chunk_blocks)
+            _check_quota_now(account, chunks, chunk_blocks)
+            self._check_now(chunks, len(missing), chunk_blocks)
+        return Need(request_blocks, chunk_blocks, len(missing), plan.tenant)
 
     def make(self, need: Need) -> None:
-        """Evicts until what was checked fits; everything found must be held by now."""
+        """Evicts until what was checked fits; everything found must be held by now.
+
+        A tenant makes room in its quota at its own cost; room in the pool is made by whoever was idle for longest.
+        """
         self.make_request_blocks(need.request_blocks)
         if not need.num_chunks:
             return
         pool, chunks = self._chunks.pool, self._chunks
+        account = chunks.account(need.tenant)
+        while not account.has_room(need.chunk_blocks):
+            evicted = chunks.evict_one(account)
+            assert evicted is not None, "the check before has counted the tenant's idle chunks"
         while pool.num_free < need.chunk_blocks or len(chunks) + need.num_chunks > chunks.max_chunks:
             evicted = chunks.evict_one()
             assert evicted is not None, "the check before has counted the idle chunks"
@@ -94,10 +109,23 @@ class Room:
             raise OutOfBlocks(_refusal(needed, pool, idle))
         return needed
 
+    def _check_quota(self, account: Account, present: Sequence[Chunk], missing_blocks: int) -> None:
+        if account.quota_blocks is None:
+            return
+        pinned_here = sum(len(chunk.block_ids) for chunk in present if chunk.pinned)
+        pinned_blocks = account.num_pinned_blocks - pinned_here
+        needed = missing_blocks + sum(len(chunk.block_ids) for chunk in present)
+        if needed + pinned_blocks > account.quota_blocks:
+            raise QuotaExceeded(
+                f"the chunks of this prompt need {needed} blocks of {self._chunks.pool.block_size} tokens; the quota "
+                f"of this tenant is {account.quota_blocks} ({account.quota_bytes} bytes), of which {pinned_blocks} are "
+                "pinned for other documents; unpin documents, ask with fewer, or have the quota raised"
+            )
+
     def _check_possible(self, present: Sequence[Chunk], num_missing: int, missing_blocks: int) -> None:
         chunks, pool = self._chunks, self._chunks.pool
         pinned_here = [chunk for chunk in present if chunk.pinned]
-        pinned_blocks = chunks.num_pinned_blocks - sum(len(chunk.block_ids) for chunk in pinned_here)
+        pinned_blocks = chunks.total.num_pinned_blocks - sum(len(chunk.block_ids) for chunk in pinned_here)
         needed = missing_blocks + sum(len(chunk.block_ids) for chunk in present)
         if needed + pinned_blocks > pool.num_blocks:
             raise ChunkCacheFull(
@@ -105,7 +133,7 @@ class Room:
                 f"{pool.num_blocks}, of which {pinned_blocks} are pinned by others; "
                 "raise the capacity, unpin chunks, or ask with fewer documents"
             )
-        count, pinned = num_missing + len(present), chunks.num_pinned - len(pinned_here)
+        count, pinned = num_missing + len(present), chunks.total.num_pinned - len(pinned_here)
         if count + pinned > chunks.max_chunks:
             raise ChunkCacheFull(
                 f"this prompt has {count} different chunks; max_chunks is {chunks.max_chunks}, of which {pinned} are "
@@ -115,16 +143,27 @@ class Room:
     def _check_now(self, present: Sequence[Chunk], num_missing: int, missing_blocks: int) -> None:
         chunks, pool = self._chunks, self._chunks.pool
         idle_here = [chunk for chunk in present if chunk.is_evictable]
-        idle_blocks = chunks.num_idle_blocks - sum(len(chunk.block_ids) for chunk in idle_here)
+        idle_blocks = chunks.total.num_idle_blocks - sum(len(chunk.block_ids) for chunk in idle_here)
         if missing_blocks > pool.num_free + idle_blocks:
             raise OutOfBlocks(_refusal(missing_blocks, pool, idle_blocks))
         too_many = len(chunks) + num_missing - chunks.max_chunks
-        idle = chunks.num_idle - len(idle_here)
+        idle = chunks.total.num_idle - len(idle_here)
         if too_many > idle:
             raise OutOfBlocks(
                 f"{num_missing} chunks are missing, {len(chunks)} are cached and max_chunks is {chunks.max_chunks}; "
                 f"{idle} may be evicted; wait until running requests end or raise max_chunks"
             )
+
+
+def _check_quota_now(account: Account, present: Sequence[Chunk], missing_blocks: int) -> None:
+    idle_here = sum(len(chunk.block_ids) for chunk in present if chunk.is_evictable)
+    idle_blocks = account.num_idle_blocks - idle_here
+    if not account.has_room(missing_blocks - idle_blocks):
+        raise QuotaInUse(
+            f"{missing_blocks} blocks are missing; of the {account.quota_blocks} that this tenant may have, "
+            f"{account.num_blocks} are taken and {idle_blocks} of these may be evicted; wait until its running "
+            "requests end, or have the quota raised"
+        )
 
 
 def _refusal(needed: int, pool: BlockPool, idle: int) -> str:

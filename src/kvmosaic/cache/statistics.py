@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvmosaic.cache.block_pool import BlockPool
 from kvmosaic.cache.chunk_index import ChunkIndex
+from kvmosaic.cache.plan import SpanPlan
 from kvmosaic.cache.prefix_cache import PrefixCache
 
 
@@ -46,6 +47,26 @@ class ChunkCacheStats:
     request_used_blocks: int
     request_total_blocks: int
     request_shared_blocks: int
+    planned_chunks: int
+    """Chunks that were looked up, once per try: a prompt that waits for room looks again."""
+    lookup_seconds: float
+    """All lookups together."""
+    attaches: int
+    """Prompts that were attached."""
+    attach_seconds: float
+    computes: int
+    """Missing chunks that were computed, as reported by the engine."""
+    compute_seconds: float
+    reused_tokens: int
+    """Tokens of chunks that were attached without computing them and read where they were computed."""
+    moved_tokens: int
+    """The same, read at a distance."""
+    computed_tokens: int
+    """Tokens of chunks that were computed."""
+    idle_blocks: int
+    """Used blocks of the chunk pool that eviction may free now."""
+    request_idle_blocks: int
+    """Used blocks of the request pool that eviction may free now."""
 
     @property
     def hit_rate(self) -> float:
@@ -62,6 +83,9 @@ class ChunkCacheStats:
 class Counters:
     """What the planner counts as it goes."""
 
+    reused_chunk_tokens: int = 0
+    moved_chunk_tokens: int = 0
+    computed_chunk_tokens: int = 0
     lookups: int = 0
     hits: int = 0
     planned_chunks: int = 0
@@ -73,6 +97,14 @@ class Counters:
     prefix_lookup_tokens: int = 0
     prefix_hit_tokens: int = 0
 
+    def count_chunk(self, span: SpanPlan, *, is_hit: bool) -> None:
+        """Counts one chunk span that was attached."""
+        self.lookups += 1
+        if is_hit:
+            self.hits += 1
+            self.moved_chunk_tokens += span.num_tokens if span.distance else 0
+            self.reused_chunk_tokens += 0 if span.distance else span.num_tokens
+
 
 def snapshot(counters: Counters, chunks: ChunkIndex, prefix: PrefixCache, request_pool: BlockPool) -> ChunkCacheStats:
     """The statistics at this moment."""
@@ -82,7 +114,7 @@ def snapshot(counters: Counters, chunks: ChunkIndex, prefix: PrefixCache, reques
         hits=counters.hits,
         misses=counters.lookups - counters.hits,
         cached_chunks=len(chunks),
-        pinned_chunks=chunks.num_pinned,
+        pinned_chunks=chunks.total.num_pinned,
         used_blocks=pool.num_used,
         total_blocks=pool.num_blocks,
         shared_blocks=pool.num_shared,
@@ -98,6 +130,17 @@ def snapshot(counters: Counters, chunks: ChunkIndex, prefix: PrefixCache, reques
         request_used_blocks=request_pool.num_used,
         request_total_blocks=request_pool.num_blocks,
         request_shared_blocks=request_pool.num_shared,
+        planned_chunks=counters.planned_chunks,
+        lookup_seconds=counters.lookup_seconds,
+        attaches=counters.attaches,
+        attach_seconds=counters.attach_seconds,
+        computes=counters.computes,
+        compute_seconds=counters.compute_ms / 1e3,
+        reused_tokens=counters.reused_chunk_tokens,
+        moved_tokens=counters.moved_chunk_tokens,
+        computed_tokens=counters.computed_chunk_tokens,
+        idle_blocks=chunks.total.num_idle_blocks,
+        request_idle_blocks=prefix.num_idle,
     )
 
 

@@ -82,7 +82,7 @@ class PromptEncoder:
                 encoded = Encoded(segment.token_ids, None)
             segments.append(replace(segment, token_ids=encoded.token_ids))
             encodings.append(encoded)
-        return self._checked(segments, encodings, prompt.salt)
+        return replace(self._checked(segments, encodings, prompt.salt), tenant=prompt.tenant)
 
     def encode_chat(
         self, messages: object, documents: Iterable[object] | None = None, *, salt: str = "", **template_options: Any

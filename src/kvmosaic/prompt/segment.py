@@ -12,6 +12,7 @@ from kvmosaic.prompt.document import MAX_NAME_CHARACTERS, read_documents
 from kvmosaic.prompt.separator import check_text, named_parts
 
 MAX_SALT_CHARACTERS = 4_096
+MAX_TENANT_CHARACTERS = 256
 MAX_DOCUMENTS = 10**6
 MAX_POSITION = 2**27
 
@@ -86,13 +87,19 @@ class Segment:
 class Prompt:
     """An ordered tuple of segments: `[system] chunk* question`, or one `plain` segment.
 
-    salt: separates tenants; prompts with different salts never share a cached byte.
+    salt, tenant: prompts that differ in either never share a cached byte. A salt is chosen by whoever asks; a tenant is
+    who asks, which a server knows, and has names, pins and a quota of its own.
     """
 
     segments: tuple[Segment, ...]
     salt: str = ""
+    tenant: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_CHARACTERS:
+            raise InvalidPrompt(
+                f"tenant must be a text of at most {MAX_TENANT_CHARACTERS} characters, got {self.tenant!r:.80}"
+            )
         if not isinstance(self.salt, str) or len(self.salt) > MAX_SALT_CHARACTERS:
             raise InvalidPrompt(
                 f"salt must be a text of at most {MAX_SALT_CHARACTERS} characters, got {self.salt!r:.80}"

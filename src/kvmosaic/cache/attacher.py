@@ -1,0 +1,112 @@
+"""Attaching: a plan is made true, all of it or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvmosaic.cache.attachment import AttachedSpan, Attachment
+from kvmosaic.cache.block_table import BlockTable
+from kvmosaic.cache.chunk import Chunk
+from kvmosaic.cache.chunk_index import ChunkIndex
+from kvmosaic.cache.keys import Key, KeyChain
+from kvmosaic.cache.lookup import Found, is_closed
+from kvmosaic.cache.plan import Action, Plan, SpanPlan
+from kvmosaic.cache.prefix_cache import PrefixCache
+from kvmosaic.cache.room import Room
+from kvmosaic.cache.statistics import Counters
+
+
+class Attacher:
+    """Holds what a plan reuses first, so that making room for the rest cannot evict it."""
+
+    def __init__(self, prefix: PrefixCache, chunks: ChunkIndex, room: Room, counters: Counters) -> None:
+        self._prefix = prefix
+        self._chunks = chunks
+        self._room = room
+        self._counters = counters
+
+    def attach(self, plan: Plan, found: Sequence[Found], chain: KeyChain) -> Attachment:
+        """Holds everything that was found and makes room for everything else; see `Planner.attach`.
+
+        Args:
+            plan: what to attach.
+            found: what its spans find in the caches now.
+            chain: makes the keys of what will be registered.
+        """
+        need = self._room.check(plan, found)
+        for here in found:
+            self._prefix.hold(here.entries)
+            self._prefix.pool.retain(entry.block_id for entry in here.entries)
+        known: dict[Key, Chunk] = {here.chunk.key: here.chunk for here in found if here.chunk is not None}
+        for chunk in known.values():
+            self._chunks.hold(chunk)
+        held, spans = dict(known), list[AttachedSpan]()
+        try:
+            self._room.make(need)
+            for span, here in zip(plan.spans, found, strict=True):
+                if span.is_chunk:
+                    spans.append(self._attach_chunk(plan, span, held))
+                else:
+                    spans.append(self._attach_prefix(plan, span, here))
+        except BaseException:
+            self._detach(spans, found[len(spans) :], held, known)
+            raise
+        for chunk in known.values():
+            self._chunks.pin_if_kept(chunk)
+        return Attachment(plan.layout, plan.salt, plan.tenant, spans, chain)
+
+    def _detach(
+        self, spans: Sequence[AttachedSpan], rest: Sequence[Found], held: dict[Key, Chunk], known: dict[Key, Chunk]
+    ) -> None:
+        """Undoes an attach that failed half way."""
+        for span in spans:
+            if span.chunk is None:
+                span.table.release()
+                self._prefix.leave(span.entries)
+        for here in rest:
+            self._prefix.pool.release([entry.block_id for entry in here.entries])
+            self._prefix.leave(here.entries)
+        for key, chunk in held.items():
+            if key not in known:
+                self._chunks.abandon(chunk)
+            self._chunks.leave(chunk)
+
+    def _attach_chunk(self, plan: Plan, span: SpanPlan, held: dict[Key, Chunk]) -> AttachedSpan:
+        chunk = held.get(span.key)
+        is_owner = chunk is None
+        if chunk is None:
+            start = plan.layout.spans[span.index].start
+            chunk = self._chunks.create(span.key, span.root, span.tokens, start, plan.salt, plan.tenant)
+            self._chunks.hold(chunk)
+            held[span.key] = chunk
+        else:
+            chunk.hits += 1
+        self._counters.count_chunk(span, is_hit=not is_owner)
+        if span.name is not None:
+            self._chunks.name(chunk, span.name)
+        action: Action = "compute" if is_owner else ("reuse" if chunk.is_ready else "wait")
+        return AttachedSpan(
+            span.index, span.kind, action, chunk.table, span.root, bytearray(), chunk=chunk, is_owner=is_owner
+        )
+
+    def _attach_prefix(self, plan: Plan, span: SpanPlan, here: Found) -> AttachedSpan:
+        pool, closed = self._prefix.pool, is_closed(plan.layout, span.index)
+        reused = min(len(here.entries) * pool.block_size, span.num_tokens)
+        block_ids = [entry.block_id for entry in here.entries]
+        table = BlockTable.adopt(pool, block_ids, reused, grows=not closed)
+        copies = table.append(span.num_tokens - reused)
+        assert not copies, "reused blocks are full, or the span is complete"
+        self._counters.prefix_lookup_tokens += span.num_tokens
+        self._counters.prefix_hit_tokens += reused
+        action: Action = "reuse" if reused == span.num_tokens else "compute"
+        return AttachedSpan(
+            span.index,
+            span.kind,
+            action,
+            table,
+            span.root,
+            bytearray(span.tokens),
+            is_closed=closed,
+            computed=reused,
+            entries=here.entries,
+        )
