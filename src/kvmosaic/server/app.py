@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
-from importlib.util import find_spec
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
@@ -15,6 +15,8 @@ from kvmosaic.server.errors import add_error_replies
 from kvmosaic.server.exposition import CountReplies
 from kvmosaic.server.intake import Intake
 from kvmosaic.server.services import Services
+
+logger = logging.getLogger("kvmosaic.server")
 
 # Each of them has `router(services) -> fastapi.APIRouter`.
 PARTS = ("health", "exposition", "openai", "documents", "dashboard")
@@ -38,8 +40,12 @@ def build_app(services: Services) -> FastAPI:
     app.state.services = services
     add_error_replies(app)
     for part in PARTS:
-        name = f"kvmosaic.server.{part}"
-        if find_spec(name) and hasattr(module := import_module(name), "router"):
+        try:
+            module = import_module(f"kvmosaic.server.{part}")
+        except ImportError as error:
+            logger.warning("the routes of %s are not there yet: %s", part, error)
+            continue
+        if hasattr(module, "router"):
             app.include_router(module.router(services))
     app.add_middleware(Intake, services=services)  # the last one added is the first one asked
     app.add_middleware(Access, services=services)
