@@ -89,5 +89,5 @@ class SharedFields(DocumentFields, StructuredFields):
             max_tokens=max_tokens,
             logprobs=logprobs,
             stop=self.stop,
-            structured_outputs=self.structure(),
+            **({} if (form := self.structure()) is None else {"structured_outputs": form}),
         )

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+from support.asking import DOCUMENTS, GREEDY, MESSAGES, QUESTION, chat, post, refused, streamed_chat
+from support.server import RunningServer
+
+SALTS = count()
+
+
+@pytest.fixture
+def salt():
+    """A corner of the cache that no other test has used."""
+    return f"composing-{next(SALTS)}"
+
+
+def details(reply):
+    return reply["usage"]["prompt_tokens_details"]
+
+
+def actions(reply):
+    return [document["action"] for document in reply["kvmosaic"]["documents"]]
+
+
+def test_documents_are_reused_in_any_order(http, salt):
+    cold = chat(http, documents=DOCUMENTS, cache_salt=salt)
+    warm = chat(http, documents=DOCUMENTS[::-1], cache_salt=salt)
+    assert actions(cold) == ["computed"] * 3 and actions(warm) == ["reused"] * 3
+    assert [document["id"] for document in warm["kvmosaic"]["documents"]] == ["zoo", "mill", "ferry"]
+    assert [document["tier"] for document in cold["kvmosaic"]["documents"]] == [None] * 3
+    assert [document["tier"] for document in warm["kvmosaic"]["documents"]] == ["device"] * 3
+    assert cold["choices"] == warm["choices"]  # in the shared strategy order cannot matter
+    assert [segment["kind"] for segment in warm["kvmosaic"]["segments"]] == ["system", *["chunk"] * 3, "question"]
+    assert warm["kvmosaic"]["time_to_first_token_ms"] > 0
+    assert warm["kvmosaic"]["composition"].startswith("composed (shared)")
+
+
+def test_moved_documents_say_how_far(http, salt):
+    fields = {"cache_salt": salt, "position_strategy": "sequential"}
+    chat(http, documents=DOCUMENTS, **fields)
+    warm = chat(http, documents=DOCUMENTS[::-1], **fields)
+    first, second, third = warm["kvmosaic"]["documents"]
+    assert (first["action"], second["action"], third["action"]) == ("reused", "moved", "moved")
+    assert second["distance"] == first["tokens"] and third["distance"] == first["tokens"] + second["tokens"]
+
+
+def test_composed_reuse_is_never_called_cached(http, salt):
+    cold = chat(http, documents=DOCUMENTS, cache_salt=salt)
+    warm = chat(http, documents=DOCUMENTS, cache_salt=salt)
+    num_documents = sum(document["tokens"] for document in cold["kvmosaic"]["documents"])
+    assert details(cold) == {
+        "cached_tokens": 0,
+        "composed_tokens": 0,
+        "recomputed_tokens": cold["usage"]["prompt_tokens"],
+    }
+    assert details(warm)["composed_tokens"] >= num_documents
+    system = warm["kvmosaic"]["segments"][0]
+    assert details(warm)["cached_tokens"] == system["reused_tokens"]
+    for reply in (cold, warm):
+        assert sum(details(reply).values()) == reply["usage"]["prompt_tokens"]
+        assert sum(segment["tokens"] for segment in reply["kvmosaic"]["segments"]) == reply["usage"]["prompt_tokens"]
+
+
+def test_exact_prefixes_are_cached(http, salt):
+    messages = [{"role": "system", "content": "Be brief. " * 20}, {"role": "user", "content": QUESTION}]
+    chat(http, messages=messages, cache_salt=salt)
+    warm = chat(http, messages=messages, cache_salt=salt)
+    assert details(warm)["cached_tokens"] > 0 and details(warm)["composed_tokens"] == 0
+    assert warm["kvmosaic"]["composition"] == "exact" and warm["kvmosaic"]["documents"] == []
+    assert [segment["kind"] for segment in warm["kvmosaic"]["segments"]] == ["plain"]
+
+
+def test_salts_share_nothing(http, salt):
+    chat(http, documents=DOCUMENTS, cache_salt=salt)
+    other = chat(http, documents=DOCUMENTS, cache_salt=f"{salt}-other")
+    assert actions(other) == ["computed"] * 3 and details(other)["cached_tokens"] == 0
+
+
+def test_streams_report_the_same(http, salt):
+    whole = chat(http, documents=DOCUMENTS, cache_salt=salt)
+    *_, last = streamed_chat(http, documents=DOCUMENTS, cache_salt=salt, stream_options={"include_usage": True})
+    assert [document["id"] for document in last["kvmosaic"]["documents"]] == ["ferry", "mill", "zoo"]
+    assert last["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    assert details(last)["composed_tokens"] > 0
+
+
+def test_stored_documents_are_named_by_their_ids(http, salt):
+    http.put("/v1/documents/handbook", json={"text": "The ferry goes to Oak Island.", "title": "Handbook"})
+    by_id = chat(http, documents=[{"id": "handbook"}, DOCUMENTS[1]], cache_salt=salt)
+    by_text = chat(http, documents=[{"title": "Handbook", "text": "The ferry goes to Oak Island."}, DOCUMENTS[1]])
+    assert by_id["choices"] == by_text["choices"]
+    assert [document["id"] for document in by_id["kvmosaic"]["documents"]] == ["handbook", "mill"]
+    error = refused(http, "/v1/chat/completions", messages=MESSAGES, documents=[{"id": "nobody"}])
+    assert error["status"] == 404 and "nobody" in error["message"]
+
+
+def test_documents_come_in_every_usual_shape(http, salt):
+    numbered = [{"doc_id": 7, "text": "The ferry goes to Oak Island."}, "The mill grinds oats."]
+    reply = chat(http, documents=numbered, cache_salt=salt)
+    assert [document["name"] for document in reply["kvmosaic"]["documents"]] == ["7", None]
+    many = chat(
+        http, documents=["The ferry goes to Oak Island.", {"text": "The mill grinds oats.", "metadata": {"a": 1}}]
+    )
+    assert many["choices"] == reply["choices"]
+
+
+@pytest.mark.parametrize("mark", ["cache_control", "prompt_cache_breakpoint"])
+def test_marked_parts_are_documents(http, mark):
+    texts = [document["text"] for document in (DOCUMENTS[0], DOCUMENTS[2])]
+    parts = [{"type": "text", "text": text, mark: {"type": "ephemeral"}} for text in texts]
+    messages = [MESSAGES[0], {"role": "user", "content": [*parts, {"type": "text", "text": QUESTION}]}]
+    marked = chat(http, messages=messages)
+    plain = chat(http, documents=texts)
+    assert marked["choices"] == plain["choices"]
+    assert marked["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+    both = chat(http, messages=messages, documents=[DOCUMENTS[1]])
+    assert len(both["kvmosaic"]["documents"]) == 3
+
+
+def test_separators_split_nothing_unless_configured(http):
+    messages = [{"role": "user", "content": "Answer. ## The ferry goes. ## The mill grinds. ## Where?"}]
+    assert chat(http, messages=messages)["kvmosaic"]["documents"] == []
+    assert post(http, "/v1/completions", prompt=messages[0]["content"], max_tokens=1)["kvmosaic"]["documents"] == []
+
+
+def test_separators_split_where_configured_and_never_in_documents():
+    import httpx
+
+    with RunningServer(chunk_separator="##") as server, httpx.Client(base_url=server.url, trust_env=False) as http:
+        question = f"{DOCUMENTS[0]['text']} ## {DOCUMENTS[2]['text']} ## {QUESTION}"
+        with_system = chat(http, messages=[MESSAGES[0], {"role": "user", "content": question}])
+        twin = chat(http, documents=[DOCUMENTS[0]["text"], DOCUMENTS[2]["text"]])
+        assert with_system["choices"] == twin["choices"]
+        assert with_system["usage"]["prompt_tokens"] == twin["usage"]["prompt_tokens"]
+        alone = f"{MESSAGES[0]['content']} ## {question}"
+        parts = [{"type": "text", "text": alone}]
+        assert chat(http, messages=[{"role": "user", "content": parts}])["choices"] == twin["choices"]
+        reply = post(http, "/v1/completions", prompt=alone, **GREEDY)
+        assert len(reply["kvmosaic"]["documents"]) == 2
+        both = post(http, "/v1/completions", prompt=alone, documents=["a ## b ## c"], **GREEDY)
+        assert len(both["kvmosaic"]["documents"]) == 3
+        told = post(http, "/tokenize", messages=MESSAGES, documents=["a ## b ## c ## d"])
+        assert len(told["segments"]) == 3
+
+
+def test_without_a_chunk_cache_documents_are_joined_and_the_reply_says_so():
+    import httpx
+
+    with RunningServer(enable_chunk_cache=False) as server, httpx.Client(base_url=server.url, trust_env=False) as http:
+        reply = chat(http, documents=DOCUMENTS)
+        assert "not composed" in reply["kvmosaic"]["composition"]
+        assert [segment["kind"] for segment in reply["kvmosaic"]["segments"]] == ["plain"]
+        again = chat(http, documents=DOCUMENTS)
+        assert details(again)["cached_tokens"] > 0 and details(again)["composed_tokens"] == 0
