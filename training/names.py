@@ -60,7 +60,8 @@ class NameSource:
             return self.random.choice(words_only)
         drawn = self.random.random()
         if drawn < 0.1:
-            return self._draw(*[CONSONANTS, VOWELS] * self.random.randint(2, 3), CONSONANTS).capitalize()
+            rest = [VOWELS, CONSONANTS] * self.random.randint(2, 3)
+            return self._draw([letters.capitalize() for letters in CONSONANTS], *rest)
         if drawn < 0.37:
             return self._draw(ONSETS, MIDDLES, ends)
         return self._draw(ONSETS, ends)

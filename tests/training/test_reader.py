@@ -1,5 +1,6 @@
 """The shipped model folder, loaded as a user of transformers loads it."""
 
+import json
 from pathlib import Path
 from random import Random
 
@@ -9,6 +10,9 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from training.batches import Reading, Writer
+from training.evaluate import MAIN, load_reader
+from training.layout import STRATEGIES, Strategy
+from training.measure import measure
 from training.text import Recipe, TextSource
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +119,20 @@ def test_reader_answers_with_transformers_generate(
     output = model.generate(**prompt, max_new_tokens=12, do_sample=False)
     answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     assert answer.strip() == QUESTIONS[question]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_reader_answers_questions_about_held_out_names(strategy: Strategy) -> None:
+    model, raw = load_reader(FOLDER)
+    score = measure(model.answers, raw, MAIN, Reading(strategy), 300, seed=11)
+    assert score.accuracy >= 0.95
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_measured_accuracy_is_at_least_95_percent(strategy: Strategy) -> None:
+    score = json.loads((FOLDER / "evaluation.json").read_text())["results"]["3-6 documents"][strategy]
+    assert score["questions"] >= 1000
+    assert score["right"] / score["questions"] >= 0.95
 
 
 def test_package_folder_is_under_12_megabytes() -> None:
