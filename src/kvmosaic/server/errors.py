@@ -61,7 +61,7 @@ _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (errors.InvalidConfig, 400, INVALID_REQUEST, None),
     (errors.UnknownDocument, 404, INVALID_REQUEST, "document_not_found"),
     (errors.DocumentExists, 409, INVALID_REQUEST, "document_exists"),
-    (errors.DocumentChanged, 409, INVALID_REQUEST, "document_changed"),
+    (errors.DocumentChanged, 412, INVALID_REQUEST, "document_changed"),
     (errors.DocumentTooLarge, 413, INVALID_REQUEST, "document_too_large"),
     (errors.DocumentStoreFull, 429, QUOTA, "document_store_full"),
     (errors.UnknownChunk, 404, INVALID_REQUEST, "chunk_not_found"),

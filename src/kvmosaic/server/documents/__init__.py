@@ -1,9 +1,18 @@
 """Documents as resources: stored texts that prompts name, and where their keys and values are."""
 
-from kvmosaic.server.documents.names import shown_name
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvmosaic.server.documents.names import shown_name, with_shown_names
 from kvmosaic.server.documents.shelf import DocumentPage
 from kvmosaic.server.documents.store import DocumentStore, StoreLimits, StoreUsage
 from kvmosaic.server.documents.stored import Draft, Match, StoredDocument, StoredText
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+
+    from kvmosaic.server.services import Services
 
 __all__ = [
     "DocumentPage",
@@ -14,5 +23,19 @@ __all__ = [
     "StoreUsage",
     "StoredDocument",
     "StoredText",
+    "router",
     "shown_name",
+    "with_shown_names",
 ]
+
+
+def router(services: Services) -> APIRouter:
+    """All routes of /v1/documents over one set of services."""
+    from fastapi import APIRouter
+
+    from kvmosaic.server.documents import routes, warm_routes
+
+    both = APIRouter()
+    both.include_router(warm_routes.router(services))
+    both.include_router(routes.router(services))
+    return both

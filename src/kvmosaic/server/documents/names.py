@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from kvmosaic.errors import InvalidDocument
+
+if TYPE_CHECKING:
+    from kvmosaic.sampling import ReuseReport
 
 MAX_ID_CHARACTERS = 256
 ID_PATTERN = r"^[A-Za-z0-9._:-]{1,256}$"
@@ -53,3 +58,12 @@ def label_in(name: str) -> tuple[str, str]:
     """The label and the id in the name of a chunk, or of a part of a split document; two empty texts if it has none."""
     found = _LABEL.fullmatch(name)
     return (found[1], found[2]) if found else ("", "")
+
+
+def with_shown_names(reuse: ReuseReport) -> ReuseReport:
+    """A report that calls stored documents by their ids."""
+    segments = tuple(
+        segment if segment.name is None else replace(segment, name=shown_name(segment.name))
+        for segment in reuse.segments
+    )
+    return replace(reuse, segments=segments)

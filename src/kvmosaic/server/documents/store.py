@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import count
+from threading import RLock
 
 from kvmosaic.errors import (
     DocumentChanged,
@@ -22,7 +23,10 @@ from kvmosaic.server.documents.shelf import DocumentPage, Order, Shelf
 from kvmosaic.server.documents.stored import Draft, Match, StoredDocument, StoredText
 
 MAX_RETIRED = 100_000
-"""Labels whose chunks wait to be dropped; beyond that, eviction takes the chunks in its own time."""
+"""Texts whose chunks wait to be dropped; beyond that, eviction takes the chunks in its own time."""
+MAX_LINGERING = 10_000
+LINGER_SECONDS = 600.0
+"""So long, a request that began before may still compute a retired text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class DocumentStore:
     Only texts are here. What was computed from them is in the chunk cache, found by the `label` of each text; texts
     that are replaced, deleted or expired are listed by `take_retired` for whoever drops their chunks.
 
-    Used on one event loop and never across an `await`, so every call sees and leaves a whole state; there are no locks.
+    Every call sees and leaves a whole state, on whatever thread: bodies with long lists are read beside the event loop.
     A replaced text is gone from the store before `put` returns: `resolve` can only find the new one.
     """
 
@@ -82,10 +86,12 @@ class DocumentStore:
         self.limits = limits or StoreLimits()
         self._clock = clock
         self._make_id = make_id
+        self._lock = RLock()
         self._shelves: dict[str, Shelf] = {}
         self._numbers = count(1)
         self._text_numbers = count(1)
         self._retired: deque[RetiredText] = deque(maxlen=MAX_RETIRED)
+        self._lingering: deque[tuple[float, RetiredText]] = deque(maxlen=MAX_LINGERING)
 
     def create(self, tenant: str, draft: Draft, document_id: str | None = None) -> StoredDocument:
         """Stores a new document.
@@ -95,12 +101,13 @@ class DocumentStore:
             DocumentExists: the id is taken; `put` replaces.
             DocumentTooLarge, DocumentStoreFull: see `StoreLimits`.
         """
-        document_id = self._make_id() if document_id is None else check_id(document_id)
-        if self._find(tenant, document_id) is not None:
-            raise DocumentExists(
-                f"there is a document {document_id!r} already; replace it with PUT, or choose another id"
-            )
-        return self._put(tenant, document_id, draft)
+        with self._lock:
+            document_id = self._make_id() if document_id is None else check_id(document_id)
+            if self._find(tenant, document_id) is not None:
+                raise DocumentExists(
+                    f"there is a document {document_id!r} already; replace it with PUT, or choose another id"
+                )
+            return self._put(tenant, document_id, draft)
 
     def put(
         self, tenant: str, document_id: str, draft: Draft, match: Match | None = None
@@ -113,10 +120,11 @@ class DocumentStore:
             DocumentChanged: what is stored now is not what `match` asks for.
             InvalidDocument, DocumentTooLarge, DocumentStoreFull: as for `create`; the old document stays.
         """
-        check_id(document_id)
-        before = self._find(tenant, document_id)
-        _check_match(document_id, before, match)
-        return self._put(tenant, document_id, draft), before is None
+        with self._lock:
+            check_id(document_id)
+            before = self._find(tenant, document_id)
+            _check_match(document_id, before, match)
+            return self._put(tenant, document_id, draft), before is None
 
     def get(self, tenant: str, document_id: str) -> StoredDocument:
         """A document, without counting a hit.
@@ -124,12 +132,13 @@ class DocumentStore:
         Raises:
             UnknownDocument: this tenant has none with this id, or it has expired.
         """
-        document = self._find(tenant, document_id)
-        if document is None:
-            raise UnknownDocument(
-                f"there is no document {document_id!r:.300}; it may have been deleted or have expired: store it again"
-            )
-        return document
+        with self._lock:
+            document = self._find(tenant, document_id)
+            if document is None:
+                raise UnknownDocument(
+                    f"there is no document {document_id!r:.300}; it was deleted, has expired, or never was: store it"
+                )
+            return document
 
     def resolve(self, tenant: str, document_id: str) -> StoredText:
         """The text of a document for a prompt; counts a hit, and its time to live begins anew if that was asked for.
@@ -137,21 +146,24 @@ class DocumentStore:
         Raises:
             UnknownDocument: see `get`.
         """
-        document = self.get(tenant, document_id)
-        document.hit(self._clock())
-        return document.content
+        with self._lock:
+            document = self.get(tenant, document_id)
+            document.hit(self._clock())
+            return document.content
 
     def touched(self, tenant: str, document_ids: Iterable[str]) -> None:
         """Counts a hit for documents whose text was read by other means; unknown ids are passed over."""
-        for document_id in document_ids:
-            if (document := self._find(tenant, document_id)) is not None:
-                document.hit(self._clock())
+        with self._lock:
+            for document_id in document_ids:
+                if (document := self._find(tenant, document_id)) is not None:
+                    document.hit(self._clock())
 
     def documents(self, tenant: str) -> list[StoredDocument]:
         """All documents of a tenant, oldest first."""
-        self.expire(tenant)
-        shelf = self._shelf(tenant)
-        return [shelf.documents[shelf.ids[number]] for number in shelf.numbers]
+        with self._lock:
+            self.expire(tenant)
+            shelf = self._shelf(tenant)
+            return [shelf.documents[shelf.ids[number]] for number in shelf.numbers]
 
     def page(self, tenant: str, *, limit: int = 20, after: str | None = None, order: Order = "desc") -> DocumentPage:
         """Some documents of a tenant in the order of creation; see `Shelf.part`.
@@ -159,9 +171,9 @@ class DocumentStore:
         Raises:
             InvalidDocument: `after` is no place in this list.
         """
-        assert limit > 0
-        self.expire(tenant)
-        return self._shelf(tenant).part(limit, after, order)
+        with self._lock:
+            self.expire(tenant)
+            return self._shelf(tenant).part(limit, after, order)
 
     def delete(self, tenant: str, document_id: str, match: Match | None = None) -> None:
         """Drops a document.
@@ -170,9 +182,10 @@ class DocumentStore:
             UnknownDocument: see `get`.
             DocumentChanged: what is stored now is not what `match` asks for.
         """
-        document = self.get(tenant, document_id)
-        _check_match(document_id, document, match)
-        self._drop(tenant, document)
+        with self._lock:
+            document = self.get(tenant, document_id)
+            _check_match(document_id, document, match)
+            self._drop(tenant, document)
 
     def set_pinned(self, tenant: str, document_id: str, pinned: bool) -> StoredDocument:
         """Pins a document or no longer. A pinned one does not expire; its time begins anew when it is unpinned.
@@ -180,39 +193,67 @@ class DocumentStore:
         Raises:
             UnknownDocument: see `get`.
         """
-        document = self.get(tenant, document_id)
-        if document.pinned and not pinned:
-            document.ttl_started_at = self._clock()
-        document.pinned = pinned
-        self._shelf(tenant).line_up(document)
-        return document
+        with self._lock:
+            document = self.get(tenant, document_id)
+            if document.pinned and not pinned:
+                document.ttl_started_at = self._clock()
+            document.pinned = pinned
+            self._shelf(tenant).line_up(document)
+            return document
 
     def expire(self, tenant: str | None = None) -> int:
         """Drops the documents whose time is over, of one tenant or of all; returns how many."""
-        now, num_dropped = self._clock(), 0
-        for name in [tenant] if tenant is not None else list(self._shelves):
-            for document in self._shelf(name).take_expired(now):
-                self._retire(name, document)
-                num_dropped += 1
-        return num_dropped
+        with self._lock:
+            now, num_dropped = self._clock(), 0
+            for name in [tenant] if tenant is not None else list(self._shelves):
+                for document in self._shelf(name).take_expired(now):
+                    self._retire(name, document)
+                    num_dropped += 1
+            return num_dropped
 
     def usage(self, tenant: str) -> StoreUsage:
         """How much a tenant stores."""
-        self.expire(tenant)
-        shelf = self._shelf(tenant)
-        return StoreUsage(len(shelf.documents), shelf.num_bytes)
+        with self._lock:
+            self.expire(tenant)
+            shelf = self._shelf(tenant)
+            return StoreUsage(len(shelf.documents), shelf.num_bytes)
 
     def owner(self, tenant: str, chunk_name: str) -> StoredDocument | None:
         """The document whose present text a chunk is named by, if there is one."""
-        label, document_id = label_in(chunk_name)
-        document = self._shelf(tenant).documents.get(document_id)
-        return document if document is not None and document.content.label == label else None
+        with self._lock:
+            label, document_id = label_in(chunk_name)
+            document = self._shelf(tenant).documents.get(document_id)
+            return document if document is not None and document.content.label == label else None
+
+    def pinned(self) -> list[tuple[str, StoredDocument]]:
+        """The pinned documents of all tenants, with their tenants."""
+        with self._lock:
+            return [
+                (tenant, document)
+                for tenant, shelf in self._shelves.items()
+                for document in shelf.documents.values()
+                if document.pinned
+            ]
 
     def take_retired(self) -> list[RetiredText]:
         """Texts that were replaced, deleted or expired since the last call."""
-        retired = list(self._retired)
-        self._retired.clear()
-        return retired
+        with self._lock:
+            retired, now = list(self._retired), self._clock()
+            self._retired.clear()
+            self._lingering.extend((now, text) for text in retired)
+            return retired
+
+    def retire_again(self, retired: Iterable[RetiredText]) -> None:
+        """Puts texts back whose chunks could not be dropped."""
+        with self._lock:
+            self._retired.extend(retired)
+
+    def lingering(self) -> list[RetiredText]:
+        """Texts that were taken in the last ten minutes: requests that began before may have computed them since."""
+        with self._lock:
+            while self._lingering and self._lingering[0][0] + LINGER_SECONDS <= self._clock():
+                self._lingering.popleft()
+            return [text for _, text in self._lingering]
 
     def check_invariants(self) -> None:
         """Checks every shelf (for tests)."""

@@ -1,0 +1,180 @@
+"""The chunks of stored texts in the cache: found, pinned and dropped, between two steps of the engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from kvmosaic.cache import Chunk
+from kvmosaic.cache.keys import Key
+from kvmosaic.engine import Engine
+from kvmosaic.errors import EngineError, QuotaExceeded, UnknownChunk
+from kvmosaic.server.documents.names import label_in
+from kvmosaic.server.documents.stored import StoredDocument
+from kvmosaic.server.services import Services
+
+Change = Literal["delete", "pin", "unpin"]
+logger = logging.getLogger("kvmosaic.server")
+
+
+@dataclass(frozen=True, slots=True)
+class CachedChunk:
+    """What is known of one chunk at one moment."""
+
+    key: Key
+    name: str
+    """The name it was found by: the label of a text, with its part if the document was split."""
+    names: tuple[str, ...]
+    is_ready: bool
+    num_tokens: int
+    num_blocks: int
+    num_bytes: int
+    hits: int
+    num_users: int
+    pinned: bool
+    is_salted: bool
+    compute_ms: float
+
+
+async def find_cached(
+    services: Services, tenant: str, documents: Sequence[StoredDocument]
+) -> dict[str, list[CachedChunk]]:
+    """The chunks of the present texts of documents, by document id.
+
+    Raises:
+        EngineError: the engine no longer runs.
+    """
+    labels = [document.content.label for document in documents]
+    found = await services.engine.call(partial(_look, tenant=tenant, labels=labels))
+    return {document.id: found[document.content.label] for document in documents}
+
+
+async def pin_cached(services: Services, tenant: str, document: StoredDocument) -> int:
+    """Pins the chunks of a document, now and whenever they are computed, or no longer; returns how many there are.
+
+    A chunk that another pinned document shares (their texts are equal) stays pinned. The parts of a document that was
+    split have names of their own: those computed later are pinned by the next sweep.
+
+    Raises:
+        EngineError: the engine no longer runs.
+        QuotaExceeded: the tenant has pinned too many documents; this one is not pinned then.
+    """
+    label = document.content.label
+    try:
+        found = await services.engine.call(partial(_look, tenant=tenant, labels=[label], keep=document.pinned))
+    except QuotaExceeded:
+        document.pinned = False
+        raise
+    changes: dict[Key, Change] = {
+        chunk.key: "pin" if document.pinned or _is_pinned(services, tenant, chunk) else "unpin"
+        for chunk in found[label]
+    }
+    if changes:
+        await services.engine.call(partial(_settle, tenant=tenant, changes=changes))
+    return len(changes)
+
+
+async def drop_retired(services: Services, *, lingering: bool = False) -> None:
+    """Drops the chunks of texts that nobody can ask for any more, under all system texts and salts.
+
+    Requests that read one end on it. A chunk that another stored document of the tenant shares stays; a prompt that
+    brought the same text along has no such claim, and computes it again.
+
+    Args:
+        services: the server.
+        lingering: also what requests from before have computed since.
+    """
+    retired = services.documents.take_retired()
+    texts = [*services.documents.lingering(), *retired] if lingering else retired
+    labels: dict[str, list[str]] = {}
+    for text in texts:
+        labels.setdefault(text.tenant, []).append(text.label)
+    try:
+        for tenant, names in labels.items():
+            await _drop(services, tenant, names)
+    except EngineError:
+        logger.warning("the chunks of %d replaced or deleted documents could not be dropped now", len(retired))
+        services.documents.retire_again(retired)
+    except BaseException:  # the client has gone: the next sweep goes on
+        services.documents.retire_again(retired)
+        raise
+
+
+async def _drop(services: Services, tenant: str, labels: Iterable[str]) -> None:
+    names = list(dict.fromkeys(labels))
+    found = await services.engine.call(partial(_look, tenant=tenant, labels=names, keep=False))
+    changes: dict[Key, Change] = {}
+    for chunk in (chunk for chunks in found.values() for chunk in chunks):
+        is_shared = any(services.documents.owner(tenant, name) for name in chunk.names)
+        if not is_shared:
+            changes[chunk.key] = "delete"
+        elif chunk.pinned and not _is_pinned(services, tenant, chunk):
+            changes[chunk.key] = "unpin"
+    if changes:
+        await services.engine.call(partial(_settle, tenant=tenant, changes=changes))
+
+
+def _is_pinned(services: Services, tenant: str, chunk: CachedChunk) -> bool:
+    """Whether a pinned document owns a chunk."""
+    owners = (services.documents.owner(tenant, name) for name in chunk.names)
+    return any(owner is not None and owner.pinned for owner in owners)
+
+
+def _look(
+    engine: Engine, *, tenant: str, labels: Sequence[str], keep: bool | None = None
+) -> dict[str, list[CachedChunk]]:
+    """The chunks named by labels; on the engine's thread. `keep`: whether chunks computed later are pinned as well."""
+    planner = engine.planner
+    found: dict[str, list[CachedChunk]] = {label: [] for label in labels}
+    if keep is not None:
+        for label in labels:
+            planner.keep(label, tenant, keep)
+    if engine.chunk_config.long_chunks == "split":
+        for chunk in planner.chunks():
+            if chunk.tenant == tenant:
+                for name in chunk.names:
+                    if (label := label_in(name)[0]) in found:
+                        found[label].append(_view(engine, chunk, name))
+        return found
+    for label in labels:
+        try:
+            found[label] = [_view(engine, chunk, label) for chunk in planner.find_chunks(label, None, tenant)]
+        except UnknownChunk:
+            continue
+    return found
+
+
+def _settle(engine: Engine, *, tenant: str, changes: Mapping[Key, Change]) -> None:
+    """Deletes, pins and unpins chunks, on the engine's thread. What has gone meanwhile has gone."""
+    planner = engine.planner
+    for key, change in changes.items():
+        try:
+            if change == "delete":
+                planner.delete(key, None, tenant, when_idle=True)
+            elif change == "pin":
+                planner.pin(key, None, tenant)
+            else:
+                planner.unpin(key, None, tenant)
+        except UnknownChunk:
+            continue
+
+
+def _view(engine: Engine, chunk: Chunk, name: str) -> CachedChunk:
+    num_blocks = len(chunk.block_ids)
+    return CachedChunk(
+        key=chunk.key,
+        name=name,
+        names=tuple(chunk.names),
+        is_ready=chunk.is_ready,
+        num_tokens=chunk.num_tokens,
+        num_blocks=num_blocks,
+        num_bytes=num_blocks * engine.planner.bytes_per_block,
+        hits=chunk.hits,
+        num_users=chunk.users,
+        pinned=chunk.pinned,
+        is_salted=bool(chunk.salt),
+        compute_ms=chunk.compute_ms,
+    )

@@ -1,0 +1,145 @@
+"""/v1/documents: stored texts that prompts name, computed ahead, pinned, replaced and deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Header, Path, Query, Response
+
+from kvmosaic.server.documents.cached import CachedChunk, drop_retired, find_cached, pin_cached
+from kvmosaic.server.documents.names import ID_PATTERN, MAX_ID_CHARACTERS
+from kvmosaic.server.documents.schemas import (
+    MAX_LIST,
+    ChunkObject,
+    DeletedDocument,
+    DocumentContent,
+    DocumentList,
+    DocumentObject,
+    NewDocument,
+)
+from kvmosaic.server.documents.stored import Match, StoredDocument
+from kvmosaic.server.openai.replies import ErrorReply, error_replies
+from kvmosaic.server.services import Services
+from kvmosaic.server.tenants import Tenant, current_tenant
+
+ROUTE = "/v1/documents"
+Asker = Annotated[Tenant, Depends(current_tenant)]
+IdInPath = Annotated[str, Path(min_length=1, max_length=MAX_ID_CHARACTERS, pattern=ID_PATTERN)]
+IfMatch = Annotated[
+    str | None, Header(alias="If-Match", max_length=4_096, description="The ETag that the change is meant for, or *.")
+]
+CHANGED: dict[int | str, dict[str, Any]] = {
+    412: {"model": ErrorReply, "description": "What is stored is not the version that If-Match names."}
+}
+
+
+def router(services: Services) -> APIRouter:
+    """The routes of single documents and of their list; those of warming are in `warm_routes`."""
+    routes = APIRouter(tags=["documents"], responses=error_replies())
+    store = services.documents
+
+    @routes.post(
+        ROUTE,
+        status_code=201,
+        response_model_exclude_unset=True,
+        responses={409: {"model": ErrorReply, "description": "The id is taken."}},
+    )
+    async def create_document(body: NewDocument, response: Response, tenant: Asker) -> DocumentObject:
+        """Stores a document. An id that is taken gives 409; PUT replaces."""
+        draft = await services.in_thread(body.draft, store)
+        document = store.create(tenant.name, draft, body.id)
+        return await _stored(services, tenant, document, response)
+
+    @routes.get(ROUTE, response_model_exclude_unset=True)
+    async def list_documents(
+        tenant: Asker,
+        limit: Annotated[int, Query(ge=1, le=MAX_LIST)] = 20,
+        after: Annotated[str | None, Query(max_length=MAX_ID_CHARACTERS)] = None,
+        order: Literal["asc", "desc"] = "desc",
+        include_chunks: Annotated[bool, Query(description="Say where their keys and values are.")] = False,
+    ) -> DocumentList:
+        """Lists documents in the order of creation, newest first, without their texts.
+
+        `after` is the `next_after` of the reply before (or its `last_id`): whatever is created or deleted meanwhile, no
+        other document is left out or listed twice.
+        """
+        page = store.page(tenant.name, limit=limit, after=after, order=order)
+        found = await find_cached(services, tenant.name, page.documents) if include_chunks else {}
+        return DocumentList.of(page, [DocumentObject.of(each, **_chunks_of(each, found)) for each in page.documents])
+
+    @routes.get(ROUTE + "/{document_id}", response_model_exclude_unset=True)
+    async def get_document(document_id: IdInPath, response: Response, tenant: Asker) -> DocumentObject:
+        """A document with its text, and where its keys and values are."""
+        document = store.get(tenant.name, document_id)
+        found = await find_cached(services, tenant.name, [document])
+        response.headers["ETag"] = _etag(document)
+        return DocumentObject.of(document, text=document.content.text, chunks=_chunk_objects(found[document_id]))
+
+    @routes.put(
+        ROUTE + "/{document_id}",
+        response_model_exclude_unset=True,
+        responses={201: {"model": DocumentObject, "description": "It is new."}, **CHANGED},
+    )
+    async def put_document(
+        document_id: IdInPath, body: DocumentContent, response: Response, tenant: Asker, if_match: IfMatch = None
+    ) -> DocumentObject:
+        """Stores a document under an id, in place of the one that is there.
+
+        A request that begins after this reply reads the new text; one that reads the old text ends on it.
+        """
+        draft = await services.in_thread(body.draft, store)
+        document, is_new = store.put(tenant.name, document_id, draft, _match(if_match))
+        response.status_code = 201 if is_new else 200
+        return await _stored(services, tenant, document, response)
+
+    @routes.delete(ROUTE + "/{document_id}", responses=CHANGED)
+    async def delete_document(document_id: IdInPath, tenant: Asker, if_match: IfMatch = None) -> DeletedDocument:
+        """Deletes a document and its chunks; a request that reads it ends on it."""
+        store.delete(tenant.name, document_id, _match(if_match))
+        await drop_retired(services)
+        return DeletedDocument(id=document_id, object="document.deleted", deleted=True)
+
+    @routes.post(ROUTE + "/{document_id}:pin", response_model_exclude_unset=True)
+    async def pin_document(document_id: IdInPath, response: Response, tenant: Asker) -> DocumentObject:
+        """Keeps the chunks of a document in the cache, those there and those computed later; it does not expire."""
+        return await set_pinned(document_id, response, tenant, True)
+
+    @routes.post(ROUTE + "/{document_id}:unpin", response_model_exclude_unset=True)
+    async def unpin_document(document_id: IdInPath, response: Response, tenant: Asker) -> DocumentObject:
+        """Lets a document be evicted again; its time to live begins anew."""
+        return await set_pinned(document_id, response, tenant, False)
+
+    async def set_pinned(document_id: str, response: Response, tenant: Tenant, pinned: bool) -> DocumentObject:
+        document = store.set_pinned(tenant.name, document_id, pinned)
+        await pin_cached(services, tenant.name, document)
+        found = await find_cached(services, tenant.name, [document])
+        response.headers["ETag"] = _etag(document)
+        return DocumentObject.of(document, chunks=_chunk_objects(found[document_id]))
+
+    return routes
+
+
+async def _stored(services: Services, tenant: Tenant, document: StoredDocument, response: Response) -> DocumentObject:
+    """Brings the cache up to date with what was stored, and describes it."""
+    response.headers["ETag"] = _etag(document)
+    if document.pinned:
+        await pin_cached(services, tenant.name, document)
+    await drop_retired(services)
+    return DocumentObject.of(document)
+
+
+def _chunk_objects(chunks: Sequence[CachedChunk]) -> list[ChunkObject]:
+    return [ChunkObject.of(chunk) for chunk in chunks]
+
+
+def _chunks_of(document: StoredDocument, found: Mapping[str, Sequence[CachedChunk]]) -> dict[str, Any]:
+    return {"chunks": _chunk_objects(found[document.id])} if document.id in found else {}
+
+
+def _etag(document: StoredDocument) -> str:
+    return f'"{document.version}"'
+
+
+def _match(header: str | None) -> Match | None:
+    return None if header is None else Match.from_header(header)

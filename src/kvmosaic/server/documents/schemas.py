@@ -1,0 +1,286 @@
+"""Bodies and replies of /v1/documents."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from kvmosaic.server.documents.cached import CachedChunk
+from kvmosaic.server.documents.names import ID_PATTERN, MAX_ID_CHARACTERS, REFUSED_ID_PATTERN, shown_name
+from kvmosaic.server.documents.shelf import DocumentPage
+from kvmosaic.server.documents.store import DocumentStore
+from kvmosaic.server.documents.stored import (
+    MAX_METADATA_KEY,
+    MAX_METADATA_PAIRS,
+    MAX_METADATA_VALUE,
+    MAX_TTL_SECONDS,
+    Draft,
+    StoredDocument,
+)
+from kvmosaic.server.documents.warming import WarmedDocument
+from kvmosaic.server.openai.documents import DocumentFields
+from kvmosaic.server.openai.fields import Body, Name, Reply, Text
+
+MAX_WARM_IDS = 10_000
+MAX_LIST = 1_000
+
+DocumentId = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=MAX_ID_CHARACTERS,
+        pattern=ID_PATTERN,
+        json_schema_extra={"not": {"pattern": REFUSED_ID_PATTERN}},
+        description="Letters, digits and . _ : - ; not '.' or '..', and no verb such as ':warm' at the end.",
+    ),
+]
+MetadataKey = Annotated[str, Field(min_length=1, max_length=MAX_METADATA_KEY)]
+MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
+Endpoint = Literal["/v1/chat/completions", "/v1/responses", "/v1/completions"]
+
+
+class DocumentContent(Body):
+    """What is stored under an id; what is left out gets its default, also when a document is replaced."""
+
+    text: Annotated[Text, Field(min_length=1, description="White space around it is removed.")]
+    title: Annotated[Name | None, Field(description="A line before the text; the model reads it.")] = None
+    metadata: Annotated[
+        dict[MetadataKey, MetadataValue] | None,
+        Field(max_length=MAX_METADATA_PAIRS, description="Yours; the model never reads it."),
+    ] = None
+    ttl_seconds: Annotated[
+        int | None,
+        Field(ge=1, le=MAX_TTL_SECONDS, description="Life of the document; null: for ever. Default: one hour."),
+    ] = None
+    refresh_ttl_on_hit: Annotated[bool, Field(description="Its time begins anew whenever a request reads it.")] = False
+    pinned: Annotated[
+        bool | None,
+        Field(description="Keep its chunks in the cache; it does not expire. Default: false, or as it was before."),
+    ] = None
+
+    def draft(self, store: DocumentStore) -> Draft:
+        """What is to be stored.
+
+        Raises:
+            InvalidDocument: a text or title that cannot be stored.
+        """
+        has_ttl = "ttl_seconds" in self.model_fields_set
+        return Draft(
+            text=self.text,
+            title=self.title,
+            metadata=self.metadata or {},
+            ttl_seconds=self.ttl_seconds if has_ttl else store.default_ttl_seconds,
+            refresh_ttl_on_hit=self.refresh_ttl_on_hit,
+            pinned=self.pinned,
+        )
+
+
+class NewDocument(DocumentContent):
+    """A document to be created; without an id it gets one."""
+
+    id: DocumentId | None = None
+
+
+class ChunkObject(Reply):
+    """One cached run of keys and values of a document: there is one for each system text and salt, and each part."""
+
+    tier: Literal["device"]
+    state: Literal["computing", "ready"]
+    part: Annotated[str | None, Field(description="Of a document that was split, such as '1/3'.")]
+    tokens: int
+    blocks: int
+    bytes: int
+    hits: Annotated[int, Field(description="Requests that found it.")]
+    in_use: Annotated[int, Field(description="Requests that read it now.")]
+    pinned: bool
+    salted: Annotated[bool, Field(description="Whether it belongs to requests with a cache_salt.")]
+    compute_ms: float
+
+    @classmethod
+    def of(cls, chunk: CachedChunk) -> ChunkObject:
+        """What is known of a chunk."""
+        _, _, part = shown_name(chunk.name).partition(" ")
+        return cls(
+            tier="device",
+            state="ready" if chunk.is_ready else "computing",
+            part=part.strip("()") or None,
+            tokens=chunk.num_tokens,
+            blocks=chunk.num_blocks,
+            bytes=chunk.num_bytes,
+            hits=chunk.hits,
+            in_use=chunk.num_users,
+            pinned=chunk.pinned,
+            salted=chunk.is_salted,
+            compute_ms=round(chunk.compute_ms, 3),
+        )
+
+
+class DocumentObject(Reply):
+    """A stored document. Its text is sent only where one document is asked for."""
+
+    id: str
+    object: Literal["document"]
+    title: str | None
+    metadata: dict[str, str]
+    version: Annotated[int, Field(description="Also its ETag; counts replacements.")]
+    characters: int
+    bytes: int
+    created_at: Annotated[int, Field(description="Unix seconds.")]
+    updated_at: int
+    expires_at: Annotated[int | None, Field(description="Null: never, or not while it is pinned.")]
+    ttl_seconds: int | None
+    refresh_ttl_on_hit: bool
+    pinned: bool
+    hits: Annotated[int, Field(description="Times that a request named it.")]
+    last_used_at: int | None
+    text: str | None = None
+    chunks: Annotated[
+        list[ChunkObject] | None, Field(description="Where its keys and values are; empty: not computed yet.")
+    ] = None
+
+    @classmethod
+    def of(cls, document: StoredDocument, **details: Any) -> DocumentObject:
+        """What is known of a document, with `text` and `chunks` if they are given."""
+        return cls(
+            id=document.id,
+            object="document",
+            title=document.content.title,
+            metadata=dict(document.metadata),
+            version=document.version,
+            characters=len(document.content.text),
+            bytes=document.num_bytes,
+            created_at=int(document.created_at),
+            updated_at=int(document.updated_at),
+            expires_at=None if document.expires_at is None else int(document.expires_at),
+            ttl_seconds=document.ttl_seconds,
+            refresh_ttl_on_hit=document.refresh_ttl_on_hit,
+            pinned=document.pinned,
+            hits=document.hits,
+            last_used_at=None if document.last_used_at is None else int(document.last_used_at),
+            **details,
+        )
+
+
+class DocumentList(Reply):
+    """Some documents in the order of creation."""
+
+    object: Literal["list"]
+    data: list[DocumentObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    next_after: Annotated[
+        str | None,
+        Field(description="`after` for the next part; unlike last_id, it stays good when documents are deleted."),
+    ]
+
+    @classmethod
+    def of(cls, page: DocumentPage, data: list[DocumentObject]) -> DocumentList:
+        """A part of a list with its documents described."""
+        return cls(
+            object="list",
+            data=data,
+            first_id=data[0].id if data else None,
+            last_id=data[-1].id if data else None,
+            has_more=page.has_more,
+            next_after=page.next_after,
+        )
+
+
+class DeletedDocument(Reply):
+    """What is left of a document."""
+
+    id: str
+    object: Literal["document.deleted"]
+    deleted: Literal[True]
+
+
+class WarmOptions(Body):
+    """For which prompts a document is computed."""
+
+    system: Annotated[
+        Text | None,
+        Field(description="System text of the later prompts: a document is computed behind it, and found only there."),
+    ] = None
+    endpoint: Annotated[
+        Endpoint | None,
+        Field(description="Where it will be used; /v1/completions writes documents without the chat template."),
+    ] = None
+    stream: Annotated[bool | None, Field(description="Send an event for each document as it ends.")] = False
+
+    @property
+    def chat(self) -> bool | None:
+        """Whether documents are written as a chat template has it; None: if the model has one."""
+        return False if self.endpoint == "/v1/completions" else None
+
+
+class WarmOneRequest(WarmOptions):
+    """How to warm one document."""
+
+    cache_salt: Annotated[str | None, Field(max_length=4_096)] = None
+
+
+class WarmRequest(WarmOptions, DocumentFields):
+    """What to warm: stored documents by `ids`, documents that are not stored, or (neither given) all stored ones."""
+
+    ids: Annotated[list[DocumentId] | None, Field(max_length=MAX_WARM_IDS)] = None
+
+
+class ErrorDetail(Reply):
+    """A failure in OpenAI's shape."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class WarmedObject(Reply):
+    """How warming one document ended: its tokens, or an error."""
+
+    object: Literal["document.warmed", "document.failed"]
+    index: Annotated[int, Field(description="Place among the documents of the request.")]
+    id: str | None
+    tokens: int | None = None
+    chunks: int | None = None
+    was_cached: bool | None = None
+    ms: float | None = None
+    error: ErrorDetail | None = None
+
+    @classmethod
+    def of(cls, warmed: WarmedDocument) -> WarmedObject:
+        """What became of one document."""
+        if warmed.error is not None:
+            error = ErrorDetail(**warmed.error.body["error"])
+            return cls(object="document.failed", index=warmed.index, id=warmed.id, error=error)
+        return cls(
+            object="document.warmed",
+            index=warmed.index,
+            id=warmed.id,
+            tokens=warmed.num_tokens,
+            chunks=warmed.num_chunks,
+            was_cached=warmed.was_cached,
+            ms=round(warmed.milliseconds, 3),
+        )
+
+
+class WarmSummary(Reply):
+    """What warming came to; the last event of a stream."""
+
+    object: Literal["documents.warmed"]
+    num_documents: int = 0
+    num_computed: int = 0
+    num_cached: Annotated[int, Field(description="Found in the cache, nothing to compute.")] = 0
+    num_failed: int = 0
+    tokens: int = 0
+    ms: Annotated[float, Field(description="From the first to the last.")] = 0.0
+    data: Annotated[list[WarmedObject] | None, Field(description="By index; only without `stream`.")] = None
+
+    def add(self, warmed: WarmedDocument) -> None:
+        """Counts one more."""
+        self.num_documents += 1
+        self.num_failed += warmed.error is not None
+        self.num_cached += warmed.error is None and warmed.was_cached
+        self.num_computed += warmed.error is None and not warmed.was_cached
+        self.tokens += warmed.num_tokens

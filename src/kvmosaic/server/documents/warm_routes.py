@@ -1,0 +1,134 @@
+"""/v1/documents:warm: computing documents ahead, with an event for each one that ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+
+from kvmosaic.errors import InvalidDocument
+from kvmosaic.prompt import Document
+from kvmosaic.server.documents.routes import ROUTE, IdInPath
+from kvmosaic.server.documents.schemas import WarmedObject, WarmOneRequest, WarmOptions, WarmRequest, WarmSummary
+from kvmosaic.server.documents.warming import WarmJob, check_warmable, warm
+from kvmosaic.server.errors import ApiError, request_id_of
+from kvmosaic.server.openai.replies import error_replies, streamed
+from kvmosaic.server.openai.sse import EventStream, event, open_stream
+from kvmosaic.server.services import Services
+from kvmosaic.server.tenants import Tenant, current_tenant
+
+Asker = Annotated[Tenant, Depends(current_tenant)]
+
+
+def router(services: Services) -> APIRouter:
+    """The routes that warm one document, or many."""
+    routes = APIRouter(tags=["documents"], responses=error_replies())
+    responses: dict[int | str, dict[str, Any]] = {
+        200: streamed("What became of the documents, or an event for each.", _EXAMPLE)
+    }
+
+    @routes.post(ROUTE + ":warm", response_model=WarmSummary, response_model_exclude_unset=True, responses=responses)
+    async def warm_documents(request: Request, body: WarmRequest, tenant: Asker) -> WarmSummary | EventStream:
+        """Computes documents now, so that later requests find them: some by id, others as they are, or all."""
+        check_warmable(services, tenant)
+        documents = await services.in_thread(_documents_of, services, tenant, body)
+        return await reply(request, tenant, body, documents, body.cache_salt)
+
+    @routes.post(
+        ROUTE + "/{document_id}:warm",
+        response_model=WarmSummary,
+        response_model_exclude_unset=True,
+        responses=responses,
+    )
+    async def warm_document(
+        request: Request, document_id: IdInPath, tenant: Asker, body: WarmOneRequest | None = None
+    ) -> WarmSummary | EventStream:
+        """Computes one stored document now."""
+        check_warmable(services, tenant)
+        services.documents.get(tenant.name, document_id)
+        body = body or WarmOneRequest()
+        return await reply(request, tenant, body, (document_id,), body.cache_salt)
+
+    async def reply(
+        request: Request, tenant: Tenant, body: WarmOptions, documents: tuple[Document | str, ...], salt: str | None
+    ) -> WarmSummary | EventStream:
+        job = WarmJob(documents, body.system, salt or "", body.chat)
+        if body.stream:
+            return await open_stream(request, _events(services, tenant, job, request_id_of(request)))
+        return await _whole(services, tenant, job, request_id_of(request))
+
+    return routes
+
+
+async def _events(services: Services, tenant: Tenant, job: WarmJob, request_id: str) -> AsyncGenerator[str, None]:
+    started, summary = time.monotonic(), _empty_summary()
+    async with aclosing(warm(services, tenant, job, request_id)) as ends:
+        async for warmed in ends:
+            summary.add(warmed)
+            yield event(WarmedObject.of(warmed), "document.failed" if warmed.error else "document.warmed")
+    summary.ms = _milliseconds(started)
+    yield event(summary, "documents.warmed")
+
+
+async def _whole(services: Services, tenant: Tenant, job: WarmJob, request_id: str) -> WarmSummary:
+    """One reply for all; if none of them could be warmed, the error of the first."""
+    started, summary = time.monotonic(), _empty_summary()
+    ended: list[WarmedObject] = []
+    errors: dict[int, ApiError] = {}
+    async with aclosing(warm(services, tenant, job, request_id)) as ends:
+        async for warmed in ends:
+            summary.add(warmed)
+            ended.append(WarmedObject.of(warmed))
+            if warmed.error is not None:
+                errors[warmed.index] = warmed.error
+    if errors and len(errors) == len(ended):
+        raise errors[min(errors)]
+    summary.ms, summary.data = _milliseconds(started), sorted(ended, key=lambda one: one.index)
+    return summary
+
+
+def _documents_of(services: Services, tenant: Tenant, body: WarmRequest) -> tuple[Document | str, ...]:
+    """Ids of stored documents and texts, in the order of the body.
+
+    Raises:
+        UnknownDocument: an id that this tenant has not stored.
+        InvalidDocument: nothing is named, or an entry without text and id.
+    """
+    if body.ids is None and body.documents is None:
+        return tuple(document.id for document in services.documents.documents(tenant.name))
+    chosen: list[Document | str] = list(dict.fromkeys(body.ids or ()))
+    for part in body.documents or ():
+        name = None if isinstance(part, str) else part.id if part.id is not None else part.doc_id
+        if isinstance(part, str):
+            chosen.append(Document(part))
+        elif part.text is None and name is not None:
+            chosen.append(str(name))
+        else:
+            fields = {"id": name, "title": part.title, "text": part.text}
+            chosen.append(Document.read({key: value for key, value in fields.items() if value is not None}))
+    for document_id in chosen:
+        if isinstance(document_id, str):
+            services.documents.get(tenant.name, document_id)
+    if not chosen:
+        raise InvalidDocument("ids and documents are empty; name a document, or leave both out to warm all")
+    return tuple(chosen)
+
+
+def _empty_summary() -> WarmSummary:
+    return WarmSummary(
+        object="documents.warmed", num_documents=0, num_computed=0, num_cached=0, num_failed=0, tokens=0, ms=0.0
+    )
+
+
+def _milliseconds(started: float) -> float:
+    return round((time.monotonic() - started) * 1e3, 3)
+
+
+_EXAMPLE = (
+    'event: document.warmed\ndata: {"object":"document.warmed","index":0,"id":"ferry","tokens":120,"chunks":1,'
+    '"was_cached":false,"ms":8.4}\n\nevent: documents.warmed\ndata: {"object":"documents.warmed","num_documents":1,'
+    '"num_computed":1,"num_cached":0,"num_failed":0,"tokens":120,"ms":9.1}\n\n'
+)

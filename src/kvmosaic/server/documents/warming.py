@@ -1,0 +1,128 @@
+"""Warming: documents are computed before anyone asks, a few at once, each with its own end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from kvmosaic.engine import Request
+from kvmosaic.errors import ChunkCacheOff
+from kvmosaic.prompt import Document, Prompt, Segment, SegmentKind
+from kvmosaic.server.errors import ApiError, as_api_error
+from kvmosaic.server.running import check_engine
+from kvmosaic.server.services import Services
+from kvmosaic.server.tenants import Tenant
+
+WINDOW = 8
+"""Documents under way at once: enough to fill steps, few enough to leave room for those who ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmJob:
+    """What is to be computed, and for which prompts."""
+
+    documents: tuple[Document | str, ...]
+    """Texts, or ids of stored documents, which are read when their turn comes."""
+    system: str | None = None
+    """The system text of the later prompts; it is part of what a document saw."""
+    salt: str = ""
+    chat: bool | None = None
+    """Whether the later prompts are conversations; None: if the model has a chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmedDocument:
+    """How one document ended."""
+
+    index: int
+    id: str | None
+    num_tokens: int = 0
+    num_chunks: int = 0
+    was_cached: bool = False
+    milliseconds: float = 0.0
+    error: ApiError | None = None
+
+
+def check_warmable(services: Services, tenant: Tenant) -> None:
+    """Refuses what `warm` would refuse, before anything is read.
+
+    Raises:
+        ChunkCacheOff: this server keeps no chunks.
+        ApiError: 503 or 429, it takes no work now.
+    """
+    if not services.llm.has_chunk_cache:
+        raise ChunkCacheOff(f"nothing can be warmed, the chunk cache is off: {services.llm.chunk_cache_off_reason}")
+    check_engine(services)
+    services.admission.check(tenant)
+
+
+async def warm(
+    services: Services, tenant: Tenant, job: WarmJob, request_id: str
+) -> AsyncGenerator[WarmedDocument, None]:
+    """Computes documents, or finds them computed; yields each one as it ends.
+
+    Closing the generator, or cancelling the task that reads it, aborts the rest. One that fails does not stop the
+    others. All of them count as one request that is under way.
+
+    Raises:
+        ApiError: 503 or 429, see `check_warmable`.
+    """
+    waiting = iter(enumerate(job.documents))
+    tasks: set[asyncio.Task[WarmedDocument]] = set()
+    with services.admission.enter(tenant):
+        try:
+            while True:
+                for index, document in _take(waiting, WINDOW - len(tasks)):
+                    coroutine = _end_of(services, tenant, job, index, document, request_id)
+                    tasks.add(asyncio.create_task(coroutine, name=f"warm-{index}"))
+                if not tasks:
+                    return
+                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for warmed in sorted((task.result() for task in done), key=lambda one: one.index):
+                    yield warmed
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _take(waiting: Iterator[tuple[int, Document | str]], most: int) -> list[tuple[int, Document | str]]:
+    return [item for _, item in zip(range(most), waiting, strict=False)]
+
+
+async def _end_of(
+    services: Services, tenant: Tenant, job: WarmJob, index: int, document: Document | str, request_id: str
+) -> WarmedDocument:
+    """Warms one document; whatever it fails with is part of its end."""
+    document_id = document if isinstance(document, str) else document.id
+    try:
+        if isinstance(document, str):
+            document = services.documents.get(tenant.name, document).content
+        prompts = await services.in_thread(_prompts_of, services, document, job, tenant.name)
+        ended: list[Request] = []
+        async with aclosing(services.engine.warm(prompts)) as ends:
+            async for _, request in ends:
+                if request.error is not None:
+                    raise request.error
+                ended.append(request)
+    except Exception as error:
+        return WarmedDocument(index, document_id, error=as_api_error(error, request_id))
+    chunks = [segment for request in ended for segment in request.reuse.segments if segment.kind == "chunk"]
+    return WarmedDocument(
+        index=index,
+        id=document_id,
+        num_tokens=sum(chunk.num_tokens for chunk in chunks),
+        num_chunks=len(chunks),
+        was_cached=all(chunk.reused_tokens == chunk.num_tokens for chunk in chunks),
+        milliseconds=sum(chunk.milliseconds for chunk in chunks),
+    )
+
+
+def _prompts_of(services: Services, document: Document, job: WarmJob, tenant: str) -> Sequence[Prompt]:
+    """One prompt for each chunk, so that the parts of a split document need not fit into memory together."""
+    prompt = services.llm.encoder.encode_documents([document], job.system, salt=job.salt, chat=job.chat)
+    system = [segment for segment in prompt.segments if segment.kind is SegmentKind.SYSTEM]
+    question = Segment(SegmentKind.QUESTION, (0,))
+    return [replace(prompt, segments=(*system, chunk, question), tenant=tenant) for chunk in prompt.chunks]
