@@ -1,0 +1,192 @@
+"""The feed: what everyone who looks at the dashboard is told, from one look per second at the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from functools import partial
+from typing import Any
+
+from kvmosaic.errors import KVMosaicError
+from kvmosaic.server.dashboard.examples import example_questions
+from kvmosaic.server.dashboard.glance import Glance, look
+from kvmosaic.server.dashboard.viewer import NUM_RECORDS, News, Viewer
+from kvmosaic.server.dashboard.views import (
+    blocks_view,
+    chunks_view,
+    document_view,
+    pool_view,
+    record_view,
+    usage_view,
+)
+from kvmosaic.server.documents import StoredDocument
+from kvmosaic.server.errors import ApiError
+from kvmosaic.server.record import MAX_RECORDS, RequestRecord
+from kvmosaic.server.services import Services
+from kvmosaic.server.tenants import Tenant
+
+MAX_VIEWERS = 64
+MAX_DOCUMENTS = 200
+"""Documents that are shown: the newest of a tenant."""
+NUM_STRIPS = 12
+"""Records of the first event that come with their segments."""
+MAX_ANSWER_TOKENS = 128
+"""Of a question asked in the dashboard."""
+RETRY_SECONDS = 5
+
+
+class Feed:
+    """Tells all viewers what is going on.
+
+        engine ──look, at most once per second for all──▶ glance ──▶ each viewer's share ──▶ event stream
+        records ──as they end──────────────────────────────────────▶
+
+    Nobody looks at the engine while nobody looks at the dashboard. Used on one event loop only.
+    """
+
+    def __init__(self, services: Services, *, seconds: float = 1.0, max_viewers: int = MAX_VIEWERS) -> None:
+        self._services = services
+        self._seconds = seconds
+        self._max_viewers = max_viewers
+        self._viewers: list[Viewer] = []
+        self._records: deque[tuple[int, RequestRecord]] = deque(maxlen=MAX_RECORDS)
+        self._num_records = 0
+        self._glance: Glance | None = None
+        self._last_look = float("-inf")
+        self._looking: asyncio.Task[Glance] | None = None
+        self._telling: asyncio.Task[None] | None = None
+        self._started = services.clock()
+        services.records.listen(self._note)
+
+    @property
+    def num_viewers(self) -> int:
+        """How many look now."""
+        return len(self._viewers)
+
+    async def watch(self, tenant: Tenant) -> AsyncGenerator[tuple[str, Any], None]:
+        """Named events for one viewer: `state` first, then `records`, `statistics`, `documents` and `blocks`.
+
+        Raises:
+            ApiError: 503, too many look already, or the server shuts down.
+        """
+        self._check_room()
+        viewer = Viewer(tenant)
+        self._viewers.append(viewer)
+        try:
+            if self._telling is None or self._telling.done():
+                self._glance = None  # what was seen for the last viewers may be long ago
+                self._telling = asyncio.create_task(self._tell(), name="dashboard-feed")
+            yield "state", self._state(viewer)
+            while news := await viewer.take():
+                for event in news:
+                    yield event
+        finally:
+            self._viewers.remove(viewer)
+
+    def _check_room(self) -> None:
+        admission = self._services.admission
+        if admission.is_draining:
+            raise admission.unavailable("the server is shutting down")
+        if len(self._viewers) >= self._max_viewers:
+            raise ApiError(
+                503,
+                f"{self._max_viewers} viewers look at this dashboard, which is the limit; close one of them",
+                type="service_unavailable",
+                code="too_many_viewers",
+                headers={"Retry-After": str(RETRY_SECONDS)},
+            )
+
+    async def _tell(self) -> None:
+        """Looks and tells, once per second, as long as somebody listens."""
+        while self._viewers:
+            await asyncio.sleep(max(0.0, self._last_look + self._seconds - time.monotonic()))
+            self._last_look = time.monotonic()
+            await self._look()
+            if self._services.admission.is_draining:
+                for viewer in self._viewers:
+                    viewer.close()
+                return
+            blocks = await asyncio.to_thread(blocks_view, self._glance) if self._glance else None
+            for viewer in self._viewers:
+                viewer.offer("statistics", self._statistics(viewer.tenant))
+                viewer.offer("documents", self._document_list(viewer.tenant.name))
+                if viewer.tenant.is_admin and blocks is not None:
+                    viewer.offer("blocks", blocks)
+
+    async def _look(self) -> None:
+        """Looks at the engine. One that is busy with a long step is waited for in the next seconds, not asked again."""
+        if self._looking is None:
+            with_blocks = any(viewer.tenant.is_admin for viewer in self._viewers)
+            call = partial(look, wanted=self._wanted(), with_blocks=with_blocks)
+            self._looking = asyncio.create_task(self._services.engine.call(call), name="dashboard-look")
+        done, _ = await asyncio.wait({self._looking}, timeout=self._seconds)
+        if not done:
+            return
+        looking, self._looking = self._looking, None
+        try:
+            self._glance = looking.result()
+        except KVMosaicError:
+            self._glance = None  # the engine has stopped, and the statistics say so
+
+    def _wanted(self) -> dict[str, list[str]]:
+        names = {viewer.tenant.name for viewer in self._viewers}
+        return {name: [document.content.label for document in self._documents(name)] for name in names}
+
+    def _note(self, record: RequestRecord) -> None:
+        self._num_records += 1
+        self._records.append((self._num_records, record))
+        for viewer in self._viewers:
+            viewer.add_record(self._num_records, record)
+
+    def _state(self, viewer: Viewer) -> News:
+        """Everything there is to know now, without waiting for the engine."""
+        seen = [pair for pair in self._records if viewer.may_see(pair[1])][-NUM_RECORDS:]
+        records = [
+            record_view(number, record, with_segments=place >= len(seen) - NUM_STRIPS)
+            for place, (number, record) in enumerate(seen)
+        ]
+        return {
+            "server": self._server(viewer.tenant),
+            "records": records,
+            "statistics": self._statistics(viewer.tenant),
+            "documents": self._document_list(viewer.tenant.name),
+            "blocks": None,
+        }
+
+    def _server(self, tenant: Tenant) -> News:
+        llm, settings = self._services.llm, self._services.settings
+        return {
+            "model": settings.model_names[0],
+            "chunk_cache": {"on": llm.has_chunk_cache, "reason": llm.chunk_cache_off_reason or None},
+            "position_strategy": settings.position_strategy,
+            "tenant": tenant.name,
+            "is_admin": tenant.is_admin,
+            "max_answer_tokens": MAX_ANSWER_TOKENS,
+            "questions": example_questions(),
+        }
+
+    def _statistics(self, tenant: Tenant) -> News:
+        services, glance = self._services, self._glance
+        usage = glance.usage.get(tenant.name) if glance else None
+        return {
+            "uptime_seconds": int(services.clock() - self._started),
+            "running": services.engine.num_running,
+            "waiting": services.engine.num_waiting,
+            "is_alive": services.engine.is_alive,
+            "chunks": chunks_view(glance.statistics) if glance and tenant.is_admin else None,
+            "tenant": usage_view(usage) if usage else None,
+            "pools": [pool_view(pool) for pool in glance.pools] if glance else [],
+        }
+
+    def _documents(self, tenant: str) -> list[StoredDocument]:
+        part = self._services.documents.page(tenant, limit=MAX_DOCUMENTS, order="desc")
+        return list(reversed(part.documents))
+
+    def _document_list(self, tenant: str) -> News:
+        """The newest documents of a tenant, oldest first, and how many there are."""
+        texts = self._glance.texts if self._glance else {}
+        usage = self._services.documents.usage(tenant)
+        shown = [document_view(one, texts.get((tenant, one.content.label))) for one in self._documents(tenant)]
+        return {"data": shown, "total": usage.num_documents, "bytes": usage.num_bytes}
