@@ -10,6 +10,7 @@ import sys
 from rich.console import Console
 
 from kvmosaic.server.app import build_app
+from kvmosaic.server.documents.sweeping import swept
 from kvmosaic.server.doorway import Doorway
 from kvmosaic.server.listening import address_of, listen, listener_for
 from kvmosaic.server.loading import load_in_thread
@@ -58,8 +59,9 @@ class _Launch:
                 return False
             self._doorway.open(build_app(services))
             self._say_ready(services, address_of(self._settings, place))
-            await self._told_to_stop.wait()
-            await self._drain(services)
+            async with swept(services):
+                await self._told_to_stop.wait()
+                await self._drain(services)
             return True
         finally:
             self._listener.should_exit = True

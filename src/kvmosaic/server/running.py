@@ -11,6 +11,7 @@ from kvmosaic.errors import KVMosaicError
 from kvmosaic.layout import PositionStrategy
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import RequestMetrics, ReuseReport, SamplingParams
+from kvmosaic.server.documents import with_shown_names
 from kvmosaic.server.record import MAX_INTER_TOKEN_SECONDS, RequestRecord, RequestStatus
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
@@ -60,6 +61,8 @@ async def run(
             )
             async with aclosing(deltas):
                 async for delta in deltas:
+                    if delta.reuse is not None:
+                        delta = replace(delta, reuse=with_shown_names(delta.reuse))
                     seen.add(delta)
                     services.metrics.observe_delta(delta)
                     yield delta

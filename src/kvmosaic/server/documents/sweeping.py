@@ -15,7 +15,7 @@ logger = logging.getLogger("kvmosaic.server")
 
 
 @asynccontextmanager
-async def lifespan(services: Services, seconds: float = SWEEP_SECONDS) -> AsyncIterator[None]:
+async def swept(services: Services, seconds: float = SWEEP_SECONDS) -> AsyncIterator[None]:
     """Sweeps every few seconds, as long as the app lives."""
     task = asyncio.create_task(_sweep_always(services, seconds), name="document-sweep")
     try:
