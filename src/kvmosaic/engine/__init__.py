@@ -2,7 +2,8 @@
 
 from kvmosaic.engine.async_engine import AsyncEngine
 from kvmosaic.engine.delta import AnswerDelta, RequestDelta
-from kvmosaic.engine.engine import Engine, not_movable
+from kvmosaic.engine.engine import Engine
+from kvmosaic.engine.placing import not_movable
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.scheduler import Scheduler
 from kvmosaic.engine.sequence import Sequence, SequenceState

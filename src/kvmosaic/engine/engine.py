@@ -12,6 +12,7 @@ import torch
 
 from kvmosaic.cache import Planner
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
+from kvmosaic.engine.placing import place
 from kvmosaic.engine.report import reuse_report
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.scheduler import Scheduler
@@ -23,14 +24,12 @@ from kvmosaic.errors import (
     InvalidPrompt,
     InvalidSampling,
     KVMosaicError,
-    NotMovable,
     QueueFull,
     UnknownRequest,
 )
-from kvmosaic.layout import ChunkContext, Layout, PositionStrategy, arrange
-from kvmosaic.model.loaded import LoadedModel
+from kvmosaic.layout import Layout, PositionStrategy
 from kvmosaic.model.runner import Runner
-from kvmosaic.prompt import Prompt, check_length
+from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import Answer, SamplingParams, SamplingState, sample
 
 logger = logging.getLogger("kvmosaic")
@@ -109,8 +108,7 @@ class Engine:
             QueueFull: too many requests wait.
             EngineStopped: after `close`.
         """
-        layout = self._arrange(prompt, position_strategy)
-        self._check_layout(layout, 1)
+        layout = self._place(prompt, position_strategy)
         return self._queue(prompt, layout, params, request_id, priority, note, arrival_time)
 
     def add_warm_up(
@@ -119,9 +117,7 @@ class Engine:
         """Queues the chunks of a prompt to be computed (or found), without an answer; its question is not used."""
         if not prompt.chunks:
             raise InvalidPrompt("a warm-up needs at least one document; got none")
-        layout = self._arrange(prompt, position_strategy)
-        layout = Layout(layout.spans[:-1], layout.strategy, layout.chunk_context)
-        self._check_layout(layout, 0)
+        layout = self._place(prompt, position_strategy, chunks_only=True)
         return self._queue(prompt, layout, SamplingParams(max_tokens=1), request_id)
 
     def abort(self, request_id: str) -> None:
@@ -216,15 +212,11 @@ class Engine:
         """Checks pools, tables and caches against each other."""
         self.planner.check_invariants()
 
-    def _arrange(self, prompt: Prompt, strategy: PositionStrategy | None) -> Layout:
-        return arrange(prompt, strategy or self.chunk_config.position_strategy, self.chunk_config.chunk_context)
-
-    def _check_layout(self, layout: Layout, num_new: int) -> None:
+    def _place(self, prompt: Prompt, strategy: PositionStrategy | None, *, chunks_only: bool = False) -> Layout:
+        config = self.chunk_config
+        strategy = strategy or config.position_strategy
         model = self.runner.model
-        if layout.is_moved and not model.is_movable:
-            raise not_movable(model, layout.strategy, layout.chunk_context)
-        if self.max_positions is not None:
-            check_length(layout, self.max_positions, num_new)
+        return place(prompt, strategy, config.chunk_context, model, self.max_positions, chunks_only=chunks_only)
 
     def _queue(
         self,
@@ -370,12 +362,3 @@ class Engine:
         sequences = self._sequences[request.request_id]
         waiting = self.scheduler.waiting
         return all(sequence in waiting and sequence is not self.scheduler.admitting for sequence in sequences)
-
-
-def not_movable(model: LoadedModel, strategy: PositionStrategy, context: ChunkContext) -> NotMovable:
-    """The error for settings that move documents on a model that does not allow that."""
-    return NotMovable(
-        f"position_strategy={strategy!r} with chunk_context={context!r} moves documents, and this model does not allow "
-        f"that ({model.immovable_reason}); use position_strategy='shared' with chunk_context='system', or "
-        "position_strategy='absolute'"
-    )

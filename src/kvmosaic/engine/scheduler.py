@@ -16,7 +16,7 @@ from kvmosaic.config import EngineConfig
 from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.step import Step, Work
 from kvmosaic.engine.waiting import WaitingQueue
-from kvmosaic.errors import ChunkCacheFull, KVMosaicError, OutOfBlocks, RequestTooLarge
+from kvmosaic.errors import ChunkCacheFull, KVMosaicError, OutOfBlocks, QuotaInUse, RequestTooLarge
 
 
 class Scheduler:
@@ -69,14 +69,20 @@ class Scheduler:
         return step
 
     def _admit(self, budget: int, step: Step) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.config.max_running:
-            sequence = self.admitting = self.waiting.first()
+        passed_over: set[str] = set()
+        while budget > 0 and len(self.running) < self.config.max_running:
+            sequence = self.admitting = self.waiting.first(passed_over)
+            if sequence is None:
+                return
             begin = self.clock()
             try:
                 prompt = sequence.request.prompt
                 plan = self.planner.plan(sequence.layout, prompt.salt, prompt.tenant)
                 attachment = self.planner.attach(plan)
             except OutOfBlocks as error:
+                if self.running and isinstance(error, QuotaInUse):
+                    passed_over.add(prompt.tenant)  # the others need not wait for this tenant
+                    continue
                 if self.running:
                     return
                 self._refuse(sequence, RequestTooLarge(f"the request cannot run even alone: {error}"), step)

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection
 from itertools import count
 
 from kvmosaic.engine.sequence import Sequence
 
 _SLACK = 64
 
+_Entry = tuple[tuple[float, float, int], int, Sequence]
+"""Rank, number and sequence; the smallest leaves first."""
+
 
 class WaitingQueue:
-    """A heap of sequences; those that were taken out stay in it as dead entries until they come up or are too many.
+    """One heap of sequences per tenant; what was taken out stays in it, dead, until it comes up or there is too much.
 
-        entries   (rank, number, sequence), the smallest first
+        heaps     tenant -> [(rank, number, sequence), …]
         numbers   sequence -> the number of its entry, if it waits
 
-    Adding and removing cost O(log n). Equal ranks leave in the order in which they came.
+    Adding and removing cost O(log n), finding the first one O(tenants). Equal ranks leave in the order in which they
+    came.
     """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[tuple[float, float, int], int, Sequence]] = []
+        self._heaps: dict[str, list[_Entry]] = {}
         self._numbers: dict[Sequence, int] = {}
+        self._num_dead = 0
         self._count = count()
 
     def __len__(self) -> int:
@@ -34,23 +40,41 @@ class WaitingQueue:
         """Queues a sequence that does not wait yet."""
         assert sequence not in self._numbers, "a sequence waits once"
         number = self._numbers[sequence] = next(self._count)
-        heapq.heappush(self._entries, (sequence.rank, number, sequence))
+        heap = self._heaps.setdefault(sequence.request.prompt.tenant, [])
+        heapq.heappush(heap, (sequence.rank, number, sequence))
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out; one that does not wait is left alone."""
         if self._numbers.pop(sequence, None) is None:
             return
-        if len(self._entries) > 2 * len(self._numbers) + _SLACK:
-            self._entries = [entry for entry in self._entries if self._is_alive(entry[1], entry[2])]
-            heapq.heapify(self._entries)
+        self._num_dead += 1
+        if self._num_dead > len(self._numbers) + _SLACK:
+            for tenant in list(self._heaps):
+                self._drop_dead(tenant)
 
-    def first(self) -> Sequence:
-        """The sequence that runs next; it stays in the queue, which must not be empty."""
-        while True:
-            _, number, sequence = self._entries[0]
-            if self._is_alive(number, sequence):
-                return sequence
-            heapq.heappop(self._entries)
+    def first(self, passed_over: Collection[str] = ()) -> Sequence | None:
+        """The sequence that runs next, which stays in the queue; None if only these tenants wait, or nobody."""
+        firsts = [self._first_of(tenant) for tenant in list(self._heaps) if tenant not in passed_over]
+        best = min((entry for entry in firsts if entry is not None), default=None)
+        return None if best is None else best[2]
 
-    def _is_alive(self, number: int, sequence: Sequence) -> bool:
+    def _first_of(self, tenant: str) -> _Entry | None:
+        heap = self._heaps[tenant]
+        while heap and not self._is_alive(heap[0]):
+            heapq.heappop(heap)
+            self._num_dead -= 1
+        if heap:
+            return heap[0]
+        del self._heaps[tenant]
+        return None
+
+    def _drop_dead(self, tenant: str) -> None:
+        heap = self._heaps[tenant]
+        alive = [entry for entry in heap if self._is_alive(entry)]
+        self._num_dead -= len(heap) - len(alive)
+        heapq.heapify(alive)
+        self._heaps[tenant] = alive
+
+    def _is_alive(self, entry: _Entry) -> bool:
+        _, number, sequence = entry
         return self._numbers.get(sequence) == number

@@ -1,0 +1,280 @@
+"""Engine thread: runs an engine's steps, and between them what others ask of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+
+from kvmosaic.engine.engine import Engine
+from kvmosaic.engine.request import Request
+from kvmosaic.engine.stream import Stream, wake_all
+from kvmosaic.errors import EngineError, EngineStopped
+
+logger = logging.getLogger("kvmosaic")
+
+T = TypeVar("T")
+
+MAX_FAILURES = 5
+"""So many steps in a row may fail before the engine is taken for broken."""
+COMMAND_SECONDS = 0.02
+"""Commands may take this long between two steps; the rest of them comes after the next step."""
+
+Run = Callable[[], None]
+Refuse = Callable[[EngineStopped], None]
+
+
+class EngineThread:
+    """The one thread that touches an engine, and the queues in front of it.
+
+        close ──▶ closed streams ──▶ abort ┐
+        call ──┬▶ commands ──▶ some of them ┴▶ step ──▶ news ──▶ streams, one wake-up per loop
+        add ───┘        ▲                        │
+                        └─── sleep, if idle ◀────┘
+
+    However it ends, everyone who waits is told: each command is run or refused, each stream ends.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Takes an engine that nobody else uses from `start` on."""
+        self.engine = engine
+        self.failure: str | None = None
+        """Why the engine no longer runs; None while it does, and after `stop`."""
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        # filled by everyone while they hold `_changed`
+        self._commands: deque[tuple[Run, Refuse]] = deque()
+        self._closed: deque[Stream[Any]] = deque()
+        self._is_stopping = False
+        self._has_ended = False
+        # of this thread only
+        self._streams: dict[Request, Stream[Any]] = {}
+        self._has_called = False
+        self._num_failures = 0
+
+    @property
+    def num_commands(self) -> int:
+        """Commands that have not had their turn."""
+        return len(self._commands)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether steps are run."""
+        return self._thread is not None and self._thread.is_alive() and not self._has_ended
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is under way."""
+        with self._changed:
+            return not self._has_ended and bool(self._commands or self._closed or self.engine.has_unfinished_requests)
+
+    def start(self) -> None:
+        """Starts the thread; does nothing while it runs.
+
+        Raises:
+            EngineStopped: after `stop`.
+        """
+        with self._changed:
+            if self._is_stopping or self._has_ended:
+                raise EngineStopped("the engine was stopped and cannot be started again; make a new one")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvmosaic-engine", daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        """Aborts everything under way and waits for the thread to end; calling it again is safe."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify()
+            thread = self._thread
+        if thread is None:
+            self._end()
+        elif thread is not threading.current_thread():
+            thread.join()
+
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Queues a function; cancelling the future before its turn takes it back.
+
+        Raises:
+            EngineStopped: the thread has ended, or is about to.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            self._has_called = True
+            try:
+                result = function(self.engine)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        def refuse(error: EngineStopped) -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+        self._send(run, refuse)
+        return future
+
+    def add(self, stream: Stream[Any], add: Callable[[Engine], Request]) -> None:
+        """Queues a request whose news go to a stream, as does the error of `add`.
+
+        Raises:
+            EngineStopped: the thread has ended, or is about to.
+        """
+
+        def run() -> None:
+            if stream.is_closed:
+                return
+            try:
+                request = add(self.engine)
+            except Exception as error:
+                self._fail(stream, error)
+            else:
+                stream.requests.add(request)
+                self._streams[request] = stream
+
+        self._send(run, lambda stopped: self._fail(stream, stopped))
+
+    def close(self, stream: Stream[Any]) -> None:
+        """Says that nobody reads a stream any more; safe at any time, from any thread, and more than once."""
+        with self._changed:
+            stream.is_closed = True
+            if not self._has_ended:
+                self._closed.append(stream)
+                self._changed.notify()
+
+    def _send(self, run: Run, refuse: Refuse) -> None:
+        with self._changed:
+            if self._is_stopping or self._has_ended:
+                raise EngineStopped(self.failure or "the engine has stopped")
+            self._commands.append((run, refuse))
+            self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            device = self.engine.runner.model.device
+            if device.type == "cuda":  # the current device belongs to a thread
+                torch.cuda.set_device(device)
+            while self._wait():
+                self._abort_closed()
+                self._run_commands()
+                if self.engine.has_unfinished_requests:
+                    self._step()
+        except BaseException as error:
+            self.failure = self.failure or f"the engine has stopped after an error ({type(error).__name__})"
+            logger.exception("the engine's thread ends: %s", self.failure)
+        finally:
+            self._end()
+
+    def _wait(self) -> bool:
+        """Sleeps until there is something to do; returns False when that is to stop."""
+        with self._changed:
+            while not (self._is_stopping or self._commands or self._closed or self.engine.has_unfinished_requests):
+                self._changed.wait()
+            return not self._is_stopping
+
+    def _abort_closed(self) -> None:
+        while self._closed:
+            stream = self._closed.popleft()
+            for request in stream.requests:
+                self._streams.pop(request, None)
+            self.engine.abort_all(stream.requests)
+            stream.requests.clear()
+
+    def _run_commands(self) -> None:
+        end = time.monotonic() + COMMAND_SECONDS
+        while self._commands:
+            run, _ = self._commands.popleft()
+            run()
+            if time.monotonic() >= end:
+                break
+        if self._has_called:
+            self._has_called = False
+            self._tell_ended()
+
+    def _step(self) -> None:
+        try:
+            news = self.engine.step()
+        except Exception as error:
+            self._num_failures += 1
+            logger.exception("a step failed, and with it the requests that took part in it")
+            self._tell_ended()
+            if self._num_failures >= MAX_FAILURES:
+                self.failure = f"{MAX_FAILURES} steps in a row failed ({type(error).__name__})"
+                raise
+        else:
+            self._num_failures = 0
+            self._tell(news)
+
+    def _tell_ended(self) -> None:
+        """Looks for requests that ended without being among the news of a step: in a failed one, or in a call."""
+        self._tell([request for request in self._streams if request.is_finished])
+
+    def _tell(self, news: list[Request]) -> None:
+        """Puts news into the streams of those who wait for them, and wakes every loop once."""
+        now = self.engine.clock()
+        told = []
+        for request in news:
+            stream = self._streams.get(request)
+            if stream is None:
+                continue
+            if stream.loop.is_closed():
+                self.close(stream)
+                continue
+            error = None if request.is_warm_up else request.error
+            if stream.put(request, now) if error is None else stream.fail(error):
+                told.append(stream)
+            if request.is_finished:
+                del self._streams[request]
+                stream.requests.discard(request)
+        self._wake(told)
+
+    def _fail(self, stream: Stream[Any], error: Exception) -> None:
+        if stream.fail(error):
+            self._wake([stream])
+
+    def _wake(self, streams: list[Stream[Any]]) -> None:
+        for loop in {stream.loop for stream in streams}:
+            of_loop = [stream for stream in streams if stream.loop is loop]
+            try:
+                loop.call_soon_threadsafe(wake_all, of_loop)
+            except RuntimeError:  # the loop was closed, and with it its tasks are gone
+                for stream in of_loop:
+                    self.close(stream)
+
+    def _end(self) -> None:
+        """The end, however it came: aborts what is under way and tells everyone who waits."""
+        with self._changed:
+            if self._has_ended:
+                return
+            self._has_ended = True
+            commands, self._commands = self._commands, deque()
+        try:
+            self._abort_closed()
+            self._abort_unfinished()
+        except BaseException:
+            logger.exception("the engine could not be put in order")
+        text = self.failure or "the engine has stopped"
+        for stream in self._streams.values():
+            self._fail(stream, EngineStopped(text))
+        for _, refuse in commands:
+            refuse(EngineStopped(text))
+
+    def _abort_unfinished(self) -> None:
+        unfinished = self.engine.unfinished_requests
+        if self.failure is not None:
+            for request in unfinished:
+                request.error = EngineError(self.failure)
+        self.engine.abort_all(unfinished)
+        self._tell_ended()
+        if self.failure is not None:
+            self.engine.close()

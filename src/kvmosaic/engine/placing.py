@@ -1,0 +1,42 @@
+"""Placing: a prompt becomes a layout that the model can run."""
+
+from __future__ import annotations
+
+from kvmosaic.errors import NotMovable
+from kvmosaic.layout import ChunkContext, Layout, PositionStrategy, arrange
+from kvmosaic.model.loaded import LoadedModel
+from kvmosaic.prompt import Prompt, check_length
+
+
+def place(
+    prompt: Prompt,
+    strategy: PositionStrategy,
+    context: ChunkContext,
+    model: LoadedModel,
+    max_positions: int | None,
+    *,
+    chunks_only: bool = False,
+) -> Layout:
+    """Arranges a prompt, to be answered with at least one token; with `chunks_only`, its question is left out.
+
+    Raises:
+        InvalidPrompt: the prompt does not fit the strategy, or (PromptTooLong) the positions.
+        NotMovable: it moves documents and the model does not allow that.
+    """
+    layout = arrange(prompt, strategy, context)
+    if chunks_only:
+        layout = Layout(layout.spans[:-1], layout.strategy, layout.chunk_context)
+    if layout.is_moved and not model.is_movable:
+        raise not_movable(model, strategy, context)
+    if max_positions is not None:
+        check_length(layout, max_positions, 0 if chunks_only else 1)
+    return layout
+
+
+def not_movable(model: LoadedModel, strategy: PositionStrategy, context: ChunkContext) -> NotMovable:
+    """The error for settings that move documents on a model that does not allow that."""
+    return NotMovable(
+        f"position_strategy={strategy!r} with chunk_context={context!r} moves documents, and this model does not allow "
+        f"that ({model.immovable_reason}); use position_strategy='shared' with chunk_context='system', or "
+        "position_strategy='absolute'"
+    )
