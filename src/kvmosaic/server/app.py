@@ -42,11 +42,9 @@ def build_app(services: Services) -> FastAPI:
     for part in PARTS:
         try:
             module = import_module(f"kvmosaic.server.{part}")
-        except ImportError as error:
-            logger.warning("the routes of %s are not there yet: %s", part, error)
-            continue
-        if hasattr(module, "router"):
             app.include_router(module.router(services))
+        except (ImportError, AttributeError) as error:
+            logger.warning("the routes of %s are not there yet: %s", part, error)
     app.add_middleware(Intake, services=services)  # the last one added is the first one asked
     app.add_middleware(Access, services=services)
     if settings.allowed_origins:
