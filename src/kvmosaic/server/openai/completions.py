@@ -25,6 +25,7 @@ from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
 
 ROUTE = "/v1/completions"
+DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 256
 MAX_ALL_CHOICES = 512
 
@@ -51,7 +52,7 @@ class CompletionRequest(SharedFields):
     prompt: PromptField
     n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = 1
     best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES, description="Supported when it equals n.")] = None
-    max_tokens: NumTokens | None = 16
+    max_tokens: NumTokens | None = DEFAULT_MAX_TOKENS
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     echo: Annotated[bool | None, Field(description="The prompt before its answer; texts without logprobs only.")] = (
         False
@@ -125,7 +126,7 @@ def router(services: Services) -> APIRouter:
 
 
 def _read(services: Services, tenant: Tenant, body: CompletionRequest) -> tuple[list[Composed], SamplingParams]:
-    params = body.sampling(n=body.n or 1, max_tokens=body.max_tokens, logprobs=body.logprobs)
+    params = body.sampling(n=body.n or 1, max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS, logprobs=body.logprobs)
     return [text_prompt(services, tenant, body, prompt) for prompt in body.prompts], params
 
 

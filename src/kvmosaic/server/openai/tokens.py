@@ -11,6 +11,7 @@ from pydantic import Discriminator, Field, Tag
 from kvmosaic.errors import InvalidPrompt
 from kvmosaic.prompt import Prompt, check_token_ids
 from kvmosaic.sampling import decode_all
+from kvmosaic.server.documents import shown_name
 from kvmosaic.server.openai.chat import ChatFields
 from kvmosaic.server.openai.documents import DocumentFields
 from kvmosaic.server.openai.fields import MAX_PROMPT_TOKENS, Body, Reply, Text, TokenId
@@ -128,7 +129,7 @@ def _tokenized(services: Services, prompt: Prompt, with_texts: bool) -> Tokenize
         segments=[
             SegmentTokens(
                 kind=segment.kind,
-                name=segment.name,
+                name=shown_name(segment.name) if segment.name else None,
                 count=segment.num_tokens,
                 tokens=list(segment.token_ids or ()),
             )
