@@ -105,8 +105,8 @@ DRAINING = _family("draining", "gauge", "1 while the server finishes what is und
 SNAPSHOT_AGE = _family(
     "snapshot_age_seconds",
     "gauge",
-    "How old the numbers of the caches are. They are read between two steps of the engine, at most once a second; a "
-    "scrape never waits for a long step.",
+    "How old the numbers of the caches are. They are read between two steps of the engine; a scrape does not wait for "
+    "a long one.",
 )
 BUILD = _family(
     "build_info", "gauge", "Always 1; the versions are in the labels.", *("version", "python", "torch", "transformers")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvmosaic.engine import AsyncEngine, Engine
     from kvmosaic.server.services import Services
 
-MAX_AGE_SECONDS = 1.0
+MAX_AGE_SECONDS = 0.1
 MAX_WAIT_SECONDS = 0.05
 """A step may take long, and a scrape must not."""
 MAX_TENANTS = 32
@@ -58,7 +58,7 @@ def take_snapshot(engine: Engine, tenants: Sequence[str]) -> EngineSnapshot:
 
 
 class Snapshots:
-    """The latest snapshot of an engine, taken anew when it is asked for and a second old.
+    """The latest snapshot of an engine, taken anew when it is asked for and 0.1 s old.
 
     `refresh` waits 50 ms at most. A snapshot that takes longer, because a step does, is there for the next one.
     """
@@ -75,7 +75,7 @@ class Snapshots:
         return max(time.monotonic() - self.latest.time, 0.0)
 
     async def refresh(self) -> EngineSnapshot:
-        """The latest snapshot, at most a second old if the engine can be asked in time."""
+        """The latest snapshot, at most 0.1 s old if the engine can be asked in time."""
         if self.age_seconds > MAX_AGE_SECONDS:
             if self._task is None or self._task.done():
                 self._task = asyncio.create_task(self._take())

@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+from support.server import RunningServer, wait_until
+
+from kvmosaic.engine import Engine
+from kvmosaic.metrics import catalogue
+from kvmosaic.server.readings import MAX_TENANTS, OTHERS, take_snapshot
+
+Sample = tuple[str, frozenset[tuple[str, str]]]
+CHAT = "/v1/chat/completions"
+OPENMETRICS = {"Accept": "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with RunningServer() as running:
+        yield running
+
+
+def documents(*names: str) -> list[dict[str, str]]:
+    return [{"id": name, "text": f"{name} was built by the harbour in the year of the great storm."} for name in names]
+
+
+def ask(server: RunningServer, path: str = CHAT, **body: Any) -> dict[str, Any]:
+    body = {"model": server.model, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **body}
+    body.setdefault("messages", [{"role": "user", "content": "When was it built?"}])
+    reply = httpx.post(server.url + path, json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+class Look:
+    """What /metrics says, once the engine's numbers are fresh."""
+
+    def __init__(self, server: RunningServer) -> None:
+        server.services.metrics._snapshots.latest = replace(server.services.metrics._snapshots.latest, time=0.0)
+        families = parse_text(httpx.get(server.url + "/metrics").text)
+        self.samples = {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+    def __call__(self, name: str, **labels: str) -> float:
+        """The sum of the series with these labels."""
+        asked = set(labels.items())
+        return sum(value for (found, has), value in self.samples.items() if found == name and asked <= has)
+
+
+def difference(server: RunningServer, action: Any) -> Any:
+    """What an action adds to a metric, by name and labels."""
+    before = Look(server)
+    action()
+    after = Look(server)
+    return lambda name, **labels: round(after(name, **labels) - before(name, **labels), 9)
+
+
+def test_every_family_of_the_catalogue_is_exported_with_its_labels(server: RunningServer) -> None:
+    ask(server)
+    found: dict[str, set[str]] = {}
+    for name, labels in Look(server).samples:
+        found.setdefault(name, set()).update({label for label, _ in labels} - {"le"})
+    # without keys there is no tenant with a quota
+    expected = {name: set(family.labels) for family in catalogue() for name in family.series}
+    expected.pop("kvmosaic:tenant_quota_bytes")
+    assert {name: labels for name, labels in found.items() if not name.startswith("process_")} == expected
+
+
+@pytest.mark.parametrize("accept", [{}, OPENMETRICS], ids=["text", "openmetrics"])
+def test_both_formats_are_read_by_their_own_parsers(server: RunningServer, accept: dict[str, str]) -> None:
+    reply = httpx.get(server.url + "/metrics", headers=accept)
+    kind = "application/openmetrics-text; version=1.0.0" if accept else "text/plain; version=0.0.4"
+    assert reply.headers["content-type"] == f"{kind}; charset=utf-8"
+    families = {family.name: family for family in (parse_openmetrics if accept else parse_text)(reply.text)}
+    assert families["kvmosaic:chunk_lookups"].type == "counter"
+    assert families["vllm:time_to_first_token_seconds"].type == "histogram"
+    assert families["kvmosaic:chunk_attach_seconds"].type == "summary"
+
+
+def test_a_document_is_computed_once_and_then_found(server: RunningServer) -> None:
+    twice = documents("Corlow", "Fenbury")
+    first = difference(server, lambda: ask(server, documents=twice))
+    again = difference(server, lambda: ask(server, documents=twice[::-1]))
+    for added, num_found in ((first, 0), (again, 2)):
+        assert added("kvmosaic:chunk_lookups_total") == 2
+        assert added("kvmosaic:chunk_hits_total") == num_found
+        assert added("kvmosaic:chunk_misses_total") == 2 - num_found
+        assert added("kvmosaic:chunk_compute_seconds_count") == 2 - num_found
+        assert added("kvmosaic:chunk_attach_seconds_count") == 1
+        assert added("kvmosaic:chunk_lookup_seconds_count") == 2
+    assert first("kvmosaic:chunk_entries") == 2
+    assert first("kvmosaic:chunk_tokens_total", action="computed") > 0
+    assert again("kvmosaic:chunk_tokens_total", action="reused") == first("kvmosaic:chunk_tokens_total")
+    assert first("kvmosaic:chunk_compute_seconds_sum") > 0
+
+
+def test_documents_seen_at_another_position_count_as_moved(server: RunningServer) -> None:
+    body = {"documents": documents("Velham", "Osviby"), "position_strategy": "sequential"}
+    ask(server, **body)
+    added = difference(server, lambda: ask(server, **{**body, "documents": body["documents"][::-1]}))
+    assert added("kvmosaic:chunk_tokens_total", action="moved") > 0
+    assert added("kvmosaic:prompt_tokens_total", action="moved") == added("kvmosaic:chunk_tokens_total", action="moved")
+    assert added("kvmosaic:chunk_tokens_total", action="computed") == 0
+
+
+def test_tokens_agree_with_what_the_reply_says(server: RunningServer) -> None:
+    replies: list[dict[str, Any]] = []
+    added = difference(server, lambda: replies.append(ask(server, documents=documents("Lumdale"), n=2)))
+    usage = replies[0]["usage"]
+    details = usage["prompt_tokens_details"]
+    assert added("vllm:prompt_tokens_total") == usage["prompt_tokens"]
+    assert added("vllm:generation_tokens_total") == usage["completion_tokens"] == 8
+    assert added("kvmosaic:prompt_tokens_total") == usage["prompt_tokens"]
+    assert added("kvmosaic:prompt_tokens_total", action="computed") == details["recomputed_tokens"]
+    assert added("vllm:request_prompt_tokens_sum") == usage["prompt_tokens"]
+    assert added("vllm:request_generation_tokens_sum") == usage["completion_tokens"]
+    assert added("vllm:request_prefill_kv_computed_tokens_sum") == details["recomputed_tokens"]
+    assert added("vllm:request_params_n_sum") == 2
+    assert added("vllm:request_success_total", finished_reason="length") == 2
+    assert added("vllm:request_success_total") == 2
+    assert added("kvmosaic:requests_total", route=CHAT, status="complete") == 1
+
+
+def test_times_of_a_request_are_observed_once_and_add_up(server: RunningServer) -> None:
+    added = difference(server, lambda: ask(server))
+    times = ("request_queue_time", "request_prefill_time", "request_decode_time")
+    for name in (*times, "e2e_request_latency", "time_to_first_token", "request_inference_time"):
+        assert added(f"vllm:{name}_seconds_count") == 1
+        assert added(f"vllm:{name}_seconds_bucket", le="+Inf") == 1
+    whole = added("vllm:e2e_request_latency_seconds_sum")
+    assert sum(added(f"vllm:{name}_seconds_sum") for name in times) == pytest.approx(whole, abs=1e-6)
+    assert 0 < added("vllm:time_to_first_token_seconds_sum") < whole
+    assert added("vllm:inter_token_latency_seconds_count") <= 3
+    assert added("kvmosaic:request_uncached_ttft_seconds_count") == 1
+
+
+def test_prefix_hits_are_counted_in_tokens_and_apart_from_documents(server: RunningServer) -> None:
+    messages = [{"role": "user", "content": "Tell me about the lighthouse. " * 8}]
+    ask(server, messages=messages)
+    added = difference(server, lambda: ask(server, messages=messages))
+    assert 0 < added("vllm:prefix_cache_hits_total") <= added("vllm:prefix_cache_queries_total")
+    assert added("kvmosaic:chunk_lookups_total") == 0
+
+
+def test_blocks_of_each_pool_add_up_and_idle_ones_do_not_count_as_used(server: RunningServer) -> None:
+    ask(server, documents=documents("Torren"))
+    wait_until(lambda: Look(server)("vllm:num_requests_running") == 0)
+    look, planner = Look(server), server.llm.engine.planner
+    for pool, has in (("request", planner.request_pool), ("chunk_cache", planner.chunk_pool)):
+        assert look("kvmosaic:pool_blocks", pool=pool) == has.num_blocks
+        assert look("kvmosaic:pool_blocks", pool=pool, state="free") == has.num_free
+        assert look("kvmosaic:pool_blocks", pool=pool, state="idle") == has.num_used > 0
+        assert look("kvmosaic:pool_blocks", pool=pool, state="held") == 0
+        block_bytes = server.llm.engine.runner.storages[pool].bytes_per_block  # type: ignore[index]
+        assert look("kvmosaic:pool_bytes", pool=pool) == has.num_blocks * block_bytes
+    assert look("vllm:kv_cache_usage_perc") == 0
+    assert look("kvmosaic:tenant_chunk_bytes", tenant="default") == look(
+        "kvmosaic:pool_bytes", pool="chunk_cache", state="idle"
+    )
+
+
+def test_pinned_chunks_are_held(server: RunningServer) -> None:
+    ask(server, documents=documents("Talmira"))
+
+    def pin(engine: Engine) -> int:
+        return engine.planner.pin("Talmira", salt=None, tenant="default")
+
+    added = difference(server, lambda: server.call(server.services.engine.call, pin))
+    assert added("kvmosaic:chunk_pinned_entries") == 1
+    assert added("kvmosaic:pool_blocks", pool="chunk_cache", state="held") > 0
+    assert added("kvmosaic:pool_blocks", pool="chunk_cache") == 0
+
+
+def test_replies_are_counted_by_route_never_by_address(server: RunningServer) -> None:
+    def wander() -> None:
+        for number in range(3):
+            httpx.get(f"{server.url}/v1/documents/none-{number}")
+            httpx.get(f"{server.url}/nowhere/{number}")
+            httpx.request(f"BREW{number}", f"{server.url}/nowhere")
+
+    added = difference(server, wander)
+    assert added("kvmosaic:http_requests_total", route="/v1/documents/{document_id}", status="404") == 3
+    assert added("kvmosaic:http_requests_total", route="other", method="GET", status="404") == 3
+    assert added("kvmosaic:http_requests_total", route="other", method="other") == 3
+    routes = {dict(labels)["route"] for name, labels in Look(server).samples if name == "kvmosaic:http_requests_total"}
+    assert not any("none" in route or "nowhere" in route for route in routes)
+
+
+def test_a_stored_document_is_counted(server: RunningServer) -> None:
+    body = {"id": "handbook", "text": "Wear a helmet."}
+    added = difference(server, lambda: httpx.post(f"{server.url}/v1/documents", json=body).raise_for_status())
+    assert added("kvmosaic:documents") == 1
+    assert added("kvmosaic:document_bytes") == len("Wear a helmet.")
+
+
+def test_a_client_that_leaves_is_counted_as_cancelled(server: RunningServer) -> None:
+    def leave() -> None:
+        body = {"model": server.model, "prompt": "Once upon a time", "stream": True, "max_tokens": 400}
+        body["ignore_eos"] = True
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as reply:
+            next(reply.iter_lines())
+        wait_until(lambda: not server.services.admission.num_under_way)
+
+    added = difference(server, leave)
+    assert added("kvmosaic:requests_total", route="/v1/completions", status="cancelled") == 1
+    assert added("vllm:request_success_total", finished_reason="abort") == 1
+    assert added("vllm:e2e_request_latency_seconds_count") == 0
+
+
+def test_a_scrape_does_not_wait_for_a_long_step(server: RunningServer) -> None:
+    busy, done = threading.Event(), threading.Event()
+
+    def long_step(engine: Engine) -> None:
+        busy.set()
+        done.wait(30)
+
+    step = threading.Thread(target=lambda: server.call(server.services.engine.call, long_step))
+    step.start()
+    try:
+        busy.wait(10)
+        time.sleep(0.15)  # what is known is too old now
+        for _ in range(3):
+            reply = httpx.get(server.url + "/metrics", timeout=5)
+            assert reply.status_code == 200 and not done.is_set()
+        (age,) = [line for line in reply.text.splitlines() if line.startswith("kvmosaic:snapshot_age_seconds{")]
+        assert float(age.split()[-1]) > 0.15
+    finally:
+        done.set()
+        step.join()
+    look = Look(server)
+    assert look("kvmosaic:snapshot_age_seconds") < 5
+    assert look("kvmosaic:engine_up") == 1
+
+
+def test_an_engine_that_has_stopped_is_seen_and_its_last_numbers_stay() -> None:
+    with RunningServer() as server:
+        ask(server, documents=documents("Amber"))
+        lookups = Look(server)("kvmosaic:chunk_lookups_total")
+        server.call(server.services.engine.close)
+        look = Look(server)
+        assert look("kvmosaic:engine_up") == 0
+        assert look("kvmosaic:chunk_lookups_total") == lookups == 1
+
+
+def test_only_an_admin_sees_the_metrics_and_quotas_are_in_them(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(
+        "- {key: key-of-admin, tenant: boss, admin: true}\n- {key: key-of-acme, tenant: acme, quota: 1MiB}\n"
+    )
+    with RunningServer(keys_file=keys) as server:
+
+        def status(key: str | None) -> int:
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            return httpx.get(server.url + "/metrics", headers=headers).status_code
+
+        assert [status(None), status("key-of-nobody"), status("key-of-acme")] == [401, 401, 403]
+        reply = httpx.get(server.url + "/metrics", headers={"Authorization": "Bearer key-of-admin"})
+        assert 'kvmosaic:tenant_quota_bytes{model_name="reader",tenant="acme"} 1.048576e+06' in reply.text
+        assert 'tenant_quota_bytes{model_name="reader",tenant="boss"}' not in reply.text
+        assert 'route="other",status="401"} 2.0' in reply.text
+
+
+def test_the_number_of_tenants_does_not_set_the_number_of_series(server: RunningServer) -> None:
+    names = [f"tenant-{number}" for number in range(MAX_TENANTS)] + ["default", "last"]
+    snapshot = server.call(server.services.engine.call, lambda engine: take_snapshot(engine, names))
+    assert set(snapshot.tenant_bytes) == {*names[:MAX_TENANTS], OTHERS}
+    own = server.call(server.services.engine.call, lambda engine: engine.planner.tenant_usage("default").num_bytes)
+    assert snapshot.tenant_bytes[OTHERS] == own > 0
