@@ -61,6 +61,7 @@ def make_planner(
     prefix_caching: bool = True,
     clock: Clock | None = None,
     block_key_bytes: int | None = None,
+    bytes_per_block: int = 1,
     **config: object,
 ) -> Planner:
     """A small planner; `block_key_bytes` shortens the keys of prefix blocks so much that they collide."""
@@ -70,6 +71,7 @@ def make_planner(
         request_blocks=request_blocks,
         chunk_blocks=chunk_blocks,
         prefix_caching=prefix_caching,
+        bytes_per_block=bytes_per_block,
         clock=clock or Clock(),
     )
     if block_key_bytes is not None:
@@ -93,9 +95,9 @@ def compute_all(planner: Planner, attachment: Attachment) -> None:
             planner.advance(attachment, span.index, span.num_tokens - span.num_computed)
 
 
-def warmed(planner: Planner, layout: Layout, salt: str = "") -> None:
+def warmed(planner: Planner, layout: Layout, salt: str = "", tenant: str = "") -> None:
     """Runs a prompt from beginning to end, so that what can be cached is cached."""
-    attachment = planner.attach(planner.plan(layout, salt))
+    attachment = planner.attach(planner.plan(layout, salt, tenant))
     compute_all(planner, attachment)
     planner.release(attachment)
 
@@ -155,11 +157,11 @@ class Memory:
         """A small number for an identity: equal for equal ones."""
         return self._numbers.setdefault(identity, len(self._numbers))
 
-    def expected(self, layout: Layout, salt: str) -> list[list[Hashable]]:
+    def expected(self, layout: Layout, salt: str, tenant: str = "") -> list[list[Hashable]]:
         values: list[list[Hashable]] = []
         for span in layout.spans:
             seen = sorted((values[view.span][-1], view.distance) for view in span.views)
-            before = self.number(("root", salt, span.start, tuple(seen)))
+            before = self.number(("root", tenant, salt, span.start, tuple(seen)))
             values.append(self.chained(before, span.token_ids))
         return values
 

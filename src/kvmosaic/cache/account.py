@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmosaic.cache.chunk import Chunk
+from kvmosaic.cache.kept_names import KeptNames
 from kvmosaic.eviction import Candidate, EvictionPolicy, EvictionQueue
 
 
@@ -35,7 +36,7 @@ class Account:
     def __init__(self, policy: EvictionPolicy) -> None:
         self.quota_bytes: int | None = None
         self.quota_blocks: int | None = None
-        self.kept_names: set[str] = set()
+        self.kept = KeptNames()
         """Chunks with these names are pinned as soon as they are ready."""
         self.num_chunks = 0
         self.num_blocks = 0
@@ -52,7 +53,7 @@ class Account:
     @property
     def is_closed(self) -> bool:
         """Whether there is nothing to remember."""
-        return not self.num_blocks and self.quota_bytes is None and not self.kept_names
+        return not self.num_blocks and self.quota_bytes is None and not self.kept
 
     def has_room(self, num_blocks: int) -> bool:
         """Whether so many blocks more stay within the quota."""

@@ -9,13 +9,11 @@ from kvmosaic.cache.block_pool import BlockPool
 from kvmosaic.cache.block_table import BlockTable
 from kvmosaic.cache.chunk import MAX_NAMES, Chunk, ChunkState
 from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain
-from kvmosaic.errors import ChunkInUse, QuotaExceeded, UnknownChunk
+from kvmosaic.errors import ChunkInUse, UnknownChunk
 from kvmosaic.eviction import Candidate, EvictionPolicy
 
-MAX_KEPT_NAMES = 10_000
-"""Names per tenant whose chunks are pinned when they come."""
 _MOST_KEPT = 0.5
-"""Part of a tenant's room that such pins may take: each system prompt makes another chunk of a kept document."""
+"""Part of a tenant's room that pins of kept names may fill: each system prompt makes another chunk of a document."""
 
 
 class ChunkIndex:
@@ -221,28 +219,10 @@ class ChunkIndex:
                 account.note_pin(chunk, 1 if pinned else -1)
             self._line_up(chunk)
 
-    def keep(self, name: str, tenant: str, wanted: bool) -> None:
-        """Has chunks that get this name pinned when they are ready, or no longer.
-
-        Raises:
-            QuotaExceeded: the tenant keeps too many names.
-        """
-        account = self.open(tenant)
-        if not wanted:
-            account.kept_names.discard(name)
-            self.close(tenant)
-        elif name not in account.kept_names and len(account.kept_names) >= MAX_KEPT_NAMES:
-            raise QuotaExceeded(
-                f"chunks of {len(account.kept_names)} names are pinned for this tenant already and {MAX_KEPT_NAMES} is "
-                "the limit; unpin one first"
-            )
-        else:
-            account.kept_names.add(name)
-
     def pin_if_kept(self, chunk: Chunk) -> None:
         """Pins a ready chunk with a kept name, unless such pins take too much of what its tenant may have."""
         account = self.account(chunk.tenant)
-        if not chunk.is_ready or chunk.pinned or account.kept_names.isdisjoint(chunk.names):
+        if not chunk.is_ready or chunk.pinned or not account.kept.cover(chunk.names):
             return
         room = self.pool.num_blocks if account.quota_blocks is None else account.quota_blocks
         if account.num_pinned_blocks + len(chunk.block_ids) <= _MOST_KEPT * min(room, self.pool.num_blocks):

@@ -237,6 +237,7 @@ class Planner:
     def keep(self, name: str, tenant: str = "", wanted: bool = True) -> None:
         """Says that chunks of a tenant which get this name from now on, under any salt, are to be pinned when ready.
 
+        The name of a document stands for its parts, too, if it is split ("name (1/3)").
         They are pinned as long as the tenant's pins leave half of its quota (half of the pool, if it has none) to what
         is not pinned; further ones are cached like any other. `wanted=False` ends it, for known names or not; what is
         pinned stays so until `unpin`.
@@ -244,7 +245,12 @@ class Planner:
         Raises:
             QuotaExceeded: the tenant keeps `MAX_KEPT_NAMES` names already.
         """
-        self._chunks.keep(name, tenant, wanted)
+        kept = self._chunks.open(tenant).kept
+        if wanted:
+            kept.add(name)
+        else:
+            kept.discard(name)
+            self._chunks.close(tenant)
 
     def delete(
         self, name_or_key: str | Key, salt: str | None = "", tenant: str = "", *, when_idle: bool = False

@@ -1,0 +1,50 @@
+"""The block map: written out for small prompts, and quick for large pools."""
+
+import time
+
+from cache.world import compute_all, layout_of, make_planner, plain, warmed
+
+from kvmosaic.cache import BlockState
+
+SYSTEM, DOC_A, DOC_B, QUESTION = [1] * 6, [2] * 4, [3] * 8, [4] * 5
+FREE, IDLE, IN_USE, SHARED, PINNED = BlockState
+
+
+def test_every_block_says_what_it_does():
+    planner = make_planner(request_blocks=6, chunk_blocks=5)
+    assert planner.block_map().chunk_cache == bytes([FREE] * 5)
+    warmed(planner, layout_of(SYSTEM, [DOC_A, DOC_B], QUESTION, names=["a", "b"]))
+    assert planner.block_map().chunk_cache == bytes([IDLE, IDLE, IDLE, FREE, FREE])
+    assert sorted(planner.block_map().request) == [FREE] * 3 + [IDLE] * 3, "2 of the system prompt, 1 of the question"
+    first = planner.attach(planner.plan(layout_of(SYSTEM, [DOC_A], QUESTION)))
+    assert planner.block_map().chunk_cache == bytes([IN_USE, IDLE, IDLE, FREE, FREE])
+    assert sorted(planner.block_map().request) == [FREE, IDLE] + [IN_USE] * 4
+    second = planner.attach(planner.plan(layout_of(SYSTEM, [DOC_A], [9])))
+    assert planner.block_map().chunk_cache == bytes([SHARED, IDLE, IDLE, FREE, FREE])
+    assert sorted(planner.block_map().request) == [IDLE] + [IN_USE] * 3 + [SHARED] * 2
+    planner.pin("b")
+    assert planner.block_map().chunk_cache == bytes([SHARED, PINNED, PINNED, FREE, FREE])
+    planner.delete("a", when_idle=True)
+    planner.release(first)
+    assert planner.block_map().chunk_cache == bytes([IN_USE, PINNED, PINNED, FREE, FREE])
+    planner.release(second)
+    assert planner.block_map().chunk_cache == bytes([FREE, PINNED, PINNED, FREE, FREE])
+
+
+def test_blocks_shared_by_forks_are_shared_before_anything_is_cached():
+    planner = make_planner(request_blocks=4, prefix_caching=False)
+    attachment = planner.attach(planner.plan(plain([1] * 5)))
+    compute_all(planner, attachment)
+    assert sorted(planner.block_map().request) == [FREE, FREE, IN_USE, IN_USE]
+    planner.fork(attachment)
+    assert sorted(planner.block_map().request) == [FREE, FREE, SHARED, SHARED]
+
+
+def test_a_map_of_a_hundred_thousand_blocks_takes_milliseconds():
+    planner = make_planner(block_size=1, request_blocks=100_000, chunk_blocks=100_000)
+    for number in range(10):
+        warmed(planner, layout_of([number] * 4_000, [[number] * 8_000], [1]))
+    began = time.perf_counter()
+    states = planner.block_map()
+    assert time.perf_counter() - began < 0.5, "about 0.02 s on a quiet machine"
+    assert states.chunk_cache.count(IDLE) == 80_000 and states.request.count(IDLE) == 40_010

@@ -1,0 +1,266 @@
+"""Several tenants with quotas, attacked at random: nobody finds, evicts or reads what is not theirs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from cache.world import Clock, Memory, Reader, layout_of, make_planner
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvmosaic.cache import BlockState, Chunk
+from kvmosaic.errors import ChunkCacheFull, ChunkInUse, OutOfBlocks, QuotaExceeded, QuotaInUse, UnknownChunk
+
+TENANTS = ["", "a", "b"]
+NAMES = [f"document {number}" for number in range(4)]
+tenants, names, salts = st.sampled_from(TENANTS), st.sampled_from(NAMES), st.sampled_from(["", "salt"])
+chosen_salts = st.sampled_from(["", "salt", None])
+quotas = st.sampled_from([None, None, 0, 2, 5, 9])
+
+
+class Tenancy(RuleBasedStateMachine):
+    """A planner, its readers with what they should read back, and the text that each tenant's documents have now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.memory = Memory()
+        self.readers: list[tuple[str, Reader]] = []
+        self.quotas: dict[str, int | None] = dict.fromkeys(TENANTS)
+        self.versions: Counter[tuple[str, str]] = Counter()
+        self.deleted: dict[tuple[str, str], set[Chunk]] = {}
+        """Chunks by a name under which nobody may find them any more."""
+
+    @initialize(blocks=st.integers(6, 16), eviction=st.sampled_from(["lru", "priority"]), quota=quotas)
+    def make(self, blocks: int, eviction: str, quota: int | None) -> None:
+        self.planner = make_planner(
+            block_size=2,
+            request_blocks=60,
+            chunk_blocks=blocks,
+            clock=self.clock,
+            eviction=eviction,
+            max_chunks=7,
+            bytes_per_block=10,
+        )
+        self.set_quota("a", quota)
+
+    @rule(tenant=tenants, quota=quotas)
+    def set_quota(self, tenant: str, quota: int | None) -> None:
+        self.quotas[tenant] = quota
+        others = self.chunks_of_others(tenant)
+        self.planner.set_quota(tenant, None if quota is None else quota * 10 + 9)
+        assert self.chunks_of_others(tenant) == others
+
+    @rule(tenant=tenants, salt=salts, wanted=st.lists(names, max_size=3), system=st.sampled_from([1, 2]))
+    def attach(self, tenant: str, salt: str, wanted: list[str], system: int) -> None:
+        self.clock.wait(1)
+        layout = self.layout(tenant, wanted, system)
+        before = self.chunks_of_others(tenant)
+        held = {id(chunk) for _, reader in self.readers for chunk in reader.attachment.held_chunks()}
+        must_leave = self.room_in_the_pool_is_enough(tenant, layout, salt)
+        try:
+            attachment = self.planner.attach(self.planner.plan(layout, salt, tenant))
+        except (OutOfBlocks, ChunkCacheFull) as error:
+            assert self.chunks_of_others(tenant) == before
+            if isinstance(error, QuotaInUse | QuotaExceeded):
+                assert self.quotas[tenant] is not None
+            if isinstance(error, OutOfBlocks):
+                assert any(owner == tenant for owner, _ in self.readers) or not isinstance(error, QuotaInUse)
+                assert self.readers, "with nobody running, everything that can ever run can run now"
+            return
+        if must_leave:
+            assert self.chunks_of_others(tenant) == before, "room in a quota is made by the tenant itself"
+        computed = [span for span in attachment.spans if span.chunk is not None and span.is_owner]
+        if computed and self.quotas[tenant] is not None:
+            assert self.planner.tenant_usage(tenant).num_blocks <= self.quotas[tenant]
+        for chunk in attachment.held_chunks():
+            assert (chunk.tenant, chunk.salt) == (tenant, salt)
+            if chunk.is_dropped:
+                raise AssertionError("a deleted chunk was found")
+            assert id(chunk) in held or chunk.users == 1
+        expected = self.memory.expected(layout, salt, tenant)
+        self.readers.append((tenant, Reader(layout, salt, attachment, expected, [])))
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        """Some readers compute something; the step may fail."""
+        self.planner.begin_step()
+        took_part = []
+        fails = data.draw(st.integers(0, 5)) == 0
+        for _, reader in data.draw(st.lists(st.sampled_from(self.readers), max_size=4, unique_by=id)):
+            for span, values in zip(reader.attachment.spans, reader.expected, strict=True):
+                left = span.num_tokens - span.num_computed
+                if left and (span.chunk is None or span.is_owner):
+                    count = data.draw(st.integers(0, left))
+                    written = ["wrong"] * count if fails else values[span.num_computed : span.num_computed + count]
+                    self.memory.write(span, span.num_computed, written)
+                    self.planner.advance(reader.attachment, span.index, count)
+                if not span.is_ready:
+                    break
+            took_part.append(reader)
+        if fails:
+            for reader in took_part:
+                self.planner.forget(reader.attachment)
+        self.release_stale()
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.clock.wait(1)
+        place = data.draw(st.integers(0, len(self.readers) - 1))
+        self.planner.release(self.readers.pop(place)[1].attachment)
+        self.release_stale()
+
+    @precondition(lambda self: any(all(s.is_ready for s in r.attachment.spans) for _, r in self.readers))
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        ready = [(t, r) for t, r in self.readers if all(span.is_ready for span in r.attachment.spans)]
+        tenant, reader = data.draw(st.sampled_from(ready))
+        other = self.planner.fork(reader.attachment)
+        self.readers.append((tenant, Reader(reader.layout, reader.salt, other, reader.expected, [])))
+
+    @rule(tenant=tenants, name=names, salt=chosen_salts)
+    def delete(self, tenant: str, name: str, salt: str | None) -> None:
+        others = self.chunks_of_others(tenant)
+        self.remember_deleted(tenant, name, salt)
+        try:
+            self.planner.delete(name, salt, tenant, when_idle=True)
+        except UnknownChunk:
+            return
+        with pytest.raises(UnknownChunk):
+            self.planner.find_chunks(name, salt, tenant)
+        assert self.chunks_of_others(tenant) == others
+
+    @rule(tenant=tenants, name=names)
+    def replace(self, tenant: str, name: str) -> None:
+        """A new text under an old name: prompts from now on ask for the new one."""
+        self.delete(tenant, name, None)
+        self.versions[tenant, name] += 1
+
+    @rule(tenant=tenants, name=names)
+    def delete_only_what_is_idle(self, tenant: str, name: str) -> None:
+        found = self.found(tenant, name, None)
+        try:
+            assert self.planner.delete(name, None, tenant) == len(found)
+            assert not any(chunk.users for chunk in found)
+        except UnknownChunk:
+            assert not found
+        except ChunkInUse:
+            assert any(chunk.users for chunk in found) and self.found(tenant, name, None) == found
+
+    @rule(tenant=tenants, name=names, salt=chosen_salts, pinned=st.booleans())
+    def pin(self, tenant: str, name: str, salt: str | None, pinned: bool) -> None:
+        found = self.found(tenant, name, salt)
+        try:
+            count = (self.planner.pin if pinned else self.planner.unpin)(name, salt, tenant)
+        except UnknownChunk:
+            assert not found
+            return
+        assert count == len(found) and all(chunk.pinned == pinned for chunk in found)
+
+    @rule(tenant=tenants, name=names, wanted=st.booleans())
+    def keep(self, tenant: str, name: str, wanted: bool) -> None:
+        self.planner.keep(name, tenant, wanted)
+
+    @rule()
+    def expire(self) -> None:
+        """Everything that nobody uses goes, as when its time is up."""
+        self.planner.reset()
+
+    @invariant()
+    def books_are_right(self) -> None:
+        self.planner.check_invariants()
+        for _, reader in self.readers:
+            self.memory.check(reader)
+
+    @invariant()
+    def usage_is_the_sum_of_the_blocks_of_a_tenant_with_those_that_are_deleted_and_still_in_use(self) -> None:
+        chunks = {id(chunk): chunk for chunk in self.planner.chunks()}
+        for _, reader in self.readers:
+            chunks.update((id(chunk), chunk) for chunk in reader.attachment.held_chunks())
+        for tenant in TENANTS:
+            mine = [chunk for chunk in chunks.values() if chunk.tenant == tenant]
+            usage = self.planner.tenant_usage(tenant)
+            assert usage.num_blocks == sum(len(chunk.block_ids) for chunk in mine)
+            assert usage.num_bytes == 10 * usage.num_blocks
+            assert usage.num_chunks == sum(chunk.tenant == tenant for chunk in self.planner.chunks())
+            quota = self.quotas[tenant]
+            if quota is not None and usage.num_blocks > quota:
+                assert all(chunk.users or chunk.pinned for chunk in mine), "what is idle above the quota has left"
+        assert self.planner.chunk_pool.num_used == sum(len(chunk.block_ids) for chunk in chunks.values())
+
+    @invariant()
+    def deleted_chunks_are_found_under_no_name(self) -> None:
+        for (tenant, name), chunks in self.deleted.items():
+            assert not chunks & set(self.found(tenant, name, None))
+        assert not set().union(*self.deleted.values()) & set(self.planner.chunks())
+
+    @invariant()
+    def the_block_map_is_what_one_gets_by_counting(self) -> None:
+        readers: Counter[tuple[str, int]] = Counter()
+        for _, reader in self.readers:
+            for span in reader.attachment.spans:
+                if span.chunk is None:
+                    readers.update(("request", block) for block in span.table.block_ids)
+            for chunk in reader.attachment.held_chunks():
+                readers.update(("chunk_cache", block) for block in chunk.block_ids)
+        kept = {("request", block) for block in self.planner._prefix.block_ids()}
+        kept |= {("chunk_cache", block) for chunk in self.planner.chunks() for block in chunk.block_ids}
+        pinned = {("chunk_cache", b) for chunk in self.planner.chunks() if chunk.pinned for b in chunk.block_ids}
+        block_map = self.planner.block_map()
+        for pool, states in (("request", block_map.request), ("chunk_cache", block_map.chunk_cache)):
+            for block, state in enumerate(states):
+                count = readers[pool, block]
+                idle = BlockState.IDLE if (pool, block) in kept else BlockState.FREE
+                alone = (idle, BlockState.IN_USE, BlockState.SHARED)[min(count, 2)]
+                assert state == (BlockState.PINNED if (pool, block) in pinned else alone)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "planner"):
+            return
+        for _, reader in self.readers:
+            self.planner.release(reader.attachment)
+        self.planner.check_invariants()
+        self.planner.reset()
+        assert self.planner.chunk_pool.num_used == self.planner.request_pool.num_used == 0
+        assert all(self.planner.tenant_usage(tenant).num_blocks == 0 for tenant in TENANTS)
+
+    def layout(self, tenant: str, wanted: list[str], system: int):
+        def text(name: str) -> list[int]:
+            number = NAMES.index(name)
+            return [100 + 10 * self.versions[tenant, name] + number] * (2 * number + 1)
+
+        return layout_of([system] * 3, [text(name) for name in wanted], [system, 9], names=wanted)
+
+    def found(self, tenant: str, name: str, salt: str | None) -> list[Chunk]:
+        try:
+            found = self.planner.find_chunks(name, salt, tenant)
+        except UnknownChunk:
+            return []
+        assert all(chunk.tenant == tenant and (salt is None or chunk.salt == salt) for chunk in found)
+        return found
+
+    def remember_deleted(self, tenant: str, name: str, salt: str | None) -> None:
+        self.deleted.setdefault((tenant, name), set()).update(self.found(tenant, name, salt))
+
+    def chunks_of_others(self, tenant: str) -> list[int]:
+        return [id(chunk) for chunk in self.planner.chunks() if chunk.tenant != tenant]
+
+    def room_in_the_pool_is_enough(self, tenant: str, layout, salt: str) -> bool:
+        """Whether pool and index have room for what is missing, so that only a quota can make anything leave."""
+        plan = self.planner.plan(layout, salt, tenant)
+        missing = {span.key: span.num_tokens for span in plan.spans if span.is_chunk and not span.block_ids}
+        blocks = sum(self.planner.chunk_pool.blocks_for(count) for count in missing.values())
+        return blocks <= self.planner.chunk_pool.num_free and len(self.planner.chunks()) + len(missing) <= 7
+
+    def release_stale(self) -> None:
+        for entry in [entry for entry in self.readers if entry[1].attachment.is_stale]:
+            self.readers.remove(entry)
+            self.planner.release(entry[1].attachment)
+
+
+TestTenancy = Tenancy.TestCase
+TestTenancy.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
