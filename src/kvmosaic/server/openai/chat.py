@@ -14,7 +14,7 @@ from kvmosaic.errors import InvalidSampling
 from kvmosaic.sampling import SamplingParams, StructuredOutputs
 from kvmosaic.server.errors import request_id_of
 from kvmosaic.server.openai.answering import Asked, WholeAnswer, deltas, ending_of, whole_answers
-from kvmosaic.server.openai.fields import Body, Ignored, NumTokens, Only, Plain
+from kvmosaic.server.openai.fields import Body, Ignored, NumTokens, Only, Variables, example
 from kvmosaic.server.openai.formats import ResponseFormat, structure_of
 from kvmosaic.server.openai.logprobs import ChatLogprobs, TokenBytes, chat_logprobs
 from kvmosaic.server.openai.messages import Messages
@@ -47,7 +47,7 @@ class ChatFields(Body):
     ] = None
     continue_final_message: bool | None = False
     chat_template_kwargs: Annotated[
-        Plain | None, Field(max_length=64, description="Variables of the chat template, such as enable_thinking.")
+        Variables | None, Field(description="Variables of the chat template, such as enable_thinking.")
     ] = None
 
     def rendering(self) -> Rendering:
@@ -61,6 +61,12 @@ class ChatFields(Body):
 
 class ChatRequest(SharedFields, ChatFields):
     """A body of /v1/chat/completions."""
+
+    model_config = example(
+        messages=[{"role": "user", "content": "Where does the ferry go?"}],
+        documents=[{"id": "ferry", "text": "The ferry goes to Oak Island."}],
+        max_tokens=16,
+    )
 
     n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = 1
     max_tokens: NumTokens | None = None

@@ -13,7 +13,7 @@ from kvmosaic.engine import AnswerDelta
 from kvmosaic.sampling import Logprob, SamplingParams, StructuredOutputs
 from kvmosaic.server.errors import ApiError, request_id_of
 from kvmosaic.server.openai.answering import Asked, deltas, ending_of, whole_answers
-from kvmosaic.server.openai.fields import NumTokens, Only, Text, TokenIds
+from kvmosaic.server.openai.fields import NumTokens, Only, Text, TokenIds, example
 from kvmosaic.server.openai.formats import ResponseFormat, structure_of
 from kvmosaic.server.openai.logprobs import TextLogprobs, text_logprobs
 from kvmosaic.server.openai.models import served_model
@@ -48,6 +48,8 @@ PromptField = Annotated[
 
 class CompletionRequest(SharedFields):
     """A body of /v1/completions."""
+
+    model_config = example(prompt="The ferry goes to", max_tokens=16)
 
     prompt: PromptField
     n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = 1

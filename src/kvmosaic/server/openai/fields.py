@@ -18,12 +18,18 @@ MAX_PROMPT_TOKENS = 2**22
 MAX_ANSWER_TOKENS = 2**27
 _MAX_DEPTH = 32
 _MAX_ITEMS = 10_000
+_MAX_VARIABLES = 64
 
 
 class Body(BaseModel):
     """A part of a request: unknown fields, texts for numbers and numbers for texts are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+def example(**fields: Any) -> ConfigDict:
+    """The settings of a body that shows this as its example."""
+    return ConfigDict(json_schema_extra={"examples": [fields]})
 
 
 class Reply(BaseModel):
@@ -89,6 +95,8 @@ Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Name = Annotated[str, Field(max_length=MAX_NAME)]
 Plain = Annotated[dict[str, Any], Field(max_length=_MAX_ITEMS), AfterValidator(check_plain)]
 """A JSON object of somebody else's making."""
+Variables = Annotated[dict[str, Any], Field(max_length=_MAX_VARIABLES), AfterValidator(check_plain)]
+"""Variables of a chat template."""
 Ignored = Annotated[
     Any, AfterValidator(check_plain), Field(description="Accepted and ignored: it changes nothing in the answer.")
 ]

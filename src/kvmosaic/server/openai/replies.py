@@ -117,7 +117,10 @@ def error_replies(*statuses: int) -> dict[int | str, dict[str, Any]]:
         500: "Something failed inside.",
         503: "The server is shutting down, or its engine has stopped.",
     }
-    return {status: {"model": ErrorReply, "description": meanings[status]} for status in statuses or meanings}
+    known: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorReply, "description": meanings[status]} for status in statuses or meanings
+    }
+    return {**known, "default": {"model": ErrorReply, "description": "Any other error, in the same shape."}}
 
 
 def streamed(description: str, example: str) -> dict[str, Any]:

@@ -8,7 +8,18 @@ from pydantic import Discriminator, Field, Tag
 
 from kvmosaic.prompt.message import MAX_MESSAGES
 from kvmosaic.sampling import SamplingParams, StructuredOutputs
-from kvmosaic.server.openai.fields import MAX_NAME, Body, Ignored, Name, NumTokens, Only, Plain, Text
+from kvmosaic.server.openai.fields import (
+    MAX_NAME,
+    Body,
+    Ignored,
+    Name,
+    NumTokens,
+    Only,
+    Plain,
+    Text,
+    Variables,
+    example,
+)
 from kvmosaic.server.openai.formats import JsonObjectFormat, TextFormat
 from kvmosaic.server.openai.messages import Content, content_parts
 from kvmosaic.server.openai.prompts import Rendering
@@ -68,6 +79,12 @@ Metadata = Annotated[
 class ResponseRequest(SharedFields):
     """A body of /v1/responses."""
 
+    model_config = example(
+        input="Where does the ferry go?",
+        documents=[{"id": "ferry", "text": "The ferry goes to Oak Island."}],
+        max_output_tokens=16,
+    )
+
     input: Annotated[
         Annotated[Text, Tag("text")]
         | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES), Tag("messages")],
@@ -84,7 +101,7 @@ class ResponseRequest(SharedFields):
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     metadata: Annotated[Metadata | None, Field(description="Sent back with the reply.")] = None
     stream_options: ResponseStreamOptions | None = None
-    chat_template_kwargs: Annotated[Plain | None, Field(max_length=64)] = None
+    chat_template_kwargs: Variables | None = None
     previous_response_id: Annotated[Any, Only((None,), "nothing is kept here, so send the whole conversation")] = None
     conversation: Annotated[Any, Only((None,), "nothing is kept here, so send the whole conversation")] = None
     prompt: Annotated[Any, Only((None,), "no prompts are kept here")] = None

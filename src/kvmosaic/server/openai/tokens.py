@@ -14,7 +14,7 @@ from kvmosaic.sampling import decode_all
 from kvmosaic.server.documents import shown_name
 from kvmosaic.server.openai.chat import ChatFields
 from kvmosaic.server.openai.documents import DocumentFields
-from kvmosaic.server.openai.fields import MAX_PROMPT_TOKENS, Body, Reply, Text, TokenId
+from kvmosaic.server.openai.fields import MAX_PROMPT_TOKENS, Body, Reply, Text, TokenId, example
 from kvmosaic.server.openai.models import served_model
 from kvmosaic.server.openai.prompts import Composed, chat_prompt, text_prompt
 from kvmosaic.server.openai.replies import error_replies
@@ -30,6 +30,8 @@ class _TokenizeFields(DocumentFields):
 class TokenizeText(_TokenizeFields):
     """A text, as /v1/completions reads it."""
 
+    model_config = example(prompt="The ferry goes to Oak Island.")
+
     prompt: Text
     add_special_tokens: Annotated[
         bool | None, Field(description="False: without the tokens that begin a prompt, and without documents.")
@@ -38,6 +40,8 @@ class TokenizeText(_TokenizeFields):
 
 class TokenizeChat(_TokenizeFields, ChatFields):
     """A conversation, as /v1/chat/completions reads it."""
+
+    model_config = example(messages=[{"role": "user", "content": "Where does the ferry go?"}])
 
     add_special_tokens: Annotated[bool | None, Field(description="The template writes them; true is refused.")] = False
 
@@ -63,6 +67,8 @@ class Tokenized(Reply):
 
 class DetokenizeRequest(Body):
     """Token ids."""
+
+    model_config = example(tokens=[4, 5, 6])
 
     model: Annotated[str | None, Field(max_length=4_096)] = None
     tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS)]
