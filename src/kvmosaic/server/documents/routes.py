@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -18,7 +19,7 @@ from kvmosaic.server.documents.schemas import (
     DocumentObject,
     NewDocument,
 )
-from kvmosaic.server.documents.stored import Match, StoredDocument
+from kvmosaic.server.documents.stored import Draft, Match, StoredDocument
 from kvmosaic.server.openai.replies import ErrorReply, error_replies
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
@@ -49,7 +50,7 @@ def router(services: Services) -> APIRouter:
         """Stores a document. An id that is taken gives 409; PUT replaces."""
         draft = await services.in_thread(body.draft, store)
         document = store.create(tenant.name, draft, body.id)
-        return await _stored(services, tenant, document, response)
+        return await _stored(services, tenant, document, response, draft)
 
     @routes.get(ROUTE, response_model_exclude_unset=True)
     async def list_documents(
@@ -91,7 +92,7 @@ def router(services: Services) -> APIRouter:
         draft = await services.in_thread(body.draft, store)
         document, is_new = store.put(tenant.name, document_id, draft, _match(if_match))
         response.status_code = 201 if is_new else 200
-        return await _stored(services, tenant, document, response)
+        return await _stored(services, tenant, document, response, draft)
 
     @routes.delete(ROUTE + "/{document_id}", responses=CHANGED)
     async def delete_document(document_id: IdInPath, tenant: Asker, if_match: IfMatch = None) -> DeletedDocument:
@@ -112,7 +113,7 @@ def router(services: Services) -> APIRouter:
 
     async def set_pinned(document_id: str, response: Response, tenant: Tenant, pinned: bool) -> DocumentObject:
         document = store.set_pinned(tenant.name, document_id, pinned)
-        await pin_cached(services, tenant.name, document)
+        await asyncio.shield(pin_cached(services, tenant.name, document))  # whoever asked may go away halfway
         found = await find_cached(services, tenant.name, [document])
         response.headers["ETag"] = _etag(document)
         return DocumentObject.of(document, chunks=_chunk_objects(found[document_id]))
@@ -120,11 +121,13 @@ def router(services: Services) -> APIRouter:
     return routes
 
 
-async def _stored(services: Services, tenant: Tenant, document: StoredDocument, response: Response) -> DocumentObject:
+async def _stored(
+    services: Services, tenant: Tenant, document: StoredDocument, response: Response, draft: Draft
+) -> DocumentObject:
     """Brings the cache up to date with what was stored, and describes it."""
     response.headers["ETag"] = _etag(document)
-    if document.pinned:
-        await pin_cached(services, tenant.name, document)
+    if document.pinned or draft.pinned is False:
+        await asyncio.shield(pin_cached(services, tenant.name, document))
     await drop_retired(services)
     return DocumentObject.of(document)
 

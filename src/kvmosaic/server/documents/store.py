@@ -136,7 +136,7 @@ class DocumentStore:
             document = self._find(tenant, document_id)
             if document is None:
                 raise UnknownDocument(
-                    f"there is no document {document_id!r:.300}; it was deleted, has expired, or never was: store it"
+                    f"there is no document {document_id!r:.300}; it may be deleted or have expired: store it again"
                 )
             return document
 
