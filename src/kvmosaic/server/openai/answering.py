@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar, cast
+from typing import Literal, TypeVar
 
 import anyio
 
@@ -78,19 +78,16 @@ async def deltas(asked: Asked) -> AsyncGenerator[tuple[int, RequestDelta], None]
         KVMosaicError: what the engine refuses or fails with; the other prompts are aborted.
     """
     sources = [
-        cast(
-            AsyncGenerator[RequestDelta, None],
-            run(
-                asked.services,
-                asked.tenant,
-                composed.prompt,
-                asked.params,
-                route=asked.route,
-                request_id=asked.request_id,
-                priority=asked.priority,
-                position_strategy=asked.position_strategy,
-                note=composed.note,
-            ),
+        run(
+            asked.services,
+            asked.tenant,
+            composed.prompt,
+            asked.params,
+            route=asked.route,
+            request_id=asked.request_id,
+            priority=asked.priority,
+            position_strategy=asked.position_strategy,
+            note=composed.note,
         )
         for composed in asked.prompts
     ]
