@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from functools import cache
@@ -14,6 +19,7 @@ import uvicorn
 from kvmosaic.assembly import bundled_reader
 from kvmosaic.llm import LLM
 from kvmosaic.model import LoadedModel, load_model
+from kvmosaic.model.quiet import quiet_libraries
 from kvmosaic.server.app import build_app
 from kvmosaic.server.services import Services, build_services
 from kvmosaic.server.settings import ServerSettings
@@ -22,6 +28,7 @@ from kvmosaic.server.settings import ServerSettings
 @cache
 def loaded_reader(dtype: str = "float32") -> LoadedModel:
     """The bundled model, loaded once for all tests of a process."""
+    quiet_libraries()
     return load_model(bundled_reader(), dtype=dtype, device="cpu")
 
 
@@ -106,6 +113,63 @@ class RunningServer:
         self._ready.set()
         await serving
         await self.services.close()
+
+
+class ServeCommand:
+    """`python -m kvmosaic serve` in a process of its own, on a port it chose itself.
+
+    with ServeCommand("--max-queue", "1") as command:
+        httpx.get(command.url + "/readyz")
+    """
+
+    def __init__(self, *arguments: str, model: str = "reader", **variables: str) -> None:
+        self._command = (sys.executable, "-m", "kvmosaic", "serve", model, "--port", "0", "--dtype", "float32")
+        self._command += ("--chunk-cache-size", "32MiB", "--request-cache-size", "32MiB", *arguments)
+        self._environment = {**os.environ, **variables}
+        self.log = ""
+        self.url = ""
+
+    def __enter__(self) -> ServeCommand:
+        self.process = subprocess.Popen(
+            self._command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=self._environment
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+    def until(self, text: str, seconds: float = 60.0) -> re.Match[str]:
+        """Waits for a line; `text` is a pattern."""
+        wait_until(lambda: re.search(text, self.log) or self.process.poll() is not None, seconds)
+        match = re.search(text, self.log)
+        assert match is not None, self.log
+        return match
+
+    def until_ready(self) -> ServeCommand:
+        self.url = self.until(r"ready +(http\S+)")[1]
+        return self
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, seconds: float = 30.0) -> int:
+        """The exit code; the log is complete then."""
+        code = self.process.wait(seconds)
+        self._reader.join(5)
+        return code
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log += line
 
 
 def wait_until(condition: Any, seconds: float = 10.0) -> None:

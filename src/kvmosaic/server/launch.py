@@ -6,17 +6,18 @@ import asyncio
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from kvmosaic.server.app import build_app
-from kvmosaic.server.documents.sweeping import swept
 from kvmosaic.server.doorway import Doorway
 from kvmosaic.server.listening import address_of, listen, listener_for
 from kvmosaic.server.loading import load_in_thread
 from kvmosaic.server.logs import set_up_logs
-from kvmosaic.server.services import Services, build_services
 from kvmosaic.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from kvmosaic.server.services import Services
 
 
 def launch(settings: ServerSettings) -> None:
@@ -27,7 +28,6 @@ def launch(settings: ServerSettings) -> None:
         KVMosaicError: the model cannot be loaded.
     """
     settings.access_keys()  # what is wrong in a file of keys is said before anything is loaded
-    set_up_logs(settings.uvicorn_log_level)
     if not asyncio.run(_Launch(settings).run()):
         # the model is still being loaded, in a thread that must not be torn down halfway
         sys.stdout.flush()
@@ -51,17 +51,19 @@ class _Launch:
     async def run(self) -> bool:
         """Lives; False if it was told to stop while the model was being loaded."""
         place = listen(self._settings)
+        address = address_of(self._settings, place)
+        set_up_logs(self._settings.uvicorn_log_level)
         self._take_signals()
         serving = asyncio.create_task(self._listener.serve(sockets=[place]), name="listener")
         try:
+            self._say(f"listening  {address}")
             services = await self._load()
             if services is None:
                 return False
-            self._doorway.open(build_app(services))
-            self._say_ready(services, address_of(self._settings, place))
-            async with swept(services):
-                await self._told_to_stop.wait()
-                await self._drain(services)
+            self._describe(services)
+            self._say(f"ready      {address}")
+            await self._told_to_stop.wait()
+            await self._drain(services)
             return True
         finally:
             self._listener.should_exit = True
@@ -78,6 +80,7 @@ class _Launch:
         self._told_to_stop.set()
 
     async def _load(self) -> Services | None:
+        """The services of the loaded model, once requests come to them; None if told to stop before."""
         with self._notices.status(f"loading {self._settings.model}"):
             loading = load_in_thread(self._settings)
             stopping = asyncio.create_task(self._told_to_stop.wait())
@@ -86,7 +89,9 @@ class _Launch:
         if not loading.done():
             loading.cancel()
             return None
-        return build_services(self._settings, loading.result())
+        services, app = loading.result()
+        self._doorway.open(app)
+        return services
 
     async def _drain(self, services: Services) -> None:
         services.admission.is_draining = True
@@ -96,16 +101,16 @@ class _Launch:
             self._say(f"stopping: {services.admission.num_under_way} requests are aborted")
         await services.close()
 
-    def _say_ready(self, services: Services, address: str) -> None:
+    def _describe(self, services: Services) -> None:
         llm, settings = services.llm, self._settings
+        dtype = str(llm.model.dtype).removeprefix("torch.")
         size = settings.chunk_cache_size
         if settings.gpu_memory_utilization is not None:
             size = f"{settings.gpu_memory_utilization:.0%} of the device's memory"
-        cache = f"{size}, {settings.position_strategy} positions, documents see: {settings.chunk_context}"
-        self._say(f"model      {', '.join(settings.model_names)} ({llm.model.dtype}, {llm.model.device})")
+        cache = f"{size}, {settings.position_strategy} positions, documents saw: {settings.chunk_context}"
+        self._say(f"model      {', '.join(settings.model_names)} ({dtype}, {llm.model.device})")
         self._say(f"chunks     {cache if llm.has_chunk_cache else f'off: {llm.chunk_cache_off_reason}'}")
         self._say(f"API key    {'needed' if services.tenants.needs_key else 'not needed'}")
-        self._say(f"ready      {address}")
 
     def _say(self, line: str) -> None:
         self._notices.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Loading the model beside the event loop."""
+"""Loading beside the event loop: torch, the model, and everything that needs them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 from kvmosaic.server.settings import ServerSettings
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from kvmosaic.llm import LLM
+    from kvmosaic.server.services import Services
 
 
 def load_llm(settings: ServerSettings) -> LLM:
@@ -37,27 +40,39 @@ def load_llm(settings: ServerSettings) -> LLM:
         )
 
 
-def load_in_thread(settings: ServerSettings) -> asyncio.Future[LLM]:
-    """Loads beside the event loop, in a thread that does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    loaded: asyncio.Future[LLM] = loop.create_future()
+def load_in_thread(settings: ServerSettings) -> asyncio.Future[tuple[Services, FastAPI]]:
+    """Loads the model and builds the app over it, in a thread that does not keep the process from ending.
 
-    def settle(llm: LLM | None, error: BaseException | None) -> None:
+    Importing torch alone takes seconds, in which the process answers its first probes already.
+    """
+    loop = asyncio.get_running_loop()
+    loaded: asyncio.Future[tuple[Services, FastAPI]] = loop.create_future()
+
+    def settle(result: tuple[Services, FastAPI] | None, error: BaseException | None) -> None:
         if loaded.cancelled():
             return
-        if error is not None:
+        if result is not None:
+            loaded.set_result(result)
+        else:
+            assert error is not None
             loaded.set_exception(error)
-        elif llm is not None:
-            loaded.set_result(llm)
 
     def load() -> None:
-        llm, failure = None, None
+        result, failure = None, None
         try:
-            llm = load_llm(settings)
+            result = _load(settings)
         except BaseException as error:
             failure = error
         with contextlib.suppress(RuntimeError):  # the loop may be closed already
-            loop.call_soon_threadsafe(settle, llm, failure)
+            loop.call_soon_threadsafe(settle, result, failure)
 
     threading.Thread(target=load, name="kvmosaic-load", daemon=True).start()
     return loaded
+
+
+def _load(settings: ServerSettings) -> tuple[Services, FastAPI]:
+    from kvmosaic.server.app import build_app
+    from kvmosaic.server.services import build_services
+
+    services = build_services(settings, load_llm(settings))
+    return services, build_app(services)

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import inspect
+
+import httpx
+import pytest
+from support.server import RunningServer
+
+from kvmosaic import errors
+from kvmosaic.server.errors import MAX_MESSAGE_CHARACTERS, ApiError, as_api_error
+
+KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.KVMosaicError)]
+INSIDE = {"EngineError", "KVMosaicError", "ModelError", "CacheError", "DocumentError", "UnsupportedModel"}
+"""What no request brings about by itself: of these, nothing is told."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_error_of_ours_has_a_status(kind: type[Exception]) -> None:
+    told = as_api_error(kind("port 99 is too high; lower it"), "case-7")
+    assert 400 <= told.status <= 503
+    assert set(told.body["error"]) == {"message", "type", "param", "code"}
+    if told.status == 500:
+        assert "99" not in told.message
+    else:
+        assert told.message == "port 99 is too high; lower it"
+    if told.status == 503 or (told.status == 429 and told.type != "insufficient_quota"):
+        assert int(told.headers["Retry-After"]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "code"),
+    [
+        (errors.InvalidDocument, 400, None),
+        (errors.PromptTooLong, 400, "context_length_exceeded"),
+        (errors.InvalidSampling, 400, None),
+        (errors.UnknownDocument, 404, "document_not_found"),
+        (errors.UnknownChunk, 404, "chunk_not_found"),
+        (errors.DocumentExists, 409, "document_exists"),
+        (errors.ChunkInUse, 409, "chunk_in_use"),
+        (errors.QuotaExceeded, 429, "quota_exceeded"),
+        (errors.ChunkCacheFull, 400, "chunk_cache_full"),
+        (errors.QueueFull, 429, "queue_full"),
+        (errors.RequestTooLarge, 400, "request_too_large"),
+        (errors.EngineStopped, 503, "engine_stopped"),
+        (errors.EngineError, 500, "internal_error"),
+    ],
+)
+def test_statuses_are_those_of_the_contract(kind: type[Exception], status: int, code: str | None) -> None:
+    told = as_api_error(kind("why"))
+    assert (told.status, told.code) == (status, code)
+
+
+def test_unexpected_errors_tell_nothing_and_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    told = as_api_error(ZeroDivisionError("secret"), "case-7")
+    assert (told.status, told.message) == (500, "internal error (request case-7)")
+    assert "ZeroDivisionError: secret" in caplog.text
+
+
+def test_messages_are_short_and_can_be_sent() -> None:
+    told = ApiError(400, "\ud800" + "x" * 10_000)
+    assert len(told.message) == MAX_MESSAGE_CHARACTERS
+    assert told.reply().body.decode("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [("GET", "/nothing", 404, "not_found"), ("POST", "/livez", 405, "method_not_allowed")],
+)
+def test_unknown_addresses_and_methods_answer_in_the_same_shape(
+    server: RunningServer, method: str, path: str, status: int, code: str
+) -> None:
+    reply = httpx.request(method, server.url + path)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
+    if status == 405:
+        assert "GET" in reply.headers["allow"]

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import httpx
+import pytest
+from support.server import RunningServer, wait_until
+
+from kvmosaic.server.access import OPEN_PATHS
+
+PROBES = ("/livez", "/readyz", "/health")
+
+
+@pytest.mark.parametrize("path", PROBES)
+def test_running_server_is_alive_and_ready(server: RunningServer, path: str) -> None:
+    reply = httpx.get(server.url + path)
+    assert (reply.status_code, reply.json()) == (200, {"status": "ok"})
+
+
+def test_draining_server_lives_but_is_not_ready() -> None:
+    with RunningServer() as server:
+        server.services.admission.is_draining = True
+        assert httpx.get(server.url + "/livez").status_code == 200
+        for path in ("/readyz", "/health"):
+            reply = httpx.get(server.url + path)
+            assert (reply.status_code, reply.json()) == (503, {"status": "draining"})
+            assert int(reply.headers["retry-after"]) >= 1
+
+
+def test_server_whose_engine_stopped_is_neither_alive_nor_ready() -> None:
+    with RunningServer() as server:
+        server.call(server.services.engine.close)
+        wait_until(lambda: not server.services.engine.is_alive)
+        for path in PROBES:
+            reply = httpx.get(server.url + path)
+            assert (reply.status_code, reply.json()) == (503, {"status": "failed"})
+
+
+def test_probes_need_no_key() -> None:
+    assert set(PROBES) < OPEN_PATHS

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from support.server import ServeCommand
+from typer.testing import CliRunner, Result
+
+from kvmosaic import server as server_package
+from kvmosaic.cli import app
+from kvmosaic.errors import InvalidConfig
+
+LONG = {"model": "reader", "prompt": "Once upon a time", "max_tokens": 1_500, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as place:
+        yield place.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate that signs itself, and its key."""
+    folder = tmp_path_factory.mktemp("certificate")
+    names = ("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1")
+    files = ("-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem"))
+    command = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names, *files)
+    subprocess.run(command, check=True, capture_output=True)
+    return folder / "certificate.pem", folder / "key.pem"
+
+
+def serve(*arguments: str) -> Result:
+    """The command in this process, when it ends before it has loaded anything."""
+    return CliRunner().invoke(app, ["serve", *arguments])
+
+
+def test_life_of_a_server_from_its_first_probe_to_its_last(certificate: tuple[Path, Path]) -> None:
+    paths = ("--ssl-certfile", str(certificate[0]), "--ssl-keyfile", str(certificate[1]), "--root-path", "/kv")
+    context = ssl.create_default_context(cafile=certificate[0])
+    with (
+        ServeCommand(*paths, KVMOSAIC_SERVED_MODEL_NAME="small,reader") as command,
+        httpx.Client(verify=context, timeout=30) as client,
+    ):
+        url = command.until(r"listening +(https\S+/kv)\n")[1].removesuffix("/kv")
+        assert client.get(url + "/livez").status_code == 200
+        assert client.get(url + "/readyz").json() == {"status": "loading"}
+        reply = client.get(url + "/v1/models")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "loading")
+        assert int(reply.headers["retry-after"]) >= 1 and reply.headers["x-content-type-options"] == "nosniff"
+        command.until_ready()
+        assert command.url == url + "/kv"
+        assert "model      small, reader (float32, cpu)" in command.log
+        assert "chunks     32MiB, shared positions" in command.log
+        assert "API key    not needed" in command.log
+        for path in ("/livez", "/readyz", "/health"):
+            assert client.get(url + path).status_code == 200
+        command.stop()
+        assert command.wait() == 0, command.log
+    assert "Traceback" not in command.log
+    assert '"GET /kv/readyz HTTP/1.1" 200' in command.log
+
+
+def test_server_that_is_told_to_stop_while_it_loads_ends_at_once() -> None:
+    with ServeCommand() as command:
+        command.until("listening")
+        command.stop()
+        assert command.wait(10) == 0, command.log
+    assert "ready" not in command.log
+
+
+def test_answer_under_way_is_finished_and_new_ones_are_refused() -> None:
+    with ServeCommand("--drain-seconds", "60") as command:
+        command.until_ready()
+        with httpx.stream("POST", command.url + "/v1/completions", json=LONG | {"max_tokens": 300}) as reply:
+            lines = reply.iter_lines()
+            assert next(lines).startswith("data: ")
+            command.stop()
+            command.until("stopping: 1 requests under way may take 60 s")
+            assert httpx.get(command.url + "/livez").status_code == 200
+            assert httpx.get(command.url + "/readyz").json() == {"status": "draining"}
+            refused = httpx.post(command.url + "/v1/completions", json=LONG)
+            assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["type"] == "service_unavailable"
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and '"error"' not in "".join(rest)
+        assert command.wait() == 0, command.log
+
+
+def test_what_runs_too_long_is_ended_with_an_error_event() -> None:
+    with ServeCommand("--drain-seconds", "0.2", "--uvicorn-log-level", "warning") as command:
+        command.until_ready()
+        with httpx.stream("POST", command.url + "/v1/completions", json=LONG, timeout=30) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            command.stop(signal.SIGINT)
+            rest = [line for line in lines if line]
+        assert '"error"' in rest[-1] or '"error"' in rest[-2]
+        assert command.wait() == 0, command.log
+    assert "stopping: 1 requests are aborted" in command.log and "Traceback" not in command.log
+
+
+def test_second_signal_ends_the_process_at_once() -> None:
+    with ServeCommand("--drain-seconds", "3600") as command:
+        command.until_ready()
+        thread = threading.Thread(target=_read_all, args=(command.url,), daemon=True)
+        thread.start()
+        time.sleep(0.5)
+        command.stop()
+        command.until("stopping: 1 requests")
+        command.stop()
+        assert command.wait(5) == 128 + signal.SIGTERM
+        thread.join(5)
+
+
+def _read_all(url: str) -> None:
+    with contextlib.suppress(httpx.HTTPError):
+        httpx.post(url + "/v1/completions", json=LONG, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nowhere/at/all", "--port", "0"), "nowhere/at/all"),
+        (("--host", "no.such.host.invalid"), "cannot listen on no.such.host.invalid port 8000"),
+        (("--ssl-certfile", "none.pem", "--ssl-keyfile", "none.pem"), "--ssl-certfile none.pem with --ssl-keyfile"),
+        (("--keys-file", "none.yaml"), "cannot read none.yaml: No such file or directory"),
+        (("--config", "none.yaml"), "cannot read none.yaml: No such file or directory"),
+        (("--device", "quantum", "--port", "0"), "quantum"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line_and_exit_code_2(arguments: tuple[str, ...], said: str) -> None:
+    result = serve(*arguments)
+    lines = [line for line in result.stderr.splitlines() if line and not line.startswith("listening")]
+    assert result.exit_code == 2, result.stderr
+    assert len(lines) == 1 and lines[0].startswith("kvmosaic: ") and said in lines[0], result.stderr
+
+
+def test_port_that_is_taken_is_said_before_the_model_is_loaded(taken_port: int) -> None:
+    command = (sys.executable, "-m", "kvmosaic", "serve", "nowhere", "--port", str(taken_port))
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr == (
+        f"kvmosaic: cannot listen on 127.0.0.1 port {taken_port}: Address already in use; "
+        "choose another --host or --port\n"
+    )
+
+
+def test_missing_packages_are_named_with_the_way_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_package, "_PACKAGES", ("fastapi", "no_such_package"))
+    with pytest.raises(InvalidConfig, match=r"the server needs no_such_package; .* pip install 'kvmosaic\[server\]'"):
+        server_package.check_installed()
