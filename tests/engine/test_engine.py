@@ -14,10 +14,12 @@ from support.families import build
 
 from kvmosaic.errors import (
     ChunkCacheFull,
+    EngineError,
     EngineStopped,
     InvalidPrompt,
     InvalidSampling,
     PromptTooLong,
+    QueueFull,
     RequestTooLarge,
     UnknownRequest,
 )
@@ -223,6 +225,35 @@ def test_a_failed_forward_leaves_nothing_to_be_found():
     assert_only_the_cache_holds_blocks(engine)
 
 
+def test_requests_that_only_wait_outlive_a_failed_step():
+    engine = build_engine(llama(), runner=FailingRunner, max_running=1)
+    failed, waiting = engine.add_request(ask(0, 1), GREEDY), engine.add_request(ask(1), GREEDY)
+    FailingRunner.fails = True
+    with pytest.raises(RuntimeError):
+        engine.step()
+    assert isinstance(failed.error, EngineError) and waiting.error is None
+    assert run(engine, [waiting]) == [token_ids(answer(build_engine(llama()), ask(1))[0])]
+    assert_only_the_cache_holds_blocks(engine)
+
+
+def test_a_request_that_cannot_be_planned_ends_and_lets_the_next_one_run(monkeypatch):
+    engine = build_engine(llama())
+    plan = engine.planner.plan
+
+    def plan_that_fails(layout, *args):
+        if layout.last.token_ids == (9,):
+            raise ValueError("a fault of ours")
+        return plan(layout, *args)
+
+    monkeypatch.setattr(engine.planner, "plan", plan_that_fails)
+    failed, waiting = engine.add_request(ask(0, question=(9,)), GREEDY), engine.add_request(ask(1), GREEDY)
+    with pytest.raises(ValueError, match="a fault of ours"):
+        engine.step()
+    assert failed.is_finished and isinstance(failed.error, EngineError)
+    assert run(engine, [waiting]) == [token_ids(answer(build_engine(llama()), ask(1))[0])]
+    assert_only_the_cache_holds_blocks(engine)
+
+
 def test_a_warm_up_computes_chunks_without_an_answer():
     engine = build_engine(llama())
     warm = engine.add_warm_up(ask(0, 1))
@@ -286,6 +317,34 @@ def test_bad_calls_are_named():
     assert_only_the_cache_holds_blocks(engine)
 
 
+def test_one_request_more_than_may_wait_is_refused():
+    engine = build_engine(llama())
+    engine.config = replace(engine.config, max_waiting=2)
+    requests = [engine.add_request(ask(number), GREEDY) for number in range(2)]
+    with pytest.raises(QueueFull, match="2 requests wait already"):
+        engine.add_request(ask(2), GREEDY)
+    with pytest.raises(QueueFull):
+        engine.add_warm_up(ask(2))
+    engine.abort(requests[0].request_id)
+    requests[0] = engine.add_request(ask(2), GREEDY)
+    assert run(engine, requests) == [token_ids(answer(build_engine(llama()), ask(n))[0]) for n in (2, 1)]
+
+
+def test_a_tenant_that_uses_its_quota_does_not_hold_up_the_others():
+    engine = build_engine(llama(), max_running=8)
+    engine.planner.set_quota("a", 5 * engine.planner.bytes_per_block)
+    of_a = [replace(ask(number), tenant="a") for number in (0, 1, 2)]
+    params = replace(GREEDY, max_tokens=30)
+    first, second, third = (engine.add_request(prompt, params) for prompt in of_a)
+    other = engine.add_request(ask(0, 1, 2), GREEDY)
+    while not other.is_finished:
+        engine.step()
+    assert not first.is_finished and second.first_scheduled_time is None
+    alone = [token_ids(answer(build_engine(llama()), ask(number), params)[0]) for number in (0, 1, 2)]
+    assert run(engine, [first, second, third]) == alone
+    assert_only_the_cache_holds_blocks(engine)
+
+
 def test_an_answer_ends_where_the_model_has_no_more_positions():
     model = LoadedModel.from_module(build("llama", torch.float32, max_position_embeddings=32))
     request, _ = answer(build_engine(model), Prompt.plain(list(range(28))), replace(GREEDY, max_tokens=50))
@@ -319,14 +378,15 @@ def test_an_attach_that_fails_half_way_gives_everything_back(monkeypatch):
     engine = build_engine(llama())
     answer(engine, ask(0))
     before = (engine.planner.request_pool.num_used, engine.planner.chunk_pool.num_used)
-    attach = engine.planner._attach_prefix
+    attacher = engine.planner._attacher
+    attach = attacher._attach_prefix
 
     def failing_attach(plan, span, here):
         if span.index == len(plan.spans) - 1:
             raise KeyboardInterrupt
         return attach(plan, span, here)
 
-    monkeypatch.setattr(engine.planner, "_attach_prefix", failing_attach)
+    monkeypatch.setattr(attacher, "_attach_prefix", failing_attach)
     engine.add_request(ask(0, 1, 2), GREEDY)
     with pytest.raises(KeyboardInterrupt):
         engine.step()

@@ -30,7 +30,7 @@ from kvmosaic.errors import (
 from kvmosaic.layout import Layout, PositionStrategy
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt
-from kvmosaic.sampling import Answer, SamplingParams, SamplingState, sample
+from kvmosaic.sampling import Answer, GrammarCompiler, SamplingParams, SamplingState, sample
 
 logger = logging.getLogger("kvmosaic")
 
@@ -62,6 +62,9 @@ class Engine:
         self.chunk_config = chunk_config
         self.config = config
         self.clock = clock
+        model = runner.model
+        self.grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
+        """Compiles structured outputs, from any thread; a request whose form is known already is queued at once."""
         self.is_stopped = False
         self._requests: dict[str, Request] = {}
         self._sequences: dict[str, list[Sequence]] = {}
@@ -242,6 +245,8 @@ class Engine:
             raise InvalidPrompt(f"a request {request_id!r} is under way already; choose another request_id")
         arrival_time = self.clock() if arrival_time is None else arrival_time
         request = Request(request_id, prompt, layout, params, arrival_time, priority, note)
+        if params.structured_outputs is not None:
+            request.grammar = self.grammars.compile(params.structured_outputs)
         sequence = self._new_sequence(request, 0)
         self._requests[request_id], self._sequences[request_id] = request, [sequence]
         self.scheduler.add(sequence)
@@ -259,6 +264,7 @@ class Engine:
             index=index,
             ending_ids=answer.rules.ending_ids,
             device=model.device,
+            matcher=request.grammar.start() if request.grammar else None,
         )
         if not request.is_warm_up:
             request.answers.append(answer)
@@ -298,7 +304,10 @@ class Engine:
                 request.first_token_time = now
                 request.reuse = reuse_report(sequence, now - request.arrival_time)
             news[request.request_id] = request
-            if sequence.answer.append(token) is None:
+            if token.failure:
+                request.error = InvalidSampling(token.failure)
+                self._end(request)
+            elif sequence.answer.append(token) is None:
                 sequence.pending = token.token_id
             else:
                 self._finish(sequence, news)

@@ -165,9 +165,8 @@ class EngineThread:
             if device.type == "cuda":  # the current device belongs to a thread
                 torch.cuda.set_device(device)
             while self._wait():
-                self._abort_closed()
                 self._run_commands()
-                if self.engine.has_unfinished_requests:
+                if self.engine.has_unfinished_requests and not self._is_stopping:
                     self._step()
         except BaseException as error:
             self.failure = self.failure or f"the engine has stopped after an error ({type(error).__name__})"
@@ -191,9 +190,12 @@ class EngineThread:
             stream.requests.clear()
 
     def _run_commands(self) -> None:
+        """Runs commands for a while; whatever was closed before one was sent is aborted before it runs."""
         end = time.monotonic() + COMMAND_SECONDS
-        while self._commands:
+        self._abort_closed()
+        while self._commands and not self._is_stopping:
             run, _ = self._commands.popleft()
+            self._abort_closed()
             run()
             if time.monotonic() >= end:
                 break

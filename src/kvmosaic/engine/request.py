@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.layout import Layout
 from kvmosaic.prompt import Prompt, SegmentKind
-from kvmosaic.sampling import Answer, RequestMetrics, RequestOutput, ReuseReport, SamplingParams
+from kvmosaic.sampling import Answer, Grammar, RequestMetrics, RequestOutput, ReuseReport, SamplingParams
 
 
 @dataclass(eq=False, slots=True)
@@ -27,6 +27,8 @@ class Request:
     """Higher runs first and is preempted last."""
     note: str = ""
     """Why this prompt was not composed, if it was not."""
+    grammar: Grammar | None = None
+    """What the answers must follow, if `params.structured_outputs` say so."""
     answers: list[Answer] = field(default_factory=list)
     reuse: ReuseReport = field(default_factory=ReuseReport)
     """What was reused; filled in when the first token is there."""
