@@ -11,6 +11,7 @@ from support.server import RunningServer
 from kvmosaic.cache import Chunk
 from kvmosaic.engine import Engine
 from kvmosaic.server.documents import DocumentStore
+from kvmosaic.server.documents.sweeping import sweep
 
 KEYS = {"alpha": "alpha-key-1", "beta": "beta-key-1", "small": "small-key-1"}
 
@@ -38,20 +39,21 @@ class DocumentServer(RunningServer):
         return found
 
     def clear(self) -> None:
-        """Forgets all documents and chunks, and checks that nothing is left over."""
+        """Deletes all documents, forgets all chunks, and checks that nothing is left over."""
         old = self.services.documents
+        for tenant in KEYS:
+            for document in old.documents(tenant):
+                old.delete(tenant, document.id)
+        self.call(sweep, self.services)
         store = DocumentStore(default_ttl_seconds=old.default_ttl_seconds, limits=old.limits)
         self.call(old.__dict__.update, store.__dict__)
 
         def empty(engine: Engine) -> None:
-            for tenant in KEYS:
-                account = engine.planner._chunks.account(tenant)
-                for name in list(account.kept_names):
-                    engine.planner.keep(name, tenant, False)
             engine.planner.reset()
             engine.check_invariants()
             assert not engine.planner.chunks() and not engine.has_unfinished_requests
             assert engine.planner.chunk_pool.num_used == 0
+            assert not any(len(engine.planner._chunks.account(tenant).kept) for tenant in KEYS)
 
         self.call(self.services.engine.call, empty)
 

@@ -55,8 +55,7 @@ async def find_cached(
 async def pin_cached(services: Services, tenant: str, document: StoredDocument) -> int:
     """Pins the chunks of a document, now and whenever they are computed, or no longer; returns how many there are.
 
-    A chunk that another pinned document shares (their texts are equal) stays pinned. The parts of a document that was
-    split have names of their own: those computed later are pinned by the next sweep.
+    A chunk that another pinned document shares (their texts are equal) stays pinned.
 
     Raises:
         EngineError: the engine no longer runs.

@@ -225,16 +225,6 @@ class DocumentStore:
             document = self._shelf(tenant).documents.get(document_id)
             return document if document is not None and document.content.label == label else None
 
-    def pinned(self) -> list[tuple[str, StoredDocument]]:
-        """The pinned documents of all tenants, with their tenants."""
-        with self._lock:
-            return [
-                (tenant, document)
-                for tenant, shelf in self._shelves.items()
-                for document in shelf.documents.values()
-                if document.pinned
-            ]
-
     def take_retired(self) -> list[RetiredText]:
         """Texts that were replaced, deleted or expired since the last call."""
         with self._lock:

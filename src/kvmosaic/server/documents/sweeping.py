@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from kvmosaic.server.documents.cached import drop_retired, pin_cached
+from kvmosaic.server.documents.cached import drop_retired
 from kvmosaic.server.services import Services
 
 SWEEP_SECONDS = 5.0
@@ -30,9 +30,6 @@ async def sweep(services: Services) -> None:
     """Drops expired documents, and the chunks of all texts that nobody can ask for any more."""
     services.documents.expire()
     await drop_retired(services, lingering=True)
-    if services.settings.long_chunks == "split":
-        for tenant, document in services.documents.pinned():
-            await pin_cached(services, tenant, document)
 
 
 async def _sweep_always(services: Services, seconds: float) -> None:
