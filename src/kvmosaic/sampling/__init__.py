@@ -2,11 +2,13 @@
 
 from kvmosaic.sampling.answer import Answer
 from kvmosaic.sampling.detokenizer import Decoder, Detokenizer, decode_all
+from kvmosaic.sampling.grammar import Grammar, GrammarCompiler, Matcher
 from kvmosaic.sampling.output import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from kvmosaic.sampling.params import SamplingParams
 from kvmosaic.sampling.reuse import ReuseReport, SegmentAction, SegmentReuse
 from kvmosaic.sampling.sampler import SampledToken, SamplingState, sample
 from kvmosaic.sampling.stopping import Finish, StopRules, StopStrings
+from kvmosaic.sampling.structured import StructuredOutputs
 
 __all__ = [
     "Answer",
@@ -15,7 +17,10 @@ __all__ = [
     "Detokenizer",
     "Finish",
     "FinishReason",
+    "Grammar",
+    "GrammarCompiler",
     "Logprob",
+    "Matcher",
     "RequestMetrics",
     "RequestOutput",
     "ReuseReport",
@@ -26,6 +31,7 @@ __all__ = [
     "SegmentReuse",
     "StopRules",
     "StopStrings",
+    "StructuredOutputs",
     "decode_all",
     "sample",
 ]

@@ -58,10 +58,12 @@ class Answer:
         self.token_ids.append(token_id)
         self._keep_logprobs(sampled)
         by_id = self.rules.by_id(token_id, self.num_tokens)
+        if sampled.is_last and token_id in self.rules.all_eos_token_ids:
+            by_id = Finish("stop")  # whatever ignore_eos and min_tokens say: nothing may follow
         search = self.num_tokens > self.rules.min_tokens
         # The token that ended the answer by its id is no text, unless that was asked for.
         new = "" if by_id and not self.params.include_stop_str_in_output else self._detokenizer.append(token_id)
-        ended = by_id or self.rules.by_length(self.num_tokens)
+        ended = by_id or (Finish("stop") if sampled.is_last else self.rules.by_length(self.num_tokens))
         found = self._text.append(new + (self._detokenizer.flush() if ended else ""), search=search)
         self.finish = Finish("stop", found) if found is not None else ended
         return self.finish

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from kvmosaic.errors import InvalidSampling
+from kvmosaic.sampling.structured import StructuredOutputs
 
 MAX_ANSWERS = 256
 MAX_TOKENS = 2**27
@@ -59,6 +60,9 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     include_stop_str_in_output: bool = False
     """Keep the stop text (or the text of the stop id) in the answer."""
+    structured_outputs: StructuredOutputs | None = None
+    """The form that the answer must have; a mapping of its fields will do. A complete form ends the answer, also with
+    `ignore_eos` and before `min_tokens`."""
 
     def __post_init__(self) -> None:
         _check_whole("n", self.n, 1, MAX_ANSWERS)
@@ -84,6 +88,10 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidSampling(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if isinstance(self.structured_outputs, Mapping):
+            object.__setattr__(self, "structured_outputs", StructuredOutputs.from_dict(self.structured_outputs))
+        elif not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise InvalidSampling(f"structured_outputs must be StructuredOutputs, got {self.structured_outputs!r:.80}")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvmosaic.errors import InvalidSampling
 from kvmosaic.sampling import filters
+from kvmosaic.sampling.grammar import Matcher
 from kvmosaic.sampling.params import SamplingParams
+
+_LOWEST = -1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +27,14 @@ class SampledToken:
     """1 when no token is more likely."""
     top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens and their log probabilities, best first."""
+    is_last: bool = False
+    """The form of the answer (`structured_outputs`) is complete with it."""
+    failure: str = ""
+    """Why the answer cannot go on in its form; the token means nothing then."""
 
 
 class SamplingState:
-    """What sampling remembers of one answer: its generator, and which tokens it has seen.
+    """What sampling remembers of one answer: its generator, its place in a grammar, and which tokens it has seen.
 
     The generator lives on the CPU and gives one number per token, so a seed means the same on every device and in every
     batch. Token counts are kept only if a penalty needs them.
@@ -42,6 +49,7 @@ class SamplingState:
         index: int = 0,
         ending_ids: Collection[int] = (),
         device: torch.device | str = "cpu",
+        matcher: Matcher | None = None,
     ) -> None:
         """Begins an answer.
 
@@ -52,11 +60,13 @@ class SamplingState:
             index: which of the n answers; it is added to the seed.
             ending_ids: ids that may not be drawn before `min_tokens`.
             device: where the logits are.
+            matcher: at the beginning of the grammar that the answer follows.
 
         Raises:
             InvalidSampling: every token would end an answer that may not end yet.
         """
         self.params = params
+        self.matcher = matcher
         self.num_tokens = 0
         self._generator: torch.Generator | None = None
         if not params.is_greedy:
@@ -82,6 +92,8 @@ class SamplingState:
     def append(self, token_id: int) -> None:
         """Notes a token of the answer."""
         self.num_tokens += 1
+        if self.matcher is not None:
+            self.matcher.take(token_id)
         if self.counts is not None and self.seen is not None:
             self.counts[token_id] += 1
             self.seen[token_id] = True
@@ -99,14 +111,15 @@ class SamplingState:
     @property
     def is_plain_greedy(self) -> bool:
         """Whether the next token is simply the largest logit."""
-        return self.params.is_greedy and not self.params.has_penalties and self.banned is None
+        is_free = self.banned is None and self.matcher is None
+        return self.params.is_greedy and not self.params.has_penalties and is_free
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
     """Chooses one token per row and notes it in the row's state.
 
-    The order is vLLM's: penalties, then temperature, min-p, top-k, top-p, then one draw. Greedy rows take the largest
-    logit after the penalties.
+    The order is vLLM's: what a grammar forbids, penalties, then temperature, min-p, top-k, top-p, then one draw. Greedy
+    rows take the largest logit after the penalties.
 
     Args:
         logits: [R, V], any floating type.
@@ -127,14 +140,18 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
     token_ids = chosen.tolist()
     for state, token_id in zip(states, token_ids, strict=True):
         state.append(token_id)
-    return _with_logprobs(logits, token_ids, states)
+    tokens = _with_logprobs(logits, token_ids, states)
+    for row, state in enumerate(states):
+        if (matcher := state.matcher) is not None:
+            tokens[row] = replace(tokens[row], is_last=matcher.is_complete, failure=matcher.failure)
+    return tokens
 
 
 def _sample_rows(logits: Tensor, states: list[SamplingState]) -> Tensor:
     """Token ids [R] for rows that need more than the largest logit."""
-    logits = _penalized(logits, states)
+    logits = _penalized(_within_grammars(logits, states), states)
     for row, state in enumerate(states):
-        if state.banned is not None:
+        if state.banned is not None and state.matcher is None:
             logits[row, state.banned] = filters.NEVER
     chosen = logits.argmax(dim=-1)
     random_rows = [row for row, state in enumerate(states) if not state.params.is_greedy]
@@ -143,6 +160,33 @@ def _sample_rows(logits: Tensor, states: list[SamplingState]) -> Tensor:
         drawn = _draw(logits[rows], [states[row] for row in random_rows])
         chosen = chosen.index_copy(0, rows, drawn)
     return chosen
+
+
+def _within_grammars(logits: Tensor, states: list[SamplingState]) -> Tensor:
+    """Logits [R, V] without what the grammars of the rows forbid; every row keeps a token.
+
+    Ends that may not come yet (`min_tokens`, `ignore_eos`) are forbidden, too, unless nothing else is left.
+    """
+    rows = [row for row, state in enumerate(states) if state.matcher is not None]
+    if not rows:
+        return logits
+    matchers = [matcher for state in states if (matcher := state.matcher) is not None]
+    vocabulary = matchers[0].vocabulary
+    allowed = torch.from_numpy(vocabulary.allowed(matchers))
+    for row, mask, matcher in zip(rows, allowed, matchers, strict=True):
+        state = states[row]
+        early = [] if state.banned is None else state.banned.tolist()
+        early += vocabulary.eos_token_ids if state.params.ignore_eos else ()
+        if matcher.failure:
+            mask.fill_(True)
+        elif early:
+            kept = mask.clone()
+            kept[early] = False
+            mask.copy_(kept if bool(kept.any()) else mask)
+    index = torch.tensor(rows, device=logits.device)
+    # Allowed but impossible (-inf) is still better than forbidden.
+    part = logits[index].clamp(min=_LOWEST).masked_fill(~allowed.to(logits.device), filters.NEVER)
+    return logits.index_copy(0, index, part)
 
 
 def _penalized(logits: Tensor, states: list[SamplingState]) -> Tensor:

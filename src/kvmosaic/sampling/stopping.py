@@ -118,7 +118,8 @@ class StopRules:
         limits = [limit for limit in (params.max_tokens, max_tokens) if limit is not None]
         self.max_tokens = min(limits) if limits else None
         self.min_tokens = params.min_tokens
-        self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        self.all_eos_token_ids = frozenset(eos_token_ids)
+        self.eos_token_ids = frozenset() if params.ignore_eos else self.all_eos_token_ids
         self.stop_token_ids = params.stop_ids
 
     @property

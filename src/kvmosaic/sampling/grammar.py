@@ -1,0 +1,193 @@
+"""Grammars: structured outputs compiled for one model's vocabulary, and the place where an answer is in one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Collection
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from kvmosaic.errors import InvalidSampling
+from kvmosaic.sampling.hostile import check_grammar, check_schema
+from kvmosaic.sampling.structured import StructuredOutputs
+
+if TYPE_CHECKING:
+    from kvmosaic.sampling.vocabulary import Vocabulary
+
+MAX_CACHED_GRAMMARS = 32
+LIMITS = {
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 10_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+"""Of llguidance: about 50 ms of work at a time, 100 MB of states, 2,000 optional properties of one object."""
+_COMPACT = {"whitespace_flexible": False, "lenient": False}
+_AFTER_SPACE = {"lark_grammar": 'start: " " @inner'}
+
+
+class Matcher:
+    """Where one answer is in its grammar; takes its tokens one by one.
+
+    Some tokenizers leave out the space that an answer begins with (`▁Yes` is then the text "Yes"). For the first token
+    of such an answer the grammar is followed twice, with and without a space before it.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, plain: Any, spaced: Any | None) -> None:
+        self.vocabulary = vocabulary
+        self.plain = plain
+        self.spaced = spaced
+        """The grammar behind a space, until the first token."""
+        self.failure = ""
+        """Why no further token can be chosen."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the grammar allows nothing more."""
+        return bool(self.plain.is_stopped()) and not self.failure
+
+    def take(self, token_id: int) -> None:
+        """Goes on by a token; afterwards `is_complete` or `failure` may be true."""
+        if self.failure:
+            return
+        if self.spaced is not None and self.vocabulary.begins_with_space[token_id]:
+            self.plain = self.spaced
+        self.spaced = None
+        if not self.plain.consume_token(token_id) or self.plain.is_error():
+            self.fail(self.plain.get_error() or f"token {token_id} is not allowed")
+
+    def fail(self, error: str) -> None:
+        """Notes why no further token can be chosen."""
+        self.failure = f"the answer cannot go on in its grammar: {_first_line(error)}"
+
+
+class Grammar:
+    """A compiled grammar; every answer starts with a matcher of its own."""
+
+    def __init__(self, vocabulary: Vocabulary, plain: Any, spaced: Any | None) -> None:
+        self._vocabulary = vocabulary
+        self._plain = plain
+        self._spaced = spaced
+
+    def start(self) -> Matcher:
+        """A matcher at the beginning of the grammar."""
+        spaced = self._spaced.deep_copy() if self._spaced is not None else None
+        return Matcher(self._vocabulary, self._plain.deep_copy(), spaced)
+
+
+class GrammarCompiler:
+    """Compiles structured outputs for one model and keeps the last few.
+
+    `compile` may be called from any thread, at the same time. llguidance is imported, and the vocabulary prepared
+    (about a second for a large one), with the first grammar.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._lock = Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._grammars: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
+
+    def compile(self, outputs: StructuredOutputs) -> Grammar:
+        """The grammar of these structured outputs, from the cache if it is there.
+
+        Raises:
+            InvalidSampling: what in it cannot be used, or that this tokenizer cannot be, or that llguidance is missing.
+        """
+        with self._lock:
+            vocabulary = self._open()
+            if (known := self._grammars.get(outputs)) is not None:
+                self._grammars.move_to_end(outputs)
+                return known
+        grammar = self._compile(outputs, vocabulary)  # outside of the lock: the engine must not wait for a slow one
+        with self._lock:
+            self._grammars[outputs] = grammar
+            while len(self._grammars) > MAX_CACHED_GRAMMARS:
+                self._grammars.popitem(last=False)
+        return grammar
+
+    def _open(self) -> Vocabulary:
+        if self._vocabulary is None:
+            try:
+                from kvmosaic.sampling.vocabulary import Vocabulary
+            except ModuleNotFoundError as error:
+                if (error.name or "").partition(".")[0] != "llguidance":
+                    raise
+                raise InvalidSampling(
+                    "structured_outputs need the package llguidance; run: pip install 'kvmosaic[structured]'"
+                ) from None
+            self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
+        return self._vocabulary
+
+    def _compile(self, outputs: StructuredOutputs, vocabulary: Vocabulary) -> Grammar:
+        inner = _source(outputs)
+        plain, spaced = vocabulary.matcher([inner], LIMITS), None
+        if vocabulary.drops_first_space and not plain.is_error():
+            spaced = vocabulary.matcher([_AFTER_SPACE, {"name": "inner", **inner}], LIMITS)
+        # Asked for its first tokens, so that what cannot work says so now.
+        grammar = Grammar(vocabulary, plain, spaced)
+        error, can_begin = plain.get_error(), False
+        if not error:
+            first = grammar.start()
+            allowed = vocabulary.begin(first)
+            allowed[list(vocabulary.eos_token_ids)] = False
+            error, can_begin = first.failure, bool(allowed.any())
+        if error:
+            raise InvalidSampling(f"structured_outputs.{outputs.kind} cannot be used: {_first_line(error)}")
+        if not can_begin:
+            raise InvalidSampling(f"structured_outputs.{outputs.kind} allows only the empty answer")
+        return grammar
+
+
+def _source(outputs: StructuredOutputs) -> dict[str, Any]:
+    """The grammar in llguidance's own form."""
+    if (schema := outputs.schema) is not None:
+        check_schema(schema)
+        # Whatever the schema says about its white space (x-guidance): that is ours to set.
+        return {"json_schema": {**schema, "x-guidance": _COMPACT}}
+    if outputs.regex is not None:
+        return {"lark_grammar": f"start: {_regex(outputs.regex)}"}
+    if outputs.choices:
+        return {
+            "lark_grammar": "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in outputs.choices)
+        }
+    assert outputs.grammar is not None
+    lark = _lark(outputs.grammar)
+    check_grammar(lark)
+    return {"lark_grammar": lark}
+
+
+def _regex(regex: str) -> str:
+    """The regular expression as Lark writes it; it means the whole answer anyway, so ^ and $ around it are left out."""
+    from llguidance import regex_to_lark
+
+    bare = regex.removeprefix("^")
+    if bare.endswith("$") and (len(bare) - len(bare[:-1].rstrip("\\"))) % 2:
+        bare = bare[:-1]
+    return f"/{regex_to_lark(bare)}/"
+
+
+def _lark(text: str) -> str:
+    """The grammar as Lark; GBNF is known by its `::=`."""
+    if "::=" not in text:
+        return text
+    from llguidance import grammar_from
+
+    try:
+        return str(grammar_from("gbnf", text))
+    except (ValueError, RecursionError) as error:
+        raise InvalidSampling(f"grammar: {_first_line(str(error))}") from None
+
+
+def _first_line(error: str) -> str:
+    """What llguidance says, without the grammar and the state that it shows below."""
+    text = re.sub(r"\s*<(state|non-verbose/)>.*", "", error, flags=re.DOTALL).strip()
+    text = text.replace("Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Use anyOf")
+    return " ".join(text.split())[:500]
