@@ -94,17 +94,17 @@ def test_newer_name_of_max_tokens_wins(http):
 def test_answers_end_by_themselves_or_after_enough_tokens(http):
     short = chat(http, documents=DOCUMENTS, ignore_eos=False, max_tokens=64)
     assert short["choices"][0]["finish_reason"] == "stop"
-    assert chat(http, ignore_eos=False, min_tokens=64, max_tokens=64)["usage"]["completion_tokens"] == 64
+    assert chat(http, ignore_eos=False, min_tokens=24, max_tokens=24)["usage"]["completion_tokens"] == 24
     ids = http.post("/tokenize", json={"prompt": "Oak", "add_special_tokens": False}).json()["tokens"]
     assert chat(http, documents=DOCUMENTS, stop_token_ids=ids, max_tokens=64)["choices"][0]["finish_reason"]
 
 
 def test_penalties_and_filters_change_the_answer(http):
-    plain = chat(http, max_tokens=32)["choices"][0]["message"]["content"]
+    plain = chat(http, max_tokens=16)["choices"][0]["message"]["content"]
     changed = {"repetition_penalty": 2.0}, {"frequency_penalty": 2.0, "presence_penalty": 2.0}
-    assert all(chat(http, max_tokens=32, **fields)["choices"][0]["message"]["content"] != plain for fields in changed)
+    assert all(chat(http, max_tokens=16, **fields)["choices"][0]["message"]["content"] != plain for fields in changed)
     for fields in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        drawn = chat(http, max_tokens=32, temperature=1.5, **fields)["choices"][0]["message"]["content"]
+        drawn = chat(http, max_tokens=16, temperature=1.5, **fields)["choices"][0]["message"]["content"]
         assert drawn == plain
 
 

@@ -139,3 +139,21 @@ def test_a_slow_reader_that_goes_away_closes_the_source():
         assert source.is_closed
 
     run(scene())
+
+
+def test_a_stream_that_never_begins_closes_its_source():
+    async def scene():
+        source = Source("a", "b")
+
+        async def send(message):
+            raise OSError("the connection is gone")
+
+        async def receive():
+            await asyncio.Event().wait()
+
+        stream = await sse.open_stream(request(), source.events())
+        with pytest.raises(OSError, match="gone"):
+            await stream({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
+        assert source.is_closed
+
+    run(scene())

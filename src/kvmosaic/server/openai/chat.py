@@ -30,7 +30,14 @@ from kvmosaic.server.openai.replies import (
     error_replies,
     streamed,
 )
-from kvmosaic.server.openai.sampling import MAX_CHOICES, MAX_LOGPROBS, SharedFields, StreamOptions, check_stream_options
+from kvmosaic.server.openai.sampling import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    SharedFields,
+    StreamOptions,
+    check_stream_options,
+    prepared,
+)
 from kvmosaic.server.openai.sse import DONE, EventStream, event, open_stream
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
@@ -147,7 +154,7 @@ def router(services: Services) -> APIRouter:
 
 
 def _read(services: Services, tenant: Tenant, body: ChatRequest) -> tuple[Composed, SamplingParams]:
-    params = body.sampling_params()
+    params = prepared(services, body.sampling_params())
     return chat_prompt(services, tenant, body, body.plain_messages(), body.rendering()), params
 
 

@@ -19,7 +19,14 @@ from kvmosaic.server.openai.logprobs import TextLogprobs, text_logprobs
 from kvmosaic.server.openai.models import served_model
 from kvmosaic.server.openai.prompts import Composed, text_prompt
 from kvmosaic.server.openai.replies import Completion, TextChoice, error_replies, streamed
-from kvmosaic.server.openai.sampling import MAX_CHOICES, MAX_LOGPROBS, SharedFields, StreamOptions, check_stream_options
+from kvmosaic.server.openai.sampling import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    SharedFields,
+    StreamOptions,
+    check_stream_options,
+    prepared,
+)
 from kvmosaic.server.openai.sse import DONE, EventStream, event, open_stream
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
@@ -128,7 +135,8 @@ def router(services: Services) -> APIRouter:
 
 
 def _read(services: Services, tenant: Tenant, body: CompletionRequest) -> tuple[list[Composed], SamplingParams]:
-    params = body.sampling(n=body.n or 1, max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS, logprobs=body.logprobs)
+    most = body.max_tokens or DEFAULT_MAX_TOKENS
+    params = prepared(services, body.sampling(n=body.n or 1, max_tokens=most, logprobs=body.logprobs))
     return [text_prompt(services, tenant, body, prompt) for prompt in body.prompts], params
 
 

@@ -27,6 +27,7 @@ from kvmosaic.server.openai.response_reply import (
     Status,
 )
 from kvmosaic.server.openai.response_request import ResponseRequest
+from kvmosaic.server.openai.sampling import prepared
 from kvmosaic.server.openai.sse import EventStream, event, open_stream
 from kvmosaic.server.openai.usage import Tally
 from kvmosaic.server.services import Services
@@ -72,7 +73,7 @@ def router(services: Services) -> APIRouter:
 
 
 def _read(services: Services, tenant: Tenant, body: ResponseRequest) -> tuple[Composed, SamplingParams]:
-    params = body.sampling_params()
+    params = prepared(services, body.sampling_params())
     return chat_prompt(services, tenant, body, body.messages(), body.rendering()), params
 
 

@@ -11,6 +11,7 @@ from kvmosaic.server.errors import ApiError
 from kvmosaic.server.openai.documents import DocumentFields
 from kvmosaic.server.openai.fields import Body, Ignored, Only, StopText, TokenId
 from kvmosaic.server.openai.formats import StructuredFields
+from kvmosaic.server.services import Services
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -89,5 +90,16 @@ class SharedFields(DocumentFields, StructuredFields):
             max_tokens=max_tokens,
             logprobs=logprobs,
             stop=self.stop,
-            **({} if (form := self.structure()) is None else {"structured_outputs": form}),
+            structured_outputs=self.structure(),
         )
+
+
+def prepared(services: Services, params: SamplingParams) -> SamplingParams:
+    """The same parameters, their form compiled beside the engine, which then finds it ready.
+
+    Raises:
+        InvalidSampling: what in the form cannot be used.
+    """
+    if params.structured_outputs is not None:
+        services.llm.engine.grammars.compile(params.structured_outputs)
+    return params

@@ -10,7 +10,7 @@ import anyio
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from kvmosaic.server.errors import ApiError, as_api_error, request_id_of
 
@@ -26,21 +26,25 @@ def event(data: BaseModel, name: str | None = None) -> str:
 
 
 class EventStream(StreamingResponse):
-    """A stream of events. However it ends, its generator is closed at once, and with it the request it reads."""
+    """A stream of events. However it ends, begun or not, its source is closed, and with it the request it reads."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None]) -> None:
-        super().__init__(events, headers=_HEADERS)
-        self._events = events
+    def __init__(self, first: asyncio.Future[str], source: AsyncGenerator[str, None], request_id: str) -> None:
+        """Takes the event that is waited for already, where the others come from, and whose they are."""
+        self._first = first
+        self._source = source
+        self._events = _kept_alive(first, source, request_id)
+        super().__init__(self._events, headers=_HEADERS)
 
-    async def stream_response(self, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events."""
         try:
-            await super().stream_response(send)
+            await super().__call__(scope, receive, send)
         finally:
             with anyio.CancelScope(shield=True):
                 await self._events.aclose()
+            await _end(self._first, self._source)
 
 
 async def open_stream(request: Request, events: AsyncGenerator[str, None]) -> EventStream:
@@ -60,7 +64,7 @@ async def open_stream(request: Request, events: AsyncGenerator[str, None]) -> Ev
     except BaseException:
         await _end(first, events)
         raise
-    return EventStream(_kept_alive(first, events, request_id_of(request)))
+    return EventStream(first, events, request_id_of(request))
 
 
 async def _kept_alive(
