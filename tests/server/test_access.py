@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -33,10 +34,20 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
+def walk(routes: Iterable[Any]) -> Iterator[Any]:
+    """All routes, those of included routers among them."""
+    for route in routes:
+        if hasattr(route, "original_router"):
+            yield from walk(route.original_router.routes)
+        else:
+            assert hasattr(route, "methods"), f"{route} answers something this test does not ask for"
+            yield route
+
+
 def addresses(server: RunningServer) -> list[tuple[str, str]]:
     """Every method and path of the app, FastAPI's own among them."""
-    routes = [route for route in server.app.routes if hasattr(route, "methods")]
-    assert any(isinstance(route, APIRoute) for route in routes)
+    routes = list(walk(server.app.routes))
+    assert sum(isinstance(route, APIRoute) for route in routes) > 20
     paths = [(method, re.sub(r"{\w+(:\w+)?}", "x", route.path)) for route in routes for method in route.methods]
     documented = [
         (method.upper(), re.sub(r"{\w+}", "x", path))
@@ -48,7 +59,11 @@ def addresses(server: RunningServer) -> list[tuple[str, str]]:
 
 def test_no_route_answers_without_a_key(closed: RunningServer) -> None:
     found = addresses(closed)
-    assert ("GET", "/test/forgotten") in found and ("GET", "/openapi.json") in found and len(found) > 8
+    assert (
+        ("GET", "/test/forgotten") in found
+        and ("GET", "/openapi.json") in found
+        and ("GET", "/dashboard/events") in found
+    )
     with httpx.Client(base_url=closed.url) as client:
         for method, path in found:
             reply = client.request(method, path)
@@ -129,3 +144,17 @@ def test_pages_of_other_sites_are_told_nothing_unless_allowed(server: RunningSer
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, origin)
         other = httpx.options(allowing.url + "/v1/models", headers={**preflight, "Origin": "https://evil.example"})
         assert "access-control-allow-origin" not in other.headers
+
+
+def test_api_document_says_who_needs_a_key(server: RunningServer, closed: RunningServer) -> None:
+    for running, needed in ((server, []), (closed, [{"key": []}])):
+        paths = httpx.get(running.url + "/openapi.json", headers=bearer(KEY)).json()["paths"]
+        assert paths["/livez"]["get"]["security"] == []
+        assert paths["/v1/chat/completions"]["post"]["security"] == needed
+
+
+def test_every_operation_has_a_name_of_its_own(server: RunningServer) -> None:
+    paths = server.app.openapi()["paths"]
+    names = [operation["operationId"] for path in paths.values() for operation in path.values()]
+    assert len(names) == len(set(names)) > 15
+    assert not any("422" in operation["responses"] for path in paths.values() for operation in path.values())

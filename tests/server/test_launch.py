@@ -45,8 +45,17 @@ def serve(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["serve", *arguments])
 
 
-def test_life_of_a_server_from_its_first_probe_to_its_last(certificate: tuple[Path, Path]) -> None:
-    paths = ("--ssl-certfile", str(certificate[0]), "--ssl-keyfile", str(certificate[1]), "--root-path", "/kv")
+def test_life_of_a_server_from_its_first_probe_to_an_answer_that_takes_too_long(certificate: tuple[Path, Path]) -> None:
+    paths = (
+        "--ssl-certfile",
+        str(certificate[0]),
+        "--ssl-keyfile",
+        str(certificate[1]),
+        "--root-path",
+        "/kv",
+        "--drain-seconds",
+        "0.2",
+    )
     context = ssl.create_default_context(cafile=certificate[0])
     with (
         ServeCommand(*paths, KVMOSAIC_SERVED_MODEL_NAME="small,reader") as command,
@@ -65,9 +74,14 @@ def test_life_of_a_server_from_its_first_probe_to_its_last(certificate: tuple[Pa
         assert "API key    not needed" in command.log
         for path in ("/livez", "/readyz", "/health"):
             assert client.get(url + path).status_code == 200
-        command.stop()
+        with client.stream("POST", url + "/v1/completions", json=LONG) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            command.stop(signal.SIGINT)
+            rest = [line for line in lines if line]
+        assert '"error"' in rest[-1] or '"error"' in rest[-2]
         assert command.wait() == 0, command.log
-    assert "Traceback" not in command.log
+    assert "stopping: 1 requests are aborted" in command.log and "Traceback" not in command.log
     assert '"GET /kv/readyz HTTP/1.1" 200' in command.log
 
 
@@ -95,19 +109,6 @@ def test_answer_under_way_is_finished_and_new_ones_are_refused() -> None:
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and '"error"' not in "".join(rest)
         assert command.wait() == 0, command.log
-
-
-def test_what_runs_too_long_is_ended_with_an_error_event() -> None:
-    with ServeCommand("--drain-seconds", "0.2", "--uvicorn-log-level", "warning") as command:
-        command.until_ready()
-        with httpx.stream("POST", command.url + "/v1/completions", json=LONG, timeout=30) as reply:
-            lines = reply.iter_lines()
-            next(lines)
-            command.stop(signal.SIGINT)
-            rest = [line for line in lines if line]
-        assert '"error"' in rest[-1] or '"error"' in rest[-2]
-        assert command.wait() == 0, command.log
-    assert "stopping: 1 requests are aborted" in command.log and "Traceback" not in command.log
 
 
 def test_second_signal_ends_the_process_at_once() -> None:

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-import logging
-from importlib import import_module
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.openapi.utils import get_openapi
 
 from kvmosaic import __version__
-from kvmosaic.server.access import Access
+from kvmosaic.server import dashboard, documents, exposition, health, openai
+from kvmosaic.server.access import OPEN_PATHS, Access
 from kvmosaic.server.envelope import Envelope
 from kvmosaic.server.errors import add_error_replies
-from kvmosaic.server.exposition import CountReplies
 from kvmosaic.server.intake import Intake
 from kvmosaic.server.services import Services
 
-logger = logging.getLogger("kvmosaic.server")
-
-# Each of them has `router(services) -> fastapi.APIRouter`.
-PARTS = ("health", "exposition", "openai", "documents", "dashboard")
+DESCRIPTION = (
+    "OpenAI's routes over a language model that computes each document once and composes prompts from what it has. "
+    "Errors have OpenAI's shape on every route; every reply carries an X-Request-Id."
+)
+KEY = "key"
 
 
 def build_app(services: Services) -> FastAPI:
     """Every route over one set of services.
 
     envelope ──▶ count ──▶ CORS ──▶ access ──▶ intake ──▶ routes
-    id, headers                      key        body, client gone
+    id, headers                     key        body, client gone
     """
     settings = services.settings
     app = FastAPI(
         title="kvmosaic",
         version=__version__,
+        description=DESCRIPTION,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -39,12 +41,9 @@ def build_app(services: Services) -> FastAPI:
     )
     app.state.services = services
     add_error_replies(app)
-    for part in PARTS:
-        try:
-            module = import_module(f"kvmosaic.server.{part}")
-            app.include_router(module.router(services))
-        except (ImportError, AttributeError) as error:
-            logger.warning("the routes of %s are not there yet: %s", part, error)
+    for part in (health, exposition, openai, documents, dashboard):
+        app.include_router(part.router(services))
+    app.openapi = lambda: _document(app, services.tenants.needs_key)  # type: ignore[method-assign]
     app.add_middleware(Intake, services=services)  # the last one added is the first one asked
     app.add_middleware(Access, services=services)
     if settings.allowed_origins:
@@ -55,6 +54,22 @@ def build_app(services: Services) -> FastAPI:
             allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(CountReplies, metrics=services.metrics)
+    app.add_middleware(exposition.CountReplies, metrics=services.metrics)
     app.add_middleware(Envelope)
     return app
+
+
+def _document(app: FastAPI, needs_key: bool) -> dict[str, Any]:
+    """The OpenAPI document, with who needs a key."""
+    if app.openapi_schema is None:
+        document = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes, servers=app.servers
+        )
+        scheme = {"type": "http", "scheme": "bearer", "description": "A key that the server was started with."}
+        document.setdefault("components", {})["securitySchemes"] = {KEY: scheme}
+        for path, operations in document["paths"].items():
+            is_open = path in OPEN_PATHS or not needs_key
+            for operation in operations.values():
+                operation["security"] = [] if is_open else [{KEY: []}]
+        app.openapi_schema = document
+    return app.openapi_schema
