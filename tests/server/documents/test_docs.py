@@ -1,0 +1,43 @@
+"""What the page about documents shows, run against the server."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+from server.documents.world import KEYS, DocumentServer
+
+from kvmosaic.server.documents.names import VERBS
+from kvmosaic.server.settings import ServerSettings
+
+PAGES = Path(__file__).parents[3] / "docs" / "server"
+
+
+def test_python_of_the_page_runs_from_top_to_bottom(
+    server: DocumentServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (PAGES / "documents.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    code = code.replace("http://localhost:8000", server.url).replace("Bearer none", f"Bearer {KEYS['alpha']}")
+    (tmp_path / "blocks.py").write_text(code.replace("timeout=60", "timeout=60, trust_env=False"))
+    runpy.run_path(str(tmp_path / "blocks.py"))["client"].close()
+    assert "Oak" in capsys.readouterr().out
+
+
+def test_page_names_every_route_and_every_verb(server: DocumentServer) -> None:
+    text = (PAGES / "documents.md").read_text()
+    for path, methods in server.app.openapi()["paths"].items():
+        if path.startswith("/v1/documents"):
+            for method in methods:
+                assert f"{method.upper()} {path.replace('document_id', 'id')}" in text
+    assert all(f"`:{verb}`" in text for verb in VERBS)
+
+
+def test_page_says_the_limits_that_the_server_has() -> None:
+    text, settings = (PAGES / "documents.md").read_text(), ServerSettings()
+    assert settings.document_ttl == 3_600 and settings.max_documents == 10_000
+    assert settings.max_documents_bytes == 256 * 2**20
+    for flag in ("--document-ttl", "--max-documents", "--max-documents-bytes", "--max-body-bytes", "--long-chunks"):
+        assert flag in text and flag[2:].replace("-", "_") in ServerSettings.model_fields
