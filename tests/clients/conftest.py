@@ -1,0 +1,23 @@
+"""The real server, and three documents that every client asks about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from support.server import RunningServer
+
+DOCUMENTS = [
+    {"id": "marla", "title": "Marla Denwick", "text": "Marla Denwick works as a baker. She lives in Tolbury."},
+    {"id": "jonas", "title": "Jonas Kelberg", "text": "Jonas Kelberg works as a teacher. He lives in Halport."},
+    {"id": "heron", "title": "Silver Heron", "text": "The Silver Heron was built in 1874. Its cargo is timber."},
+]
+QUESTION = "Where does Jonas Kelberg live?"
+ANSWER = "Halport"
+SYSTEM = "Answer the question from the documents."
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[RunningServer]:
+    with RunningServer() as running:
+        yield running
