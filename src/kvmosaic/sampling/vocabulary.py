@@ -43,8 +43,9 @@ class Vocabulary:
                 f"structured_outputs need a fast tokenizer; this model has {type(tokenizer).__name__}, "
                 "whose tokens are not known as bytes"
             )
-        known = eos_token_ids or [getattr(tokenizer, "eos_token_id", None)]
-        ends = [token_id for token_id in known if token_id is not None and token_id < vocab_size]
+        own = getattr(tokenizer, "eos_token_id", None)
+        known = eos_token_ids or ([] if own is None else [own])
+        ends = [token_id for token_id in known if token_id < vocab_size]
         if not ends:
             raise InvalidSampling("structured_outputs need an end-of-sequence token, and this model has none")
         size = max(vocab_size, len(tokenizer))
@@ -80,8 +81,11 @@ class Vocabulary:
     def begin(self, matcher: Matcher) -> NDArray[np.bool_]:
         """Which tokens may come first: [V]; from any thread, in memory of its own."""
         followed = _followed([matcher])
-        bits = np.frombuffer(b"".join(one.compute_bitmask() for one in followed), dtype=np.int32)
-        return self._masks([matcher], followed, bits.reshape(len(followed), -1))[0]
+        bits = np.zeros((len(followed), self._bits.shape[1]), dtype=np.int32)
+        for one, row in zip(followed, bits, strict=True):
+            one.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        row_of_masks: NDArray[np.bool_] = self._masks([matcher], followed, bits)[0]
+        return row_of_masks
 
     def _masks(self, matchers: Sequence[Matcher], followed: list[Any], bits: NDArray[np.int32]) -> NDArray[np.bool_]:
         masks = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
@@ -109,16 +113,16 @@ def _read(tokenizer: Any, backend: Any, size: int, ends: list[int]) -> Any:
         return llguidance.hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=ends)
     except ValueError as error:
         decoder = json.loads(backend.to_str()).get("decoder") or {}
-        if decoder.get("type") != "Metaspace":
+        if decoder.get("type") != "Metaspace" or decoder.get("replacement") != _MARK:
             raise InvalidSampling(f"structured_outputs cannot be used with this tokenizer: {error}") from None
-    table = llguidance.TokenizerWrapper(_Metaspace(tokenizer, backend, decoder.get("replacement", _MARK), ends[0]))
+    table = llguidance.TokenizerWrapper(_Metaspace(tokenizer, backend, size, ends[0]))
     return llguidance.LLTokenizer(table, n_vocab=size, eos_token=ends)
 
 
 class _Metaspace:
     """Tokens of sentencepiece in the form that llguidance takes from other libraries."""
 
-    def __init__(self, tokenizer: Any, backend: Any, mark: str, eos_token_id: int) -> None:
+    def __init__(self, tokenizer: Any, backend: Any, size: int, eos_token_id: int) -> None:
         self.eos_token_id = eos_token_id
         self.bos_token_id = None
         added = backend.get_added_tokens_decoder()
@@ -127,13 +131,23 @@ class _Metaspace:
         for token_id in range(len(tokenizer)):
             text = backend.id_to_token(token_id) or ""
             is_text = token_id not in special
-            self.tokens.append(text.replace(mark, " ").encode() if is_text else b"\xff" + text.encode())
+            self.tokens.append(text.replace(_MARK, " ").encode() if is_text else b"\xff" + text.encode())
+        self.tokens += [b""] * (size - len(self.tokens))
         self.special_token_ids = sorted(special)
-        self._backend = backend
+        self._ids = {token: token_id for token_id, token in enumerate(self.tokens) if token and token_id not in special}
+        self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        text = text.decode(errors="replace") if isinstance(text, bytes) else text
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        """The longest token at every place: the tokenizer itself would put a space in front, which is not asked for."""
+        rest = text.encode() if isinstance(text, str) else text
+        ids: list[int] = []
+        while rest:
+            lengths = range(min(self._longest, len(rest)), 0, -1)
+            length = next((length for length in lengths if rest[:length] in self._ids), None)
+            if length is None:  # no token has it: what was found so far is still right
+                break
+            ids.append(self._ids[rest[:length]])
+            rest = rest[length:]
         return ids
 
 
