@@ -95,17 +95,17 @@ class ChunkStore:
         """All cached chunks, oldest first."""
         return self._engine.planner.chunks()
 
-    def pin(self, name: str, *, salt: str = "") -> int:
+    def pin(self, name: str, *, salt: str = "", tenant: str = "") -> int:
         """Protects the chunks with this name from eviction; returns how many. Raises UnknownChunk."""
-        return self._engine.planner.pin(name, salt)
+        return self._engine.planner.pin(name, salt, tenant)
 
-    def unpin(self, name: str, *, salt: str = "") -> int:
+    def unpin(self, name: str, *, salt: str = "", tenant: str = "") -> int:
         """Lets the chunks with this name be evicted again; returns how many. Raises UnknownChunk."""
-        return self._engine.planner.unpin(name, salt)
+        return self._engine.planner.unpin(name, salt, tenant)
 
-    def delete(self, name: str, *, salt: str = "") -> int:
+    def delete(self, name: str, *, salt: str = "", tenant: str = "") -> int:
         """Drops the chunks with this name; returns how many. Raises UnknownChunk or ChunkInUse."""
-        return self._engine.planner.delete(name, salt)
+        return self._engine.planner.delete(name, salt, tenant)
 
     def _warm(
         self, prompts: Sequence[Prompt], strategy: PositionStrategy | None, progress: Callable[[int, int], None] | None

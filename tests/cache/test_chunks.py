@@ -169,12 +169,31 @@ def test_statistics_count_lookups_hits_sharing_and_times():
     assert planner.statistics().sharing_ratio == 1.0
 
 
+def test_tokens_of_chunks_are_counted_as_reused_moved_or_computed():
+    planner = make_planner()
+    layout = layout_of(SYSTEM, [DOC_A, DOC_B], QUESTION, strategy="sequential")
+    first = planner.attach(planner.plan(layout))
+    planner.advance(first, 1, 3)
+    stats = planner.statistics()
+    assert (stats.reused_tokens, stats.moved_tokens, stats.computed_tokens) == (0, 0, 3), "when they are computed"
+    second = planner.attach(planner.plan(layout))
+    compute_all(planner, first)
+    planner.record_compute(first.spans[1].chunk, 250.0)
+    stats = planner.statistics()
+    assert (stats.reused_tokens, stats.moved_tokens, stats.computed_tokens) == (5, 9, 14)
+    assert (stats.planned_chunks, stats.attaches, stats.computes, stats.compute_seconds) == (4, 2, 1, 0.25)
+    planner.release(first)
+    planner.release(second)
+
+
 def test_average_times_come_from_the_clock():
     clock = Clock()
     planner = make_planner(clock=lambda: clock.wait(0.001) or clock.now)
     warmed(planner, layout_of(SYSTEM, [DOC_A], QUESTION))
     assert planner.statistics().average_lookup_ms == pytest.approx(1.0)
     assert planner.statistics().average_attach_ms > 1.0
+    assert planner.statistics().lookup_seconds == pytest.approx(0.001)
+    assert planner.statistics().attach_seconds * 1e3 == pytest.approx(planner.statistics().average_attach_ms)
 
 
 def test_planning_imports_no_torch():

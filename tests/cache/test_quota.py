@@ -123,6 +123,24 @@ def test_what_running_requests_hold_of_the_quota_is_waited_for():
     assert cached(planner, "t") == {"21", "22", "23", "24"}
 
 
+def test_an_idle_chunk_that_the_prompt_itself_needs_makes_no_room_for_it():
+    planner, warm = world(quota=3)
+    warm(20, 21, 22)
+    planner.attach(planner.plan(prompt(21, 22), tenant="t"))
+    before = state_of(planner)
+    with pytest.raises(QuotaInUse, match="3 are taken and 0 of these may be evicted"):
+        planner.attach(planner.plan(prompt(20, 23), tenant="t"))
+    assert state_of(planner) == before
+
+
+def test_the_quota_is_never_exceeded_not_even_while_a_prompt_runs():
+    planner, warm = world(quota=3)
+    warm(20, 21, 22)
+    reader = planner.attach(planner.plan(prompt(22, 23, 24), tenant="t"))
+    assert planner.tenant_usage("t").num_blocks == 3 and cached(planner, "t") == {"22", "23", "24"}
+    planner.release(reader)
+
+
 def test_a_smaller_quota_takes_effect_at_once_on_what_is_idle_and_later_on_the_rest():
     planner, warm = world(quota=None)
     warm(20, 21, 22, 23)

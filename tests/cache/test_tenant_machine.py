@@ -15,9 +15,10 @@ from kvmosaic.errors import ChunkCacheFull, ChunkInUse, OutOfBlocks, QuotaExceed
 
 TENANTS = ["", "a", "b"]
 NAMES = [f"document {number}" for number in range(4)]
+wishes, systems = st.lists(st.sampled_from(NAMES), max_size=3), st.sampled_from([1, 2])
 tenants, names, salts = st.sampled_from(TENANTS), st.sampled_from(NAMES), st.sampled_from(["", "salt"])
 chosen_salts = st.sampled_from(["", "salt", None])
-quotas = st.sampled_from([None, None, 0, 2, 5, 9])
+quotas = st.sampled_from([None, 0, 3, 5, 7])
 
 
 class Tenancy(RuleBasedStateMachine):
@@ -45,6 +46,7 @@ class Tenancy(RuleBasedStateMachine):
             bytes_per_block=10,
         )
         self.set_quota("a", quota)
+        self.set_quota("b", 5)
 
     @rule(tenant=tenants, quota=quotas)
     def set_quota(self, tenant: str, quota: int | None) -> None:
@@ -53,7 +55,23 @@ class Tenancy(RuleBasedStateMachine):
         self.planner.set_quota(tenant, None if quota is None else quota * 10 + 9)
         assert self.chunks_of_others(tenant) == others
 
-    @rule(tenant=tenants, salt=salts, wanted=st.lists(names, max_size=3), system=st.sampled_from([1, 2]))
+    @rule(tenant=tenants, salt=salts, wanted=wishes, system=systems)
+    def warm(self, tenant: str, salt: str, wanted: list[str], system: int) -> None:
+        """A prompt from beginning to end: what it needed is idle afterwards."""
+        num_before = len(self.readers)
+        self.attach(tenant, salt, wanted, system)
+        if len(self.readers) > num_before:
+            _, reader = self.readers.pop()
+            self.compute(reader)
+            self.planner.release(reader.attachment)
+            self.release_stale()
+
+    @rule(tenant=tenants, salt=salts, wanted=wishes, system=systems)
+    def warm_another(self, tenant: str, salt: str, wanted: list[str], system: int) -> None:
+        """The same again: most of what happens should fill the cache."""
+        self.warm(tenant, salt, wanted, system)
+
+    @rule(tenant=tenants, salt=salts, wanted=wishes, system=systems)
     def attach(self, tenant: str, salt: str, wanted: list[str], system: int) -> None:
         self.clock.wait(1)
         layout = self.layout(tenant, wanted, system)
@@ -105,6 +123,15 @@ class Tenancy(RuleBasedStateMachine):
             for reader in took_part:
                 self.planner.forget(reader.attachment)
         self.release_stale()
+
+    def compute(self, reader: Reader) -> None:
+        """One step that computes whatever this reader must compute."""
+        self.planner.begin_step()
+        for span, values in zip(reader.attachment.spans, reader.expected, strict=True):
+            if span.chunk is None or span.is_owner:
+                first, left = span.num_computed, span.num_tokens - span.num_computed
+                self.memory.write(span, first, values[first:])
+                self.planner.advance(reader.attachment, span.index, left)
 
     @precondition(lambda self: self.readers)
     @rule(data=st.data())
@@ -193,6 +220,15 @@ class Tenancy(RuleBasedStateMachine):
         assert self.planner.chunk_pool.num_used == sum(len(chunk.block_ids) for chunk in chunks.values())
 
     @invariant()
+    def a_key_finds_a_chunk_for_its_own_tenant_only(self) -> None:
+        for chunk in self.planner.chunks():
+            for tenant in TENANTS:
+                try:
+                    assert self.planner.find_chunks(chunk.key, None, tenant) == [chunk] and tenant == chunk.tenant
+                except UnknownChunk:
+                    assert tenant != chunk.tenant
+
+    @invariant()
     def deleted_chunks_are_found_under_no_name(self) -> None:
         for (tenant, name), chunks in self.deleted.items():
             assert not chunks & set(self.found(tenant, name, None))
@@ -263,4 +299,4 @@ class Tenancy(RuleBasedStateMachine):
 
 
 TestTenancy = Tenancy.TestCase
-TestTenancy.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTenancy.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
