@@ -332,3 +332,14 @@ def test_a_schema_cannot_switch_white_space_on():
     matcher = COMPILERS["reader"].compile(StructuredOutputs(json=json.dumps(schema))).start()
     tokenizer = TOKENIZERS["reader"]
     assert not matcher.vocabulary.allowed([matcher])[0][tokenizer.encode(" ", add_special_tokens=False)].any()
+
+
+def test_a_failed_row_does_not_disturb_the_rows_beside_it():
+    compiler, tokenizer = COMPILERS["reader"], TOKENIZERS["reader"]
+    failed, good, other = (compiler.compile(StructuredOutputs(regex="a+")).start() for _ in range(3))
+    for matcher in (failed, other):
+        matcher.take(tokenizer.convert_tokens_to_ids("b"))
+    expected = good.vocabulary.allowed([good])[0].tolist()
+    masks = good.vocabulary.allowed([failed, good, other])
+    assert masks[1].tolist() == expected
+    assert not masks[[0, 2]].any()
