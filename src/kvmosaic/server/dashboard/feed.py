@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -26,6 +27,8 @@ from kvmosaic.server.errors import ApiError
 from kvmosaic.server.record import MAX_RECORDS, RequestRecord
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
+
+logger = logging.getLogger("kvmosaic.server")
 
 MAX_VIEWERS = 64
 MAX_DOCUMENTS = 200
@@ -100,13 +103,20 @@ class Feed:
 
     async def _tell(self) -> None:
         """Looks and tells, once per second, as long as somebody listens."""
+        try:
+            await self._tell_on()
+        except Exception:
+            logger.exception("the dashboard's feed failed; viewers may come again")
+        finally:
+            for viewer in self._viewers:
+                viewer.close()
+
+    async def _tell_on(self) -> None:
         while self._viewers:
             await asyncio.sleep(max(0.0, self._last_look + self._seconds - time.monotonic()))
             self._last_look = time.monotonic()
             await self._look()
             if self._services.admission.is_draining:
-                for viewer in self._viewers:
-                    viewer.close()
                 return
             blocks = await asyncio.to_thread(blocks_view, self._glance) if self._glance else None
             for viewer in self._viewers:

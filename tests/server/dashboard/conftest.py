@@ -1,0 +1,48 @@
+"""A headless browser in front of a real server, which is empty before every test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from selenium import webdriver
+from support.screen import Screen, start_browser
+from support.server import RunningServer
+
+
+@pytest.fixture(scope="package")
+def own_server() -> Iterator[RunningServer]:
+    with RunningServer() as running:
+        yield running
+
+
+@pytest.fixture
+def server(own_server: RunningServer) -> RunningServer:
+    """Without documents and without anything cached."""
+
+    async def empty() -> None:
+        services = own_server.services
+        for document in services.documents.documents("default"):
+            services.documents.delete("default", document.id)
+        services.documents.take_retired()
+        await services.engine.call(lambda engine: engine.planner.reset())
+
+    own_server.call(empty)
+    return own_server
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[webdriver.Chrome]:
+    chrome = start_browser()
+    yield chrome
+    chrome.quit()
+
+
+@pytest.fixture
+def screen(browser: webdriver.Chrome) -> Iterator[Screen]:
+    """A tab; in the end its console must be clean."""
+    opened = Screen(browser)
+    yield opened
+    opened.check_clean()
+    browser.execute_cdp_cmd("Storage.clearDataForOrigin", {"origin": "*", "storageTypes": "all"})
+    browser.get("about:blank")

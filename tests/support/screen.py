@@ -1,0 +1,143 @@
+"""A headless Chromium that looks at the dashboard, and what a test wants to know from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+
+SECONDS = 15.0
+_REMEMBER_VIOLATIONS = (
+    "window.violations = [];"
+    "document.addEventListener('securitypolicyviolation', (event) => window.violations.push(event.violatedDirective));"
+)
+
+
+def start_browser() -> webdriver.Chrome:
+    """Chromium and its driver, as installed; without them tests are skipped, in CI they fail."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
+    if not chromium or not driver:
+        message = "chromium and chromium-driver are not installed"
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    return webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+
+
+class Screen:
+    """One tab of the browser.
+
+    Whatever a test does, in the end there must be no error in the console and nothing the policy had to stop.
+    """
+
+    def __init__(self, browser: webdriver.Chrome) -> None:
+        self.browser = browser
+        self.forgiven: tuple[str, ...] = ()
+        """Parts of console messages that this test brings about, such as the status of a refused request."""
+
+    def open(self, url: str, *, width: int = 1280, height: int = 900, scheme: str = "light") -> Screen:
+        """Opens the dashboard in a window of this size, without anything kept from before."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        self.browser.get_log("browser")
+        added = self.browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": _REMEMBER_VIOLATIONS})
+        self.browser.get(url)
+        self.browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+        return self
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        """The value that a script returns."""
+        return self.browser.execute_script(script, *arguments)
+
+    def find(self, selector: str) -> WebElement:
+        """The first visible element."""
+        return self.until(lambda: next((one for one in self.all(selector) if one.is_displayed()), None), selector)
+
+    def all(self, selector: str) -> list[WebElement]:
+        return self.browser.find_elements(By.CSS_SELECTOR, selector)
+
+    def click(self, selector: str) -> None:
+        element = self.find(selector)
+        self.run("arguments[0].scrollIntoView({block: 'center'})", element)
+        element.click()
+
+    def text(self, selector: str) -> str:
+        return str(self.run("return document.querySelector(arguments[0])?.textContent ?? ''", selector))
+
+    def until(self, condition: Callable[[], Any], what: str = "") -> Any:
+        """Waits until something is true, and returns it."""
+        end = time.monotonic() + SECONDS
+        while not (value := condition()):
+            assert time.monotonic() < end, f"not within {SECONDS} s: {what}; notices: {self.text('#notices')!r}"
+            time.sleep(0.03)
+        return value
+
+    def press(self, *keys: str) -> None:
+        """Types into whatever has the focus."""
+        actions = ActionChains(self.browser)
+        for key in keys:
+            actions.send_keys(key)
+        actions.perform()
+
+    def tab_to(self, selector: str, *, back: bool = False) -> None:
+        """Goes on with the tabulator until an element has the focus."""
+        for _ in range(80):
+            if self.run("return document.activeElement.matches(arguments[0])", selector):
+                return
+            actions = ActionChains(self.browser)
+            if back:
+                actions.key_down(Keys.SHIFT).send_keys(Keys.TAB).key_up(Keys.SHIFT).perform()
+            else:
+                actions.send_keys(Keys.TAB).perform()
+        raise AssertionError(f"the tabulator does not reach {selector}")
+
+    def ask(self, question: str | None = None) -> list[tuple[str, str]]:
+        """Asks, waits for the answer, and returns name and action of each segment of its strip."""
+        if question is not None:
+            self.run("document.getElementById('question').value = arguments[0]", question)
+        self.click("#ask")
+        self.until_answered()
+        return self.segments("#answer-strip")
+
+    def until_answered(self) -> None:
+        self.until(lambda: self.text("#usage") and not self.is_asking(), "the answer")
+
+    def is_asking(self) -> bool:
+        return bool(self.run("return document.getElementById('answer').hasAttribute('aria-busy')"))
+
+    def segments(self, place: str) -> list[tuple[str, str]]:
+        script = (
+            "return [...document.querySelectorAll(arguments[0] + ' .box')]"
+            ".map((box) => [box.querySelector('b').textContent, box.dataset.action])"
+        )
+        return [(name, action) for name, action in self.run(script, place)]
+
+    def load_examples(self) -> None:
+        self.click("#load-examples")
+        self.until(lambda: len(self.all("#documents > li")) == 11, "eleven documents")
+        self.until(lambda: self.all("#chosen > li"), "chosen documents")
+
+    def check_clean(self) -> None:
+        """No error in the console, and nothing stopped by the policy."""
+        logged = [entry["message"] for entry in self.browser.get_log("browser") if entry["level"] != "INFO"]
+        errors = [message for message in logged if not any(part in message for part in self.forgiven)]
+        assert not errors, json.dumps(errors, indent=1)
+        assert self.run("return window.violations") == []
