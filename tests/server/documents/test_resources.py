@@ -92,7 +92,10 @@ def test_tenants_see_only_their_own_documents(alpha: Client, beta: Client) -> No
 def test_ids_do_not_collide_with_verbs(alpha: Client, verb: str) -> None:
     for bad in (f"a:{verb}", f"a:b:{verb}", "..", "."):
         assert alpha.post("/v1/documents", json={"id": bad, "text": "x"}).status_code == 400
-    assert alpha.put(f"/v1/documents/a:{verb}", json={"text": "x"}).status_code == 400
+    for method in ("GET", "PUT", "DELETE"):
+        for name in (f"a:{verb}", "x" * 300 + f":{verb}"):
+            refused = alpha.request(method, f"/v1/documents/{name}", json={"text": 1})
+            assert code_of(refused, 405) == "method_not_allowed" and refused.headers["Allow"] == "POST"
     for good in (f"{verb}", f"{verb}:a", f"a:{verb}:b"):
         alpha.store(good, "text")
         assert alpha.get(f"/v1/documents/{good}").json()["id"] == good
@@ -166,10 +169,15 @@ def test_list_is_read_in_parts(alpha: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    "query", [{"limit": 0}, {"limit": 1_001}, {"limit": "x"}, {"order": "up"}, {"after": "unknown"}, {"after": "~"}]
+    "query", [{"limit": 0}, {"limit": 1_001}, {"limit": "x"}, {"order": "up"}, {"after": "x" * 257}]
 )
 def test_list_that_cannot_be_read_gives_400(alpha: Client, query: dict[str, Any]) -> None:
     assert code_of(alpha.get("/v1/documents", params=query), 400) is None
+
+
+@pytest.mark.parametrize("after", ["unknown", "~", "~x", ""])
+def test_place_that_the_list_does_not_have_gives_404(alpha: Client, after: str) -> None:
+    assert code_of(alpha.get("/v1/documents", params={"after": after}), 404) == "document_not_found"
 
 
 def test_prompt_reads_stored_document_by_id_and_the_report_names_it(alpha: Client, server: DocumentServer) -> None:

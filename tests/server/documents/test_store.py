@@ -337,7 +337,7 @@ def test_list_goes_on_behind_a_deleted_document() -> None:
 @pytest.mark.parametrize("after", ["unknown", "~", "~x", "~-1", "", "~" + "9" * 19])
 def test_place_that_is_not_in_the_list_is_refused(after: str) -> None:
     store, _ = make_store()
-    with pytest.raises(InvalidDocument, match="after"):
+    with pytest.raises(UnknownDocument, match="after"):
         store.page("a", after=after)
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Header, Path, Query, Response
+from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Request, Response
 
 from kvmosaic.server.documents.cached import CachedChunk, drop_retired, find_cached, pin_cached
 from kvmosaic.server.documents.names import ID_PATTERN, MAX_ID_CHARACTERS
@@ -30,6 +30,15 @@ IdInPath = Annotated[str, Path(min_length=1, max_length=MAX_ID_CHARACTERS, patte
 IfMatch = Annotated[
     str | None, Header(alias="If-Match", max_length=4_096, description="The ETag that the change is meant for, or *.")
 ]
+
+
+async def _refuse_verb(request: Request) -> None:
+    """An address that ends in a verb is no document's, and takes POST only."""
+    if str(request.path_params["document_id"]).endswith((":warm", ":pin", ":unpin")):
+        raise HTTPException(405, headers={"Allow": "POST"})
+
+
+NO_VERB = (Depends(_refuse_verb),)
 CHANGED: dict[int | str, dict[str, Any]] = {
     412: {"model": ErrorReply, "description": "What is stored is not the version that If-Match names."}
 }
@@ -69,7 +78,7 @@ def router(services: Services) -> APIRouter:
         found = await find_cached(services, tenant.name, page.documents) if include_chunks else {}
         return DocumentList.of(page, [DocumentObject.of(each, **_chunks_of(each, found)) for each in page.documents])
 
-    @routes.get(ROUTE + "/{document_id}", response_model_exclude_unset=True)
+    @routes.get(ROUTE + "/{document_id}", dependencies=NO_VERB, response_model_exclude_unset=True)
     async def get_document(document_id: IdInPath, response: Response, tenant: Asker) -> DocumentObject:
         """A document with its text, and where its keys and values are."""
         document = store.get(tenant.name, document_id)
@@ -79,6 +88,7 @@ def router(services: Services) -> APIRouter:
 
     @routes.put(
         ROUTE + "/{document_id}",
+        dependencies=NO_VERB,
         response_model_exclude_unset=True,
         responses={201: {"model": DocumentObject, "description": "It is new."}, **CHANGED},
     )
@@ -94,7 +104,7 @@ def router(services: Services) -> APIRouter:
         response.status_code = 201 if is_new else 200
         return await _stored(services, tenant, document, response, draft)
 
-    @routes.delete(ROUTE + "/{document_id}", responses=CHANGED)
+    @routes.delete(ROUTE + "/{document_id}", dependencies=NO_VERB, responses=CHANGED)
     async def delete_document(document_id: IdInPath, tenant: Asker, if_match: IfMatch = None) -> DeletedDocument:
         """Deletes a document and its chunks; a request that reads it ends on it."""
         store.delete(tenant.name, document_id, _match(if_match))

@@ -37,13 +37,17 @@ DocumentId = Annotated[
 ]
 MetadataKey = Annotated[str, Field(min_length=1, max_length=MAX_METADATA_KEY)]
 MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
+SystemText = Annotated[Text, Field(min_length=1, json_schema_extra={"pattern": r"\S"})]
 Endpoint = Literal["/v1/chat/completions", "/v1/responses", "/v1/completions"]
 
 
 class DocumentContent(Body):
     """What is stored under an id; what is left out gets its default, also when a document is replaced."""
 
-    text: Annotated[Text, Field(min_length=1, description="White space around it is removed.")]
+    text: Annotated[
+        Text,
+        Field(min_length=1, json_schema_extra={"pattern": r"\S"}, description="White space around it is removed."),
+    ]
     title: Annotated[Name | None, Field(description="A line before the text; the model reads it.")] = None
     metadata: Annotated[
         dict[MetadataKey, MetadataValue] | None,
@@ -200,7 +204,7 @@ class WarmOptions(Body):
     """For which prompts a document is computed."""
 
     system: Annotated[
-        Text | None,
+        SystemText | None,
         Field(description="System text of the later prompts: a document is computed behind it, and found only there."),
     ] = None
     endpoint: Annotated[
@@ -222,7 +226,10 @@ class WarmOneRequest(WarmOptions):
 
 
 class WarmRequest(WarmOptions, DocumentFields):
-    """What to warm: stored documents by `ids`, documents that are not stored, or (neither given) all stored ones."""
+    """What to warm: stored documents by `ids`, documents that are not stored, or (neither given) all stored ones.
+
+    An empty list names none.
+    """
 
     ids: Annotated[list[DocumentId] | None, Field(max_length=MAX_WARM_IDS)] = None
 

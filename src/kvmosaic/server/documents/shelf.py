@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Literal
 
-from kvmosaic.errors import InvalidDocument
+from kvmosaic.errors import UnknownDocument
 from kvmosaic.server.documents.stored import StoredDocument
 
 Order = Literal["asc", "desc"]
@@ -108,7 +108,7 @@ class Shelf:
             order: by creation.
 
         Raises:
-            InvalidDocument: `after` is no place in this list.
+            UnknownDocument: `after` is no place in this list.
         """
         if order == "asc":
             first = 0 if after is None else bisect_right(self.numbers, self._place(after))
@@ -138,7 +138,7 @@ class Shelf:
             return document.number
         if after in self.remembered:
             return self.remembered[after][0]
-        raise InvalidDocument(
+        raise UnknownDocument(
             f"after={after!r:.80} is no document of this list; use the last_id or next_after of the reply before, or "
             "start again without it"
         )

@@ -169,7 +169,7 @@ class DocumentStore:
         """Some documents of a tenant in the order of creation; see `Shelf.part`.
 
         Raises:
-            InvalidDocument: `after` is no place in this list.
+            UnknownDocument: `after` is no place in this list.
         """
         with self._lock:
             self.expire(tenant)

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
-from kvmosaic.errors import InvalidDocument
 from kvmosaic.prompt import Document
 from kvmosaic.server.documents.routes import ROUTE, IdInPath
 from kvmosaic.server.documents.schemas import WarmedObject, WarmOneRequest, WarmOptions, WarmRequest, WarmSummary
@@ -95,7 +94,7 @@ def _documents_of(services: Services, tenant: Tenant, body: WarmRequest) -> tupl
 
     Raises:
         UnknownDocument: an id that this tenant has not stored.
-        InvalidDocument: nothing is named, or an entry without text and id.
+        InvalidDocument: an entry without text and id.
     """
     if body.ids is None and body.documents is None:
         return tuple(document.id for document in services.documents.documents(tenant.name))
@@ -112,8 +111,6 @@ def _documents_of(services: Services, tenant: Tenant, body: WarmRequest) -> tupl
     for document_id in chosen:
         if isinstance(document_id, str):
             services.documents.get(tenant.name, document_id)
-    if not chosen:
-        raise InvalidDocument("ids and documents are empty; name a document, or leave both out to warm all")
     return tuple(chosen)
 
 
