@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.asking import DOCUMENTS, MESSAGES, QUESTION, chat, refused, streamed_chat, text_of
+from support.asking import DOCUMENTS, GREEDY, MESSAGES, QUESTION, chat, refused, streamed_chat, text_of
 
 ROUTE = "/v1/chat/completions"
 
@@ -196,3 +196,9 @@ def test_stored_fields_and_numbers_of_openai_are_ignored(http):
         ["n", "stop", "seed", "top_p", "top_k", "logprobs", "stream", "stream_options", "tools", "response_format"]
     )
     assert chat(http, **nothing)["choices"] == chat(http)["choices"]
+
+
+def test_whole_numbers_may_be_written_with_a_point(http):
+    twin = chat(http, **{**GREEDY, "max_tokens": 8.0, "n": 1.0, "stop_token_ids": [2.0], "seed": 1.0})
+    assert twin["choices"] == chat(http, stop_token_ids=[2])["choices"]
+    assert refused(http, ROUTE, messages=MESSAGES, max_tokens=8.5)["param"] == "max_tokens"

@@ -7,24 +7,18 @@ from contextlib import aclosing
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import Discriminator, Field, Tag
 
 from kvmosaic.engine import AnswerDelta
-from kvmosaic.sampling import Logprob, SamplingParams, StructuredOutputs
-from kvmosaic.server.errors import ApiError, request_id_of
+from kvmosaic.sampling import Logprob, SamplingParams
+from kvmosaic.server.errors import request_id_of
 from kvmosaic.server.openai.answering import Asked, deltas, ending_of, whole_answers
-from kvmosaic.server.openai.fields import NumTokens, Only, Text, TokenIds, example
-from kvmosaic.server.openai.formats import ResponseFormat, structure_of
+from kvmosaic.server.openai.completion_request import CompletionRequest
 from kvmosaic.server.openai.logprobs import TextLogprobs, text_logprobs
 from kvmosaic.server.openai.models import served_model
 from kvmosaic.server.openai.prompts import Composed, text_prompt
 from kvmosaic.server.openai.replies import Completion, TextChoice, error_replies, streamed
 from kvmosaic.server.openai.sampling import (
-    MAX_CHOICES,
-    MAX_LOGPROBS,
-    SharedFields,
     StreamOptions,
-    check_stream_options,
     prepared,
 )
 from kvmosaic.server.openai.sse import DONE, EventStream, event, open_stream
@@ -32,70 +26,6 @@ from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
 
 ROUTE = "/v1/completions"
-DEFAULT_MAX_TOKENS = 16
-MAX_PROMPTS = 256
-MAX_ALL_CHOICES = 512
-
-
-def _shape(prompt: Any) -> str:
-    if not isinstance(prompt, list):
-        return "text"
-    first = prompt[0] if prompt else ""
-    return "texts" if isinstance(first, str) else "ids" if isinstance(first, int) else "lists of ids"
-
-
-PromptField = Annotated[
-    Annotated[Text, Tag("text")]
-    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS), Tag("texts")]
-    | Annotated[TokenIds, Tag("ids")]
-    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), Tag("lists of ids")],
-    Discriminator(_shape),
-]
-
-
-class CompletionRequest(SharedFields):
-    """A body of /v1/completions."""
-
-    model_config = example(prompt="The ferry goes to", max_tokens=16)
-
-    prompt: PromptField
-    n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = 1
-    best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES, description="Supported when it equals n.")] = None
-    max_tokens: NumTokens | None = DEFAULT_MAX_TOKENS
-    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
-    echo: Annotated[bool | None, Field(description="The prompt before its answer; texts without logprobs only.")] = (
-        False
-    )
-    response_format: ResponseFormat | None = None
-    stream_options: StreamOptions | None = None
-    suffix: Annotated[Any, Only((None,), "the answer cannot be made to fit a suffix")] = None
-
-    def _format(self) -> StructuredOutputs | None:
-        return structure_of(self.response_format)
-
-    @property
-    def prompts(self) -> Sequence[str | Sequence[int]]:
-        """All prompts, in order."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
-
-    def check(self) -> None:
-        """Refuses what does not go together.
-
-        Raises:
-            ApiError: 400.
-        """
-        check_stream_options(self.stream, self.stream_options)
-        n = self.n or 1
-        if self.best_of is not None and self.best_of != n:
-            raise ApiError(
-                400, f"best_of is {self.best_of} and n is {n}; only equal ones are supported", param="best_of"
-            )
-        if len(self.prompts) * n > MAX_ALL_CHOICES:
-            raise ApiError(400, f"{len(self.prompts)} prompts with n={n}; at most {MAX_ALL_CHOICES} answers", param="n")
-        if self.echo and (self.logprobs is not None or not all(isinstance(prompt, str) for prompt in self.prompts)):
-            raise ApiError(400, "echo goes with prompts of text and without logprobs", param="echo")
 
 
 def router(services: Services) -> APIRouter:
@@ -135,8 +65,7 @@ def router(services: Services) -> APIRouter:
 
 
 def _read(services: Services, tenant: Tenant, body: CompletionRequest) -> tuple[list[Composed], SamplingParams]:
-    most = body.max_tokens or DEFAULT_MAX_TOKENS
-    params = prepared(services, body.sampling(n=body.n or 1, max_tokens=most, logprobs=body.logprobs))
+    params = prepared(services, body.sampling_params())
     return [text_prompt(services, tenant, body, prompt) for prompt in body.prompts], params
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
+from kvmosaic.errors import InvalidDocument
 from kvmosaic.prompt import Document
 from kvmosaic.prompt.segment import MAX_SALT_CHARACTERS
-from kvmosaic.server.openai.fields import MAX_DOCUMENTS, Body, Name, Plain, Text
+from kvmosaic.server.openai.fields import INTEGRAL, MAX_DOCUMENTS, Body, Name, Plain, Text
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
 
@@ -20,8 +21,8 @@ class DocumentPart(Body):
     is the caller's and never shown to the model.
     """
 
-    id: Name | Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
-    doc_id: Name | Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    id: Name | Annotated[int, Field(ge=0, le=2**63 - 1), INTEGRAL] | None = None
+    doc_id: Name | Annotated[int, Field(ge=0, le=2**63 - 1), INTEGRAL] | None = None
     title: Name | None = None
     text: Text | None = None
     metadata: Plain | None = None
@@ -51,16 +52,16 @@ def read_documents(services: Services, tenant: Tenant, body: DocumentFields) -> 
         UnknownDocument: an id that this tenant has not stored.
         InvalidDocument: no text and no id, or a text that is empty.
     """
-    return tuple(_read(services, tenant, part) for part in body.documents or ())
+    return tuple(_read(services, tenant, part, index) for index, part in enumerate(body.documents or ()))
 
 
-def _read(services: Services, tenant: Tenant, part: DocumentPart | str) -> Document:
+def _read(services: Services, tenant: Tenant, part: DocumentPart | str, index: int) -> Document:
     if isinstance(part, str):
-        return Document(part)
+        part = DocumentPart(text=part)
     name = part.id if part.id is not None else part.doc_id
-    if part.text is None and name is not None:
-        return services.documents.resolve(tenant.name, str(name))
-    fields: dict[str, Any] = {"id": name, "title": part.title}
+    name = None if name is None else str(name)
     if part.text is not None:
-        fields["text"] = part.text
-    return Document.read(fields)
+        return Document(part.text, part.title, name)
+    if name is None:
+        raise InvalidDocument(f"document {index} has neither a text nor the id of a stored document; give one of them")
+    return services.documents.resolve(tenant.name, name)

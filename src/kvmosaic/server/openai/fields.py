@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MAX_TEXT = 2**25
@@ -91,6 +99,12 @@ def _check_text(text: str) -> None:
         raise PydanticCustomError("string_unicode", "holds half of a surrogate pair, which is no character") from None
 
 
+def _whole(value: Any) -> Any:
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+INTEGRAL = BeforeValidator(_whole)
+"""Takes 4.0 for 4, as JSON Schema does."""
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Name = Annotated[str, Field(max_length=MAX_NAME)]
 Plain = Annotated[dict[str, Any], Field(max_length=_MAX_ITEMS), AfterValidator(check_plain)]
@@ -100,7 +114,7 @@ Variables = Annotated[dict[str, Any], Field(max_length=_MAX_VARIABLES), AfterVal
 Ignored = Annotated[
     Any, AfterValidator(check_plain), Field(description="Accepted and ignored: it changes nothing in the answer.")
 ]
-TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID), INTEGRAL]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
-NumTokens = Annotated[int, Field(ge=1, le=MAX_ANSWER_TOKENS)]
+NumTokens = Annotated[int, Field(ge=1, le=MAX_ANSWER_TOKENS), INTEGRAL]
 StopText = Annotated[str, Field(min_length=1, max_length=4_096)]

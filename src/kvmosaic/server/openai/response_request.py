@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag
 from kvmosaic.prompt.message import MAX_MESSAGES
 from kvmosaic.sampling import SamplingParams, StructuredOutputs
 from kvmosaic.server.openai.fields import (
+    INTEGRAL,
     MAX_NAME,
     Body,
     Ignored,
@@ -98,7 +99,7 @@ class ResponseRequest(SharedFields):
     include: Annotated[
         list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None, Field(max_length=16)
     ] = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), INTEGRAL] = None
     metadata: Annotated[Metadata | None, Field(description="Sent back with the reply.")] = None
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: Variables | None = None

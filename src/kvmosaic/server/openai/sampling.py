@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 from kvmosaic.sampling import SamplingParams
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.openai.documents import DocumentFields
-from kvmosaic.server.openai.fields import Body, Ignored, Only, StopText, TokenId
+from kvmosaic.server.openai.fields import INTEGRAL, Body, Ignored, Only, StopText, TokenId
 from kvmosaic.server.openai.formats import StructuredFields
 from kvmosaic.server.services import Services
 
@@ -47,22 +47,22 @@ class SharedFields(DocumentFields, StructuredFields):
     stream: bool | None = False
     temperature: Annotated[float | None, Field(ge=0, le=100)] = 1.0
     top_p: Annotated[float | None, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int | None, Field(ge=-1, le=2**31 - 1, description="0 and -1 keep all tokens.")] = 0
+    top_k: Annotated[int | None, Field(ge=-1, le=2**31 - 1, description="0 and -1 keep all tokens."), INTEGRAL] = 0
     min_p: Annotated[float | None, Field(ge=0, le=1)] = 0.0
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = 1.0
-    seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1)] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1), INTEGRAL] = None
     stop: Annotated[
         Annotated[str, Field(max_length=4_096)] | Annotated[list[StopText], Field(max_length=128)] | None,
         AfterValidator(lambda stop: stop or None),
     ] = None
     stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=4_096)] = None
     ignore_eos: bool | None = False
-    min_tokens: Annotated[int | None, Field(ge=0, le=2**27)] = 0
+    min_tokens: Annotated[int | None, Field(ge=0, le=2**27), INTEGRAL] = 0
     skip_special_tokens: bool | None = True
     include_stop_str_in_output: bool | None = False
-    priority: Annotated[int | None, Field(ge=-(2**31), le=2**31 - 1, description="Higher runs first.")] = 0
+    priority: Annotated[int | None, Field(ge=-(2**31), le=2**31 - 1, description="Higher runs first."), INTEGRAL] = 0
     position_strategy: Annotated[
         Literal["shared", "sequential"] | None,
         Field(description="Where documents stand; default: the server's setting."),

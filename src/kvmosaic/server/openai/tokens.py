@@ -12,7 +12,7 @@ from kvmosaic.errors import InvalidPrompt
 from kvmosaic.prompt import Prompt, check_token_ids
 from kvmosaic.sampling import decode_all
 from kvmosaic.server.documents import shown_name
-from kvmosaic.server.openai.chat import ChatFields
+from kvmosaic.server.openai.chat_request import ChatFields
 from kvmosaic.server.openai.documents import DocumentFields
 from kvmosaic.server.openai.fields import MAX_PROMPT_TOKENS, Body, Reply, Text, TokenId, example
 from kvmosaic.server.openai.models import served_model
