@@ -24,6 +24,7 @@ from support.loaded import loaded_family
 from kvmosaic.assembly import bundled_reader
 from kvmosaic.engine import AsyncEngine
 from kvmosaic.engine.engine_thread import MAX_FAILURES
+from kvmosaic.engine.stream import wake_all
 from kvmosaic.errors import (
     ChunkCacheFull,
     EngineError,
@@ -39,7 +40,7 @@ from kvmosaic.sampling import SamplingParams
 
 SYSTEM = [1, 2, 3, 4, 5, 6]
 DOCUMENTS = [[(7 * index + place) % 128 for place in range(9 + index)] for index in range(6)]
-LONG = replace(GREEDY, max_tokens=400)
+LONG = replace(GREEDY, max_tokens=300)
 """Longer than any test reads."""
 
 
@@ -172,11 +173,12 @@ def test_a_loop_that_was_closed_with_a_reader_on_it_leaves_nothing_behind(is_tol
     loop = asyncio.new_event_loop()
     deltas = engine.generate(ask(0), LONG)
     loop.run_until_complete(anext(deltas))
-    if is_told:
-        while not inner._requests or inner.unfinished_requests[0].answers[0].num_tokens < 9:
-            pass
+    (request,) = inner.unfinished_requests
+    if is_told:  # a wake-up lies in the loop, so there will be no other that could fail
+        asyncio.run(until(lambda: request.answers[0].num_tokens > 9))
     loop.close()
     asyncio.run(until(lambda: not inner.has_unfinished_requests, 5))
+    assert request.answers[0].finish.reason == "abort"
     assert engine.is_alive and asyncio.run(read(engine, ask(0))) == alone(ask(0))
     engine.stop()
     assert_only_the_cache_holds_blocks(inner)
@@ -184,12 +186,27 @@ def test_a_loop_that_was_closed_with_a_reader_on_it_leaves_nothing_behind(is_tol
     gc.collect()
 
 
-def test_a_slow_reader_gets_fewer_and_larger_deltas():
+def count_wakes():
+    """The sizes of the groups of streams in which the running loop is woken from now on."""
+    loop, wakes = asyncio.get_running_loop(), []
+    call_soon = loop.call_soon_threadsafe
+
+    def counted(function, *args):
+        if function is wake_all:
+            wakes.append(len(args[0]))
+        return call_soon(function, *args)
+
+    loop.call_soon_threadsafe = counted
+    return wakes
+
+
+def test_a_slow_reader_gets_fewer_and_larger_deltas_and_one_wake_up():
     async def main():
         async with running(build_engine(llama())) as engine:
             deltas = engine.generate(ask(0), replace(GREEDY, max_tokens=60))
-            read_ones = [await anext(deltas)]
+            read_ones, wakes = [await anext(deltas)], count_wakes()
             await until(lambda: not engine.num_running)
+            assert len(wakes) <= 1
             read_ones += [delta async for delta in deltas]
             return read_ones
 
@@ -199,28 +216,33 @@ def test_a_slow_reader_gets_fewer_and_larger_deltas():
 
 
 def test_a_loop_is_woken_at_most_once_per_step():
-    wakes = []
-
     async def main():
-        loop = asyncio.get_running_loop()
-        call_soon = loop.call_soon_threadsafe
-
-        def counted(function, *args):
-            if function.__name__ == "wake_all":
-                wakes.append(len(args[0]))
-            return call_soon(function, *args)
-
-        loop.call_soon_threadsafe = counted
+        wakes = count_wakes()
         inner = build_engine(llama(), runner=RunnerThatFails)
         async with running(inner) as engine:
             async with held(engine):
                 tasks = [asyncio.create_task(read(engine, Prompt.plain([index]))) for index in range(20)]
                 await asyncio.sleep(0)
             await asyncio.gather(*tasks)
-        return inner.runner.num_runs
+        assert len(wakes) <= inner.runner.num_runs and max(wakes) == 20
 
-    num_steps = asyncio.run(main())
-    assert len(wakes) <= num_steps and max(wakes) == 20
+    asyncio.run(main())
+
+
+def test_failures_with_successes_between_them_do_not_stop_the_engine():
+    inner = build_engine(llama(), runner=RunnerThatFails)
+
+    async def main():
+        async with running(inner) as engine:
+            for _ in range(MAX_FAILURES):
+                for _ in range(MAX_FAILURES - 1):
+                    inner.runner.failing = {inner.runner.num_runs}
+                    with pytest.raises(EngineError):
+                        await read(engine, ask(0))
+                assert await read(engine, ask(0)) == alone(ask(0))
+            assert engine.is_alive
+
+    asyncio.run(main())
 
 
 def test_errors_of_the_queue_and_of_the_prompt_reach_their_reader_only():

@@ -261,7 +261,6 @@ class EngineThread:
             self._has_ended = True
             commands, self._commands = self._commands, deque()
         try:
-            self._abort_closed()
             self._abort_unfinished()
         except BaseException:
             logger.exception("the engine could not be put in order")
