@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from server.documents.world import KEYS, DocumentServer
 
+from kvmosaic.server.access import OPEN_PATHS
 from kvmosaic.server.documents.names import VERBS
+from kvmosaic.server.keys import read_keys_file
 from kvmosaic.server.settings import ServerSettings
+from kvmosaic.server.tenants import Tenants
 
 PAGES = Path(__file__).parents[3] / "docs" / "server"
 
@@ -41,3 +44,20 @@ def test_page_says_the_limits_that_the_server_has() -> None:
     assert settings.max_documents_bytes == 256 * 2**20
     for flag in ("--document-ttl", "--max-documents", "--max-documents-bytes", "--max-body-bytes", "--long-chunks"):
         assert flag in text and flag[2:].replace("-", "_") in ServerSettings.model_fields
+
+
+def test_keys_file_of_the_page_about_tenants_is_one(tmp_path: Path) -> None:
+    text = (PAGES / "tenants.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "keys.yaml").write_text(block)
+    tenants = Tenants(read_keys_file(tmp_path / "keys.yaml"))
+    assert {each.name: (each.quota_bytes, each.is_admin) for each in tenants} == {
+        "acme": (512 * 2**20, False),
+        "bolt": (2 * 2**30, False),
+        "operations": (None, True),
+    }
+    assert tenants.identify("Bearer test").name == "bolt"
+    for flag in re.findall(r"`--([a-z-]+)", text):
+        assert flag.replace("-", "_") in ServerSettings.model_fields, flag
+    for path in OPEN_PATHS:
+        assert f"`{path}`" in text
