@@ -39,6 +39,8 @@ class Admission:
         self.max_queue_per_tenant = max_queue_per_tenant
         self.is_draining = False
         self.num_refused = 0
+        self._num_asking = 0
+        """Requests for answers whose body is in, to the end of their replies."""
         self._clock = clock
         self._under_way: dict[str, int] = {}
         self._ends: deque[float] = deque(maxlen=RATE_WINDOW)
@@ -75,6 +77,26 @@ class Admission:
         if self._under_way.get(tenant.name, 0) >= most:
             limit = f"--max-queue-per-tenant {self.max_queue_per_tenant}"
             raise self.full(f"too many requests of {tenant.name!r} wait already ({limit})", "tenant_queue_full")
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Counts a request for answers from before its body is understood.
+
+        A crowd that comes at once is turned away here, before it costs anything: until the first of them have been
+        tokenized, `check` would let all of them pass.
+
+        Raises:
+            ApiError: see `check`.
+        """
+        if self.is_draining:
+            raise self.unavailable("the server is shutting down; ask another one, or this one later")
+        if self._num_asking >= self.max_running + self.max_queue:
+            raise self.full(f"{self._num_asking} requests are under way (--max-queue {self.max_queue})", "queue_full")
+        self._num_asking += 1
+        try:
+            yield
+        finally:
+            self._num_asking -= 1
 
     @contextmanager
     def enter(self, tenant: Tenant) -> Iterator[None]:

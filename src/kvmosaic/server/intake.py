@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import nullcontext
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,6 +19,9 @@ MAX_BODIES = 16
 """So many bodies of the greatest length may be in memory at once, or more that are shorter."""
 SMALL_BODY_BYTES = 2**16
 """Checked on the spot; longer ones in a thread."""
+
+ASKING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""Routes whose requests keep the engine busy."""
 
 logger = logging.getLogger("kvmosaic.server")
 
@@ -46,8 +50,10 @@ class Intake:
             async with asyncio.timeout(BODY_SECONDS):
                 if not await self._read(receive, body):
                     return None
-            await self._check(body)
-            return await _Conversation(self._app, scope, receive, send).run(bytes(body))
+            asks = scope["method"] == "POST" and scope["path"].endswith(ASKING)
+            with self._services.admission.asking() if asks else nullcontext():
+                await self._check(body)
+                return await _Conversation(self._app, scope, receive, send).run(bytes(body))
         except TimeoutError:
             refusal = ApiError(408, f"the body did not come within {BODY_SECONDS:g} s", code="body_timeout")
             return await refusal.reply()(scope, receive, send)

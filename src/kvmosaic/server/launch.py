@@ -19,6 +19,8 @@ from kvmosaic.server.settings import ServerSettings
 if TYPE_CHECKING:
     from kvmosaic.server.services import Services
 
+SWITCH_SECONDS = 0.0005
+
 
 def launch(settings: ServerSettings) -> None:
     """Serves until SIGTERM or SIGINT, then lets what runs finish; a second signal ends the process at once.
@@ -27,6 +29,9 @@ def launch(settings: ServerSettings) -> None:
         InvalidConfig: nothing can be served with these settings: the port is taken, the certificate is bad, …
         KVMosaicError: the model cannot be loaded.
     """
+    # The event loop shares one interpreter with the engine's thread. Waiting 5 ms for it at every turn, as is usual,
+    # adds up to seconds when many clients come at once.
+    sys.setswitchinterval(SWITCH_SECONDS)
     settings.access_keys()  # what is wrong in a file of keys is said before anything is loaded
     if not asyncio.run(_Launch(settings).run()):
         # the model is still being loaded, in a thread that must not be torn down halfway
