@@ -51,6 +51,7 @@ class Vocabulary:
         size = max(vocab_size, len(tokenizer))
         self.eos_token_ids = tuple(ends)
         self._tokens = _read(tokenizer, backend, size, ends)
+        size = self._tokens.vocab_size
         self.begins_with_space = np.array(
             [self._tokens.decode_bytes([token_id]).startswith(b" ") for token_id in range(size)]
         )
@@ -115,12 +116,19 @@ def _read(tokenizer: Any, backend: Any, size: int, ends: list[int]) -> Any:
         decoder = json.loads(backend.to_str()).get("decoder") or {}
         if decoder.get("type") != "Metaspace" or decoder.get("replacement") != _MARK:
             raise InvalidSampling(f"structured_outputs cannot be used with this tokenizer: {error}") from None
-    table = llguidance.TokenizerWrapper(_Metaspace(tokenizer, backend, size, ends[0]))
-    return llguidance.LLTokenizer(table, n_vocab=size, eos_token=ends)
+    table = _Metaspace(tokenizer, backend, size, ends[0])
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(table), n_vocab=len(table.tokens), eos_token=ends)
 
 
 class _Metaspace:
-    """Tokens of sentencepiece in the form that llguidance takes from other libraries."""
+    """Tokens of sentencepiece in the form that llguidance takes from other libraries.
+
+        ids     [ tokens | padding | bytes that are no token ]
+                 ---- V: what a model may choose ----
+
+    Where only one text can follow, llguidance allows just its first token and trusts that there is one. So every text
+    has tokens here, and where the model lacks them, nothing is left to choose.
+    """
 
     def __init__(self, tokenizer: Any, backend: Any, size: int, eos_token_id: int) -> None:
         self.eos_token_id = eos_token_id
@@ -132,10 +140,12 @@ class _Metaspace:
             text = backend.id_to_token(token_id) or ""
             is_text = token_id not in special
             self.tokens.append(text.replace(_MARK, " ").encode() if is_text else b"\xff" + text.encode())
+        texts = {token for token_id, token in enumerate(self.tokens) if token_id not in special}
         self.tokens += [b""] * (size - len(self.tokens))
+        self.tokens += [byte for number in range(256) if (byte := bytes([number])) not in texts]
         self.special_token_ids = sorted(special)
         self._ids = {token: token_id for token_id, token in enumerate(self.tokens) if token and token_id not in special}
-        self._longest = max(map(len, self._ids), default=1)
+        self._longest = max(map(len, self._ids))
 
     def __call__(self, text: str | bytes) -> list[int]:
         """The longest token at every place: the tokenizer itself would put a space in front, which is not asked for."""
@@ -143,9 +153,7 @@ class _Metaspace:
         ids: list[int] = []
         while rest:
             lengths = range(min(self._longest, len(rest)), 0, -1)
-            length = next((length for length in lengths if rest[:length] in self._ids), None)
-            if length is None:  # no token has it: what was found so far is still right
-                break
+            length = next(length for length in lengths if rest[:length] in self._ids)
             ids.append(self._ids[rest[:length]])
             rest = rest[length:]
         return ids
