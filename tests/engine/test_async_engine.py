@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import subprocess
+import sys
 import threading
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.async_engines import (
@@ -427,3 +431,26 @@ def test_draining_waits_as_long_as_it_is_told():
             assert await engine.drain(20)
 
     asyncio.run(main())
+
+
+FORGETFUL = """
+import asyncio
+from support.engines import GREEDY, build_engine
+from support.loaded import loaded_family
+from kvmosaic.engine import AsyncEngine
+from kvmosaic.prompt import Prompt
+
+async def main():
+    engine = AsyncEngine(build_engine(loaded_family("llama")))
+    engine.start()
+    await engine.call(lambda inner: [inner.add_request(Prompt.plain([1]), GREEDY) for _ in range(500)])
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_that_forgets_to_stop_its_engine_ends_well():
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", FORGETFUL]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -86,6 +87,7 @@ class EngineThread:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvmosaic-engine", daemon=True)
                 self._thread.start()
+                atexit.register(self.stop)  # a process that ends in the middle of a forward would crash
 
     def stop(self) -> None:
         """Aborts everything under way and waits for the thread to end; calling it again is safe."""
@@ -97,6 +99,7 @@ class EngineThread:
             self._end()
         elif thread is not threading.current_thread():
             thread.join()
+            atexit.unregister(self.stop)
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Queues a function; cancelling the future before its turn takes it back.
