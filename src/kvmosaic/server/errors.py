@@ -19,6 +19,7 @@ INVALID_REQUEST = "invalid_request_error"
 QUOTA = "insufficient_quota"
 MAX_MESSAGE_CHARACTERS = 2_000
 """Messages quote what was sent; they must not send it all back."""
+MAX_PARAM_CHARACTERS = 200
 RETRY_SECONDS = 1
 
 
@@ -40,7 +41,7 @@ class ApiError(Exception):
         self.message = _printable(message)
         self.type = type
         self.code = code
-        self.param = param
+        self.param = None if param is None else _printable(param[:MAX_PARAM_CHARACTERS])
         self.headers = dict(headers or {})
 
     @property
@@ -122,7 +123,8 @@ def _invalid_body(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"unknown field {where!r}; remove it, or look at how it is spelled", param=where)
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not JSON", code="invalid_json")
-    return ApiError(400, f"{where or 'the body'}: {first['msg']}", param=where or None)
+    said = str(first["msg"]).removeprefix("Value error, ")
+    return ApiError(400, f"{where or 'the body'}: {said}", param=where or None)
 
 
 def _http_error(error: HTTPException) -> ApiError:

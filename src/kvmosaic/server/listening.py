@@ -63,12 +63,27 @@ def listen(settings: ServerSettings) -> socket.socket:
     """
     host, port = settings.host, settings.port
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return _bound(found[0])
     except (OSError, UnicodeError) as error:
         number = getattr(error, "errno", None) or 0
         reason = os.strerror(number) if number > 0 else error  # those of looking up a name are negative
         raise InvalidConfig(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port") from None
+
+
+def _bound(found: tuple[int, int, int, str, tuple[object, ...]]) -> socket.socket:
+    family, kind, _, _, address = found
+    # asyncio sends small pieces at once (TCP_NODELAY) only on sockets that say they are TCP; those of
+    # socket.create_server do not, and each token of a stream would wait 40 ms for the client's acknowledgement
+    place = socket.socket(family, kind, socket.IPPROTO_TCP)
+    try:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind(address)
+        place.listen(BACKLOG)
+    except BaseException:
+        place.close()
+        raise
+    return place
 
 
 def address_of(settings: ServerSettings, place: socket.socket) -> str:

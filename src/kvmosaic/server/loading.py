@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 import warnings
 from typing import TYPE_CHECKING
@@ -71,8 +72,14 @@ def load_in_thread(settings: ServerSettings) -> asyncio.Future[tuple[Services, F
 
 
 def _load(settings: ServerSettings) -> tuple[Services, FastAPI]:
+    import anyio
+
     from kvmosaic.server.app import build_app
     from kvmosaic.server.services import build_services
 
     services = build_services(settings, load_llm(settings))
-    return services, build_app(services)
+    app = build_app(services)
+    anyio.run(anyio.sleep, 0)  # imports its backend here; the first stream would do it on the event loop
+    gc.collect()
+    gc.freeze()  # what stays for good is not looked through again and again while requests wait
+    return services, app
