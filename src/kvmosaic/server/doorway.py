@@ -1,4 +1,4 @@
-"""Doorway: what the process answers while there is no app yet."""
+"""Doorway: what the process answers while there is no app yet, and who may go in when there is one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvmosaic.server.envelope import Envelope
 from kvmosaic.server.errors import ApiError
+from kvmosaic.server.turnstile import Turnstile
 
 LOADING_RETRY_SECONDS = "2"
+PROBES = ("/livez", "/readyz", "/health")
 
 
 class Doorway:
@@ -16,9 +18,12 @@ class Doorway:
 
     def __init__(self) -> None:
         self._app: ASGIApp = Envelope(_answer_while_loading)
+        self._turnstile = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
+        """Answers one request; probes go before all others."""
+        if scope["type"] == "http" and not scope["path"].endswith(PROBES):
+            await self._turnstile.enter()
         await self._app(scope, receive, send)
 
     def open(self, app: ASGIApp) -> None:

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import asyncio
+
+from kvmosaic.server.turnstile import AT_ONCE, Turnstile
+
+
+def test_crowd_is_let_in_a_few_at_a_time_and_in_order() -> None:
+    async def run() -> tuple[list[int], list[int]]:
+        turnstile, order, sizes = Turnstile(), list[int](), list[int]()
+
+        async def come(number: int) -> None:
+            await turnstile.enter()
+            order.append(number)
+
+        tasks = [asyncio.create_task(come(number)) for number in range(10 * AT_ONCE)]
+        while not all(task.done() for task in tasks):
+            before = len(order)
+            await asyncio.sleep(0)
+            sizes.append(len(order) - before)
+        return order, sizes
+
+    order, sizes = asyncio.run(run())
+    assert order == sorted(order)
+    assert max(sizes) <= AT_ONCE
+
+
+def test_one_alone_waits_for_nobody() -> None:
+    async def run() -> None:
+        turnstile = Turnstile()
+        for _ in range(3):
+            entering = turnstile.enter()
+            try:
+                entering.send(None)
+            except StopIteration:
+                pass
+            else:
+                raise AssertionError("it waited")
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert not turnstile._is_turning
+
+    asyncio.run(run())
+
+
+def test_who_leaves_while_waiting_takes_no_place() -> None:
+    async def run() -> int:
+        turnstile = Turnstile()
+        tasks = [asyncio.create_task(turnstile.enter()) for _ in range(5 * AT_ONCE)]
+        await asyncio.sleep(0)
+        for task in tasks[AT_ONCE::2]:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.wait_for(turnstile.enter(), 5)
+        return sum(result is None for result in results)
+
+    assert asyncio.run(run()) >= AT_ONCE
