@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import socket
@@ -19,6 +20,8 @@ from typer.testing import CliRunner, Result
 from kvmosaic import server as server_package
 from kvmosaic.cli import app
 from kvmosaic.errors import InvalidConfig
+from kvmosaic.server.listening import listen
+from kvmosaic.server.settings import ServerSettings
 
 LONG = {"model": "reader", "prompt": "Once upon a time", "max_tokens": 1_500, "ignore_eos": True, "stream": True}
 
@@ -155,6 +158,24 @@ def test_port_that_is_taken_is_said_before_the_model_is_loaded(taken_port: int) 
         f"kvmosaic: cannot listen on 127.0.0.1 port {taken_port}: Address already in use; "
         "choose another --host or --port\n"
     )
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_pieces_of_a_stream_leave_without_waiting_for_each_other(host: str) -> None:
+    async def accept(place: socket.socket) -> int:
+        told: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def note(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            told.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        async with await asyncio.start_server(note, sock=place):
+            _, writer = await asyncio.open_connection("127.0.0.1", place.getsockname()[1])
+            writer.close()
+            return await told
+
+    place = listen(ServerSettings(host=host, port=0))
+    assert asyncio.run(accept(place)) != 0
 
 
 def test_missing_packages_are_named_with_the_way_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
