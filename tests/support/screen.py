@@ -37,7 +37,9 @@ def start_browser() -> webdriver.Chrome:
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    return webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": _REMEMBER_VIOLATIONS})
+    return browser
 
 
 class Screen:
@@ -48,20 +50,22 @@ class Screen:
 
     def __init__(self, browser: webdriver.Chrome) -> None:
         self.browser = browser
+        browser.get_log("browser")  # what others left there
         self.forgiven: tuple[str, ...] = ()
         """Parts of console messages that this test brings about, such as the status of a refused request."""
 
     def open(self, url: str, *, width: int = 1280, height: int = 900, scheme: str = "light") -> Screen:
-        """Opens the dashboard in a window of this size, without anything kept from before."""
+        """Opens the dashboard in a window of this size."""
+        self.look(width=width, height=height, scheme=scheme)
+        self.browser.get(url)
+        return self
+
+    def look(self, *, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
+        """Changes the size of the window, and whether light or dark is wanted."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-        self.browser.get_log("browser")
-        added = self.browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": _REMEMBER_VIOLATIONS})
-        self.browser.get(url)
-        self.browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
-        return self
 
     def run(self, script: str, *arguments: Any) -> Any:
         """The value that a script returns."""

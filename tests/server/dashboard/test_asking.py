@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import time
 
 from support.screen import Screen
@@ -99,7 +100,11 @@ def test_a_lost_connection_is_taken_up_again(server: RunningServer, screen: Scre
     screen.until(lambda: screen.text("#connection") == "Live", "the new connection")
 
 
-async def _keep_busy(server: RunningServer, seconds: float) -> None:
-    import asyncio
+def test_tabs_that_were_left_give_their_connections_back(server: RunningServer, screen: Screen) -> None:
+    for _ in range(8):  # a browser has six connections to a server
+        screen.open(server.url)
+        screen.until(lambda: screen.text("#connection") == "Live", "the connection")
 
+
+async def _keep_busy(server: RunningServer, seconds: float) -> None:
     server.busy = asyncio.create_task(server.services.engine.call(lambda engine: time.sleep(seconds)))
