@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import Any
@@ -28,6 +29,11 @@ def events_of(client: Client, url: str, body: dict[str, Any]) -> list[tuple[str,
             elif field == "data":
                 found.append((name, json.loads(value)))
     return found
+
+
+def num_warming() -> int:
+    """Tasks of the server that warm a document."""
+    return sum(task.get_name().startswith("warm-") for task in asyncio.all_tasks())
 
 
 def test_warmed_document_is_reused_by_the_first_request(alpha: Client) -> None:
@@ -177,6 +183,7 @@ def test_reader_that_goes_away_aborts_the_rest(alpha: Client, server: DocumentSe
     with alpha.stream("POST", "/v1/documents:warm", json={"stream": True}) as reply:
         next(reply.iter_lines())
     wait_until(lambda: not server.services.admission.num_under_way)
+    assert server.call(num_warming) == 0
     wait_until(lambda: not server.llm.engine.has_unfinished_requests)
     assert 0 < len(server.chunks()) < 40
     assert not [chunk for chunk in server.chunks() if chunk.users]

@@ -80,7 +80,8 @@ async def drop_retired(services: Services, *, lingering: bool = False) -> None:
     """Drops the chunks of texts that nobody can ask for any more, under all system texts and salts.
 
     Requests that read one end on it. A chunk that another stored document of the tenant shares stays; a prompt that
-    brought the same text along has no such claim, and computes it again.
+    brought the same text along has no such claim, and computes it again. What fails here, or is cancelled halfway, is
+    lingering, and done by the next sweep.
 
     Args:
         services: the server.
@@ -96,10 +97,6 @@ async def drop_retired(services: Services, *, lingering: bool = False) -> None:
             await _drop(services, tenant, names)
     except EngineError:
         logger.warning("the chunks of %d replaced or deleted documents could not be dropped now", len(retired))
-        services.documents.retire_again(retired)
-    except BaseException:  # the client has gone: the next sweep goes on
-        services.documents.retire_again(retired)
-        raise
 
 
 async def _drop(services: Services, tenant: str, labels: Iterable[str]) -> None:

@@ -233,11 +233,6 @@ class DocumentStore:
             self._lingering.extend((now, text) for text in retired)
             return retired
 
-    def retire_again(self, retired: Iterable[RetiredText]) -> None:
-        """Puts texts back whose chunks could not be dropped."""
-        with self._lock:
-            self._retired.extend(retired)
-
     def lingering(self) -> list[RetiredText]:
         """Texts that were taken in the last ten minutes: requests that began before may have computed them since."""
         with self._lock:
