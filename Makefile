@@ -18,7 +18,8 @@ demo: $(VENV)/.installed
 	$(BIN)/kvmosaic demo
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 from support.server import ServeCommand
 
+pytestmark = pytest.mark.alone  # it measures time
 RUNNING, WAITING = 4, 4
 CLIENTS = 10 * (RUNNING + WAITING)
 SECONDS = 10
