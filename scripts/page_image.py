@@ -8,6 +8,7 @@ It needs Chromium, its driver and selenium. The server listens on a free loopbac
 import base64
 import itertools
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,7 +19,9 @@ import httpx
 from selenium import webdriver
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
-WIDTH, HEIGHT, SCALE = 1440, 1490, 1.25
+WIDTH, HEIGHT, SCALE = 1440, 1000, 1.25
+MARGIN = 40
+"""Empty room at the end that the picture does without."""
 PINNED = ("amber-pearl",)
 ORDERS = 9
 """Prompts that are asked before the picture is taken."""
@@ -64,7 +67,6 @@ def use(client: httpx.Client) -> None:
         client.post("/v1/documents", json=document).raise_for_status()
     for document_id in PINNED:
         client.post(f"/v1/documents/{document_id}:pin").raise_for_status()
-    ask(client, "Is anybody there?", [])  # the first forward of a process pays for the start of libraries
     questions = itertools.cycle(examples["questions"])
     for turn in range(ORDERS):
         asked = next(questions)
@@ -89,7 +91,8 @@ def photograph(address: str, folder: Path) -> None:
     options = webdriver.ChromeOptions()
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars"):
         options.add_argument(argument)
-    browser = webdriver.Chrome(options=options)
+    # a driver given by its path: selenium would otherwise ask the network for one
+    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
     try:
         size = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": SCALE, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -99,11 +102,13 @@ def photograph(address: str, folder: Path) -> None:
         browser.execute_script("document.getElementById('ask-form').requestSubmit()")
         time.sleep(3)
         browser.execute_script("document.activeElement.blur(); scrollTo(0, 0)")
+        height = browser.execute_script("return document.querySelector('main').getBoundingClientRect().bottom")
+        whole = {"x": 0, "y": 0, "width": WIDTH, "height": height - MARGIN, "scale": 1}
         for name, scheme in (("page.png", "light"), ("page-dark.png", "dark")):
             features = [{"name": "prefers-color-scheme", "value": scheme}]
             browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
             time.sleep(1)
-            picture = browser.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
+            picture = browser.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": whole})
             (folder / name).write_bytes(base64.b64decode(picture["data"]))
     finally:
         browser.quit()

@@ -33,7 +33,7 @@ logger = logging.getLogger("kvmosaic.server")
 MAX_VIEWERS = 64
 MAX_DOCUMENTS = 200
 """Documents that are shown: the newest of a tenant."""
-NUM_STRIPS = 12
+NUM_STRIPS = 6
 """Records of the first event that come with their segments."""
 MAX_ANSWER_TOKENS = 128
 """Of a question asked in the dashboard."""
