@@ -1,5 +1,7 @@
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.tokenizers import CHATML, GRANITE, READER, TEMPLATES, make_tokenizer
 
 from kvmosaic.config import ChunkCacheConfig
@@ -216,3 +218,26 @@ def test_settings_of_their_own_agree_with_the_cache_configuration():
     own, cache = PromptOptions(), ChunkCacheConfig()
     for name in ("separator", "max_chunk_tokens", "max_prompt_chunks", "long_chunks"):
         assert getattr(own, name) == getattr(cache, name)
+
+
+@given(
+    free=st.integers(8, 300),
+    lengths=st.lists(st.integers(1, 300), min_size=2, max_size=2),
+    document=st.integers(1, 400),
+)
+def test_parts_of_a_split_document_seldom_change_with_the_question(
+    free: int, lengths: list[int], document: int
+) -> None:
+    encoder = PromptEncoder(
+        None, ChunkCacheConfig(long_chunks="split", max_chunk_tokens=1000), vocab_size=9, max_positions=free + 2
+    )
+
+    def parts(question: int) -> list[int]:
+        prompt = Prompt.from_tokens([1, 2], [[3] * document], [4] * question)
+        return [chunk.num_tokens for chunk in encoder.encode(prompt).chunks]
+
+    short, long = (parts(min(length, free - 2)) for length in lengths)
+    if max(lengths) <= free // 4:
+        assert short == long
+    assert sum(long) == sum(short) == document
+    assert max(long) + min(lengths[1], free - 2) <= free

@@ -51,8 +51,8 @@ def build_app(services: Services) -> FastAPI:
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
             allow_methods=["GET", "POST", "PUT", "DELETE"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            allow_headers=["Authorization", "Content-Type", "If-Match", "X-Request-Id"],
+            expose_headers=["ETag", "Retry-After", "X-Request-Id"],
         )
     app.add_middleware(exposition.CountReplies, metrics=services.metrics)
     app.add_middleware(Envelope)

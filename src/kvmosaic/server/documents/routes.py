@@ -14,12 +14,12 @@ from kvmosaic.server.documents.schemas import (
     MAX_LIST,
     ChunkObject,
     DeletedDocument,
-    DocumentContent,
     DocumentList,
     DocumentObject,
     NewDocument,
 )
 from kvmosaic.server.documents.stored import Draft, Match, StoredDocument
+from kvmosaic.server.errors import ApiError
 from kvmosaic.server.openai.replies import ErrorReply, error_replies
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
@@ -93,12 +93,17 @@ def router(services: Services) -> APIRouter:
         responses={201: {"model": DocumentObject, "description": "It is new."}, **CHANGED},
     )
     async def put_document(
-        document_id: IdInPath, body: DocumentContent, response: Response, tenant: Asker, if_match: IfMatch = None
+        document_id: IdInPath, body: NewDocument, response: Response, tenant: Asker, if_match: IfMatch = None
     ) -> DocumentObject:
         """Stores a document under an id, in place of the one that is there.
 
-        A request that begins after this reply reads the new text; one that reads the old text ends on it.
+        The body may repeat the id. A request that begins after this reply reads the new text; one that reads the old
+        text ends on it.
         """
+        if body.id not in (None, document_id):
+            raise ApiError(
+                400, f"the address names the document {document_id!r}, the body {body.id!r}; leave it out", param="id"
+            )
         draft = await services.in_thread(body.draft, store)
         document, is_new = store.put(tenant.name, document_id, draft, _match(if_match))
         response.status_code = 201 if is_new else 200
