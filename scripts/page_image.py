@@ -19,7 +19,7 @@ import httpx
 from selenium import webdriver
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
-WIDTH, HEIGHT, SCALE = 1440, 1000, 1.25
+WIDTH, HEIGHT, SCALE = 1440, 1000, 1
 MARGIN = 40
 """Empty room at the end that the picture does without."""
 PINNED = ("amber-pearl",)
