@@ -1,6 +1,8 @@
+# make serve   an OpenAI-compatible server with the bundled model; MODEL=... takes another one
 # make demo    questions answered from documents by the bundled model
 # make test    the tests
 # make check   linter, formatter, types, import rules
+# make load    guidellm, a load generator, against the server; it has an environment of its own, .venv-load
 #
 # Each of them makes its own environment in .venv first. pip always reads constraints.txt: without it, pip takes the
 # newest torch, which on Linux can bring several gigabytes of GPU libraries.
@@ -12,7 +14,12 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check format clean
+LOAD_VENV := .venv-load
+
+.PHONY: serve demo load test check format clean
+
+serve: $(VENV)/.installed-server
+	$(BIN)/kvmosaic serve $(MODEL)
 
 demo: $(VENV)/.installed
 	$(BIN)/kvmosaic demo
@@ -27,12 +34,15 @@ check: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+load: $(VENV)/.installed-dev $(LOAD_VENV)/.installed
+	$(BIN)/python benchmarks/load.py
+
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(LOAD_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -44,6 +54,19 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e .
 	@touch $@
 
+$(VENV)/.installed-server: $(VENV)/.installed
+	$(INSTALL) -e '.[server]'
+	@touch $@
+
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(INSTALL) -e '.[dev]'
+	@touch $@
+
+# guidellm asks for versions that do not fit ours, so only the largest of our packages are held where they are
+$(LOAD_VENV)/.installed: benchmarks/load-requirements.txt constraints.txt | $(BIN)/python
+	@echo "installing guidellm into $(LOAD_VENV) (a minute or two)"
+	$(PYTHON) -m venv $(LOAD_VENV)
+	grep -E '^(torch|transformers|tokenizers)==' constraints.txt >$(LOAD_VENV)/constraints.txt
+	$(LOAD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOAD_VENV)/constraints.txt \
+		-r benchmarks/load-requirements.txt
 	@touch $@

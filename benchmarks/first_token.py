@@ -16,20 +16,16 @@ is wall time. Ratios count; absolute times belong to the machine. Results go to 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from facts import save
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -39,7 +35,6 @@ from kvmosaic.layout import arrange
 from kvmosaic.model import LoadedModel
 
 NUM_SYSTEM, NUM_QUESTION, NUM_PLAIN, NUM_DECODED = 64, 32, 1024, 48
-RESULTS = Path(__file__).parent / "results"
 
 
 def build_model(dtype: torch.dtype) -> Any:
@@ -70,14 +65,6 @@ class TokenTimes(transformers.generation.streamers.BaseStreamer):
 
     def end(self) -> None:
         pass
-
-
-def processor() -> str:
-    """Model and number of cores."""
-    about = Path("/proc/cpuinfo")
-    lines = about.read_text().splitlines() if about.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
 
 
 def median_step(times: list[float]) -> float:
@@ -221,21 +208,15 @@ def main() -> None:
         spread = (max(times[name]) - min(times[name])) / value
         table.add_row(f"{name}, seconds (spread {spread:.0%})", f"{value:.4f}")
     Console().print(table)
-    RESULTS.mkdir(exist_ok=True)
-    command = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False)
     report = {
         "arguments": vars(arguments),
-        "processor": processor(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "commit": commit.stdout.strip(),
         "ratios": ratios,
         "median_seconds": median,
         "seconds": times,
     }
-    name = f"first_token-{arguments.dtype}-{arguments.threads}.json"
-    (RESULTS / name).write_text(json.dumps(report, indent=2) + "\n")
+    save(f"first_token-{arguments.dtype}-{arguments.threads}", report)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvmosaic.attention import Piece, composed_attention
     from kvmosaic.config import ChunkCacheConfig, EngineConfig
+    from kvmosaic.engine import AsyncEngine
     from kvmosaic.errors import KVMosaicError
     from kvmosaic.llm import LLM
     from kvmosaic.prompt import Prompt, Segment, SegmentKind
-    from kvmosaic.sampling import CompletionOutput, RequestOutput, SamplingParams
+    from kvmosaic.sampling import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "ChunkCacheConfig",
     "CompletionOutput",
     "EngineConfig",
@@ -27,12 +29,14 @@ __all__ = [
     "SamplingParams",
     "Segment",
     "SegmentKind",
+    "StructuredOutputs",
     "composed_attention",
 ]
 
 # Names are imported on first use, so that `import kvmosaic` and the command line's --help stay without torch.
 _HOMES = {
     "LLM": "kvmosaic.llm",
+    "AsyncEngine": "kvmosaic.engine",
     "ChunkCacheConfig": "kvmosaic.config",
     "CompletionOutput": "kvmosaic.sampling",
     "EngineConfig": "kvmosaic.config",
@@ -43,6 +47,7 @@ _HOMES = {
     "SamplingParams": "kvmosaic.sampling",
     "Segment": "kvmosaic.prompt",
     "SegmentKind": "kvmosaic.prompt",
+    "StructuredOutputs": "kvmosaic.sampling",
     "composed_attention": "kvmosaic.attention",
 }
 
