@@ -34,7 +34,7 @@ def launch(settings: ServerSettings) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     settings.access_keys()  # what is wrong in a file of keys is said before anything is loaded
     if not asyncio.run(_Launch(settings).run()):
-        # the model is still being loaded, in a thread that must not be torn down halfway
+        # a thread still loads the model, or reads a long prompt: it cannot be stopped, and nobody waits for it
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -54,7 +54,7 @@ class _Launch:
         self._listener = listener_for(self._doorway, settings)
 
     async def run(self) -> bool:
-        """Lives; False if it was told to stop while the model was being loaded."""
+        """Lives; False if a thread is still busy in the end, which would keep the process from ending."""
         place = listen(self._settings)
         address = address_of(self._settings, place)
         set_up_logs(self._settings.uvicorn_log_level)
@@ -69,7 +69,7 @@ class _Launch:
             self._say(f"ready      {address}")
             await self._told_to_stop.wait()
             await self._drain(services)
-            return True
+            return not services.is_working
         finally:
             self._listener.should_exit = True
             await serving

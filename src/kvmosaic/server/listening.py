@@ -15,6 +15,8 @@ from kvmosaic.errors import InvalidConfig
 from kvmosaic.server.settings import ServerSettings
 
 BACKLOG = 2_048
+UNREAD_SECONDS = 60
+"""A client that reads nothing for so long, though there is something, has gone: its request must not stay for ever."""
 CLOSING_SECONDS = 5
 """After what runs has ended or was aborted, replies may take this long to be read."""
 
@@ -78,6 +80,8 @@ def _bound(found: tuple[int, int, int, str, tuple[object, ...]]) -> socket.socke
     place = socket.socket(family, kind, socket.IPPROTO_TCP)
     try:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted connections inherit it
+            place.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_SECONDS * 1_000)
         place.bind(address)
         place.listen(BACKLOG)
     except BaseException:

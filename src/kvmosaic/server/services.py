@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from kvmosaic.server.admission import Admission
+from kvmosaic.server.errors import ApiError
 from kvmosaic.server.record import Records
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenants
@@ -43,30 +44,53 @@ class Services:
     threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvmosaic-request")
     )
-    _num_in_threads: int = 0
+    _work: set[Future[Any]] = field(default_factory=set)
+    """In the threads or waiting for one; also what nobody waits for any more."""
+    _awaited: set[asyncio.Future[Any]] = field(default_factory=set)
+    _is_closed: bool = False
+
+    @property
+    def is_working(self) -> bool:
+        """Whether a thread is busy; it cannot be stopped, and would keep the process from ending."""
+        return any(work.running() for work in list(self._work))
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs slow work of a request beside the event loop: tokenizing, compiling a grammar, reading a large list.
 
         Raises:
-            ApiError: 429, too much of it waits already.
+            ApiError: 429, too much of it waits already; 503, the server closes.
             Whatever `function` raises.
         """
-        if self._num_in_threads >= self.settings.max_queue + NUM_THREADS:
-            raise self.admission.full(f"{self._num_in_threads} requests wait to be read", "queue_full")
-        self._num_in_threads += 1
+        if self._is_closed:
+            raise self._closing()
+        if len(self._awaited) >= self.settings.max_queue + NUM_THREADS:
+            raise self.admission.full(f"{len(self._awaited)} requests wait to be read", "queue_full")
+        work = self.threads.submit(function, *args, **kwargs)
+        self._work.add(work)
+        work.add_done_callback(self._work.discard)
+        awaited = asyncio.wrap_future(work)
+        self._awaited.add(awaited)
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self.threads, lambda: function(*args, **kwargs))
+            return await awaited
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._is_closed and task is not None and not task.cancelling():
+                raise self._closing() from None
+            raise
         finally:
-            self._num_in_threads -= 1
+            self._awaited.discard(awaited)
 
     async def close(self) -> None:
-        """Ends what is under way: streams, requests, threads."""
-        self.admission.is_draining = True
+        """Ends what is under way: streams, requests, threads. Who waits for a thread is told so, and not kept."""
+        self.admission.is_draining = self._is_closed = True
         self.records.close()
+        for awaited in list(self._awaited):
+            awaited.cancel()
         await self.engine.close()
         self.threads.shutdown(wait=False, cancel_futures=True)
+
+    def _closing(self) -> ApiError:
+        return self.admission.unavailable("the server ended this request before it was read")
 
 
 def build_services(settings: ServerSettings, llm: LLM, *, clock: Callable[[], float] = time.time) -> Services:
