@@ -3,8 +3,8 @@
     python benchmarks/server_first_token.py [--rounds 5] [--documents 8] [--tokens 64 128 256] [--threads 1]
 
 Two servers (`kvmosaic serve`) hold the same random Llama of about 30 million parameters. They are asked the same in
-turn, one request at a time; the other one has nothing to do meanwhile. Medians of wall time, from sending the request
-until the answer of one token has arrived:
+turn, one request at a time; the other one has nothing to do meanwhile. Medians, from sending the request until the
+answer of one token has arrived:
 
     composed cold       --enable-chunk-cache, no document is known (a new cache_salt)
     composed warm       --enable-chunk-cache, all documents are known, in a new order each time
@@ -14,12 +14,14 @@ until the answer of one token has arrived:
     ordinary in order   the same, but always in one order: what prefix caching is made for
 
 An ordinary prompt is the text that a server without a chunk cache reads; composed, documents do not see each other.
-Ratios count; absolute times belong to the machine. Results go to benchmarks/results/.
+With one thread, ratios are those of the processor time that the server used, so that other work on the machine does not
+count; wall times stand beside them. Absolute times belong to the machine. Results go to benchmarks/results/.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import shutil
 import statistics
@@ -70,10 +72,8 @@ class Bench:
     """Two servers, one question after another."""
 
     def __init__(self, composed: Served, ordinary: Served, num_documents: int) -> None:
-        self.clients = {
-            kind: httpx.Client(base_url=server.url, timeout=300)
-            for kind, server in (("composed", composed), ("ordinary", ordinary))
-        }
+        self.servers = {"composed": composed, "ordinary": ordinary}
+        self.clients = {name: httpx.Client(base_url=each.url, timeout=300) for name, each in self.servers.items()}
         self.num_documents = num_documents
         self.random = random.Random(0)
         self.num_salts = 0
@@ -86,9 +86,9 @@ class Bench:
         num_words = max(1, round(num_tokens / tokens_per_word))
         return [made_up_text(self.random, num_words) for _ in range(self.num_documents)]
 
-    def ask(self, kind: str, documents: list[str]) -> tuple[float, dict[str, Any]]:
-        """Seconds until the first token has arrived, and the usage."""
-        server, state = kind.split(maxsplit=1)
+    def ask(self, kind: str, documents: list[str]) -> tuple[float, float, dict[str, Any]]:
+        """Seconds until the first token has arrived, seconds of the processor, and the usage."""
+        name, state = kind.split(maxsplit=1)
         order = documents if state == "in order" else self.random.sample(documents, len(documents))
         self.num_salts += state == "cold"
         body = {
@@ -103,10 +103,10 @@ class Bench:
         }
         if state == "cold":
             body["cache_salt"] = f"cold {self.num_salts}"
-        begin = time.perf_counter()
-        reply = self.clients[server].post("/v1/chat/completions", json=body)
-        seconds = time.perf_counter() - begin
-        return seconds, reply.raise_for_status().json()["usage"]
+        used, begin = self.servers[name].cpu_seconds(), time.perf_counter()
+        reply = self.clients[name].post("/v1/chat/completions", json=body)
+        seconds, used = time.perf_counter() - begin, self.servers[name].cpu_seconds() - used
+        return seconds, used, reply.raise_for_status().json()["usage"]
 
 
 def reused(usage: dict[str, Any]) -> int:
@@ -115,36 +115,41 @@ def reused(usage: dict[str, Any]) -> int:
     return int(details["cached_tokens"] + details["composed_tokens"])
 
 
-def measure(bench: Bench, num_tokens: int, rounds: int) -> dict[str, Any]:
-    """All four kinds, interleaved, at one length of documents."""
-    seconds, usages = defaultdict(list), defaultdict(list)
+def measure(bench: Bench, num_tokens: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All kinds, interleaved, at one length of documents."""
+    wall, processor, usages = defaultdict(list), defaultdict(list), defaultdict(list)
     documents = bench.documents(num_tokens)
     for kind in KINDS:  # not counted: the documents become known, and what is slow the first time is done
         bench.ask(kind, documents)
-    for _ in track(range(rounds), description=f"documents of {num_tokens} tokens"):
+    for _ in track(range(arguments.rounds), description=f"documents of {num_tokens} tokens"):
         for kind in KINDS:
-            taken, usage = bench.ask(kind, documents)
-            seconds[kind].append(taken)
+            seconds, used, usage = bench.ask(kind, documents)
+            wall[kind].append(seconds)
+            processor[kind].append(used)
             usages[kind].append(usage)
-    median = {kind: statistics.median(times) for kind, times in seconds.items()}
+    has_processor = arguments.threads == 1 and not math.isnan(processor[KINDS[0]][0])
+    median = {kind: statistics.median((processor if has_processor else wall)[kind]) for kind in KINDS}
+    warm = median["composed warm"]
     return {
         "document_tokens": num_tokens,
         "prompt_tokens": usages["ordinary warm"][-1]["prompt_tokens"],
         "median_reused_tokens": {kind: statistics.median(map(reused, usages[kind])) for kind in KINDS},
-        "median_seconds": median,
+        "clock": "processor" if has_processor else "wall",
         "ratios": {
-            "composed, cold by warm": median["composed cold"] / median["composed warm"],
-            "ordinary warm by composed warm": median["ordinary warm"] / median["composed warm"],
-            "ordinary in order by composed warm": median["ordinary in order"] / median["composed warm"],
-            "composed cold by ordinary cold": median["composed cold"] / median["ordinary cold"],
+            "composed: cold by warm": median["composed cold"] / warm,
+            "warm: ordinary by composed": median["ordinary warm"] / warm,
+            "in order: ordinary by composed": median["ordinary in order"] / warm,
+            "cold: composed by ordinary": median["composed cold"] / median["ordinary cold"],
         },
-        "seconds": dict(seconds),
+        "median_seconds": {kind: statistics.median(wall[kind]) for kind in KINDS},
+        "seconds": dict(wall),
+        "processor_seconds": dict(processor),
     }
 
 
 def table_of(sizes: list[dict[str, Any]]) -> Table:
     """The figures as they are printed."""
-    table = Table("prompt tokens", *(f"{kind}, ms" for kind in KINDS), *sizes[0]["ratios"])
+    table = Table("prompt tokens", *(f"{kind}, wall ms" for kind in KINDS), *sizes[0]["ratios"])
     for size in sizes:
         times = [f"{size['median_seconds'][kind] * 1e3:.0f}" for kind in KINDS]
         table.add_row(str(size["prompt_tokens"]), *times, *(f"{ratio:.2f}" for ratio in size["ratios"].values()))
@@ -167,7 +172,7 @@ def main() -> None:
             Served(folder, *options, "--no-enable-chunk-cache", threads=arguments.threads) as ordinary,
         ):
             bench = Bench(composed, ordinary, arguments.documents)
-            sizes = [measure(bench, num_tokens, arguments.rounds) for num_tokens in arguments.tokens]
+            sizes = [measure(bench, num_tokens, arguments) for num_tokens in arguments.tokens]
     Console(width=140).print(table_of(sizes))
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     save(

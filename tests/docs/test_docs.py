@@ -1,39 +1,145 @@
 from __future__ import annotations
 
+import ast
+import json
 import re
 import runpy
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+from support.server import RunningServer
 
 ROOT = Path(__file__).parents[2]
-DOCS = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-PYTHON = {path: re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL) for path in DOCS}
+DOCS = [
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(path for path in ROOT.glob("*.md")),
+    *sorted((ROOT / "deploy").rglob("*.md")),
+]
+BLOCKS = {path: re.findall(r"```(\w*)\n(.*?)```", path.read_text(), re.DOTALL) for path in DOCS}
+PYTHON = {path: [text for language, text in blocks if language == "python"] for path, blocks in BLOCKS.items()}
+ADDRESS = "http://localhost:8000"
+RUN_BY_OTHERS = {"openai.md", "documents.md"}
+"""Pages whose code is run, with more looked at, by the tests of the server's parts."""
 
 
-@pytest.mark.parametrize("path", [path for path, blocks in PYTHON.items() if blocks], ids=lambda path: path.stem)
-def test_python_in_the_docs_runs_from_top_to_bottom(path: Path, tmp_path: Path) -> None:
-    (tmp_path / "blocks.py").write_text("\n".join(PYTHON[path]))
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def anchors_of(path: Path) -> set[str]:
+    """The names under which the headings of a page can be linked."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with RunningServer() as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "path", [path for path, texts in PYTHON.items() if texts and path.name not in RUN_BY_OTHERS], ids=name_of
+)
+def test_python_in_the_docs_runs_from_top_to_bottom(
+    path: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "\n".join(PYTHON[path])
+    if ADDRESS in code:
+        code = code.replace(ADDRESS, request.getfixturevalue("server").url)
+        monkeypatch.setenv("NO_PROXY", "*")
+    (tmp_path / "blocks.py").write_text(code)
     runpy.run_path(str(tmp_path / "blocks.py"), run_name="blocks")
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_links_lead_to_files(path: Path) -> None:
-    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", path.read_text())
-    assert [link for link in links if not (path.parent / link).exists()] == []
+def test_readme_answers_as_it_says(
+    server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (ROOT / "README.md").read_text()
+    example, said = re.findall(r"```python\n(.*?)```\n\n((?: {4}[^\n]*\n)+)", text, re.DOTALL)[0]
+    monkeypatch.setenv("NO_PROXY", "*")
+    mine = '{"documents": order, "cache_salt": "mine"}'  # nothing that other tests asked is known
+    code = example.replace(ADDRESS, server.url).replace('{"documents": order}', mine)
+    (tmp_path / "blocks.py").write_text(code)
+    runpy.run_path(str(tmp_path / "blocks.py"))
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.strip() for line in printed] == [line.strip() for line in said.splitlines()]
+
+
+@pytest.mark.parametrize("path", DOCS, ids=name_of)
+def test_code_in_the_docs_can_be_read(path: Path) -> None:
+    for language, text in BLOCKS[path]:
+        if language == "python":
+            ast.parse(text)
+        elif language == "json":
+            json.loads(text)
+        elif language == "yaml":
+            assert yaml.safe_load(text)
+        elif language == "sh":
+            subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+        else:
+            assert language in ("", "text"), f"what is in a block of {language}?"
+
+
+@pytest.mark.parametrize("path", DOCS, ids=name_of)
+def test_links_lead_to_files_and_headings(path: Path) -> None:
+    for link, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", path.read_text()):
+        target = path.parent / link if link else path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors_of(target), f"{link}#{anchor}"
+
+
+@pytest.mark.parametrize("path", DOCS, ids=name_of)
+def test_no_path_of_one_machine_is_in_the_docs(path: Path) -> None:
+    assert re.findall(r"(?<![\w.])/(?:work|root|home|tmp|mnt|Users)/\S*", path.read_text()) == []
+
+
+def test_commands_in_the_docs_have_flags_that_exist() -> None:
+    from kvmosaic.server.settings import ServerSettings
+
+    flags = {name.replace("_", "-") for name in ServerSettings.model_fields}
+    for path in DOCS:
+        for line in re.findall(r"kvmosaic serve .*", path.read_text()):
+            named = set(re.findall(r"--([a-z][a-z-]+)", line.split("`")[0]))
+            assert {name.removeprefix("no-") for name in named} <= flags | {"help"}, f"{name_of(path)}: {line}"
+
+
+def test_every_page_of_the_docs_is_linked_from_the_readme_or_the_index_of_the_server() -> None:
+    linked = set()
+    for index in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "server" / "README.md"):
+        links = re.findall(r"\]\(([^)#:\s]+)", index.read_text())
+        linked |= {(index.parent / link).resolve() for link in links}
+    assert [name_of(path) for path in (ROOT / "docs").rglob("*.md") if path not in linked] == []
+
+
+def test_index_of_the_server_names_the_addresses_that_it_has(server: RunningServer) -> None:
+    index = (ROOT / "docs" / "server" / "README.md").read_text()
+    named = {
+        address for row in re.findall(r"^\| (`/.*?) \|", index, re.MULTILINE) for address in re.findall("`(.*?)`", row)
+    }
+    routes = set(server.app.openapi()["paths"]) | {"/openapi.json", "/"}
+    assert named <= routes
+    groups = tuple(named - {"/"})
+    assert [path for path in routes if not path.startswith((*groups, "/dashboard")) and path != "/"] == []
 
 
 def test_readme_shows_a_line_to_run_at_its_top() -> None:
     top = (ROOT / "README.md").read_text().splitlines()[:25]
-    assert any(line.strip().startswith(("make demo", "pip install")) for line in top)
+    assert any(line.strip().startswith("kvmosaic serve") for line in top)
+    assert any(line.strip().startswith("pip install") for line in top)
 
 
 def test_readme_tree_names_every_folder_and_no_other() -> None:
     tree = re.search(r"```text\nsrc/kvmosaic/\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert tree is not None
-    named = set(re.findall(r"^ {2}(\w+)/", tree[1], re.MULTILINE))
     source = ROOT / "src" / "kvmosaic"
-    assert named == {path.name for path in source.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    inside = {path.name for path in source.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert set(re.findall(r"^ {2}(\w+)/", tree[1], re.MULTILINE)) == inside
+    for folder in re.findall(r"^(\w+)/", tree[1], re.MULTILINE):
+        assert (ROOT / folder).is_dir(), folder
 
 
 def test_list_of_architectures_is_that_of_the_tests() -> None:
@@ -48,6 +154,6 @@ def test_list_of_architectures_is_that_of_the_tests() -> None:
     assert len(listed) == len(FAMILIES)
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCS, ids=name_of)
 def test_nothing_is_left_to_be_filled_in(path: Path) -> None:
     assert "TODO" not in path.read_text()
