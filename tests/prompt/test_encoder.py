@@ -8,6 +8,7 @@ from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import ChunkTooLong, EmptySegment, InvalidPrompt, InvalidTokenId, PromptTooLong, TooManyChunks
 from kvmosaic.layout import arrange
 from kvmosaic.prompt import Prompt, PromptEncoder, PromptOptions, Segment, SegmentKind, check_length
+from kvmosaic.prompt.tokenizer import WINDOW_CHARACTERS, PieceTokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "What is it?"}
@@ -241,3 +242,76 @@ def test_parts_of_a_split_document_seldom_change_with_the_question(
         assert short == long
     assert sum(long) == sum(short) == document
     assert max(long) + min(lengths[1], free - 2) <= free
+
+
+class CountingTokenizer(PieceTokenizer):
+    """Counts the characters that are tokenized."""
+
+    num_characters = 0
+
+    def _ids(self, text, **options):
+        self.num_characters += len(text)
+        return super()._ids(text, **options)
+
+    def _tokenize(self, text, parts):
+        self.num_characters += sum(end - start for start, end in parts)
+        return super()._tokenize(text, parts)
+
+
+def counting_encoder(settings=None, max_positions=None):
+    encoder = make_encoder(CHATML, settings)
+    encoder.max_positions = max_positions
+    encoder._pieces = CountingTokenizer(encoder.tokenizer)
+    return encoder
+
+
+@pytest.mark.parametrize(
+    ("ask", "error", "words"),
+    [
+        (lambda encoder, text: encoder.encode(text), PromptTooLong, "shorten it"),
+        (lambda encoder, text: encoder.encode_chat([{"role": "user", "content": text}]), PromptTooLong, "shorten it"),
+        (
+            lambda encoder, text: encoder.encode_documents([{"id": "x", "text": text}]),
+            ChunkTooLong,
+            "long_chunks='split'",
+        ),
+    ],
+)
+def test_a_text_that_can_never_fit_is_refused_before_all_of_it_is_tokenized(ask, error, words):
+    encoder = counting_encoder(ChunkCacheConfig(max_chunk_tokens=900, separator=None), max_positions=1_000)
+    text = "What is it? " * 500_000
+    with pytest.raises(
+        error, match=rf"has 60000\d\d characters, far more than the limit of (900|1000) tokens; .*{words}"
+    ):
+        ask(encoder, text)
+    assert encoder._pieces.num_characters < 3 * WINDOW_CHARACTERS
+
+
+def test_a_text_of_many_characters_and_few_tokens_is_not_refused():
+    encoder = counting_encoder(max_positions=1_000)
+    encoder._pieces._ids = lambda text, **options: [1] * (len(text) // 1_000)
+    assert not encoder._pieces.is_far_longer("x" * 900_000, 1_000)
+    assert encoder._pieces.is_far_longer("x" * 4_000_000, 1_000)
+
+
+def test_a_document_that_is_to_be_split_is_held_against_all_of_its_parts():
+    settings = ChunkCacheConfig(max_chunk_tokens=400, max_prompt_chunks=100, long_chunks="split")
+    encoder = counting_encoder(settings)
+    text = "What is it? " * 6_000
+    assert len(text) > WINDOW_CHARACTERS
+    assert len(encoder.encode_documents([text]).chunks) > 30
+    with pytest.raises(PromptTooLong, match="far more than the limit of 40000 tokens"):
+        encoder.encode_documents([text * 20])
+
+
+@pytest.mark.parametrize("limit", [200, 40_000, 70_000, 10**6])
+def test_texts_that_are_less_than_twice_too_long_are_told_their_tokens_as_ever(limit):
+    encoder = counting_encoder(max_positions=limit)
+    text = "What is it? " * 6_000
+    num_tokens = len(encoder.tokenizer(text)["input_ids"])
+    if num_tokens <= limit:
+        assert encoder.encode(text).num_tokens == num_tokens
+        return
+    known = f"has {num_tokens} tokens, the model has {limit} positions" if num_tokens < 2 * limit else "far more than"
+    with pytest.raises(PromptTooLong, match=known):
+        encoder.encode(text)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvmosaic.errors import InvalidPrompt, PromptTooLong, TooManyChunks
+from kvmosaic.errors import ChunkTooLong, InvalidPrompt, PromptTooLong, TooManyChunks
 from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.document import Document, read_documents
 from kvmosaic.prompt.finding import place_documents
@@ -77,7 +77,7 @@ class PromptEncoder:
             if segment.token_ids is None:
                 trusted = control_tokens and segment.kind is not SegmentKind.CHUNK
                 piece = template(segment.text or "") if trusted else foreign(segment.text or "")
-                encoded = self._encode([piece], with_prefix=not segments)
+                encoded = self._encode([piece], segment, with_prefix=not segments)
             else:
                 encoded = Encoded(segment.token_ids, None)
             segments.append(replace(segment, token_ids=encoded.token_ids))
@@ -151,10 +151,11 @@ class PromptEncoder:
         """A prompt of rendered segments; the template has already written what begins a prompt."""
         segments, encodings = [], []
         for kind, name, pieces in parts:
-            encoded = self._encode(pieces)
+            segment = Segment(kind, None, joined(pieces), name)
+            encoded = self._encode(pieces, segment)
             if kind is SegmentKind.SYSTEM and not encoded.token_ids:
                 continue
-            segments.append(Segment(kind, encoded.token_ids, joined(pieces), name))
+            segments.append(replace(segment, token_ids=encoded.token_ids))
             encodings.append(encoded)
         return self._checked(segments, encodings, salt)
 
@@ -202,10 +203,29 @@ class PromptEncoder:
                 f"({self.settings.max_prompt_chunks}) or send fewer"
             )
 
-    def _encode(self, pieces: Sequence[Piece], *, with_prefix: bool = False) -> Encoded:
+    def _refuse_far_too_long(self, segment: Segment, pieces: PieceTokenizer) -> None:
+        """Refuses a text that cannot fit, before all of it is tokenized, which can take seconds."""
+        is_chunk = segment.kind is SegmentKind.CHUNK
+        limits = [
+            limit for limit in (self.max_positions, self.settings.max_chunk_tokens if is_chunk else None) if limit
+        ]
+        if not limits:
+            return
+        limit, text = min(limits), segment.text or ""
+        if is_chunk and self.settings.long_chunks == "split":
+            limit *= self.settings.max_prompt_chunks
+        if not pieces.is_far_longer(text, limit):
+            return
+        told = f"the {segment.label} has {len(text)} characters, far more than the limit of {limit} tokens"
+        if is_chunk and limit == self.settings.max_chunk_tokens:
+            raise ChunkTooLong(f"{told}; raise max_chunk_tokens, shorten the document, or set long_chunks='split'")
+        raise PromptTooLong(f"{told}; shorten it" + (" or set long_chunks='split'" if is_chunk else ""))
+
+    def _encode(self, pieces: Sequence[Piece], segment: Segment, *, with_prefix: bool = False) -> Encoded:
         if self._pieces is None:
             self._known_tokenizer()
         assert self._pieces is not None
+        self._refuse_far_too_long(segment, self._pieces)
         encoded = self._pieces.encode(pieces)
         if not with_prefix or not self._prefix:
             return encoded

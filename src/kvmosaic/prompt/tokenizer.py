@@ -12,6 +12,9 @@ from typing import Any, Protocol
 
 from kvmosaic.prompt.pieces import Piece, foreign_intervals, joined
 
+WINDOW_CHARACTERS = 2**16
+"""Longer texts are measured in parts of this length before they are tokenized as a whole."""
+
 _ORDINARY = re.compile(r"[\w\s▁]*")
 
 
@@ -109,6 +112,21 @@ class PieceTokenizer:
         ids = [token_id for part in parts for token_id in done[part][0]]
         starts = [start for part in parts for start, _ in done[part][1]]
         return Encoded(tuple(ids), tuple(starts))
+
+    def is_far_longer(self, text: str, limit: int) -> bool:
+        """Whether a text has at least twice as many tokens as allowed, found without reading much more than that.
+
+        Parts of the text are counted one after the other. Where they are cut the count is a few tokens off, far less
+        than the factor of two. A text of one part is never measured.
+        """
+        count = 0
+        if len(text) <= WINDOW_CHARACTERS:
+            return False
+        for start in range(0, len(text), WINDOW_CHARACTERS):
+            count += len(self._ids(text[start : start + WINDOW_CHARACTERS]))
+            if count > 2 * limit + WINDOW_CHARACTERS // 64:
+                return True
+        return False
 
     def _tokenize(self, text: str, parts: list[tuple[int, int]]) -> Iterable[tuple[list[int], list[tuple[int, int]]]]:
         """Ids and character spans in `text` of each part."""
