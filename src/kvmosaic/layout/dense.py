@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from kvmosaic.layout.span import Layout
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +38,13 @@ class DenseLayout:
         """Whether one dense forward with `question_positions` and `mask` means the same: all distances agree."""
         relative = self.question_positions[None, :] - self.question_positions[:, None]
         computed = self.positions[None, :] + self.distances - self.positions[:, None]
-        return bool(np.all((relative == computed) | ~self.mask))
+        return bool(((relative == computed) | ~self.mask).all())
 
 
 def dense(layout: Layout) -> DenseLayout:
     """Writes a layout out as positions, a boolean mask and distances (numpy, no torch)."""
+    import numpy as np  # here, since everything imports layouts and a command line should start at once
+
     offsets = np.cumsum([0] + [span.num_tokens for span in layout.spans])
     num_tokens = int(offsets[-1])
     mask = np.zeros((num_tokens, num_tokens), dtype=np.bool_)
