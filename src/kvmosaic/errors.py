@@ -36,6 +36,7 @@
         ├── UnknownRequest            a request id the engine does not have
         ├── RequestTooLarge           a request that could never run in the given memory
         ├── QueueFull                 a request more than may wait
+        ├── EngineFailing             steps fail again and again; it may pass
         └── EngineStopped             use after `close`
 
 A message states the value, the limit and the way out. After any of them the cache is as it was before the call.
@@ -195,6 +196,10 @@ class RequestTooLarge(EngineError):
 
 class QueueFull(EngineError):
     """As many requests wait as may wait."""
+
+
+class EngineFailing(EngineError):
+    """Several steps in a row have failed, and none has gone well since."""
 
 
 class EngineStopped(EngineError):

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -27,11 +28,12 @@ from support.loaded import loaded_family
 
 from kvmosaic.assembly import bundled_reader
 from kvmosaic.engine import AsyncEngine
-from kvmosaic.engine.engine_thread import MAX_FAILURES
+from kvmosaic.engine.engine_thread import MAX_FAILURES, TRIAL_SECONDS
 from kvmosaic.engine.stream import wake_all
 from kvmosaic.errors import (
     ChunkCacheFull,
     EngineError,
+    EngineFailing,
     EngineStopped,
     InvalidPrompt,
     InvalidSampling,
@@ -46,6 +48,7 @@ SYSTEM = [1, 2, 3, 4, 5, 6]
 DOCUMENTS = [[(7 * index + place) % 128 for place in range(9 + index)] for index in range(6)]
 LONG = replace(GREEDY, max_tokens=300)
 """Longer than any test reads."""
+POISON = 97
 
 
 def llama():
@@ -300,28 +303,70 @@ def test_a_failed_step_ends_its_requests_and_no_others(failing):
     assert again == alone(ask(0, 1))
 
 
-def test_an_engine_that_fails_again_and_again_stops_and_tells_everyone():
+def test_an_engine_that_fails_again_and_again_refuses_work_until_it_is_well():
     inner = build_engine(llama(), runner=RunnerThatFails, max_running=1)
-    inner.runner.failing = range(1, 1000)
+    inner.runner.failing = range(1, 1_000_000)
 
     async def main():
-        engine = AsyncEngine(inner)
-        engine.start()
-        tasks = [asyncio.create_task(read(engine, ask(0))) for _ in range(MAX_FAILURES + 3)]
-        warm = asyncio.create_task(anext(engine.warm([ask(1)])))
-        *ends, (_, warm_up) = await asyncio.wait_for(asyncio.gather(*tasks, warm, return_exceptions=True), 20)
-        assert all(isinstance(end, EngineError) for end in ends) and isinstance(warm_up.error, EngineError)
-        await until(lambda: not engine.is_alive)
-        assert engine.failure == f"{MAX_FAILURES} steps in a row failed (RuntimeError)"
-        with pytest.raises(EngineStopped, match="in a row failed"):
-            await read(engine, ask(0))
-        with pytest.raises(EngineStopped):
-            await engine.call(lambda inner: None)
-        assert await engine.drain(5)
-        await engine.close()
+        async with running(inner) as engine:
+            tasks = [asyncio.create_task(read(engine, ask(0))) for _ in range(MAX_FAILURES + 3)]
+            warm = asyncio.create_task(anext(engine.warm([ask(1)])))
+            *ends, (_, warm_up) = await asyncio.wait_for(asyncio.gather(*tasks, warm, return_exceptions=True), 20)
+            assert all(isinstance(end, EngineError) for end in ends) and isinstance(warm_up.error, EngineError)
+            assert engine.is_alive and "in a row failed (RuntimeError)" in engine.failure
+            assert engine.failing_seconds > 0
+            with pytest.raises(EngineFailing, match="ask again"):
+                await read(engine, ask(0))
+            assert await engine.call(lambda inner: "still answered") == "still answered"
+            num_runs = inner.runner.num_runs
+            await asyncio.sleep(1.2 * TRIAL_SECONDS)
+            assert 0 < inner.runner.num_runs - num_runs <= 2, "one trial per second"
+            inner.runner.failing = ()
+            await until(lambda: engine.failure is None)
+            assert engine.failing_seconds == 0
+            assert await read(engine, ask(0)) == alone(ask(0))
 
     asyncio.run(main())
-    assert_only_the_cache_holds_blocks(inner)
+
+
+class RunnerWithPoison(RunnerThatFails):
+    """A fake of a model that cannot bear one token: fails whenever it is among those of a step."""
+
+    def run(self, spans, copies=()):
+        self.failing = {self.num_runs} if any(POISON in span.token_ids for span in spans) else ()
+        return super().run(spans, copies)
+
+
+def test_a_request_that_always_fails_keeps_the_engine_from_others_for_no_longer_than_a_step():
+    inner = build_engine(llama(), runner=RunnerWithPoison)
+
+    async def main():
+        async with running(inner) as engine:
+            longest = 0.0
+            for _ in range(4 * MAX_FAILURES):
+                with pytest.raises(EngineError):
+                    await read(engine, Prompt.plain([5, POISON, 5]))
+                began = time.monotonic()
+                await until(lambda: engine.failure is None)
+                longest = max(longest, time.monotonic() - began)
+            assert longest < TRIAL_SECONDS / 2, longest
+            assert await read(engine, ask(0)) == alone(ask(0))
+
+    asyncio.run(main())
+
+
+def test_a_step_that_fails_before_anyone_takes_part_is_not_repeated_for_ever(monkeypatch):
+    inner = build_engine(llama(), runner=RunnerThatFails)
+
+    async def main():
+        async with running(inner) as engine:
+            with monkeypatch.context() as broken:
+                broken.setattr(inner.scheduler, "schedule", lambda: 1 / 0)
+                with pytest.raises(EngineError, match="before any request took part"):
+                    await asyncio.wait_for(read(engine, ask(0)), 20)
+            assert await read(engine, ask(0)) == alone(ask(0))
+
+    asyncio.run(main())
 
 
 def test_stopping_ends_answers_with_abort_and_refuses_what_was_not_begun():

@@ -34,5 +34,30 @@ def test_server_whose_engine_stopped_is_neither_alive_nor_ready() -> None:
             assert (reply.status_code, reply.json()) == (503, {"status": "failed"})
 
 
+def test_server_whose_engine_fails_is_not_ready_refuses_prompts_and_is_started_anew_after_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    body = {"model": "reader", "prompt": "a", "max_tokens": 1}
+    with RunningServer() as server:
+        engine = server.services.engine
+        with monkeypatch.context() as broken:
+            broken.setattr(server.llm.engine.runner, "run", fail)
+            for _ in range(5):
+                assert httpx.post(server.url + "/v1/completions", json=body).status_code == 500
+            refused = httpx.post(server.url + "/v1/completions", json=body)
+            assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+            assert "device" not in refused.text
+            assert httpx.get(server.url + "/readyz").json() == {"status": "failed"}
+            assert httpx.get(server.url + "/livez").status_code == 200
+            broken.setattr("kvmosaic.server.health.HOPELESS_SECONDS", 0.0)
+            assert httpx.get(server.url + "/livez").status_code == 503
+        wait_until(lambda: engine.failure is None)
+        assert all(httpx.get(server.url + path).status_code == 200 for path in PROBES)
+        assert httpx.post(server.url + "/v1/completions", json=body).status_code == 200
+
+
 def test_probes_need_no_key() -> None:
     assert set(PROBES) < OPEN_PATHS

@@ -54,13 +54,23 @@ class AsyncEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are answered."""
+        """Whether the thread runs; see also `failure`."""
         return self._thread.is_alive
 
     @property
     def failure(self) -> str | None:
-        """Why the engine no longer runs; None while it does, and after `stop`."""
+        """Why no request is taken, now or ever again; None while all is well, and after `stop`.
+
+        It is set when several steps in a row have failed, and None again once one goes well: the engine tries one by
+        itself every second.
+        """
         return self._thread.failure
+
+    @property
+    def failing_seconds(self) -> float:
+        """How long `failure` has been set by failing steps; 0 if it is not."""
+        since = self._thread.failing_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def start(self) -> None:
         """Starts the thread; does nothing while it runs.
@@ -98,6 +108,7 @@ class AsyncEngine:
 
         Raises:
             EngineStopped: the engine has stopped.
+            EngineFailing: too many steps in a row have failed; see `failure`.
             EngineError: a step failed with this request in it.
             KVMosaicError: before the first delta, whatever `Engine.add_request` raises and what is found out when it is
                 the request's turn, such as ChunkCacheFull.
@@ -135,6 +146,7 @@ class AsyncEngine:
 
         Raises:
             EngineStopped: the engine has stopped.
+            EngineFailing: too many steps in a row have failed; the rest is then aborted.
             KVMosaicError: whatever `Engine.add_warm_up` raises; the rest is then aborted.
         """
         stream: Stream[Request] = Stream(EndedWarmUps())

@@ -16,14 +16,18 @@ import torch
 from kvmosaic.engine.engine import Engine
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.stream import Stream, wake_all
-from kvmosaic.errors import EngineError, EngineStopped
+from kvmosaic.errors import EngineError, EngineFailing, EngineStopped
+from kvmosaic.prompt import Prompt
+from kvmosaic.sampling import SamplingParams
 
 logger = logging.getLogger("kvmosaic")
 
 T = TypeVar("T")
 
 MAX_FAILURES = 5
-"""So many steps in a row may fail before the engine is taken for broken."""
+"""So many steps in a row may fail before new requests are refused until a trial has gone well."""
+TRIAL_SECONDS = 1.0
+"""From one trial to the next."""
 COMMAND_SECONDS = 0.02
 """Commands may take this long between two steps; the rest of them comes after the next step."""
 
@@ -40,13 +44,21 @@ class EngineThread:
                         └─── sleep, if idle ◀────┘
 
     However it ends, everyone who waits is told: each command is run or refused, each stream ends.
+
+    A failing step never ends it. After several in a row nothing new is taken in; as soon as nothing is under way, a
+    request of one token is tried. If that goes well, the requests were to blame and all goes on; if not, the device
+    is, and the trial is repeated every second:
+
+        well ── 5 steps in a row fail ──▶ failing ── a step goes well, of a trial or not ──▶ well
     """
 
     def __init__(self, engine: Engine) -> None:
         """Takes an engine that nobody else uses from `start` on."""
         self.engine = engine
         self.failure: str | None = None
-        """Why the engine no longer runs; None while it does, and after `stop`."""
+        """Why nothing new is taken in, now or ever again; None while all is well, and after `stop`."""
+        self.failing_since: float | None = None
+        """When `failure` was set, by `time.monotonic`."""
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         # filled by everyone while they hold `_changed`
@@ -58,6 +70,7 @@ class EngineThread:
         self._streams: dict[Request, Stream[Any]] = {}
         self._has_called = False
         self._num_failures = 0
+        self._next_trial = 0.0
 
     @property
     def num_commands(self) -> int:
@@ -132,7 +145,10 @@ class EngineThread:
 
         Raises:
             EngineStopped: the thread has ended, or is about to.
+            EngineFailing: too many steps have failed; see `failure`.
         """
+        if self.failure is not None and not self._has_ended:
+            raise EngineFailing("steps fail again and again, and nothing new is taken in; ask again in a second")
 
         def run() -> None:
             if stream.is_closed:
@@ -169,10 +185,12 @@ class EngineThread:
                 torch.cuda.set_device(device)
             while self._wait():
                 self._run_commands()
+                if not self.engine.has_unfinished_requests and self._is_trial_due:
+                    self._try()
                 if self.engine.has_unfinished_requests and not self._is_stopping:
                     self._step()
         except BaseException as error:
-            self.failure = self.failure or f"the engine has stopped after an error ({type(error).__name__})"
+            self.failure = f"the engine has stopped after an error ({type(error).__name__})"
             logger.exception("the engine's thread ends: %s", self.failure)
         finally:
             self._end()
@@ -181,8 +199,22 @@ class EngineThread:
         """Sleeps until there is something to do; returns False when that is to stop."""
         with self._changed:
             while not (self._is_stopping or self._commands or self._closed or self.engine.has_unfinished_requests):
-                self._changed.wait()
+                if self._is_trial_due:
+                    break
+                self._changed.wait(None if self.failure is None else TRIAL_SECONDS)
             return not self._is_stopping
+
+    @property
+    def _is_trial_due(self) -> bool:
+        return self.failure is not None and time.monotonic() >= self._next_trial
+
+    def _try(self) -> None:
+        """Queues a request of one token, which nobody reads."""
+        self._next_trial = time.monotonic() + TRIAL_SECONDS
+        try:
+            self.engine.add_request(Prompt.plain([0]), SamplingParams(max_tokens=1))
+        except Exception as error:
+            self._note_failure(error)
 
     def _abort_closed(self) -> None:
         while self._closed:
@@ -207,18 +239,28 @@ class EngineThread:
             self._tell_ended()
 
     def _step(self) -> None:
+        under_way = self.engine.unfinished_requests
         try:
             news = self.engine.step()
         except Exception as error:
-            self._num_failures += 1
-            logger.exception("a step failed, and with it the requests that took part in it")
+            self._note_failure(error)
+            if len(self.engine.unfinished_requests) == len(under_way):  # nobody took part: it would fail for ever
+                self._abort_unfinished(EngineError("a step failed before any request took part in it"))
             self._tell_ended()
-            if self._num_failures >= MAX_FAILURES:
-                self.failure = f"{MAX_FAILURES} steps in a row failed ({type(error).__name__})"
-                raise
         else:
-            self._num_failures = 0
+            self._num_failures, self._next_trial = 0, 0.0
+            self.failure = self.failing_since = None
             self._tell(news)
+
+    def _note_failure(self, error: Exception) -> None:
+        self._num_failures += 1
+        if self._num_failures <= MAX_FAILURES:
+            logger.exception("a step failed, and with it the requests that took part in it")
+        else:
+            logger.error("%d steps in a row have failed: %s", self._num_failures, type(error).__name__)
+        if self._num_failures >= MAX_FAILURES:
+            self.failure = f"{self._num_failures} steps in a row failed ({type(error).__name__})"
+            self.failing_since = self.failing_since or time.monotonic()
 
     def _tell_ended(self) -> None:
         """Looks for requests that ended without being among the news of a step: in a failed one, or in a call."""
@@ -264,7 +306,9 @@ class EngineThread:
             self._has_ended = True
             commands, self._commands = self._commands, deque()
         try:
-            self._abort_unfinished()
+            self._abort_unfinished(None if self.failure is None else EngineError(self.failure))
+            if self.failure is not None:
+                self.engine.close()
         except BaseException:
             logger.exception("the engine could not be put in order")
         text = self.failure or "the engine has stopped"
@@ -273,12 +317,9 @@ class EngineThread:
         for _, refuse in commands:
             refuse(EngineStopped(text))
 
-    def _abort_unfinished(self) -> None:
+    def _abort_unfinished(self, error: EngineError | None) -> None:
         unfinished = self.engine.unfinished_requests
-        if self.failure is not None:
-            for request in unfinished:
-                request.error = EngineError(self.failure)
+        for request in unfinished:
+            request.error = error
         self.engine.abort_all(unfinished)
         self._tell_ended()
-        if self.failure is not None:
-            self.engine.close()

@@ -9,6 +9,9 @@ from pydantic import BaseModel
 
 from kvmosaic.server.services import Services
 
+HOPELESS_SECONDS = 60.0
+"""An engine that fails for longer may have lost its device until the process is started anew."""
+
 
 class Health(BaseModel):
     """What an orchestrator asks for; the status of the reply says the same."""
@@ -22,7 +25,7 @@ def router(services: Services) -> APIRouter:
 
     def is_ready(response: Response) -> Health:
         status: Literal["ok", "draining", "failed"] = "ok"
-        if not services.engine.is_alive:
+        if not services.engine.is_alive or services.engine.failure is not None:
             status = "failed"
         elif services.admission.is_draining:
             status = "draining"
@@ -33,8 +36,8 @@ def router(services: Services) -> APIRouter:
 
     @routes.get("/livez", responses={503: {"model": Health}})
     async def livez(response: Response) -> Health:
-        """Whether the process should go on: 503 once its engine has stopped for good."""
-        if services.engine.is_alive:
+        """Whether the process should go on: 503 once its engine has stopped, or has failed for a minute."""
+        if services.engine.is_alive and services.engine.failing_seconds < HOPELESS_SECONDS:
             return Health(status="ok")
         response.status_code = 503
         return Health(status="failed")

@@ -45,7 +45,7 @@ async def run(
         note: why the prompt was not composed, for the report.
 
     Raises:
-        ApiError: 503 while the server drains or when the engine has stopped, 429 when too many requests wait.
+        ApiError: 503 while the server drains or the engine fails or has stopped, 429 when too many requests wait.
         KVMosaicError: what the engine refuses or fails with.
     """
     check_engine(services)
@@ -74,9 +74,11 @@ async def run(
 
 
 def check_engine(services: Services) -> None:
-    """Raises ApiError (503) when the engine no longer runs."""
+    """Raises ApiError (503) when the engine no longer runs, or fails again and again."""
     if not services.engine.is_alive:
         raise services.admission.unavailable("the engine has stopped; the server must be started again")
+    if services.engine.failure is not None:
+        raise services.admission.unavailable("the engine fails now; it is tried again every second")
 
 
 @dataclass(slots=True)
