@@ -158,3 +158,37 @@ def test_every_operation_has_a_name_of_its_own(server: RunningServer) -> None:
     names = [operation["operationId"] for path in paths.values() for operation in path.values()]
     assert len(names) == len(set(names)) > 15
     assert not any("422" in operation["responses"] for path in paths.values() for operation in path.values())
+
+
+def asked_as(server: RunningServer, host: str, path: str = "/v1/models", **headers: str) -> httpx.Response:
+    return httpx.get(server.url + path, headers={"Host": host, **headers})
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]", "[::1]:8000"])
+def test_server_without_keys_answers_to_its_own_names(server: RunningServer, host: str) -> None:
+    assert asked_as(server, host).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil", "[", ""]
+)
+def test_site_that_points_its_name_at_this_machine_is_refused(server: RunningServer, host: str) -> None:
+    for path in ("/v1/models", "/openapi.json", "/dashboard/events", "/metrics"):
+        reply = asked_as(server, host, path, Origin=f"http://{host}")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "host"), path
+    assert "--allowed-hosts" in reply.json()["error"]["message"]
+
+
+def test_server_with_keys_answers_to_any_name(closed: RunningServer) -> None:
+    assert asked_as(closed, "kv.example.org", **bearer(KEY)).status_code == 200
+
+
+def test_allowed_hosts_are_answered() -> None:
+    with RunningServer(allowed_hosts=("kv.example.org",)) as server:
+        assert asked_as(server, "KV.example.org:443").status_code == 200
+        assert asked_as(server, "localhost").status_code == 200
+        assert asked_as(server, "evil.example").status_code == 403
+    with RunningServer(allowed_hosts=("*",)) as server:
+        assert asked_as(server, "anything.example").status_code == 200
+    with RunningServer(host="0.0.0.0") as server:
+        assert asked_as(server, "anything.example").status_code == 200

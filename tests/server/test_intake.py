@@ -61,9 +61,8 @@ def add_routes(server: RunningServer) -> None:
 def send(server: RunningServer, path: str, body: bytes = b"") -> socket.socket:
     """Sends a request and leaves the reply unread."""
     client = socket.create_connection(("127.0.0.1", server.port), timeout=10)
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
+    fields = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST {path} HTTP/1.1\r\n{fields}\r\n"
     client.sendall(head.encode() + body)
     return client
 
@@ -163,7 +162,7 @@ def test_harmful_json_is_400_on_every_route(server: RunningServer) -> None:
 
 def test_client_that_leaves_within_its_body_leaves_nothing(server: RunningServer) -> None:
     client = socket.create_connection(("127.0.0.1", server.port), timeout=10)
-    client.sendall(b"POST /test/echo HTTP/1.1\r\nHost: test\r\nContent-Length: 1000\r\n\r\n[1,")
+    client.sendall(b"POST /test/echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n[1,")
     client.close()
     assert httpx.post(server.url + "/test/echo", json=[1]).json() == {"got": [1]}
 
@@ -187,3 +186,23 @@ def test_failure_in_the_middle_of_a_reply_closes_the_connection(
         httpx.get(server.url + "/test/break-off")
     assert "the inside of the server" in caplog.text
     assert "the inside" not in str(as_api_error(RuntimeError("the inside of the server")).body)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [None, "", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "json", "x" * 999],
+)
+def test_body_that_is_not_declared_as_json_is_told_how_to_be(server: RunningServer, kind: str | None) -> None:
+    headers = {} if kind is None else {"Content-Type": kind}
+    reply = httpx.post(server.url + "/v1/completions", content=b'{"model": "reader", "prompt": "a"}', headers=headers)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (400, "invalid_content_type")
+    assert "JSON" in error["message"] and "Content-Type: application/json" in error["message"]
+    assert len(error["message"]) < 300
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"])
+def test_json_by_any_of_its_names_is_read(server: RunningServer, kind: str) -> None:
+    body = b'{"model": "reader", "prompt": "a", "max_tokens": 1}'
+    reply = httpx.post(server.url + "/v1/completions", content=body, headers={"Content-Type": kind})
+    assert reply.status_code == 200, reply.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection
@@ -13,6 +14,7 @@ from kvmosaic.server.services import Services
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/"})
 """What needs no key: whether the server lives, and the dashboard's page, which holds no data."""
 READING = frozenset({"GET", "HEAD"})
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class Access:
@@ -21,6 +23,11 @@ class Access:
     def __init__(self, app: ASGIApp, services: Services) -> None:
         self._app = app
         self._services = services
+        settings = services.settings
+        self._names = LOOPBACK_NAMES | {name.lower() for name in (settings.host, *settings.allowed_hosts)}
+        self._checks_host = (
+            _is_loopback(settings.host) and not services.tenants.needs_key and "*" not in settings.allowed_hosts
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets a request through, or answers it with 401 or 403."""
@@ -37,8 +44,18 @@ class Access:
         if scope["method"] in READING and path in OPEN_PATHS:
             return
         connection.state.tenant = self._services.tenants.identify(connection.headers.get("authorization"))
+        if self._checks_host:
+            self._check_host(connection)
         if scope["method"] not in READING:
             self._check_origin(connection)
+
+    def _check_host(self, connection: HTTPConnection) -> None:
+        """Without keys, a page could give its own name this address, and would then be one of our pages."""
+        host = connection.headers.get("host")
+        if host is None or _name_of(host) in self._names:  # browsers always send it
+            return
+        names = f"this server answers to localhost and {self._services.settings.host}, not to {host[:255]!r}"
+        raise ApiError(403, f"{names}; see --allowed-hosts, or set a key", code="host")
 
     def _check_origin(self, connection: HTTPConnection) -> None:
         """Without keys, a page of any site could make a visitor's browser change what is stored here."""
@@ -49,3 +66,18 @@ class Access:
         if "*" in allowed or origin in allowed or urlsplit(origin).netloc == connection.headers.get("host"):
             return
         raise ApiError(403, "pages of other sites may not use this server; see --allowed-origins", code="origin")
+
+
+def _name_of(host: str) -> str | None:
+    """The name in a Host header, without its port; None if it is no such header."""
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from contextlib import nullcontext
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -50,6 +51,8 @@ class Intake:
             async with asyncio.timeout(BODY_SECONDS):
                 if not await self._read(receive, body):
                     return None
+            if body:
+                _check_type(Headers(scope=scope).get("content-type", ""))
             asks = scope["method"] == "POST" and scope["path"].endswith(ASKING)
             with self._services.admission.asking() if asks else nullcontext():
                 await self._check(body)
@@ -89,6 +92,16 @@ class Intake:
             check_json(bytes(body))
         else:
             await self._services.in_thread(check_json, bytes(body))
+
+
+def _check_type(content_type: str) -> None:
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        said = f"{kind[:100]!r}" if kind else "nothing"
+        message = (
+            f"the body must be JSON, sent with the header 'Content-Type: application/json'; the header says {said}"
+        )
+        raise ApiError(400, message, code="invalid_content_type")
 
 
 class _Conversation:

@@ -71,6 +71,12 @@ class ServerSettings(BaseSettings):
     allowed_origins: Texts = _setting(
         (), "Server", "Web sites whose pages may call this server (CORS), such as https://example.org; * is every one."
     )
+    allowed_hosts: Texts = _setting(
+        (),
+        "Server",
+        "Names under which this server may be asked for when it has no keys and listens on loopback, besides localhost "
+        "and its address; * is every one.",
+    )
     uvicorn_log_level: LogLevel = _setting("info", "Server", "What is logged; from info on, a line per request.")
     drain_seconds: float = _setting(
         30.0, "Server", "At SIGTERM, what runs may go on this long before it is aborted.", ge=0, le=86_400
@@ -132,7 +138,7 @@ class ServerSettings(BaseSettings):
     max_queue_per_tenant: int = _setting(128, "Limits", "Most requests of one tenant that wait.", ge=0, le=10**6)
     max_body_bytes: int = _setting(2**24, "Limits", "Longest body of a request, in bytes.", ge=1_024, le=2**30)
 
-    @field_validator("served_model_name", "allowed_origins", "api_key", mode="before")
+    @field_validator("served_model_name", "allowed_origins", "allowed_hosts", "api_key", mode="before")
     @classmethod
     def _several(cls, value: Any) -> Any:
         """A list, or one text with commas as environment variables have it."""
