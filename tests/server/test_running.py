@@ -3,10 +3,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
-from support.server import RunningServer
+from support.server import RunningServer, wait_until
 
 from kvmosaic.errors import KVMosaicError, PromptTooLong
 from kvmosaic.prompt import Prompt
@@ -64,7 +66,7 @@ def test_tenants_share_nothing(server: RunningServer) -> None:
 
 
 def test_reused_tokens_make_the_estimate_larger_than_what_was_measured(server: RunningServer) -> None:
-    prompt = prompt_of(server, TEXT.replace("seven", "nine"))
+    prompt = prompt_of(server, TEXT.replace("seven", " ".join(["nine"] * 100)))
     ask(server, ACME, prompt)
     record = ask(server, ACME, prompt)
     assert record.reuse is not None and record.reuse.time_to_first_token is not None
@@ -120,3 +122,32 @@ def test_work_beside_the_loop_is_bounded() -> None:
 def test_error_of_work_beside_the_loop_is_raised(server: RunningServer) -> None:
     with pytest.raises(ZeroDivisionError):
         server.call(server.services.in_thread, divmod, 1, 0)
+
+
+BODIES = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Once upon a time"}], "n": 3, "max_tokens": 9},
+    "/v1/completions": {"prompt": "Once upon a time", "n": 3, "max_tokens": 9},
+    "/v1/responses": {"input": "Once upon a time", "max_output_tokens": 9},
+}
+
+
+def test_answers_that_are_aborted_before_their_first_token_are_said_to_be_unavailable() -> None:
+    """Of three answers only the first one has begun to exist then."""
+    with RunningServer(max_num_seqs=1) as server, ThreadPoolExecutor(8) as threads:
+        params = SamplingParams(max_tokens=1_500, ignore_eos=True, temperature=0.0)
+        long = run(server.services, ACME, prompt_of(server), params, route="/test", request_id="long")
+        server.call(anext, long)
+        asked = [
+            threads.submit(
+                httpx.post, server.url + path, json={"model": "reader", "stream": stream, **body}, timeout=60
+            )
+            for path, body in BODIES.items()
+            for stream in (False, True)
+        ]
+        wait_until(lambda: server.services.engine.num_waiting == len(asked))
+        server.call(server.services.engine.close)
+        for reply in (each.result(60) for each in asked):
+            assert reply.status_code == 503 and int(reply.headers["retry-after"]) >= 1, reply.text
+            assert reply.json()["error"]["code"] in ("unavailable", "engine_stopped"), reply.text
+        server.call(long.aclose)
+        assert server.services.admission.num_under_way == 0

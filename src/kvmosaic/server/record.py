@@ -13,8 +13,10 @@ from kvmosaic.sampling import RequestMetrics, ReuseReport
 MAX_RECORDS = 500
 MAX_UNREAD = 256
 MAX_INTER_TOKEN_SECONDS = 512
-WEIGHT_OF_LATEST = 0.05
-"""How much the latest request counts in the running mean."""
+LEAST_TOKENS = 64
+"""What fewer computed tokens took says more about steps than about tokens."""
+REMEMBERED_TOKENS = 2**15
+"""Over so many computed tokens, of the latest requests, is the mean."""
 
 RequestStatus = Literal["complete", "cancelled", "failed"]
 
@@ -48,8 +50,8 @@ class Records:
         self._queues: list[asyncio.Queue[RequestRecord | None]] = []
         self._listeners: list[Callable[[RequestRecord], None]] = []
         self._is_closed = False
-        self.seconds_per_computed_token: float | None = None
-        """Running mean over the requests that computed something; None before the first one."""
+        self._learned_tokens = 0.0
+        self._learned_seconds = 0.0
 
     def add(self, record: RequestRecord) -> None:
         """Keeps a record, and tells everyone who listens. A slow reader loses its oldest unread ones."""
@@ -88,20 +90,33 @@ class Records:
             _put(queue, None)
 
     def learn(self, reuse: ReuseReport) -> None:
-        """Takes what computed tokens of one request took into the running mean."""
-        computed = [segment for segment in reuse.segments if segment.computed_tokens > 0]
+        """Takes what the tokens of one request took into the running mean, in which every token counts the same.
+
+        Questions are left out: they are short, and the steps they are in would have been needed anyway.
+        """
+        computed = [segment for segment in reuse.segments if segment.kind != "question" and segment.computed_tokens > 0]
         num_tokens = sum(segment.computed_tokens for segment in computed)
-        if not num_tokens:
+        if num_tokens < LEAST_TOKENS:
             return
-        seconds = sum(segment.milliseconds for segment in computed) / 1e3 / num_tokens
-        before = self.seconds_per_computed_token
-        self.seconds_per_computed_token = seconds if before is None else before + WEIGHT_OF_LATEST * (seconds - before)
+        kept = min(1.0, REMEMBERED_TOKENS / (self._learned_tokens + num_tokens))
+        seconds = sum(segment.milliseconds for segment in computed) / 1e3
+        self._learned_tokens = (self._learned_tokens + num_tokens) * kept
+        self._learned_seconds = (self._learned_seconds + seconds) * kept
+
+    @property
+    def seconds_per_computed_token(self) -> float | None:
+        """What a token of a system text, a document or a plain prompt took lately; None when nothing is known yet."""
+        return self._learned_seconds / self._learned_tokens if self._learned_tokens else None
 
     def uncached_ttft(self, reuse: ReuseReport | None) -> float | None:
         """Estimated seconds to the first token without any reuse; None when nothing is known yet."""
-        if reuse is None or reuse.time_to_first_token is None or self.seconds_per_computed_token is None:
+        if reuse is None or reuse.time_to_first_token is None:
             return None
-        return reuse.time_to_first_token + reuse.reused_tokens * self.seconds_per_computed_token
+        if not reuse.reused_tokens:
+            return reuse.time_to_first_token
+        if (seconds := self.seconds_per_computed_token) is None:
+            return None
+        return reuse.time_to_first_token + reuse.reused_tokens * seconds
 
 
 def _put(queue: asyncio.Queue[RequestRecord | None], record: RequestRecord | None) -> None:

@@ -107,6 +107,7 @@ async def _end_of(
                 if request.error is not None:
                     raise request.error
                 ended.append(request)
+                services.records.learn(request.reuse)
     except Exception as error:
         return WarmedDocument(index, document_id, error=as_api_error(error, request_id))
     chunks = [segment for request in ended for segment in request.reuse.segments if segment.kind == "chunk"]
