@@ -27,8 +27,9 @@ def commit() -> str:
 
 
 def save(name: str, report: dict[str, Any], folder: Path = RESULTS) -> Path:
-    """Writes a report, with the facts of the machine in front, as `name`.json."""
+    """Writes a report as `name`.json, with the facts of the machine in front: what it is, and how busy it was."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps({"processor": processor(), "commit": commit(), **report}, indent=2) + "\n")
+    facts = {"processor": processor(), "load_average": os.getloadavg()[0], "commit": commit()}
+    path.write_text(json.dumps(facts | report, indent=2) + "\n")
     return path

@@ -1,7 +1,7 @@
 """Load on `kvmosaic serve` by guidellm: requests per second and times, with unknown and with known documents.
 
     make load                                         installs guidellm into .venv-load, and runs this
-    python benchmarks/load.py [--guidellm PATH] [--requests 96] [--streams 4] [--documents 8] [--words 60]
+    python benchmarks/load.py [--guidellm PATH] [--requests 64] [--streams 4] [--documents 8] [--words 60]
 
 guidellm is an independent load generator for OpenAI-compatible servers. It sends chat messages whose document parts are
 marked with `cache_control`, which kvmosaic takes as documents. Three runs against one server, each request with a
@@ -20,12 +20,14 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import httpx
 from facts import RESULTS, save
 from rich.console import Console
 from rich.table import Table
@@ -80,6 +82,15 @@ def generate_load(guidellm: str, url: str, data: Path, report: Path, arguments: 
     return figures_of(json.loads(report.read_text())["benchmarks"][0])
 
 
+def chunk_counts(url: str) -> dict[str, int]:
+    """Documents looked up and found so far, as the server counts them."""
+    text = httpx.get(f"{url}/metrics").raise_for_status().text
+    return {
+        name: int(float(value))
+        for name, value in re.findall(r"^kvmosaic:chunk_(lookups|hits)_total\{.*?\} (\S+)", text, re.MULTILINE)
+    }
+
+
 def figures_of(benchmark: dict[str, Any]) -> dict[str, Any]:
     """What is kept of a report of guidellm."""
     metrics, requests = benchmark["metrics"], benchmark["requests"]["successful"]
@@ -98,23 +109,25 @@ def figures_of(benchmark: dict[str, Any]) -> dict[str, Any]:
 
 def table_of(runs: dict[str, dict[str, Any]], streams: int) -> Table:
     """The figures as they are printed."""
-    table = Table("", "requests/s", title=f"guidellm, {streams} at once")
+    table = Table("", "requests/s", "documents found", title=f"guidellm, {streams} at once")
     for title in FIGURES.values():
         for key in PERCENTILES:
             table.add_column(f"{title} {key}", justify="right")
     for run, figures in runs.items():
         times = [f"{figures[name][key]:.1f}" for name in FIGURES for key in PERCENTILES]
-        table.add_row(run, f"{figures['requests_per_second']:.1f}", *times)
+        found = f"{figures['document_hits']} of {figures['document_lookups']}"
+        table.add_row(run, f"{figures['requests_per_second']:.1f}", found, *times)
     return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--guidellm", type=Path, help="the program; default: $GUIDELLM, or .venv-load/bin/guidellm")
-    parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--words", type=int, default=60, help="of each document")
+    parser.add_argument("--runs", nargs="+", default=RUNS, choices=RUNS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the result")
     arguments = parser.parse_args()
@@ -123,12 +136,14 @@ def main() -> None:
     runs: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name, Served("reader", "--uvicorn-log-level", "warning") as server:
         folder = Path(name)
-        for run in (WARMING, *RUNS):  # the first one makes the documents known, with questions of its own
+        for run in (WARMING, *arguments.runs):  # the first one makes the documents known, with questions of its own
             data, report = folder / f"{run}.jsonl", folder / f"{run}.json"
             write_requests(data, run, arguments)
+            before = chunk_counts(server.url)
             runs[run] = generate_load(guidellm, server.url, data, report, arguments)
-    runs = {run: runs[run] for run in RUNS}
-    Console(width=120).print(table_of(runs, arguments.streams))
+            runs[run] |= {f"document_{name}": count - before[name] for name, count in chunk_counts(server.url).items()}
+    del runs[WARMING]
+    Console(width=140).print(table_of(runs, arguments.streams))
     settings = {key: value for key, value in vars(arguments).items() if key not in ("guidellm", "results")}
     save("load-reader", {"tool": version, "model": "reader", "arguments": settings, "runs": runs}, arguments.results)
 
