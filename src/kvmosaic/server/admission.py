@@ -51,6 +51,11 @@ class Admission:
         return sum(self._under_way.values())
 
     @property
+    def most_at_once(self) -> int:
+        """Requests of one tenant that are let in while there are no others."""
+        return self.max_running + min(self.max_queue, self.max_queue_per_tenant)
+
+    @property
     def num_waiting(self) -> int:
         """Requests beyond those that can run at once."""
         return max(0, self.num_under_way - self.max_running)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import anyio
+from fastapi import Response
+from pydantic import BaseModel
 
 from kvmosaic.engine import AnswerDelta, RequestDelta
 from kvmosaic.layout import PositionStrategy
@@ -20,7 +22,10 @@ from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
 
 T = TypeVar("T")
+R = TypeVar("R", bound=BaseModel)
 Ending = Literal["stop", "length"]
+MAX_WRITTEN_AT_ONCE = 1_000
+"""Log probabilities that are written on the event loop; each takes it 10 µs, and everybody waits meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,25 @@ async def whole_answers(asked: Asked) -> tuple[list[WholeAnswer], Tally]:
                 answers[asked.index_of(prompt_index, answer)].add(answer)
             tally.add(prompt_index, delta)
     return answers, tally
+
+
+async def reply_of(write: Callable[[], R], answers: Iterable[WholeAnswer]) -> R | Response:
+    """A whole reply; one with many log probabilities has megabytes, and is written beside the event loop."""
+    if sum(_num_candidates(answer.logprobs) for answer in answers) <= MAX_WRITTEN_AT_ONCE:
+        return write()
+    body = await asyncio.to_thread(lambda: write().model_dump_json(exclude_unset=True, by_alias=True))
+    return Response(body, media_type="application/json")
+
+
+async def pieces_of(write: Callable[[], T], answer: AnswerDelta | WholeAnswer) -> T:
+    """What a stream sends of a delta; a slow reader may get a long one, which is written beside the event loop."""
+    if _num_candidates(answer.logprobs or ()) <= MAX_WRITTEN_AT_ONCE:
+        return write()
+    return await asyncio.to_thread(write)
+
+
+def _num_candidates(logprobs: Sequence[dict[int, Logprob]]) -> int:
+    return len(logprobs) * len(logprobs[0]) if logprobs else 0
 
 
 async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:

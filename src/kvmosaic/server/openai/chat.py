@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Request, Response
 
 from kvmosaic.engine import AnswerDelta
 from kvmosaic.sampling import SamplingParams
 from kvmosaic.server.errors import request_id_of
-from kvmosaic.server.openai.answering import Asked, WholeAnswer, deltas, ending_of, whole_answers
+from kvmosaic.server.openai.answering import (
+    Asked,
+    WholeAnswer,
+    deltas,
+    ending_of,
+    pieces_of,
+    reply_of,
+    whole_answers,
+)
 from kvmosaic.server.openai.chat_request import ChatRequest
 from kvmosaic.server.openai.logprobs import ChatLogprobs, TokenBytes, chat_logprobs
 from kvmosaic.server.openai.models import served_model
@@ -31,7 +40,8 @@ from kvmosaic.server.openai.sampling import (
     check_stream_options,
     prepared,
 )
-from kvmosaic.server.openai.sse import DONE, EventStream, event, open_stream
+from kvmosaic.server.openai.sse import DONE, event, open_stream
+from kvmosaic.server.openai.usage import Tally
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
 
@@ -51,7 +61,7 @@ def router(services: Services) -> APIRouter:
     )
     async def create_chat_completion(
         request: Request, body: ChatRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
-    ) -> ChatCompletion | EventStream:
+    ) -> ChatCompletion | Response:
         """Answers a conversation from documents, in one reply or in chunks (`stream`)."""
         model = served_model(services, body.model)
         check_stream_options(body.stream, body.stream_options)
@@ -70,7 +80,8 @@ def router(services: Services) -> APIRouter:
         writer = ChatWriter(asked, model, token_bytes)
         if body.stream:
             return await open_stream(request, writer.chunks(body.stream_options or StreamOptions()))
-        return await writer.whole()
+        answers, tally = await whole_answers(asked)
+        return await reply_of(lambda: writer.whole(answers, tally), answers)
 
     return routes
 
@@ -92,9 +103,8 @@ class ChatWriter:
             "model": model,
         }
 
-    async def whole(self) -> ChatCompletion:
+    def whole(self, answers: Sequence[WholeAnswer], tally: Tally) -> ChatCompletion:
         """One reply with all answers."""
-        answers, tally = await whole_answers(self._asked)
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         return ChatCompletion(
             **self._head,
@@ -113,21 +123,32 @@ class ChatWriter:
                 tally.add(prompt_index, delta)
                 for answer in delta.answers:
                     num_left -= answer.finish_reason is not None
-                    for choice in self._news(answer, is_first=answer.index not in begun):
-                        chunk = self._chunk([choice])
-                        if choice.finish_reason and not num_left and not options.include_usage:
-                            chunk.kvmosaic = tally.report()
-                        if options.continuous_usage_stats:
-                            chunk.usage = tally.usage()
-                        elif options.include_usage:
-                            chunk.usage = None  # sent as null, as OpenAI does
-                        yield event(chunk)
+                    is_first, is_last = answer.index not in begun, not num_left
+                    write = partial(self._pieces, answer, tally, options, is_first=is_first, is_last=is_last)
+                    for piece in await pieces_of(write, answer):
+                        yield piece
                     begun.add(answer.index)
         if options.include_usage:
             chunk = self._chunk([])
             chunk.usage, chunk.kvmosaic = tally.usage(), tally.report()
             yield event(chunk)
         yield DONE
+
+    def _pieces(
+        self, answer: AnswerDelta, tally: Tally, options: StreamOptions, *, is_first: bool, is_last: bool
+    ) -> list[str]:
+        """The events of what is new of one answer."""
+        pieces = []
+        for choice in self._news(answer, is_first=is_first):
+            chunk = self._chunk([choice])
+            if choice.finish_reason and is_last and not options.include_usage:
+                chunk.kvmosaic = tally.report()
+            if options.continuous_usage_stats:
+                chunk.usage = tally.usage()
+            elif options.include_usage:
+                chunk.usage = None  # sent as null, as OpenAI does
+            pieces.append(event(chunk))
+        return pieces
 
     def _chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
         return ChatChunk(**self._head, object="chat.completion.chunk", choices=choices)

@@ -70,8 +70,8 @@ class CompletionRequest(SharedFields):
             return [self.prompt]
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
 
-    def check(self) -> None:
-        """Refuses what does not go together.
+    def check(self, most_at_once: int) -> None:
+        """Refuses what does not go together, and more prompts than the server ever lets in.
 
         Raises:
             ApiError: 400.
@@ -84,5 +84,8 @@ class CompletionRequest(SharedFields):
             )
         if len(self.prompts) * n > MAX_ALL_CHOICES:
             raise ApiError(400, f"{len(self.prompts)} prompts with n={n}; at most {MAX_ALL_CHOICES} answers", param="n")
+        if len(self.prompts) > most_at_once:
+            message = f"{len(self.prompts)} prompts; this server lets {most_at_once} in at once: send fewer"
+            raise ApiError(400, message, param="prompt")
         if self.echo and (self.logprobs is not None or not all(isinstance(prompt, str) for prompt in self.prompts)):
             raise ApiError(400, "echo goes with prompts of text and without logprobs", param="echo")

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Request, Response
 
 from kvmosaic.engine import AnswerDelta
 from kvmosaic.sampling import Logprob, SamplingParams
 from kvmosaic.server.errors import request_id_of
-from kvmosaic.server.openai.answering import Asked, deltas, ending_of, whole_answers
+from kvmosaic.server.openai.answering import (
+    Asked,
+    WholeAnswer,
+    deltas,
+    ending_of,
+    pieces_of,
+    reply_of,
+    whole_answers,
+)
 from kvmosaic.server.openai.completion_request import CompletionRequest
 from kvmosaic.server.openai.logprobs import TextLogprobs, text_logprobs
 from kvmosaic.server.openai.models import served_model
@@ -21,7 +30,8 @@ from kvmosaic.server.openai.sampling import (
     StreamOptions,
     prepared,
 )
-from kvmosaic.server.openai.sse import DONE, EventStream, event, open_stream
+from kvmosaic.server.openai.sse import DONE, event, open_stream
+from kvmosaic.server.openai.usage import Tally
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
 
@@ -40,10 +50,10 @@ def router(services: Services) -> APIRouter:
     )
     async def create_completion(
         request: Request, body: CompletionRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
-    ) -> Completion | EventStream:
+    ) -> Completion | Response:
         """Continues texts or token ids, in one reply or in chunks (`stream`)."""
         model = served_model(services, body.model)
-        body.check()
+        body.check(services.admission.most_at_once)
         services.admission.check(tenant)
         prompts, params = await services.in_thread(_read, services, tenant, body)
         asked = Asked(
@@ -59,13 +69,14 @@ def router(services: Services) -> APIRouter:
         writer = CompletionWriter(asked, model, [str(text) for text in body.prompts] if body.echo else [])
         if body.stream:
             return await open_stream(request, writer.chunks(body.stream_options or StreamOptions()))
-        return await writer.whole()
+        answers, tally = await whole_answers(asked)
+        return await reply_of(lambda: writer.whole(answers, tally), answers)
 
     return routes
 
 
 def _read(services: Services, tenant: Tenant, body: CompletionRequest) -> tuple[list[Composed], SamplingParams]:
-    params = prepared(services, body.sampling_params())
+    params = prepared(services, body.sampling_params(), len(body.prompts))
     return [text_prompt(services, tenant, body, prompt) for prompt in body.prompts], params
 
 
@@ -83,9 +94,8 @@ class CompletionWriter:
             "model": model,
         }
 
-    async def whole(self) -> Completion:
+    def whole(self, answers: Sequence[WholeAnswer], tally: Tally) -> Completion:
         """One reply with all answers."""
-        answers, tally = await whole_answers(self._asked)
         choices = [
             TextChoice(
                 index=index,
@@ -108,20 +118,26 @@ class CompletionWriter:
                 tally.add(prompt_index, delta)
                 for answer in delta.answers:
                     num_left -= answer.finish_reason is not None
-                    choice = self._news(self._asked.index_of(prompt_index, answer), answer, offsets)
+                    index, is_last = self._asked.index_of(prompt_index, answer), not num_left
+                    choice = await pieces_of(partial(self._news, index, answer, offsets), answer)
                     if choice is None:
                         continue
-                    chunk = Completion(**self._head, choices=[choice])
-                    if not num_left and choice.finish_reason and not options.include_usage:
-                        chunk.kvmosaic = tally.report()
-                    if options.continuous_usage_stats:
-                        chunk.usage = tally.usage()
-                    elif options.include_usage:
-                        chunk.usage = None  # sent as null, as OpenAI does
-                    yield event(chunk)
+                    write = partial(self._piece, choice, tally, options, is_last=is_last)
+                    yield await pieces_of(write, answer)
         if options.include_usage:
             yield event(Completion(**self._head, choices=[], usage=tally.usage(), kvmosaic=tally.report()))
         yield DONE
+
+    def _piece(self, choice: TextChoice, tally: Tally, options: StreamOptions, *, is_last: bool) -> str:
+        """The event of what is new of one answer."""
+        chunk = Completion(**self._head, choices=[choice])
+        if is_last and choice.finish_reason and not options.include_usage:
+            chunk.kvmosaic = tally.report()
+        if options.continuous_usage_stats:
+            chunk.usage = tally.usage()
+        elif options.include_usage:
+            chunk.usage = None  # sent as null, as OpenAI does
+        return event(chunk)
 
     def _news(self, index: int, answer: AnswerDelta, offsets: dict[int, int]) -> TextChoice | None:
         is_first = index not in offsets

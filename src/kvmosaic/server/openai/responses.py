@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from itertools import count
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
+from fastapi import Response as HttpResponse
 
+from kvmosaic.engine import AnswerDelta
 from kvmosaic.sampling import Logprob, SamplingParams
 from kvmosaic.server.errors import as_api_error, request_id_of
-from kvmosaic.server.openai.answering import Asked, WholeAnswer, deltas, whole_answers
+from kvmosaic.server.openai.answering import Asked, WholeAnswer, deltas, pieces_of, reply_of, whole_answers
 from kvmosaic.server.openai.logprobs import TokenBytes, TokenLogprob, chat_logprobs
 from kvmosaic.server.openai.models import served_model
 from kvmosaic.server.openai.prompts import Composed, chat_prompt
@@ -28,7 +31,7 @@ from kvmosaic.server.openai.response_reply import (
 )
 from kvmosaic.server.openai.response_request import ResponseRequest
 from kvmosaic.server.openai.sampling import prepared
-from kvmosaic.server.openai.sse import EventStream, event, open_stream
+from kvmosaic.server.openai.sse import event, open_stream
 from kvmosaic.server.openai.usage import Tally
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
@@ -49,7 +52,7 @@ def router(services: Services) -> APIRouter:
     )
     async def create_response(
         request: Request, body: ResponseRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
-    ) -> Response | EventStream:
+    ) -> Response | HttpResponse:
         """Answers a text or a conversation from documents, in one reply or in events (`stream`)."""
         model = served_model(services, body.model)
         services.admission.check(tenant)
@@ -67,7 +70,8 @@ def router(services: Services) -> APIRouter:
         writer = ResponseWriter(asked, body, model, token_bytes)
         if body.stream:
             return await open_stream(request, writer.events())
-        return await writer.whole()
+        answers, tally = await whole_answers(asked)
+        return await reply_of(lambda: writer.whole(answers[0], tally), answers)
 
     return routes
 
@@ -104,11 +108,6 @@ class ResponseWriter:
             "truncation": "disabled",
         }
 
-    async def whole(self) -> Response:
-        """One reply with the answer."""
-        answers, tally = await whole_answers(self._asked)
-        return self._ended(answers[0], tally)
-
     async def events(self) -> AsyncGenerator[str, None]:
         """The events of one answer, in OpenAI's order, numbered from 0."""
         numbers = count()
@@ -123,17 +122,15 @@ class ResponseWriter:
                             yield self._event(beginning, next(numbers))
                     for new in delta.answers:
                         answer.add(new)
-                        logprobs = self._logprobs(new.token_ids, new.logprobs or ())
-                        if new.text or logprobs:
-                            text = self._placed("response.output_text.delta", delta=new.text, logprobs=logprobs)
-                            yield self._event(text, next(numbers))
+                        if piece := await pieces_of(partial(self._piece, new, numbers), new):
+                            yield piece
         except Exception as error:
             if not has_begun:
                 raise
             yield self._event(self._failed(error), next(numbers))
             return
-        for ending in self._endings(answer, tally):
-            yield self._event(ending, next(numbers))
+        for piece in await pieces_of(partial(self._endings, answer, tally, numbers), answer):
+            yield piece
 
     def _event(self, fields: dict[str, Any], number: int) -> str:
         return event(ResponseEvent(**fields, sequence_number=number), fields["type"])
@@ -147,15 +144,24 @@ class ResponseWriter:
             self._placed("response.content_part.added", part=self._part(WholeAnswer())),
         ]
 
-    def _endings(self, answer: WholeAnswer, tally: Tally) -> list[dict[str, Any]]:
-        response = self._ended(answer, tally)
+    def _endings(self, answer: WholeAnswer, tally: Tally, numbers: Iterator[int]) -> list[str]:
+        response = self.whole(answer, tally)
         part = response.output[0].content[0]
-        return [
+        endings = [
             self._placed("response.output_text.done", text=part.text, logprobs=part.logprobs),
             self._placed("response.content_part.done", part=part),
             {"type": "response.output_item.done", "output_index": 0, "item": response.output[0]},
             {"type": f"response.{response.status}", "response": response},
         ]
+        return [self._event(ending, next(numbers)) for ending in endings]
+
+    def _piece(self, new: AnswerDelta, numbers: Iterator[int]) -> str:
+        """The event of what is new; an empty text if nothing is."""
+        logprobs = self._logprobs(new.token_ids, new.logprobs or ())
+        if not new.text and not logprobs:
+            return ""
+        text = self._placed("response.output_text.delta", delta=new.text, logprobs=logprobs)
+        return self._event(text, next(numbers))
 
     def _placed(self, kind: str, **fields: Any) -> dict[str, Any]:
         return {"type": kind, "item_id": self._item_id, "output_index": 0, "content_index": 0, **fields}
@@ -168,7 +174,8 @@ class ResponseWriter:
         response.error = ResponseError(code=code, message=known.message)
         return {"type": "response.failed", "response": response}
 
-    def _ended(self, answer: WholeAnswer, tally: Tally) -> Response:
+    def whole(self, answer: WholeAnswer, tally: Tally) -> Response:
+        """One reply with the answer."""
         is_cut = answer.finish_reason == "length"
         status: Any = "incomplete" if is_cut else "completed"
         response = self._response(status)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from kvmosaic.errors import InvalidSampling
 from kvmosaic.sampling import SamplingParams
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.openai.documents import DocumentFields
@@ -15,6 +16,8 @@ from kvmosaic.server.services import Services
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MAX_CANDIDATES = 2**18
+"""Log probabilities of one reply; each takes a kilobyte until it is sent."""
 
 _PLAIN_SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -94,12 +97,20 @@ class SharedFields(DocumentFields, StructuredFields):
         )
 
 
-def prepared(services: Services, params: SamplingParams) -> SamplingParams:
+def prepared(services: Services, params: SamplingParams, num_prompts: int = 1) -> SamplingParams:
     """The same parameters, their form compiled beside the engine, which then finds it ready.
 
     Raises:
-        InvalidSampling: what in the form cannot be used.
+        InvalidSampling: what in the form cannot be used, or log probabilities that would fill the memory.
     """
+    limits = [limit for limit in (params.max_tokens, services.llm.engine.max_positions) if limit is not None]
+    if params.logprobs is not None and limits:
+        number = num_prompts * params.n * min(limits) * (params.logprobs + 1)
+        if number > MAX_CANDIDATES:
+            raise InvalidSampling(
+                f"the reply may hold {number} log probabilities, at most {MAX_CANDIDATES} are allowed; ask for fewer "
+                "tokens (max_tokens), answers (n), or most likely tokens"
+            )
     if params.structured_outputs is not None:
         services.llm.engine.grammars.compile(params.structured_outputs)
     return params
