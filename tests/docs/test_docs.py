@@ -126,6 +126,17 @@ def test_index_of_the_server_names_the_addresses_that_it_has(server: RunningServ
     assert [path for path in routes if not path.startswith((*groups, "/dashboard")) and path != "/"] == []
 
 
+def test_every_code_of_an_error_is_in_the_page_about_running() -> None:
+    from kvmosaic.server import errors
+
+    source = (ROOT / "src" / "kvmosaic" / "server").rglob("*.py")
+    codes = {code for path in source for code in re.findall(r'code="(\w+)"|\.full\(.*"(\w+)"\)', path.read_text())}
+    codes = {code for pair in codes for code in pair if code} | {row[-1] for row in errors._ROWS if row[-1]}
+    text = (ROOT / "docs" / "server" / "running.md").read_text()
+    assert {"tenant_queue_full", "body_timeout", "quota_exceeded"} < codes
+    assert [code for code in sorted(codes) if f"`{code}`" not in text] == []
+
+
 def test_readme_shows_a_line_to_run_at_its_top() -> None:
     top = (ROOT / "README.md").read_text().splitlines()[:25]
     assert any(line.strip().startswith("kvmosaic serve") for line in top)
