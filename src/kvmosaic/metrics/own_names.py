@@ -100,7 +100,9 @@ HTTP_REQUESTS = _family(
     "status.",
     *("method", "route", "status"),
 )
-ENGINE_UP = _family("engine_up", "gauge", "1 while the engine runs; 0 when it has stopped and nothing can be answered.")
+ENGINE_UP = _family(
+    "engine_up", "gauge", "1 while the engine answers; 0 while its steps fail again and again, and when it has stopped."
+)
 DRAINING = _family("draining", "gauge", "1 while the server finishes what is under way and takes no new requests.")
 SNAPSHOT_AGE = _family(
     "snapshot_age_seconds",
