@@ -14,6 +14,17 @@ from kvmosaic.errors import InvalidConfig
 MAX_FILE_BYTES = 2**20
 
 
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """PyYAML's safe loader, but a name that is given twice is a mistake, not the last one's luck."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if len(names) != len(set(names)):
+            raise yaml.constructor.ConstructorError(problem="a name is given twice", problem_mark=node.start_mark)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
 def read_yaml(path: Path) -> Any:
     """The content of a YAML file.
 
@@ -21,12 +32,15 @@ def read_yaml(path: Path) -> Any:
         InvalidConfig: no such file, too large, or not YAML. Its content is never quoted: there may be keys in it.
     """
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise InvalidConfig(f"{path} has more than {MAX_FILE_BYTES} bytes; a file of settings is smaller")
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidConfig(f"cannot read {path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)  # what a size says of a device is no use
+    except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
+        raise InvalidConfig(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise InvalidConfig(f"{path} has more than {MAX_FILE_BYTES} bytes; a file of settings is smaller")
+    try:
+        return yaml.load(content.decode("utf-8"), _Loader)  # noqa: S506 (it is a safe one)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # dates that are none are ValueErrors
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         raise InvalidConfig(f"{path}{where} is not YAML; write for example 'port: 8000'") from None

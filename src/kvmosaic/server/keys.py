@@ -83,10 +83,13 @@ def _tenant(entry: dict[str, Any]) -> Tenant:
 
 def _check_agree(keys: list[AccessKey], path: Path) -> None:
     """A key has one owner, and what a tenant may store does not depend on the key it used."""
-    owners: dict[bytes, str] = {}
+    owners: dict[bytes, Tenant] = {}
     quotas: dict[str, int | None] = {}
     for key in keys:
-        if owners.setdefault(key.digest, key.tenant.name) != key.tenant.name:
-            raise InvalidConfig(f"{path}: one key belongs to {owners[key.digest]!r} and to {key.tenant.name!r}")
+        owner = owners.setdefault(key.digest, key.tenant)
+        if owner.name != key.tenant.name:
+            raise InvalidConfig(f"{path}: one key belongs to {owner.name!r} and to {key.tenant.name!r}")
+        if owner.is_admin != key.tenant.is_admin:
+            raise InvalidConfig(f"{path}: one key of tenant {owner.name!r} is given with admin and without; decide")
         if quotas.setdefault(key.tenant.name, key.tenant.quota_bytes) != key.tenant.quota_bytes:
             raise InvalidConfig(f"{path}: the keys of tenant {key.tenant.name!r} have different quotas; give one")

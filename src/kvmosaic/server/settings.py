@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -148,6 +147,8 @@ class ServerSettings(BaseSettings):
         stripped = [text.strip() if isinstance(text, str) else text for text in texts]
         if len(stripped) > MAX_TEXTS or not all(0 < len(text) <= MAX_TEXT_CHARACTERS for text in stripped):
             raise ValueError(f"must be at most {MAX_TEXTS} texts of 1 to {MAX_TEXT_CHARACTERS} characters each")
+        if not all(text.isprintable() for text in stripped if isinstance(text, str)):
+            raise ValueError("must be printable, since it stands in replies and headers")
         return tuple(stripped)
 
     @field_validator("api_key")
@@ -188,7 +189,7 @@ class ServerSettings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags, then the environment, then the file that one of them names."""
-        named = init_settings().get("config") or os.environ.get(f"{ENV_PREFIX}CONFIG")
+        named = init_settings().get("config") or env_settings().get("config")  # which looks at names in any case
         if not named:
             return init_settings, env_settings
         names = [name for name in cls.model_fields if name != "config"]
