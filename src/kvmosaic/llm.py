@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from kvmosaic.assembly import (
     PromptLike,
@@ -55,6 +55,7 @@ class LLM:
         *,
         dtype: str = "auto",
         device: str = "auto",
+        prepack: bool | Literal["auto"] = "auto",
         enable_chunk_cache: bool = True,
         chunk_cache_config: ChunkCacheConfig | None = None,
         engine_config: EngineConfig | None = None,
@@ -69,6 +70,8 @@ class LLM:
                 is loaded already (`LoadedModel.from_module` takes any transformers model).
             dtype: "auto", "float32", "bfloat16", "float16" or "float64".
             device: "auto", "cpu", "cuda", "cuda:1", …
+            prepack: keep linear layers in the order in which a CPU multiplies bfloat16, for about twice the speed of
+                decoding; "auto" where the CPU computes in bfloat16. A model that is loaded already stays as it is.
             enable_chunk_cache: compose prompts from cached chunks; off, segments are joined to an ordinary prompt.
             chunk_cache_config: capacity, positions, separator, eviction, …
             engine_config: how much runs at once, and memory for prefixes and answers.
@@ -93,6 +96,7 @@ class LLM:
                 dtype=dtype,
                 device=device,
                 max_positions=self.engine_config.max_model_len,
+                prepack=prepack,
                 trust_remote_code=trust_remote_code,
             )
         self.self_check: SelfCheck | None = None

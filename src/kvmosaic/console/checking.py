@@ -42,11 +42,11 @@ def model_table(name: str, model: LoadedModel) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    num_parameters = sum(parameter.numel() for parameter in model.module.parameters())
     limit = "no limit" if model.max_positions is None else f"{model.max_positions:,}"
     dtype = str(model.dtype).removeprefix("torch.")
+    packed = ", packed linear layers" if model.is_prepacked else ""
     table.add_row("model", Text(f"{printable(name)} ({type(model.module).__name__})"))
-    table.add_row("parameters", Text(f"{num_parameters:,} in {dtype} on {model.device}"))
+    table.add_row("parameters", Text(f"{model.num_parameters:,} in {dtype} on {model.device}{packed}"))
     table.add_row("positions", Text(limit))
     table.add_row("one token takes", Text(f"{size_text(model.bytes_per_token())} of cache"))
     return table

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvmosaic.model.prepack import weights
+
 _SAMPLES = 4096
 """Numbers read from each tensor."""
 _FORMAT = "kvmosaic-model-1"
@@ -29,7 +31,7 @@ def fingerprint(module: nn.Module, config: Any) -> str:
     settings = _without_origin(config.to_dict())
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     frequencies = [(name, buffer) for name, buffer in module.named_buffers() if name.endswith("inv_freq")]
-    for name, tensor in sorted([*module.named_parameters(), *frequencies], key=lambda item: item[0]):
+    for name, tensor in sorted([*weights(module), *frequencies], key=lambda item: item[0]):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(_sample(tensor))
     return digest.hexdigest()

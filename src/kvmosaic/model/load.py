@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvmosaic.errors import InvalidConfig, ModelNotFound, UnsupportedModel
 from kvmosaic.model.loaded import LoadedModel
+from kvmosaic.model.prepack import Prepack, cpu_has_bfloat16
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _TOKENIZER_FILES = (
@@ -30,6 +31,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
     max_positions: int | None = None,
+    prepack: Prepack = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
     local_files_only: bool = False,
@@ -42,6 +44,8 @@ def load_model(
             CUDA; on a CPU it is bfloat16 for a 16-bit checkpoint if the CPU computes in bfloat16, else float32.
         device: "auto" (CUDA if there is one, else the CPU) or a torch device such as "cuda:1".
         max_positions: the longest sequence to be run; None: what the model allows.
+        prepack: keep the weights of linear layers in the order in which a CPU multiplies bfloat16, which makes decoding
+            about twice as fast. "auto": for bfloat16 on a CPU that computes in it; True: for any bfloat16 on a CPU.
         revision: branch, tag or commit on the hub.
         trust_remote_code: run Python code that comes with the checkpoint. Off: such a model is refused.
         local_files_only: never ask the hub, use what was downloaded before.
@@ -49,7 +53,7 @@ def load_model(
     Raises:
         ModelNotFound: no such folder, no such name, no safetensors weights in it, or the hub cannot be reached.
         UnsupportedModel: transformers does not know the model, or its attention cannot be reached.
-        InvalidConfig: an unknown dtype or device, or `max_positions` out of range.
+        InvalidConfig: an unknown dtype or device, `max_positions` out of range, or `prepack=True` where it cannot be.
     """
     source = _checked_source(name_or_path)
     place = _device(device)
@@ -69,7 +73,9 @@ def load_model(
         ),
     )
     _check_complete(source, report["missing_keys"])
-    return LoadedModel.from_module(model.to(place), _tokenizer(source, options), max_positions=max_positions)
+    return LoadedModel.from_module(
+        model.to(place), _tokenizer(source, options), max_positions=max_positions, prepack=prepack
+    )
 
 
 def _checked_source(name_or_path: str | Path) -> str:
@@ -158,13 +164,7 @@ def _dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -> torch
     stored = _DTYPES.get(stored, torch.float32) if isinstance(stored, str) else stored
     if device.type != "cpu":
         return stored if stored in _DTYPES.values() else torch.bfloat16
-    return torch.bfloat16 if stored.itemsize <= 2 and _cpu_has_bfloat16() else torch.float32
-
-
-def _cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware (AVX-512 BF16 or AMX)."""
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(bool(getattr(torch.cpu, name, bool)()) for name in checks)
+    return torch.bfloat16 if stored.itemsize <= 2 and cpu_has_bfloat16() else torch.float32
 
 
 def _first_line(error: Exception) -> str:

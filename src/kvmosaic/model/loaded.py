@@ -14,6 +14,7 @@ from kvmosaic.model.fingerprint import fingerprint as compute_fingerprint
 from kvmosaic.model.frequencies import changes_with_length, pin_frequencies
 from kvmosaic.model.hook import Receiver, attention_scope
 from kvmosaic.model.layers import LayerSpec
+from kvmosaic.model.prepack import PackedLinear, Prepack, prepack_linears
 from kvmosaic.model.probe import probe_layers
 
 _MAX_POSITIONS = 2**27
@@ -25,7 +26,8 @@ class LoadedModel:
     """A model with its tokenizer, its layers and its limits. Build it with `load_model` or `from_module`.
 
     The module is the user's own transformers model, unchanged but for three things: its attention function, frequencies
-    that would change with length (pinned), and latent attention modules that hand out latents while a receiver listens.
+    that would change with length (pinned), and latent attention modules that hand out latents while a receiver listens;
+    and a fourth if it was asked for, packed linear layers.
     """
 
     module: Any
@@ -48,7 +50,13 @@ class LoadedModel:
 
     @classmethod
     def from_module(
-        cls, model: Any, tokenizer: Any = None, fingerprint: str | None = None, *, max_positions: int | None = None
+        cls,
+        model: Any,
+        tokenizer: Any = None,
+        fingerprint: str | None = None,
+        *,
+        max_positions: int | None = None,
+        prepack: Prepack = False,
     ) -> LoadedModel:
         """Takes a transformers model that is already in memory. It is put in evaluation mode.
 
@@ -58,10 +66,11 @@ class LoadedModel:
             fingerprint: its identity, if it is known; otherwise computed from configuration and weights.
             max_positions: the longest sequence to be run, at most what the model has. Frequencies that change with the
                 length are pinned for it.
+            prepack: see `load_model`. The model's own linear layers are replaced and can no longer be trained.
 
         Raises:
             UnsupportedModel: its attention cannot be reached, or its tokens are mixed by more than attention.
-            InvalidConfig: `max_positions` is not between 1 and the model's limit.
+            InvalidConfig: `max_positions` is not between 1 and the model's limit, or `prepack=True` cannot be done.
         """
         model.eval()
         config = model.config.get_text_config()
@@ -72,6 +81,8 @@ class LoadedModel:
         layers = probe_layers(model, allowed)
         forward_limit = _counted_tokens(config, layers)
         embeddings = model.get_input_embeddings().weight
+        identity = fingerprint or compute_fingerprint(model, model.config)
+        prepack_linears(model, prepack)
         return cls(
             module=model,
             tokenizer=tokenizer,
@@ -83,7 +94,7 @@ class LoadedModel:
             eos_token_ids=_eos_token_ids(model, tokenizer),
             dtype=embeddings.dtype,
             device=embeddings.device,
-            fingerprint=fingerprint or compute_fingerprint(model, model.config),
+            fingerprint=identity,
             _keeps_rows="logits_to_keep" in inspect.signature(model.forward).parameters,
         )
 
@@ -100,6 +111,18 @@ class LoadedModel:
     def is_movable(self) -> bool:
         """Whether every layer's keys may be used at another position than the one they were computed at."""
         return all(layer.is_movable for layer in self.layers)
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all weights, shared ones once."""
+        packed = (part for part in self.module.modules() if isinstance(part, PackedLinear) and not part.is_copy)
+        num_plain: int = sum(parameter.numel() for parameter in self.module.parameters())
+        return num_plain + sum(part.in_features * part.out_features for part in packed)
+
+    @property
+    def is_prepacked(self) -> bool:
+        """Whether any linear layer is packed."""
+        return any(isinstance(part, PackedLinear) for part in self.module.modules())
 
     def bytes_per_token(self, dtype: torch.dtype | None = None) -> int:
         """Bytes of keys and values that one token takes in all layers."""
