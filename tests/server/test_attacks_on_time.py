@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import socket
 import threading
 import time
@@ -9,10 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 from support.server import RunningServer, wait_until
 
-from kvmosaic.server import listening
-from kvmosaic.server.listening import listen
+from kvmosaic.server import connection, listening
+from kvmosaic.server.listening import listen, listener_for
 from kvmosaic.server.services import NUM_THREADS
 from kvmosaic.server.settings import ServerSettings
 
@@ -24,6 +28,35 @@ def test_client_that_never_reads_loses_its_connection(monkeypatch: pytest.Monkey
         accepted, _ = place.accept()
         with accepted, pytest.raises(TimeoutError, match="Connection timed out"):
             accepted.sendall(bytes(2**26))
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /livez HTTP/1.1\r\nHost: ", b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\nGET"])
+def test_connection_that_waits_for_nothing_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    """A first request that takes longer is answered all the same."""
+    monkeypatch.setattr(connection, "IDLE_SECONDS", 0.2)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(0.5)
+        await Response("here")(scope, receive, send)
+
+    async def talk() -> bytes:
+        settings = ServerSettings(port=0)
+        listener, place = listener_for(answer, settings), listen(settings)
+        serving = asyncio.create_task(listener.serve(sockets=[place]))
+        reader, writer = await asyncio.open_connection(*place.getsockname())
+        writer.write(sent)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := await asyncio.wait_for(reader.read(2**16), 5):
+                received += part
+        writer.close()
+        listener.should_exit = True
+        await serving
+        return received
+
+    begin = time.monotonic()
+    assert asyncio.run(talk()).endswith(b"here" if b"x" in sent else b"")
+    assert 0.2 <= time.monotonic() - begin < 3
 
 
 def test_closing_server_tells_those_who_wait_for_a_thread() -> None:

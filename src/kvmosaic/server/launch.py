@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -32,12 +33,22 @@ def launch(settings: ServerSettings) -> None:
     # The event loop shares one interpreter with the engine's thread. Waiting 5 ms for it at every turn, as is usual,
     # adds up to seconds when many clients come at once.
     sys.setswitchinterval(SWITCH_SECONDS)
+    _allow_connections()
     settings.access_keys()  # what is wrong in a file of keys is said before anything is loaded
     if not asyncio.run(_Launch(settings).run()):
         # a thread still loads the model, or reads a long prompt: it cannot be stopped, and nobody waits for it
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def _allow_connections() -> None:
+    """Takes as many file descriptors as the system allows: each connection is one, and 1,024 is a common beginning."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # there are no such limits, or they are fixed
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class _Launch:

@@ -12,6 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvmosaic.errors import InvalidConfig
+from kvmosaic.server.connection import Connection
 from kvmosaic.server.settings import ServerSettings
 
 BACKLOG = 2_048
@@ -38,6 +39,7 @@ def listener_for(app: ASGIApp, settings: ServerSettings) -> Listener:
     """
     config = uvicorn.Config(
         app,
+        http=Connection,
         root_path=settings.root_path,
         ssl_keyfile=_path(settings.ssl_keyfile),
         ssl_certfile=_path(settings.ssl_certfile),
