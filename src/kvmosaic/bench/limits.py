@@ -1,0 +1,78 @@
+"""Limits of this machine, measured: how fast it reads memory and how fast it multiplies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from kvmosaic.bench.models import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The best of several tries: other work on the machine only makes them slower."""
+
+    read_bytes_per_second: dict[int, float]
+    """By number of threads."""
+    flops_per_second: dict[str, float]
+    """By dtype, with the threads of the run."""
+    threads: int
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that the threads of the run read."""
+        return self.read_bytes_per_second[self.threads]
+
+    def first_token_seconds(self, weight: Weight, dtype: str, num_computed: int, num_prompt: int) -> float:
+        """Least time of a prompt: its multiplications, or the bytes that must be read; attention is left out."""
+        flops = 2.0 * (weight.linear_parameters * num_computed + weight.output_parameters)
+        read = weight.step_bytes + weight.kv_bytes_per_token * num_prompt
+        return max(flops / self.flops_per_second.get(dtype, float("inf")), read / self.bandwidth)
+
+    def token_seconds(self, weight: Weight, num_context: int) -> float:
+        """Least time of one step of answers: the weights and all keys and values are read once."""
+        return (weight.step_bytes + weight.kv_bytes_per_token * num_context) / self.bandwidth
+
+    def to_dict(self) -> dict[str, object]:
+        """Names and values, for JSON."""
+        return asdict(self)
+
+
+def measure_limits(threads: int, dtypes: list[str], *, num_bytes: int = 2**28, tries: int = 5) -> Limits:
+    """Reads a large buffer and multiplies square matrices.
+
+    Args:
+        threads: of the run; one thread is measured as well.
+        dtypes: formats whose multiplications are measured.
+        num_bytes: size of the buffer; much more than the caches of the processor.
+        tries: how often each is measured.
+    """
+    before = torch.get_num_threads()
+    buffer = torch.ones(num_bytes // 4, dtype=torch.float32)
+    reads = {}
+    try:
+        for count in sorted({1, threads}):
+            torch.set_num_threads(count)
+            reads[count] = num_bytes / _least_seconds(buffer.sum, tries)
+        flops = {dtype: _flops(getattr(torch, dtype), tries) for dtype in dtypes}
+    finally:
+        torch.set_num_threads(before)
+    return Limits(reads, flops, threads)
+
+
+def _flops(dtype: torch.dtype, tries: int, size: int = 1_024) -> float:
+    left, right = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
+    return 2.0 * size**3 / _least_seconds(lambda: left @ right, tries)
+
+
+def _least_seconds(run: Callable[[], object], tries: int) -> float:
+    run()
+    seconds = []
+    for _ in range(tries):
+        begin = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)

@@ -1,0 +1,138 @@
+"""Measuring: every engine answers every batch, in turn, and one row per engine keeps what it took."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvmosaic.bench.peers.peer import Batch, Peer
+from kvmosaic.bench.resident import forget_peak, resident_bytes
+from kvmosaic.bench.workload import Workload
+
+Progress = Callable[[str], None]
+"""Called after every batch with what was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Middle and width of several times; seconds."""
+
+    median: float
+    low: float
+    high: float
+    """Quarter and three quarters of the way through the sorted values."""
+    mean: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        """None without values."""
+        if not values:
+            return None
+        several = values if len(values) > 1 else [*values, *values]
+        low, median, high = statistics.quantiles(several, n=4, method="inclusive")
+        return cls(median, low, high, statistics.fmean(values), len(values))
+
+
+@dataclass(slots=True)
+class Row:
+    """One workload on one engine."""
+
+    workload: str
+    about: str
+    peer: str
+    dtype: str
+    is_ours: bool
+    figure: str = ""
+    x: float = 0.0
+    width: int = 1
+    """Prompts at once."""
+    first_seconds: list[float] = field(default_factory=list)
+    """Per request."""
+    token_seconds: list[float] = field(default_factory=list)
+    batch_seconds: list[float] = field(default_factory=list)
+    num_answered: int = 0
+    """Tokens of all answers."""
+    num_prompt: list[int] = field(default_factory=list)
+    num_computed: list[int] = field(default_factory=list)
+    kv_bytes: int | None = None
+    """Most keys and values held after a batch."""
+    peak_bytes: int | None = None
+    """Most resident memory that a batch added."""
+    first_share: float | None = None
+    """Least possible time to the first token by the measured one; see `Limits`."""
+    token_share: float | None = None
+    least_bytes: int | None = None
+    """Bytes that one batch must read and write at least, by arithmetic."""
+
+    @property
+    def first(self) -> Spread | None:
+        """Time to the first token."""
+        return Spread.of(self.first_seconds)
+
+    @property
+    def token(self) -> Spread | None:
+        """Time per token after the first one."""
+        return Spread.of(self.token_seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Answered tokens by time, prompts included in the time."""
+        return self.num_answered / sum(self.batch_seconds) if self.batch_seconds else 0.0
+
+    def add(self, batch: Batch) -> None:
+        """Counts one batch."""
+        self.batch_seconds.append(batch.seconds)
+        for reading in batch.readings:
+            self.first_seconds.append(reading.first_seconds)
+            self.num_prompt.append(reading.num_prompt)
+            self.num_answered += reading.num_answer
+            if reading.token_seconds is not None:
+                self.token_seconds.append(reading.token_seconds)
+            if reading.num_computed is not None:
+                self.num_computed.append(reading.num_computed)
+        if batch.kv_bytes is not None:
+            self.kv_bytes = max(self.kv_bytes or 0, batch.kv_bytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Names and values, for JSON."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def measure(workload: Workload, peers: Sequence[Peer], progress: Progress) -> list[Row]:
+    """Measures one workload on several engines.
+
+    They take turns batch by batch, and another one begins each time, so that a busy moment of the machine falls on all
+    of them alike.
+    """
+    chosen = [peer for peer in peers if peer.is_ours or not workload.is_ours_only]
+    rows = []
+    for peer in chosen:
+        width = len(workload.batches[0])
+        rows.append(
+            Row(workload.name, workload.about, peer.name, peer.dtype, peer.is_ours, workload.figure, workload.x, width)
+        )
+        peer.reset()
+        for prompt in workload.warm:
+            peer.answer([prompt], 1)
+            progress(f"{workload.name}: getting to know the documents")
+    pairs = list(zip(chosen, rows, strict=True))
+    for number, prompts in enumerate(workload.batches):
+        turn = number % max(len(pairs), 1)
+        for peer, row in pairs[turn:] + pairs[:turn]:
+            forget_peak(peer.process_id)
+            before = resident_bytes(peer.process_id)
+            row.add(peer.answer(prompts, workload.num_answer))
+            after = resident_bytes(peer.process_id, peak=True)
+            if before is not None and after is not None:
+                row.peak_bytes = max(row.peak_bytes or 0, after - before)
+            progress(f"{workload.name}: {peer.name}")
+    return rows
+
+
+def num_answers(workload: Workload, peers: Sequence[Peer]) -> int:
+    """How often `measure` reports progress."""
+    chosen = sum(peer.is_ours or not workload.is_ours_only for peer in peers)
+    return chosen * (len(workload.warm) + len(workload.batches))

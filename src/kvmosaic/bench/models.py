@@ -1,0 +1,89 @@
+"""The models that are measured: random ones made from a configuration, the bundled reader, or a folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvmosaic.assembly import bundled_reader
+from kvmosaic.errors import ModelNotFound
+from kvmosaic.llm import BUNDLED_READER
+
+_SHARED = {"max_position_embeddings": 16_384, "rope_theta": 500_000.0, "tie_word_embeddings": True}
+RANDOM_MODELS = {
+    "random-0.1b": {
+        "vocab_size": 32_000,
+        "hidden_size": 768,
+        "intermediate_size": 2_048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        **_SHARED,
+    },
+    "random-0.5b": {
+        "vocab_size": 32_000,
+        "hidden_size": 1_280,
+        "intermediate_size": 3_584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 4,
+        **_SHARED,
+    },
+}
+"""Llamas with grouped queries and heads of 64 numbers."""
+
+
+def model_folder(name: str, scratch: Path, *, seed: int = 0) -> Path:
+    """The folder of a model; a random one is written into `scratch` first, in bfloat16.
+
+    Raises:
+        ModelNotFound: neither a random model, nor the reader, nor a folder.
+    """
+    if name == BUNDLED_READER:
+        return bundled_reader()
+    if name in RANDOM_MODELS:
+        folder = scratch / name
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(LlamaConfig(**RANDOM_MODELS[name], bos_token_id=None, eos_token_id=None))
+        torch.set_rng_state(state)
+        model.to(torch.bfloat16).save_pretrained(folder)
+        return folder
+    if not Path(name).is_dir():
+        known = ", ".join(repr(known) for known in (BUNDLED_READER, *RANDOM_MODELS))
+        raise ModelNotFound(f"there is no model {name!r}; give a folder, or one of {known}")
+    return Path(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """What a model makes a machine do, whatever engine runs it."""
+
+    num_parameters: int
+    linear_parameters: int
+    """Parameters that every token is multiplied with, the output layer's excluded."""
+    output_parameters: int
+    """Of the output layer, needed for rows with logits only."""
+    kv_bytes_per_token: int
+    element_bytes: int
+
+    @property
+    def step_bytes(self) -> int:
+        """Weights that one step reads at least."""
+        return (self.linear_parameters + self.output_parameters) * self.element_bytes
+
+
+def weigh(module: torch.nn.Module, kv_bytes_per_token: int) -> Weight:
+    """Counts the parameters of a transformers model."""
+    parameters = {id(parameter): parameter for parameter in module.parameters()}
+    tables = [m.weight for m in module.modules() if isinstance(m, torch.nn.Embedding)]
+    embedded = {id(table): table.numel() for table in tables}
+    output = getattr(module, "lm_head", None)
+    head = output.weight if output is not None else tables[0]
+    total = sum(parameter.numel() for parameter in parameters.values())
+    outside = sum(embedded.values()) + (0 if id(head) in embedded else head.numel())
+    element_bytes = head.element_size()
+    return Weight(total, total - outside, head.numel(), kv_bytes_per_token, element_bytes)

@@ -1,0 +1,1 @@
+"""Engines that are measured side by side."""

@@ -1,0 +1,121 @@
+"""Where a step of answers spends its time: linear layers, attention, and everything else."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from kvmosaic.bench.peers.own import OwnPeer
+from kvmosaic.prompt import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """Medians over the steps of answers; seconds per step."""
+
+    name: str
+    dtype: str
+    width: int
+    """Answers at once."""
+    step: float
+    """From token to token, sampling and planning included."""
+    linear: float
+    """In the model's linear layers."""
+    attention: float
+    """In the attention modules, their linear layers excluded: rotation, writing keys, reading keys, merging."""
+
+    @property
+    def outside_share(self) -> float:
+        """Share of a step that is neither in linear layers nor in attention."""
+        return max(0.0, 1 - (self.linear + self.attention) / self.step) if self.step else 0.0
+
+    @property
+    def beside_linear_share(self) -> float:
+        """Share of a step outside the linear layers, attention included."""
+        return max(0.0, 1 - self.linear / self.step) if self.step else 0.0
+
+
+def profile_answers(peer: OwnPeer, name: str, prompts: Sequence[Prompt], num_answer: int) -> StepParts:
+    """Answers prompts whose documents are known, with a clock in every module; the clocks take a little time too."""
+    clock = _ModuleClock(peer.llm.model.module)
+    for prompt in prompts:
+        peer.answer([prompt], 1)
+    with clock:
+        batch = peer.answer(prompts, num_answer)
+    steps = [step for step in clock.steps if step.num_rows == len(prompts)]
+    times = [reading.token_seconds for reading in batch.readings if reading.token_seconds is not None]
+    if not steps or not times:
+        return StepParts(name, peer.dtype, len(prompts), 0.0, 0.0, 0.0)
+    return StepParts(
+        name,
+        peer.dtype,
+        len(prompts),
+        statistics.median(times),
+        statistics.median(step.linear for step in steps),
+        statistics.median(step.attention for step in steps),
+    )
+
+
+@dataclass(slots=True)
+class _Step:
+    num_rows: int
+    linear: float = 0.0
+    attention: float = 0.0
+
+
+class _ModuleClock:
+    """Clocks in the linear layers and attention modules of a transformers model, while it is entered."""
+
+    def __init__(self, module: Any) -> None:
+        self.steps: list[_Step] = []
+        self._module = module
+        self._hooks = ExitStack()
+        self._is_in_attention = False
+        self._begin: dict[int, float] = {}
+
+    def __enter__(self) -> _ModuleClock:
+        before = self._module.register_forward_pre_hook(self._start_step, with_kwargs=True)
+        self._hooks.callback(before.remove)
+        for module in self._module.modules():
+            kind = type(module).__name__
+            if "Linear" in kind:
+                self._watch(module, self._count_linear)
+            elif kind.endswith("Attention"):
+                self._watch(module, self._count_attention)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.close()
+
+    def _watch(self, module: Any, count: Callable[[Any, float], None]) -> None:
+        is_attention = count == self._count_attention
+
+        def begin(module: Any, arguments: Any) -> None:
+            if is_attention:
+                self._is_in_attention = True
+            self._begin[id(module)] = time.perf_counter()
+
+        def end(module: Any, arguments: Any, output: Any) -> None:
+            seconds = time.perf_counter() - self._begin.pop(id(module))
+            if is_attention:
+                self._is_in_attention = False
+            if self.steps:
+                count(module, seconds)
+
+        self._hooks.callback(module.register_forward_pre_hook(begin).remove)
+        self._hooks.callback(module.register_forward_hook(end).remove)
+
+    def _start_step(self, module: Any, arguments: Any, named: dict[str, Any]) -> None:
+        self.steps.append(_Step(int(named["input_ids"].shape[1])))
+
+    def _count_linear(self, module: Any, seconds: float) -> None:
+        self.steps[-1].linear += seconds
+        if self._is_in_attention:
+            self.steps[-1].attention -= seconds
+
+    def _count_attention(self, module: Any, seconds: float) -> None:
+        self.steps[-1].attention += seconds

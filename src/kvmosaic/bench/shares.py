@@ -1,0 +1,31 @@
+"""Shares: how near a row is to the least that the machine needs."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from kvmosaic.bench.limits import Limits
+from kvmosaic.bench.measuring import Row
+from kvmosaic.bench.models import Weight
+
+
+def add_shares(row: Row, limits: Limits, weight: Weight) -> None:
+    """Writes the shares of the limits and the least bytes into a row.
+
+    Prompts of one batch that share documents read them once; the others read their own. The time to the first token of
+    prompts asked together holds that of the whole batch.
+    """
+    if row.first is None or not row.num_prompt:
+        return
+    num_prompt = max(row.num_prompt)
+    is_shared = row.workload.startswith("shared-")
+    num_context = num_prompt * (1 if is_shared else row.width)
+    if row.num_computed:
+        num_computed = fmean(row.num_computed) * row.width
+        least = limits.first_token_seconds(weight, row.dtype, round(num_computed), num_context)
+        row.first_share = least / row.first.mean
+        num_steps = row.num_answered / max(len(row.first_seconds), 1)
+        read = num_steps * (weight.step_bytes + weight.kv_bytes_per_token * num_context)
+        row.least_bytes = round(read + weight.kv_bytes_per_token * (num_computed + num_steps * row.width))
+    if row.token is not None:
+        row.token_share = limits.token_seconds(weight, num_context) / row.token.median

@@ -1,0 +1,107 @@
+"""Sizes of the workloads, and the two presets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvmosaic.errors import InvalidConfig
+
+_LIMITS = {
+    "system": 100_000,
+    "documents": 1_000,
+    "document_tokens": 100_000,
+    "question": 100_000,
+    "answer": 100_000,
+    "plain_tokens": 100_000,
+    "rounds": 10_000,
+    "zipf_documents": 1_000,
+    "zipf_prompts": 100_000,
+    "catalogue": 100_000,
+    "orders": 1_000_000,
+    "most_sharers": 1_024,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large the workloads are; tokens and counts."""
+
+    system: int = 64
+    """Tokens of the system prompt."""
+    documents: int = 8
+    """Documents of one prompt."""
+    document_tokens: int = 512
+    """Tokens of each document."""
+    question: int = 32
+    """Tokens of a question."""
+    answer: int = 16
+    """Tokens of an answer, where answers are measured."""
+    plain_tokens: int = 1_024
+    """Tokens of a prompt without documents."""
+    rounds: int = 5
+    """Prompts per workload and engine."""
+    zipf_documents: int = 5
+    """Documents of one prompt whose documents are drawn by popularity."""
+    zipf_prompts: int = 12
+    """Prompts per expected reuse."""
+    catalogue: int = 200
+    """Documents to draw from."""
+    orders: int = 500
+    """Prompts with known documents in orders not seen before."""
+    most_sharers: int = 32
+    """Most prompts that share their documents at once."""
+
+    def __post_init__(self) -> None:
+        for name, limit in _LIMITS.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+                raise InvalidConfig(f"{name} must be a whole number between 1 and {limit}, got {value!r}")
+        if self.zipf_documents > self.catalogue:
+            raise InvalidConfig(
+                f"a prompt of {self.zipf_documents} documents cannot be drawn from a catalogue of {self.catalogue}; "
+                "make the catalogue larger"
+            )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its answer, its documents one behind the other."""
+        documents = max(self.documents, self.zipf_documents) * self.document_tokens
+        talk = NUM_TURNS * (self.question + self.answer)
+        return max(self.system + documents + talk, self.plain_tokens) + self.answer
+
+    def within(self, max_positions: int | None) -> Sizes:
+        """The same with as many documents as the model has positions for.
+
+        Raises:
+            InvalidConfig: not even one document fits.
+        """
+        sizes = self
+        while max_positions is not None and sizes.longest > max_positions:
+            most = max(sizes.documents, sizes.zipf_documents)
+            if most == 1 or sizes.plain_tokens + sizes.answer > max_positions:
+                raise InvalidConfig(
+                    f"the prompts take up to {sizes.longest} tokens, this model has {max_positions} positions; "
+                    "make the documents shorter (--document-tokens)"
+                )
+            sizes = replace(
+                sizes, documents=min(sizes.documents, most - 1), zipf_documents=min(sizes.zipf_documents, most - 1)
+            )
+        return sizes
+
+
+NUM_TURNS = 4
+"""Turns of a conversation."""
+
+FULL = Sizes()
+QUICK = Sizes(
+    documents=4,
+    document_tokens=128,
+    answer=8,
+    plain_tokens=256,
+    rounds=3,
+    zipf_prompts=6,
+    catalogue=100,
+    orders=40,
+    most_sharers=8,
+)
+PRESETS = {"quick": QUICK, "full": FULL}

@@ -1,0 +1,80 @@
+"""`kvmosaic bench --quick`, from end to end on the bundled reader."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvmosaic.bench import command
+from kvmosaic.bench.plots import can_plot
+from kvmosaic.cli import app
+
+QUICK = (
+    "bench",
+    "--quick",
+    "--threads",
+    "1",
+    "--rounds",
+    "2",
+    "--orders",
+    "10",
+    "--zipf-prompts",
+    "2",
+    "--answer",
+    "4",
+)
+
+
+def test_quick_run_measures_every_workload_and_writes_its_files(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [*QUICK, "--sharers", "2", "-o", str(tmp_path)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    content = json.loads((tmp_path / "bench-reader-quick.json").read_text())
+    names = {row["workload"] for row in content["rows"]}
+    assert {"question", "fresh", "repeated", "permuted", "known-2", "agents", "turns", "plain-8", "orders"} <= names
+    assert {"zipf-0%", "zipf-50%", "zipf-80%", "zipf-95%", "shared-2", "private-2"} <= names
+    assert {row["peer"] for row in content["rows"]} == {
+        "kvmosaic",
+        "kvmosaic, chunk cache off",
+        "transformers generate",
+    }
+    assert all(row["first_share"] > 0 and row["least_bytes"] > 0 for row in content["rows"])
+    assert content["step_parts"][0]["step"] > content["step_parts"][0]["linear"] > 0
+    assert any("vLLM is left out" in note for note in content["notes"])
+    assert "first token, new documents: off by on" in result.output
+    assert (tmp_path / "bench-reader-quick.md").read_text().startswith("# reader: quick run")
+    assert len(list(tmp_path.glob("*.png"))) == (4 if can_plot() else 0)
+
+    def computed(workload: str) -> float:
+        rows = [row for row in content["rows"] if row["workload"] == workload and row["peer"] == "kvmosaic"]
+        return sum(rows[0]["num_computed"]) / len(rows[0]["num_computed"])
+
+    assert computed("permuted") == computed("question") == content["sizes"]["question"]
+    assert computed("zipf-0%") > computed("zipf-50%") > computed("zipf-95%")
+
+
+def test_without_matplotlib_tables_and_json_still_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "can_plot", lambda: False)
+    arguments = [*QUICK, "--workload", "question", "--engine", "on", "-o", str(tmp_path), "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["rows"][0]["workload"] == "question"
+    assert "pip install 'kvmosaic[bench]'" in result.stderr
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".md"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--workload", "nonsense"), "no workload 'nonsense'"),
+        (("--engine", "nonsense"), "no engine 'nonsense'"),
+        (("no/such/model",), "no model 'no/such/model'"),
+        (("--vllm-python", "no/such/python"), "is no file"),
+    ],
+)
+def test_wrong_arguments_are_one_message_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "--quick", *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr and "Traceback" not in result.stderr
