@@ -45,7 +45,7 @@ def save_plots(report: Report, folder: Path, name: str) -> list[Path]:
     return paths
 
 
-def _whole(value: float, position: int | None = None) -> str:
+def _whole(value: float, position: float | None = None) -> str:
     """A number on an axis, without powers of ten; small ones with one digit behind the point."""
     return f"{value:,.0f}" if value >= 10 or value == round(value) else f"{value:.1f}"
 
