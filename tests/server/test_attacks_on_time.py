@@ -89,3 +89,14 @@ def test_busy_thread_is_noticed_when_the_server_ends() -> None:
         free.set()
         assert waiting.result()
         wait_until(lambda: not server.services.is_working)
+
+
+def test_document_whose_warming_was_cut_short_is_not_called_cached() -> None:
+    with RunningServer(max_num_batched_tokens=16) as server, ThreadPoolExecutor(1) as client:
+        body = {"documents": ["The ferry goes to Oak Island. " * 300]}
+        warming = client.submit(httpx.post, server.url + "/v1/documents:warm", json=body, timeout=30)
+        wait_until(lambda: server.services.engine.num_running)
+        server.call(server.services.close)
+        reply = warming.result().json()
+        assert (reply["num_failed"], reply["num_cached"]) == (1, 0)
+        assert reply["data"][0]["error"]["code"] == "unavailable"

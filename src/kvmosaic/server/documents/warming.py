@@ -106,6 +106,8 @@ async def _end_of(
             async for _, request in ends:
                 if request.error is not None:
                     raise request.error
+                if not request.reuse.segments:  # it was aborted
+                    raise services.admission.unavailable("the server stopped before this document was computed")
                 ended.append(request)
                 services.records.learn(request.reuse)
     except Exception as error:
