@@ -15,6 +15,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 LOAD_VENV := .venv-load
+EXTENSION := $(wildcard src/kvmosaic/attention/native/*.[ch])
 
 .PHONY: serve demo load test check format clean
 
@@ -49,7 +50,7 @@ $(BIN)/python:
 		{ echo "kvmosaic needs Python 3.11 or newer; try: make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed: pyproject.toml constraints.txt hatch_build.py $(EXTENSION) | $(BIN)/python
 	@echo "installing kvmosaic into $(VENV) (the first time this takes a minute or two)"
 	$(INSTALL) -e .
 	@touch $@

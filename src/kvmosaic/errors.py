@@ -2,6 +2,7 @@
 
     KVMosaicError
     ├── InvalidConfig                 a setting that cannot work
+    │   └── NativeUnavailable         the C extension is asked for and is not there
     ├── InvalidPrompt                 a prompt that cannot be answered
     │   ├── EmptySegment              a system text, document or question without tokens
     │   ├── ChunkTooLong              a document longer than `max_chunk_tokens`
@@ -51,6 +52,10 @@ class KVMosaicError(Exception):
 
 class InvalidConfig(KVMosaicError, ValueError):
     """A setting that cannot work."""
+
+
+class NativeUnavailable(InvalidConfig):
+    """The C extension is asked for and is not there."""
 
 
 class InvalidPrompt(KVMosaicError, ValueError):

@@ -17,7 +17,7 @@ from kvmosaic.assembly import (
     joined,
     prompts_of,
 )
-from kvmosaic.attention import AttentionBackend
+from kvmosaic.attention import AttentionBackend, BackendName, choose_backend
 from kvmosaic.cache import ChunkCacheStats, Plan
 from kvmosaic.chunks import ChunkHandle, ChunkStore
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
@@ -59,7 +59,7 @@ class LLM:
         enable_chunk_cache: bool = True,
         chunk_cache_config: ChunkCacheConfig | None = None,
         engine_config: EngineConfig | None = None,
-        attention_backend: AttentionBackend | None = None,
+        attention_backend: AttentionBackend | BackendName | None = None,
         self_check: bool = True,
         trust_remote_code: bool = False,
     ) -> None:
@@ -75,7 +75,9 @@ class LLM:
             enable_chunk_cache: compose prompts from cached chunks; off, segments are joined to an ordinary prompt.
             chunk_cache_config: capacity, positions, separator, eviction, …
             engine_config: how much runs at once, and memory for prefixes and answers.
-            attention_backend: who computes attention over one run of keys; default `TorchBackend()`.
+            attention_backend: who computes attention: "native" (the C extension), "torch", or a backend of your own.
+                Default: native where it can be used, otherwise torch; `attention` says which, and why. The environment
+                variable KVMOSAIC_ATTENTION decides where nothing is said here.
             self_check: compare a composed prompt with a dense forward first; if they differ, the chunk cache stays off
                 and `chunk_cache_off_reason` says why.
             trust_remote_code: run Python code that comes with the checkpoint.
@@ -99,17 +101,19 @@ class LLM:
                 prepack=prepack,
                 trust_remote_code=trust_remote_code,
             )
+        self.attention = choose_backend(attention_backend, self.model.dtype, self.model.device)
+        backend = self.attention.backend
         self.self_check: SelfCheck | None = None
         self.chunk_cache_off_reason = "" if enable_chunk_cache else "switched off (enable_chunk_cache=False)"
         if enable_chunk_cache:
             check_movable(self.model, self.chunk_cache_config)
             if self_check:
-                self.self_check = run_self_check(self.model, attention_backend)
+                self.self_check = run_self_check(self.model, backend)
                 self.chunk_cache_off_reason = self.self_check.reason
                 if self.chunk_cache_off_reason:
                     warnings.warn(f"the chunk cache is off: {self.chunk_cache_off_reason}", stacklevel=2)
         self.engine = build_engine(
-            self.model, self.chunk_cache_config, self.engine_config, attention_backend, self.has_chunk_cache
+            self.model, self.chunk_cache_config, self.engine_config, backend, self.has_chunk_cache
         )
         self.encoder = PromptEncoder(
             self.model.tokenizer,

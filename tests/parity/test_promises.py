@@ -13,6 +13,8 @@ from support.engines import GREEDY, answer, build_engine, dense_logits, fragment
 from support.families import build
 from support.reference import eager_logits
 
+from kvmosaic.attention import AttentionBackend, TorchBackend
+from kvmosaic.attention.native import LIBRARY, NativeBackend
 from kvmosaic.layout import arrange, dense
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
@@ -21,6 +23,10 @@ FAMILIES = ("llama", "gemma3", "deepseek_v3", "gpt_oss")
 """Full attention; windows with two rotations; latent attention; windows with sinks."""
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
 """Largest logit difference. In bfloat16, with 8 bits, it is 2% of the largest logit."""
+BACKENDS: list[AttentionBackend] = [TorchBackend(), *([NativeBackend()] if LIBRARY.exists() else [])]
+"""The promises hold with each of them, below float64."""
+
+both = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: type(backend).__name__)
 
 
 def tolerance_of(logits: torch.Tensor, dtype: torch.dtype) -> float:
@@ -58,7 +64,7 @@ settings_of_a_run = {
 }
 
 
-def check_cold_and_warm(model, prompt, strategy, context, block_size, budget, fragmented):
+def check_cold_and_warm(model, prompt, strategy, context, block_size, budget, fragmented, backend=None):
     """Dense, cold and warm give the same logits; returns the largest difference and its limit."""
     engine = build_engine(
         model,
@@ -67,6 +73,7 @@ def check_cold_and_warm(model, prompt, strategy, context, block_size, budget, fr
         block_size=block_size,
         position_strategy=strategy,
         chunk_context=context,
+        backend=backend,
     )
     if fragmented:
         fragment(engine)
@@ -93,12 +100,13 @@ def test_dense_cold_and_warm_agree_in_float64(family, prompt, strategy, context,
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@both
 @settings(max_examples=8)
 @given(prompt=prompts(), **settings_of_a_run)
 def test_dense_cold_and_warm_agree_in_lower_precision(
-    family, dtype, prompt, strategy, context, block_size, budget, fragmented
+    family, dtype, backend, prompt, strategy, context, block_size, budget, fragmented
 ):
-    check_cold_and_warm(loaded(family, dtype), prompt, strategy, context, block_size, budget, fragmented)
+    check_cold_and_warm(loaded(family, dtype), prompt, strategy, context, block_size, budget, fragmented, backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -175,13 +183,14 @@ def test_the_same_chunk_twice_is_read_twice_and_stored_once(family, strategy):
     assert engine.planner.statistics().cached_chunks == 2
 
 
+@both
 @settings(max_examples=15)
 @given(order=st.permutations(range(4)), seed=st.integers(0, 1000))
-def test_the_order_of_chunks_cannot_change_a_bit_in_shared(order, seed):
+def test_the_order_of_chunks_cannot_change_a_bit_in_shared(backend, order, seed):
     model = loaded("llama", torch.float32)
     generator = torch.Generator().manual_seed(seed)
     bodies = [torch.randint(0, 128, (count,), generator=generator).tolist() for count in (9, 4, 17, 2)]
-    engine = build_engine(model)
+    engine = build_engine(model, backend=backend)
     prompt = Prompt.from_tokens([1, 2, 3], bodies, [4, 5])
     permuted = Prompt.from_tokens([1, 2, 3], [bodies[i] for i in order], [4, 5])
     _, cold = answer(engine, prompt)
@@ -195,9 +204,10 @@ def test_the_order_of_chunks_cannot_change_a_bit_in_shared(order, seed):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss", "mistral", "deepseek_v3"])
-def test_plain_prompts_give_the_tokens_of_transformers_generate(family):
+@both
+def test_plain_prompts_give_the_tokens_of_transformers_generate(family, backend):
     model = loaded(family, torch.float32)
-    engine = build_engine(model, max_batched_tokens=16)
+    engine = build_engine(model, max_batched_tokens=16, backend=backend)
     generator = torch.Generator().manual_seed(3)
     params = replace(GREEDY, max_tokens=24, min_tokens=24, ignore_eos=False)
     for length in (1, 5, 23, 40):

@@ -1,16 +1,24 @@
 """Pieces of keys, read in place and merged."""
 
+from kvmosaic.attention.choosing import BackendName, ChosenBackend, choose_backend
 from kvmosaic.attention.composed import Piece, composed_attention
+from kvmosaic.attention.layer_backend import LayerBackend, PlanReader
 from kvmosaic.attention.merge import merge_partials
+from kvmosaic.attention.native import NativeBackend
 from kvmosaic.attention.reads import Call, Mask, PoolName, ReadPlan, RowGroup, RunRead, plan_reads
 from kvmosaic.attention.step import StepAttention, Write
 from kvmosaic.attention.torch_backend import AttentionBackend, TorchBackend, attend_plain
 
 __all__ = [
     "AttentionBackend",
+    "BackendName",
     "Call",
+    "ChosenBackend",
+    "LayerBackend",
     "Mask",
+    "NativeBackend",
     "Piece",
+    "PlanReader",
     "PoolName",
     "ReadPlan",
     "RowGroup",
@@ -19,6 +27,7 @@ __all__ = [
     "TorchBackend",
     "Write",
     "attend_plain",
+    "choose_backend",
     "composed_attention",
     "merge_partials",
     "plan_reads",

@@ -4,6 +4,8 @@ write the new keys and values into their slots
 turn the stacked queries, one rotation per (row, distance)
 one call per run of keys, whoever reads it
 merge by log-sum-exp
+
+A backend that takes a whole layer does the last three at once, for the layers that suit it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from kvmosaic.attention.layer_backend import LayerBackend, PlanReader, Pools
 from kvmosaic.attention.merge import apply_sinks, merge_partials
 from kvmosaic.attention.reads import Call, Mask, PoolName, ReadPlan, RowGroup, plan_reads
 from kvmosaic.attention.torch_backend import AttentionBackend
@@ -77,6 +80,7 @@ class StepAttention:
         self._backend = backend
         self._plans: dict[Mask, ReadPlan] = {}
         self._tables: dict[tuple[Mask, Rotation], RotationTables] = {}
+        self._readers: dict[Mask, PlanReader] = {}
 
     def __call__(self, call: LayerCall) -> Tensor:
         """Attention of one layer: queries [T, H, D] to outputs [T, H, Dv]."""
@@ -85,9 +89,22 @@ class StepAttention:
             self._storages[write.pool].write(index, write.slots, call.key[write.rows], call.value[write.rows])
         layer = self._layers[index]
         plan = self._plan(layer.mask, call.query.device)
+        tables = self._turning_tables(layer, plan, call.query) if plan.is_moved and layer.rotation is not None else None
+        result = None
+        if isinstance(self._backend, LayerBackend):
+            result = self._reader(self._backend, layer.mask, plan).attend(
+                call.query, self._pools(call), scaling=call.scaling, softcap=call.softcap, tables=tables
+            )
+        output, lse = result or self._attend_all(call, plan, tables)
+        if call.sinks is not None:
+            output = apply_sinks(output, lse, call.sinks)
+        return output
+
+    def _attend_all(self, call: LayerCall, plan: ReadPlan, tables: RotationTables | None) -> tuple[Tensor, Tensor]:
+        """The calls of a plan, one by one, and their merge."""
         query = call.query if plan.is_single else call.query[plan.rows]
-        if plan.is_moved and layer.rotation is not None:
-            query = turn(query, self._turning_tables(layer, plan, query)).to(call.query.dtype)
+        if tables is not None:
+            query = turn(query, tables).to(call.query.dtype)
         results = [self._attend(call, query[part.first : part.last], part) for part in plan.calls]
         if len(results) == 1:
             output, lse = results[0]
@@ -95,9 +112,7 @@ class StepAttention:
             output, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
         if not plan.is_single:
             output, lse = merge_partials(output, lse, plan.rows, plan.num_rows)
-        if call.sinks is not None:
-            output = apply_sinks(output, lse, call.sinks)
-        return output
+        return output, lse
 
     def _attend(self, call: LayerCall, query: Tensor, part: Call) -> tuple[Tensor, Tensor]:
         if part.pool is None:
@@ -108,6 +123,19 @@ class StepAttention:
         return self._backend.attend(
             query, key, value, scaling=call.scaling, causal=part.causal, mask=part.mask, softcap=call.softcap
         )
+
+    def _pools(self, call: LayerCall) -> Pools:
+        """Everything that the calls of a layer may read."""
+        pools: dict[PoolName | None, tuple[Tensor, Tensor]] = {None: (call.key, call.value)}
+        for name, storage in self._storages.items():
+            pools[name] = storage.run(call.layer_index, 0, storage.num_blocks * storage.block_size)
+        return pools
+
+    def _reader(self, backend: LayerBackend, mask: Mask, plan: ReadPlan) -> PlanReader:
+        reader = self._readers.get(mask)
+        if reader is None:
+            reader = self._readers[mask] = backend.plan_reader(plan)
+        return reader
 
     def _plan(self, mask: Mask, device: torch.device) -> ReadPlan:
         plan = self._plans.get(mask)

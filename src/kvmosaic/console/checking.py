@@ -26,7 +26,7 @@ def show_check(opening: Opening) -> bool:
     """
     console = Console()
     with closing(open_llm(opening, Console(stderr=True))) as llm:
-        console.print(model_table(opening.model, llm.model))
+        console.print(model_table(opening.model, llm.model, str(llm.attention)))
         console.print()
         console.print(layer_table(llm.model.layers))
         if llm.model.immovable_reason:
@@ -37,8 +37,8 @@ def show_check(opening: Opening) -> bool:
         return llm.self_check.passed
 
 
-def model_table(name: str, model: LoadedModel) -> Table:
-    """Name, kind and size of a model."""
+def model_table(name: str, model: LoadedModel, attention: str) -> Table:
+    """Name, kind and size of a model, and who computes its attention."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
@@ -49,6 +49,7 @@ def model_table(name: str, model: LoadedModel) -> Table:
     table.add_row("parameters", Text(f"{model.num_parameters:,} in {dtype} on {model.device}{packed}"))
     table.add_row("positions", Text(limit))
     table.add_row("one token takes", Text(f"{size_text(model.bytes_per_token())} of cache"))
+    table.add_row("attention", Text(printable(attention)))
     return table
 
 

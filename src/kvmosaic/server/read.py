@@ -57,7 +57,7 @@ def variable_of(name: str) -> str:
 
 
 def _check_environment() -> None:
-    known = [variable_of(name) for name in ServerSettings.model_fields]
+    known = [variable_of(name) for name in (*ServerSettings.model_fields, "attention")]  # attention: read by `LLM`
     for variable in os.environ:
         if variable.upper().startswith(ENV_PREFIX) and variable.upper() not in known:
             raise InvalidConfig(f"no setting is called {variable}{nearest(variable.upper(), known)}")
