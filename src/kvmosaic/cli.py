@@ -244,7 +244,7 @@ def bench(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write JSON, Markdown and plots here.")
     ] = None,
-    as_json: AsJSON = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
 ) -> None:
     """Measure this engine beside others, on the same prompts, weights and machine, against what the machine allows.
 

@@ -42,7 +42,9 @@ def test_quick_run_measures_every_workload_and_writes_its_files(tmp_path: Path) 
     }
     assert all(row["first_share"] > 0 and row["least_bytes"] > 0 for row in content["rows"])
     assert content["step_parts"][0]["step"] > content["step_parts"][0]["linear"] > 0
-    assert any("vLLM is left out" in note for note in content["notes"])
+    assert any(
+        "vLLM in bfloat16 is left out" in note or "vLLM in float32 is left out" in note for note in content["notes"]
+    )
     assert "first token, new documents: off by on" in result.output
     assert (tmp_path / "bench-reader-quick.md").read_text().startswith("# reader: quick run")
     assert len(list(tmp_path.glob("*.png"))) == (4 if can_plot() else 0)
@@ -78,3 +80,10 @@ def test_wrong_arguments_are_one_message_and_exit_code_2(arguments: tuple[str, .
     result = CliRunner().invoke(app, ["bench", "--quick", *arguments])
     assert result.exit_code == 2
     assert message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_dtype_given_under_two_names_is_measured_once() -> None:
+    arguments = [*QUICK, "--workload", "question", "--engine", "on", "--dtype", "auto", "--json"]
+    both = [*arguments, "--dtype", "float32", "--dtype", "bfloat16"]
+    rows = json.loads(CliRunner().invoke(app, both).stdout)["rows"]
+    assert sorted(row["dtype"] for row in rows) == ["bfloat16", "float32"]

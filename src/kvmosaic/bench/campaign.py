@@ -91,7 +91,8 @@ def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, 
     machine = facts(campaign.peers.threads)
     watcher.stage(f"loading {campaign.model}")
     folder = model_folder(campaign.model, scratch)
-    models = [load_model(folder, dtype=dtype, local_files_only=True) for dtype in dict.fromkeys(campaign.dtypes)]
+    loaded = [load_model(folder, dtype=dtype, local_files_only=True) for dtype in dict.fromkeys(campaign.dtypes)]
+    models = list({model.dtype: model for model in loaded}.values())  # "auto" may be one of the others
     sizes = campaign.sizes.within(models[0].max_positions)
     notes = [] if sizes == campaign.sizes else [f"Fewer documents per prompt: {campaign.model} has fewer positions."]
     if campaign.model not in RANDOM_MODELS or sizes.documents * sizes.document_tokens < _TARGET_TOKENS:

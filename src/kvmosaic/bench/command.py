@@ -29,7 +29,7 @@ def bench(campaign: Campaign, output: Path | None, *, as_json: bool = False) -> 
     else:
         console.print(report.to_tables())
     if output is not None:
-        name = f"bench-{Path(campaign.model).name}-{campaign.preset}"
+        name = f"bench-{Path(campaign.model).resolve().name}-{campaign.preset}"
         paths = report.save(output, name)
         if can_plot():
             paths += save_plots(report, output, name)
@@ -44,8 +44,10 @@ class _Bar(Watcher):
 
     def __init__(self, notices: Console) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._notices = notices
         self._progress = Progress(*columns, console=notices, transient=True)
         self._task = self._progress.add_task("beginning", total=None)
+        self._said = ""
 
     def __enter__(self) -> _Bar:
         self._progress.start()
@@ -58,9 +60,17 @@ class _Bar(Watcher):
 
     def stage(self, what: str) -> None:
         self._progress.update(self._task, description=what, total=None)
+        self._say(what)
 
     def total(self, count: int) -> None:
         self._progress.update(self._task, total=count, completed=0)
 
     def answered(self, what: str) -> None:
         self._progress.update(self._task, description=what, advance=1)
+        self._say(what.split(":")[0])
+
+    def _say(self, what: str) -> None:
+        """In a log there is no bar: one line whenever something new begins."""
+        if not self._notices.is_terminal and what != self._said:
+            self._said = what
+            self._notices.print(what, markup=False)

