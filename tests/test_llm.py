@@ -342,6 +342,8 @@ WRONG_SEGMENTS = {
     "kind is unknown": (lambda: Segment("part", (1,)), InvalidPrompt),
     "size is a fraction": (lambda: ChunkCacheConfig(capacity=1.5), InvalidConfig),
     "size is missing": (lambda: EngineConfig(request_cache=None), InvalidConfig),
+    "threads are none": (lambda: EngineConfig(num_threads=0), InvalidConfig),
+    "threads are endless": (lambda: EngineConfig(num_threads=10**6), InvalidConfig),
     "size is endless": (lambda: ChunkCacheConfig(capacity="9" * 400 + "GiB"), InvalidConfig),
     "fraction is a text": (lambda: ChunkCacheConfig(memory_fraction="0.5"), InvalidConfig),
     "seconds are a text": (lambda: ChunkCacheConfig(log_stats_seconds="1"), InvalidConfig),
@@ -461,3 +463,14 @@ def test_statistics_are_logged_when_asked_for(model, caplog):
     with make(model, log_stats_seconds=1e-6) as llm:
         llm.generate(TEXT, GREEDY)
     assert "hit_rate" in caplog.text or "lookups" in caplog.text
+
+
+@pytest.mark.parametrize("wanted", [None, 2])
+def test_threads_are_left_alone_unless_they_are_given(model, wanted):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        with LLM(model, engine_config=replace(SMALL, num_threads=wanted)):
+            assert torch.get_num_threads() == (wanted or 1)
+    finally:
+        torch.set_num_threads(before)

@@ -110,6 +110,8 @@ class EngineConfig:
     """Most positions of one sequence; None: what the model allows."""
     enable_prefix_caching: bool = True
     """Keep the blocks of system prompts, questions and answers for later requests that begin alike."""
+    num_threads: int | None = None
+    """Threads that torch computes with on a CPU, in the whole process; None: torch's own choice, one per core."""
 
     def __post_init__(self) -> None:
         _check_range("max_batched_tokens", self.max_batched_tokens, 1, 2**20)
@@ -117,6 +119,8 @@ class EngineConfig:
         _check_range("max_waiting", self.max_waiting, 1, 10**7)
         if self.max_model_len is not None:
             _check_range("max_model_len", self.max_model_len, 1, 2**27)
+        if self.num_threads is not None:
+            _check_range("num_threads", self.num_threads, 1, 1024)
         parse_bytes(self.request_cache)
 
 

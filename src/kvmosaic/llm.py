@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
+
 from kvmosaic.assembly import (
     PromptLike,
     build_engine,
@@ -74,7 +76,7 @@ class LLM:
                 decoding; "auto" where the CPU computes in bfloat16. A model that is loaded already stays as it is.
             enable_chunk_cache: compose prompts from cached chunks; off, segments are joined to an ordinary prompt.
             chunk_cache_config: capacity, positions, separator, eviction, …
-            engine_config: how much runs at once, and memory for prefixes and answers.
+            engine_config: how much runs at once, memory for prefixes and answers, and threads.
             attention_backend: who computes attention: "native" (the C extension), "torch", or a backend of your own.
                 Default: native where it can be used, otherwise torch; `attention` says which, and why. The environment
                 variable KVMOSAIC_ATTENTION decides where nothing is said here.
@@ -89,6 +91,8 @@ class LLM:
         """
         self.chunk_cache_config = checked(chunk_cache_config or ChunkCacheConfig(), ChunkCacheConfig)
         self.engine_config = checked(engine_config or EngineConfig(), EngineConfig)
+        if self.engine_config.num_threads is not None:
+            torch.set_num_threads(self.engine_config.num_threads)
         if isinstance(model, LoadedModel):
             self.model = model
         else:

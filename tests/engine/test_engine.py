@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.engines import GREEDY, RecordingRunner, answer, build_engine, token_ids
 from support.families import build
 
+from kvmosaic.engine.sequence import Sequence
 from kvmosaic.errors import (
     ChunkCacheFull,
     EngineError,
@@ -433,3 +434,15 @@ def test_wrong_parameters_queue_nothing():
         engine.add_request(ask(0), GREEDY, request_id=[1])
     assert not engine.has_unfinished_requests
     engine.close()
+
+
+def test_a_step_of_an_answer_never_looks_at_the_whole_answer_again(monkeypatch):
+    engine = build_engine(llama())
+    request = engine.add_request(ask(0, 1), replace(GREEDY, max_tokens=40))
+    engine.step()
+    whole = Sequence.layout
+    monkeypatch.setattr(Sequence, "layout", property(lambda sequence: pytest.fail("every token was gone through")))
+    while engine.has_unfinished_requests:
+        engine.step()
+    monkeypatch.setattr(Sequence, "layout", whole)
+    assert len(token_ids(request)) == 40

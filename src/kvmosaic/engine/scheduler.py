@@ -119,7 +119,7 @@ class Scheduler:
                 continue
             if span.chunk is not None and not span.is_owner:
                 continue
-            seen = (attachment.spans[view.span] for view in sequence.layout.spans[index].views)
+            seen = (attachment.spans[view.span] for view in sequence.request.layout.spans[index].views)
             if taken == budget or not _are_computed(seen):
                 continue
             count = min(remaining, budget - taken)
