@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from kvmosaic import errors
+from kvmosaic.server.wording import fault_of
 
 logger = logging.getLogger("kvmosaic.server")
 
@@ -118,18 +119,19 @@ def request_id_of(request: Request) -> str:
 
 
 def _invalid_body(error: RequestValidationError) -> ApiError:
-    first = next(iter(error.errors()), {"loc": (), "msg": "invalid", "type": ""})
-    where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"unknown field {where!r}; remove it, or look at how it is spelled", param=where)
-    if first["type"] == "json_invalid":
+    faults = error.errors()
+    if faults and faults[0]["type"] == "json_invalid":
         return ApiError(400, "the body is not JSON", code="invalid_json")
-    said = str(first["msg"]).removeprefix("Value error, ")
-    return ApiError(400, f"{where or 'the body'}: {said}", param=where or None)
+    fault = fault_of(faults, error.body)
+    return ApiError(400, fault.told, param=fault.where or None)
 
 
 def _http_error(error: HTTPException) -> ApiError:
-    known = {404: "no such address", 405: "this address does not take this method"}
+    allowed = (error.headers or {}).get("Allow", "another method")
+    known = {
+        404: "no such address; those of the OpenAI API begin with /v1, and /openapi.json lists all there are",
+        405: f"this address takes {allowed} only",
+    }
     message = known.get(error.status_code, str(error.detail))
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     return ApiError(error.status_code, message, code=code, headers=error.headers)
