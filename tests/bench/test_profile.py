@@ -1,0 +1,42 @@
+"""Clocks in the modules of a model."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from support.families import build
+
+from kvmosaic.bench.peers.own import OwnPeer
+from kvmosaic.bench.profile import StepParts, profile_answers
+from kvmosaic.bench.targets import step_targets
+from kvmosaic.model import LoadedModel
+from kvmosaic.prompt import Prompt
+
+PROMPT = Prompt.from_tokens(range(20, 24), [range(30, 40), range(40, 52)], range(60, 65))
+
+
+def test_parts_of_a_step_follow_the_layer_that_is_slow_and_no_clock_is_left_behind() -> None:
+    module = build("llama", torch.float32)
+    peer = OwnPeer(LoadedModel.from_module(module), enable_chunk_cache=True, capacity="1MiB")
+    layers = module.model.layers
+    linears = [layers[0].self_attn.q_proj, layers[0].mlp.up_proj]
+    for linear in linears:
+        linear.register_forward_hook(lambda *ignored: time.sleep(0.01), prepend=True)
+    num_hooks = [len(m._forward_hooks) for m in module.modules()]
+    parts = profile_answers(peer, "permuted", [PROMPT], 4)
+    assert 0.02 < parts.linear < parts.step
+    assert 0 < parts.attention < parts.step - parts.linear, "what its linear layers take is not counted twice"
+    assert 0 <= parts.outside_share < parts.beside_linear_share < 1
+    assert [len(m._forward_hooks) for m in module.modules()] == num_hooks
+
+
+def test_attention_of_private_copies_is_set_against_that_of_shared_documents() -> None:
+    shared, private = (
+        StepParts(f"{kind}-8", "float32", 8, 1.0, 0.5, seconds) for kind, seconds in (("shared", 0.1), ("private", 0.4))
+    )
+    (target,) = step_targets([shared, private])
+    assert target.measured == 4 and target.is_reached
+    (target,) = step_targets([StepParts("permuted", "float32", 1, 1.0, 0.8, 0.1)])
+    assert round(target.measured, 6) == 0.2 and not target.is_reached
+    assert step_targets([StepParts("permuted", "float32", 1, 0.0, 0.0, 0.0)]) == []
