@@ -6,17 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.plain import PlainBackend
 
 from kvmosaic import Piece, composed_attention
 from kvmosaic.attention import TorchBackend, attend_plain
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.rope import Rotation, turn
-
-
-class PlainBackend:
-    """The written-out attention as a backend of its own."""
-
-    attend = staticmethod(attend_plain)
 
 
 def rotation_of(layout: str, offset: int, rotary_dim: int, head_dim: int) -> Rotation:
