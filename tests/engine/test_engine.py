@@ -26,6 +26,7 @@ from kvmosaic.errors import (
 )
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
+from kvmosaic.rope import Rotation
 from kvmosaic.sampling import SamplingParams
 
 
@@ -446,3 +447,14 @@ def test_a_step_of_an_answer_never_looks_at_the_whole_answer_again(monkeypatch):
         engine.step()
     monkeypatch.setattr(Sequence, "layout", whole)
     assert len(token_ids(request)) == 40
+
+
+def test_an_answer_makes_its_rotation_tables_once(monkeypatch):
+    made = []
+    make = Rotation.tables
+    monkeypatch.setattr(Rotation, "tables", lambda *given, **how: made.append(given) or make(*given, **how))
+    engine = build_engine(llama(), position_strategy="sequential")
+    answer(engine, ask(0, 1), replace(GREEDY, max_tokens=2))
+    few = len(made)
+    answer(engine, ask(0, 1), replace(GREEDY, max_tokens=12))
+    assert few and len(made) <= few + 1  # the tables of the question, whose blocks may have been found

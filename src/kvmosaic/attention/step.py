@@ -22,7 +22,7 @@ from kvmosaic.attention.merge import apply_sinks, merge_partials
 from kvmosaic.attention.reads import Call, Mask, PoolName, ReadPlan, RowGroup, plan_reads
 from kvmosaic.attention.torch_backend import AttentionBackend
 from kvmosaic.memory import BlockStorage
-from kvmosaic.rope import Rotation, RotationTables, turn
+from kvmosaic.rope import Rotation, RotationTables, TableCache, turn
 
 
 class LayerAttention(Protocol):
@@ -72,12 +72,15 @@ class StepAttention:
         groups: Sequence[RowGroup],
         writes: Sequence[Write],
         backend: AttentionBackend,
+        table_cache: TableCache | None = None,
     ) -> None:
+        """Prepares one forward; `table_cache` keeps rotation tables from one forward to the next."""
         self._layers = layers
         self._storages = storages
         self._groups = groups
         self._writes = writes
         self._backend = backend
+        self._table_cache = TableCache() if table_cache is None else table_cache
         self._plans: dict[Mask, ReadPlan] = {}
         self._tables: dict[tuple[Mask, Rotation], RotationTables] = {}
         self._readers: dict[Mask, PlanReader] = {}
@@ -149,6 +152,7 @@ class StepAttention:
         tables = self._tables.get(key)
         if tables is None:
             precision = torch.promote_types(query.dtype, torch.float32)
-            tables = layer.rotation.tables(-plan.distances, dtype=precision, device=query.device)
+            distances = -plan.distances
+            tables = self._table_cache.tables(layer.rotation, distances, dtype=precision, device=query.device)
             self._tables[key] = tables
         return tables

@@ -12,6 +12,7 @@ from kvmosaic.cache import BlockCopy
 from kvmosaic.memory import BlockStorage
 from kvmosaic.model.batch import SpanRows, flatten
 from kvmosaic.model.loaded import LoadedModel
+from kvmosaic.rope import TableCache
 
 
 class Runner:
@@ -30,6 +31,7 @@ class Runner:
             pool: BlockStorage(model.layers, count, block_size, model.dtype, model.device)
             for pool, count in num_blocks.items()
         }
+        self._table_cache = TableCache()
 
     def run(self, spans: Sequence[SpanRows], copies: Sequence[BlockCopy] = ()) -> Tensor:
         """Computes the keys and values of all given rows and stores them.
@@ -44,6 +46,8 @@ class Runner:
         for copy in copies:
             self.storages["request"].copy_block(copy.source, copy.target)
         batch = flatten(spans, self.model.device)
-        receiver = StepAttention(self.model.layers, self.storages, batch.groups, batch.writes, self.backend)
+        receiver = StepAttention(
+            self.model.layers, self.storages, batch.groups, batch.writes, self.backend, self._table_cache
+        )
         logits = self.model.forward(batch.token_ids, batch.positions, batch.logit_rows, receiver)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -2,6 +2,7 @@
 
 from kvmosaic.rope.detect import PROBE_POSITIONS, Detection, detect_rotation, relative_error
 from kvmosaic.rope.rotation import Rotation, RotationLayout, RotationTables, turn
+from kvmosaic.rope.table_cache import TableCache
 
 __all__ = [
     "PROBE_POSITIONS",
@@ -9,6 +10,7 @@ __all__ = [
     "Rotation",
     "RotationLayout",
     "RotationTables",
+    "TableCache",
     "detect_rotation",
     "relative_error",
     "turn",
