@@ -211,7 +211,7 @@ def test_a_segment_that_can_never_fit_is_refused_at_once():
         None, ChunkCacheConfig(long_chunks="split", max_chunk_tokens=4), vocab_size=9, max_positions=8
     )
     assert len(encoder.encode(Prompt.from_tokens(chunks=[[1] * 20], question=[1] * 8)).chunks) == 5
-    with pytest.raises(PromptTooLong, match="the question segment alone has 9 tokens, the model has 8 positions"):
+    with pytest.raises(PromptTooLong, match="the question alone has 9 tokens, the model has 8 positions"):
         encoder.encode(Prompt.from_tokens(question=[1] * 9))
 
 

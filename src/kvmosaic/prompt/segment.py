@@ -27,6 +27,14 @@ class SegmentKind(StrEnum):
     """The only segment of an ordinary prompt: causal, position 0, no documents."""
 
 
+_NAMELESS = {
+    SegmentKind.SYSTEM: "system text",
+    SegmentKind.CHUNK: "document (it has no id)",
+    SegmentKind.QUESTION: "question",
+    SegmentKind.PLAIN: "prompt",
+}
+
+
 def _kind(kind: object) -> SegmentKind:
     try:
         return SegmentKind(kind)  # type: ignore[arg-type]
@@ -74,7 +82,7 @@ class Segment:
     @property
     def label(self) -> str:
         """How messages and reports call this segment."""
-        return f"{self.kind} {self.name!r}" if self.name else f"{self.kind} segment"
+        return f"{self.kind} {self.name!r}" if self.name else _NAMELESS[self.kind]
 
     @property
     def num_tokens(self) -> int:

@@ -112,9 +112,9 @@ class _Launch:
     async def _drain(self, services: Services) -> None:
         services.admission.is_draining = True
         under_way, seconds = services.admission.num_under_way, self._settings.drain_seconds
-        self._say(f"stopping: {under_way} requests under way may take {seconds:g} s; a second signal ends them now")
+        self._say(_stopping(under_way, seconds))
         if not await services.admission.drained(seconds):
-            self._say(f"stopping: {services.admission.num_under_way} requests are aborted")
+            self._say(f"stopping: aborted {_requests(services.admission.num_under_way)}")
         await services.close()
 
     def _describe(self, services: Services) -> None:
@@ -130,3 +130,13 @@ class _Launch:
 
     def _say(self, line: str) -> None:
         self._notices.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _requests(number: int) -> str:
+    return "1 request" if number == 1 else f"{number} requests"
+
+
+def _stopping(under_way: int, seconds: float) -> str:
+    if not under_way:
+        return "stopping: nothing is under way"
+    return f"stopping: {_requests(under_way)} under way may take {seconds:g} s; a second signal ends them now"

@@ -76,7 +76,9 @@ class ServerSettings(BaseSettings):
         "Names under which this server may be asked for when it has no keys and listens on loopback, besides localhost "
         "and its address; * is every one.",
     )
-    uvicorn_log_level: LogLevel = _setting("info", "Server", "What is logged; from info on, a line per request.")
+    uvicorn_log_level: LogLevel = _setting(
+        "info", "Server", "What is logged; info: a line per request; debug: for probes, too."
+    )
     drain_seconds: float = _setting(
         30.0, "Server", "At SIGTERM, what runs may go on this long before it is aborted.", ge=0, le=86_400
     )

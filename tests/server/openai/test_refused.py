@@ -83,7 +83,7 @@ def test_field_is_refused_by_its_name(http, fields, param):
         ({"documents": [{"id": "a", "text": "x"}, {"id": "a", "text": "y"}]}, "same id"),
         ({"messages": [{"role": "user", "content": " "}]}, "no content"),
         ({"messages": [*MESSAGES, {"role": "system", "content": "late"}]}, "refuses this conversation"),
-        ({"messages": [{"role": "user", "content": "word " * 20_000}]}, "positions"),
+        ({"messages": [{"role": "user", "content": "word " * 20_000}]}, "the prompt has 100"),
         ({"chat_template_kwargs": {"tokenize": True}}, "'tokenize'"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "'chat_template'"),
         ({"chat_template_kwargs": {"documents": []}}, "'documents'"),
