@@ -12,7 +12,7 @@ from kvmosaic.cache import Planner
 from kvmosaic.config import ChunkCacheConfig, EngineConfig, parse_bytes
 from kvmosaic.engine import Engine, not_movable
 from kvmosaic.errors import InvalidConfig, InvalidPrompt
-from kvmosaic.memory import blocks_within, device_memory_bytes
+from kvmosaic.memory import blocks_within, check_fits, device_memory_bytes
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
@@ -92,6 +92,7 @@ def build_engine(
     if config.memory_fraction is not None:
         capacity = int(config.memory_fraction * device_memory_bytes(model.device))
     chunk_blocks = blocks_within(capacity, bytes_per_block, "the chunk cache's capacity") if has_chunk_cache else 1
+    check_fits((request_blocks + chunk_blocks) * bytes_per_block, model.device)
     planner = Planner(
         model.fingerprint,
         config,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.memory import BlockStorage, blocks_within, device_memory_bytes
+from kvmosaic.memory import BlockStorage, blocks_within, check_fits, device_memory_bytes
 
 
 @dataclass(frozen=True)
@@ -90,3 +90,10 @@ def test_a_budget_below_one_block_says_how_much_is_needed():
 
 def test_the_machine_has_memory():
     assert device_memory_bytes(torch.device("cpu")) > 2**28
+
+
+def test_caches_larger_than_the_device_are_refused_before_they_are_made() -> None:
+    cpu = torch.device("cpu")
+    check_fits(device_memory_bytes(cpu), cpu)
+    with pytest.raises(InvalidConfig, match=r"GiB, but cpu has .* make the caches smaller"):
+        check_fits(device_memory_bytes(cpu) + 1, cpu)

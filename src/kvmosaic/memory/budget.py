@@ -26,6 +26,22 @@ def blocks_within(num_bytes: int, bytes_per_block: int, purpose: str) -> int:
     return count
 
 
+def check_fits(num_bytes: int, device: torch.device) -> None:
+    """Refuses caches that no device of this size can hold.
+
+    A system that promises more memory than it has would let them be made, and end the process when they fill.
+
+    Raises:
+        InvalidConfig: `num_bytes` are more than all the memory of the device.
+    """
+    total = device_memory_bytes(device)
+    if num_bytes > total:
+        raise InvalidConfig(
+            f"the chunk cache and the request cache are to take {num_bytes / 2**30:.1f} GiB, but {device} has "
+            f"{total / 2**30:.1f} GiB in all, and the model needs some of it; make the caches smaller"
+        )
+
+
 def device_memory_bytes(device: torch.device) -> int:
     """Total memory of a device: of the GPU, or of the machine for the CPU."""
     if device.type == "cuda":
