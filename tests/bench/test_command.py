@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from kvmosaic.bench import command
+from kvmosaic.bench import campaign, command
+from kvmosaic.bench.measuring import Row, measure
 from kvmosaic.bench.plots import can_plot
+from kvmosaic.bench.workload import Workload
 from kvmosaic.cli import app
 
 QUICK = (
@@ -87,3 +90,17 @@ def test_a_dtype_given_under_two_names_is_measured_once() -> None:
     both = [*arguments, "--dtype", "float32", "--dtype", "bfloat16"]
     rows = json.loads(CliRunner().invoke(app, both).stdout)["rows"]
     assert sorted(row["dtype"] for row in rows) == ["bfloat16", "float32"]
+
+
+def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(workload: Workload, *others: Any) -> list[Row]:
+        if workload.name == "fresh":
+            raise KeyboardInterrupt
+        return measure(workload, *others)
+
+    monkeypatch.setattr(campaign, "measure", interrupted)
+    result = CliRunner().invoke(app, [*QUICK, "--engine", "on", "-o", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    content = json.loads((tmp_path / "bench-reader-quick.json").read_text())
+    assert [row["workload"] for row in content["rows"]] == ["question"]
+    assert "Interrupted: what came later was not measured." in content["notes"]

@@ -99,18 +99,22 @@ def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, 
         notes.append(_NOT_AS_STATED)
     workloads = build_workloads(list(campaign.workloads), sizes, models[0].vocab_size, campaign.seed)
     weights = {_dtype_of(model.dtype): weigh(model.module, model.bytes_per_token()) for model in models}
+    most_sharers = _most_sharers(workloads)
     watcher.stage("measuring the limits of this machine")
     limits = measure_limits(campaign.peers.threads, list(weights))
     watcher.stage("opening the engines")
     options = replace(campaign.peers, most_tokens=sizes.longest + 64)
     peers, left_out = open_peers(models, folder, options, stack)
-    rows = _measure_all(workloads, peers, watcher)
+    rows, was_interrupted = _measure_all(workloads, peers, watcher)
     for row in rows:
         add_shares(row, limits, weights[row.dtype])
+    if was_interrupted:
+        notes.append("Interrupted: what came later was not measured.")
+        workloads = []
     watcher.stage("looking into the steps")
     parts = _profiles(peers, workloads, sizes)
-    found = [*targets(rows, limits, weights, _most_sharers(workloads)), *step_targets(parts)]
-    if campaign.is_start_measured:
+    found = [*targets(rows, limits, weights, most_sharers), *step_targets(parts)]
+    if campaign.is_start_measured and not was_interrupted:
         watcher.stage("starting the command")
         found += _start_targets()
     return Report(
@@ -129,12 +133,21 @@ def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, 
     )
 
 
-def _measure_all(workloads: list[Workload], peers: list[Peer], watcher: Watcher) -> list[Row]:
-    for peer in peers:
-        # the first forward of a process pays for the start of libraries
-        peer.answer([Prompt.plain(range(16, 48))], 2)
-    watcher.total(sum(num_answers(workload, peers) for workload in workloads))
-    return [row for workload in workloads for row in measure(workload, peers, watcher.answered)]
+def _measure_all(workloads: list[Workload], peers: list[Peer], watcher: Watcher) -> tuple[list[Row], bool]:
+    """The rows of all workloads; after an interrupt those that were finished, and True."""
+    rows: list[Row] = []
+    try:
+        for peer in peers:
+            # the first forward of a process pays for the start of libraries
+            peer.answer([Prompt.plain(range(16, 48))], 2)
+        watcher.total(sum(num_answers(workload, peers) for workload in workloads))
+        for workload in workloads:
+            rows += measure(workload, peers, watcher.answered)
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        return rows, True
+    return rows, False
 
 
 def _profiles(peers: list[Peer], workloads: list[Workload], sizes: Sizes) -> list[StepParts]:

@@ -48,7 +48,7 @@ def open_peers(
     """Every engine in every dtype of the models; `stack` closes them.
 
     Returns:
-        The engines, and a note for each that is left out.
+        The engines, and notes: who computes our attention, and which engines are left out.
     """
     peers: list[Peer] = []
     notes: list[str] = []
@@ -65,6 +65,8 @@ def open_peers(
                     model, enable_chunk_cache=name == "on", strategy=options.strategy, capacity=options.capacity
                 )
                 add(own)
+                if name == "on":
+                    notes.append(f"Attention of our engine in {dtype}: {own.llm.attention}.")
                 if name == "on" and not own.llm.has_chunk_cache:
                     notes.append(f"The chunk cache is off for {dtype}: {own.llm.chunk_cache_off_reason}.")
         if "transformers" in options.names:
