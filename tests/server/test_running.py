@@ -133,8 +133,8 @@ BODIES = {
 
 def test_answers_that_are_aborted_before_their_first_token_are_said_to_be_unavailable() -> None:
     """Of three answers only the first one has begun to exist then."""
-    with RunningServer(max_num_seqs=1) as server, ThreadPoolExecutor(8) as threads:
-        params = SamplingParams(max_tokens=1_500, ignore_eos=True, temperature=0.0)
+    with RunningServer(max_num_seqs=3) as server, ThreadPoolExecutor(8) as threads:
+        params = SamplingParams(n=3, max_tokens=1_500, ignore_eos=True, temperature=0.0)
         long = run(server.services, ACME, prompt_of(server), params, route="/test", request_id="long")
         server.call(anext, long)
         asked = [
@@ -151,3 +151,32 @@ def test_answers_that_are_aborted_before_their_first_token_are_said_to_be_unavai
             assert reply.json()["error"]["code"] in ("unavailable", "engine_stopped"), reply.text
         server.call(long.aclose)
         assert server.services.admission.num_under_way == 0
+
+
+def test_more_answers_than_can_run_at_once_are_a_mistake() -> None:
+    with RunningServer(max_num_seqs=2) as server:
+        for path, body in list(BODIES.items())[:2]:
+            reply = httpx.post(server.url + path, json=body, timeout=60)
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "n"), reply.text
+            assert "--max-num-seqs" in reply.text
+
+
+def test_every_answer_takes_a_place(server: RunningServer) -> None:
+    params = SamplingParams(n=3, max_tokens=500, ignore_eos=True, temperature=0.0)
+    answers = run(server.services, ACME, prompt_of(server), params, route="/test", request_id="three")
+    server.call(anext, answers)
+    assert server.services.admission.num_under_way == 3
+    server.call(answers.aclose)
+    assert server.services.admission.num_under_way == 0
+
+
+def test_only_an_admin_goes_before_others(server: RunningServer) -> None:
+    others = Tenant("others", None, False)
+    params = SamplingParams(max_tokens=1)
+    eager = run(server.services, others, prompt_of(server), params, route="/test", request_id="eager", priority=1)
+    with pytest.raises(ApiError, match="admin") as refusal:
+        server.call(anext, eager)
+    assert refusal.value.status == 403
+    patient = run(server.services, others, prompt_of(server), params, route="/test", request_id="patient", priority=-1)
+    server.call(anext, patient)
+    server.call(patient.aclose)

@@ -100,6 +100,7 @@ class RunningServer:
         )
         self.services: Services = build_services(settings, self.llm)
         self.app = build_app(self.services)
+        self.app.openapi()
         config = uvicorn.Config(
             self.app, host="127.0.0.1", port=0, log_level="error", lifespan="off", timeout_graceful_shutdown=2
         )

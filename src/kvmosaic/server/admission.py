@@ -19,7 +19,7 @@ RATE_WINDOW = 64
 
 
 class Admission:
-    """Counts the requests under way. What exceeds those that can run, waits; what exceeds those that may wait, goes.
+    """Counts the answers under way. What exceeds those that can run, waits; what exceeds those that may wait, goes.
 
         under way = running (at most max_running) + waiting (at most max_queue, and max_queue_per_tenant of one tenant)
 
@@ -39,25 +39,25 @@ class Admission:
         self.max_queue_per_tenant = max_queue_per_tenant
         self.is_draining = False
         self.num_refused = 0
-        self._num_asking = 0
-        """Requests for answers whose body is in, to the end of their replies."""
+        self._asking: dict[str, int] = {}
+        """By tenant: requests for answers whose body is in, to the end of their replies."""
         self._clock = clock
         self._under_way: dict[str, int] = {}
         self._ends: deque[float] = deque(maxlen=RATE_WINDOW)
 
     @property
     def num_under_way(self) -> int:
-        """Requests that were let in and have not ended."""
+        """Answers that were let in and have not ended."""
         return sum(self._under_way.values())
 
     @property
     def most_at_once(self) -> int:
-        """Requests of one tenant that are let in while there are no others."""
+        """Answers to one tenant that are let in while there are no others."""
         return self.max_running + min(self.max_queue, self.max_queue_per_tenant)
 
     @property
     def num_waiting(self) -> int:
-        """Requests beyond those that can run at once."""
+        """Answers beyond those that can run at once."""
         return max(0, self.num_under_way - self.max_running)
 
     @property
@@ -68,23 +68,16 @@ class Admission:
         seconds = max(self._clock() - self._ends[0], 1e-3)
         return min(max(math.ceil((self.num_waiting + 1) * seconds / len(self._ends)), 1), MAX_RETRY_SECONDS)
 
-    def check(self, tenant: Tenant) -> None:
+    def check(self, tenant: Tenant, num_answers: int = 1) -> None:
         """Refuses what `enter` would refuse; cheap, so it can come before the prompt is tokenized.
 
         Raises:
             ApiError: 503 while the server drains, 429 when too many requests wait.
         """
-        if self.is_draining:
-            raise self.unavailable("the server is shutting down; ask another one, or this one later")
-        if self.num_waiting >= self.max_queue and self.num_under_way >= self.max_running:
-            raise self.full(f"{self.num_waiting} requests wait already (--max-queue {self.max_queue})", "queue_full")
-        most = self.max_running + self.max_queue_per_tenant
-        if self._under_way.get(tenant.name, 0) >= most:
-            limit = f"--max-queue-per-tenant {self.max_queue_per_tenant}"
-            raise self.full(f"too many requests of {tenant.name!r} wait already ({limit})", "tenant_queue_full")
+        self._check(tenant, num_answers, self.num_under_way, self._under_way.get(tenant.name, 0))
 
     @contextmanager
-    def asking(self) -> Iterator[None]:
+    def asking(self, tenant: Tenant) -> Iterator[None]:
         """Counts a request for answers from before its body is understood.
 
         A crowd that comes at once is turned away here, before it costs anything: until the first of them have been
@@ -93,32 +86,33 @@ class Admission:
         Raises:
             ApiError: see `check`.
         """
-        if self.is_draining:
-            raise self.unavailable("the server is shutting down; ask another one, or this one later")
-        if self._num_asking >= self.max_running + self.max_queue:
-            raise self.full(f"{self._num_asking} requests are under way (--max-queue {self.max_queue})", "queue_full")
-        self._num_asking += 1
-        try:
+        self._check(tenant, 1, sum(self._asking.values()), self._asking.get(tenant.name, 0))
+        with _counted(self._asking, tenant.name, 1):
             yield
-        finally:
-            self._num_asking -= 1
 
     @contextmanager
-    def enter(self, tenant: Tenant) -> Iterator[None]:
-        """Holds a place for one request, as long as it is under way.
+    def enter(self, tenant: Tenant, num_answers: int = 1) -> Iterator[None]:
+        """Holds places for the answers to one prompt, as long as they are under way.
 
         Raises:
             ApiError: see `check`.
         """
-        self.check(tenant)
-        self._under_way[tenant.name] = self._under_way.get(tenant.name, 0) + 1
+        self.check(tenant, num_answers)
         try:
-            yield
+            with _counted(self._under_way, tenant.name, num_answers):
+                yield
         finally:
-            self._under_way[tenant.name] -= 1
-            if not self._under_way[tenant.name]:
-                del self._under_way[tenant.name]
             self._ends.append(self._clock())
+
+    def _check(self, tenant: Tenant, num_new: int, in_all: int, of_tenant: int) -> None:
+        if self.is_draining:
+            raise self.unavailable("the server is shutting down; ask another one, or this one later")
+        if in_all + num_new > self.max_running + self.max_queue:
+            num_waiting = max(0, in_all - self.max_running)
+            raise self.full(f"{num_waiting} requests wait already (--max-queue {self.max_queue})", "queue_full")
+        if of_tenant + num_new > self.max_running + self.max_queue_per_tenant:
+            limit = f"--max-queue-per-tenant {self.max_queue_per_tenant}"
+            raise self.full(f"too many requests of {tenant.name!r} wait already ({limit})", "tenant_queue_full")
 
     async def drained(self, seconds: float) -> bool:
         """Waits until nothing is under way, at most so long; whether that is so."""
@@ -138,3 +132,14 @@ class Admission:
         seconds = self.retry_seconds
         message = f"{reason}; try again in {seconds} s"
         return ApiError(429, message, type="rate_limit_error", code=code, headers={"Retry-After": str(seconds)})
+
+
+@contextmanager
+def _counted(counts: dict[str, int], name: str, number: int) -> Iterator[None]:
+    counts[name] = counts.get(name, 0) + number
+    try:
+        yield
+    finally:
+        counts[name] -= number
+        if not counts[name]:
+            del counts[name]

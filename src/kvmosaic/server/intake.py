@@ -54,7 +54,8 @@ class Intake:
             if body:
                 _check_type(Headers(scope=scope).get("content-type", ""))
             asks = scope["method"] == "POST" and scope["path"].endswith(ASKING)
-            with self._services.admission.asking() if asks else nullcontext():
+            admission = self._services.admission
+            with admission.asking(Request(scope).state.tenant) if asks else nullcontext():
                 await self._check(body)
                 return await _Conversation(self._app, scope, receive, send).run(bytes(body))
         except TimeoutError:

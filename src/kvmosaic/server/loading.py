@@ -79,6 +79,7 @@ def _load(settings: ServerSettings) -> tuple[Services, FastAPI]:
 
     services = build_services(settings, load_llm(settings))
     app = build_app(services)
+    app.openapi()  # takes a while the first time, in which no probe would be answered
     anyio.run(anyio.sleep, 0)  # imports its backend here; the first stream would do it on the event loop
     gc.collect()
     gc.freeze()  # what stays for good is not looked through again and again while requests wait

@@ -12,6 +12,7 @@ from kvmosaic.layout import PositionStrategy
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import RequestMetrics, ReuseReport, SamplingParams
 from kvmosaic.server.documents import with_shown_names
+from kvmosaic.server.errors import ApiError
 from kvmosaic.server.record import MAX_INTER_TOKEN_SECONDS, RequestRecord, RequestStatus
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
@@ -49,8 +50,9 @@ async def run(
         KVMosaicError: what the engine refuses or fails with.
     """
     check_engine(services)
+    _check_share(services, tenant, params, priority)
     seen = _Seen()
-    with services.admission.enter(tenant):
+    with services.admission.enter(tenant, params.n):
         try:
             deltas = services.engine.generate(
                 replace(prompt, tenant=tenant.name),
@@ -79,6 +81,15 @@ def check_engine(services: Services) -> None:
         raise services.admission.unavailable("the engine has stopped; the server must be started again")
     if services.engine.failure is not None:
         raise services.admission.unavailable("the engine fails now; it is tried again every second")
+
+
+def _check_share(services: Services, tenant: Tenant, params: SamplingParams, priority: int) -> None:
+    """Nobody takes more than there is, or goes before the others without being allowed to."""
+    most = services.admission.max_running
+    if params.n > most:
+        raise ApiError(400, f"n is {params.n}; this server runs {most} answers at once (--max-num-seqs)", param="n")
+    if priority > 0 and not tenant.is_admin:
+        raise ApiError(403, f"priority is {priority}; only an admin's key may go before others", param="priority")
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ class Tenant:
     quota_bytes: int | None = None
     """Most bytes of cached chunks; None: no limit of its own."""
     is_admin: bool = False
-    """May see the metrics, and the requests and documents of all tenants."""
+    """May see the metrics and the requests of all tenants, and let its own go before others."""
 
 
 @dataclass(frozen=True, slots=True)

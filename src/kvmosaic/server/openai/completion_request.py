@@ -84,8 +84,9 @@ class CompletionRequest(SharedFields):
             )
         if len(self.prompts) * n > MAX_ALL_CHOICES:
             raise ApiError(400, f"{len(self.prompts)} prompts with n={n}; at most {MAX_ALL_CHOICES} answers", param="n")
-        if len(self.prompts) > most_at_once:
-            message = f"{len(self.prompts)} prompts; this server lets {most_at_once} in at once: send fewer"
+        if len(self.prompts) * n > most_at_once:
+            many = f"{len(self.prompts)} prompts" + (f" with n={n}" if n > 1 else "")
+            message = f"{many}; this server lets {most_at_once} answers in at once: send fewer prompts"
             raise ApiError(400, message, param="prompt")
         if self.echo and (self.logprobs is not None or not all(isinstance(prompt, str) for prompt in self.prompts)):
             raise ApiError(400, "echo goes with prompts of text and without logprobs", param="echo")
