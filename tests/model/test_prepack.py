@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,12 @@ def test_a_model_in_memory_is_packed_only_when_asked() -> None:
 def test_what_cannot_be_packed_is_said(dtype: torch.dtype, wanted: object) -> None:
     with pytest.raises(InvalidConfig, match="prepack"):
         LoadedModel.from_module(build("llama", dtype), prepack=wanted)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells what is mapped")
+def test_the_file_of_a_packed_model_is_let_go(tmp_path: Path) -> None:
+    build("llama", BFLOAT16, tie_word_embeddings=False).save_pretrained(tmp_path)
+    model = load_model(tmp_path, device="cpu", dtype=BFLOAT16, prepack=True)
+    gc.collect()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert model.fingerprint == load_model(tmp_path, device="cpu", dtype=BFLOAT16, prepack=False).fingerprint

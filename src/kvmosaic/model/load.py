@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvmosaic.errors import InvalidConfig, ModelNotFound, UnsupportedModel
 from kvmosaic.model.loaded import LoadedModel
-from kvmosaic.model.prepack import Prepack, cpu_has_bfloat16
+from kvmosaic.model.prepack import Prepack, cpu_has_bfloat16, let_file_go
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _TOKENIZER_FILES = (
@@ -73,9 +73,11 @@ def load_model(
         ),
     )
     _check_complete(source, report["missing_keys"])
-    return LoadedModel.from_module(
+    loaded = LoadedModel.from_module(
         model.to(place), _tokenizer(source, options), max_positions=max_positions, prepack=prepack
     )
+    let_file_go(loaded.module)
+    return loaded
 
 
 def _checked_source(name_or_path: str | Path) -> str:

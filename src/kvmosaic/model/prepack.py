@@ -84,6 +84,20 @@ def prepack_linears(model: Any, wanted: Prepack) -> int:
     return len(places)
 
 
+def let_file_go(model: nn.Module) -> None:
+    """After loading: copies what a packed model still reads from its mapped file, so that the mapping can go.
+
+    Otherwise one small weight would keep the whole file in memory beside the packed weights. Nothing is copied for a
+    model whose linear layers are the smaller part.
+    """
+    packed = [part for part in model.modules() if isinstance(part, PackedLinear)]
+    plain = [*model.parameters(), *model.buffers()]
+    packed_bytes = sum(2 * part.in_features * part.out_features for part in packed)
+    if sum(tensor.nbytes for tensor in plain) < packed_bytes:
+        for tensor in plain:
+            tensor.data = tensor.data.clone()
+
+
 def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight of a model once, by name, packed ones as plain copies."""
     yield from module.named_parameters()
