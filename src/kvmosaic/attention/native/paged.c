@@ -14,7 +14,7 @@
 #include "paged.h"
 
 enum { PORTABLE, AVX2, AVX512 };
-enum { MOST_THREADS = 64, UNIT_ROWS = 256, WORTH_A_THREAD = 1 << 18 };
+enum { MOST_THREADS = 64, UNIT_ROWS = 128, WORTH_A_THREAD = 1 << 18 };
 
 typedef void (*Parallel)(void (*work)(void *), void *data, unsigned num_threads, unsigned flags); /* GOMP_parallel */
 
@@ -50,7 +50,7 @@ static Cut cut(const Layer *layer, const Call *call) {
     c.tile_rows = TILE / group < rows ? TILE / group : rows;
     c.num_tiles = parts(rows, c.tile_rows);
     int64_t spread = call->num_tokens * rows / 2048;
-    c.split = c.readers <= NARROW ? 2 * BLOCK : 4 * BLOCK;
+    c.split = c.readers <= NARROW ? 2 * BLOCK : 8 * BLOCK;
     if (spread > c.split) c.split = parts(spread, BLOCK) * BLOCK;
     c.num_splits = parts(call->num_tokens, c.split);
     int64_t heads = UNIT_ROWS / (c.tile_rows * group);
