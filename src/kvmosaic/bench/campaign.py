@@ -98,7 +98,9 @@ def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, 
     if campaign.model not in RANDOM_MODELS or sizes.documents * sizes.document_tokens < _TARGET_TOKENS:
         notes.append(_NOT_AS_STATED)
     workloads = build_workloads(list(campaign.workloads), sizes, models[0].vocab_size, campaign.seed)
-    weights = {_dtype_of(model.dtype): weigh(model.module, model.bytes_per_token()) for model in models}
+    weights = {
+        _dtype_of(model.dtype): weigh(model.config, model.dtype.itemsize, model.bytes_per_token()) for model in models
+    }
     most_sharers = _most_sharers(workloads)
     watcher.stage("measuring the limits of this machine")
     limits = measure_limits(campaign.peers.threads, list(weights))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from kvmosaic.assembly import bundled_reader
 from kvmosaic.errors import ModelNotFound
@@ -76,14 +76,17 @@ class Weight:
         return (self.linear_parameters + self.output_parameters) * self.element_bytes
 
 
-def weigh(module: torch.nn.Module, kv_bytes_per_token: int) -> Weight:
-    """Counts the parameters of a transformers model."""
+def weigh(config: PretrainedConfig, element_bytes: int, kv_bytes_per_token: int) -> Weight:
+    """Counts the parameters of a model by its configuration.
+
+    Not by a loaded module: an engine may have put its weights into another form.
+    """
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
     parameters = {id(parameter): parameter for parameter in module.parameters()}
-    tables = [m.weight for m in module.modules() if isinstance(m, torch.nn.Embedding)]
-    embedded = {id(table): table.numel() for table in tables}
-    output = getattr(module, "lm_head", None)
-    head = output.weight if output is not None else tables[0]
+    tables = {id(m.weight): m.weight for m in module.modules() if isinstance(m, torch.nn.Embedding)}
+    head = module.get_output_embeddings().weight
+    aside = tables | {id(head): head}
     total = sum(parameter.numel() for parameter in parameters.values())
-    outside = sum(embedded.values()) + (0 if id(head) in embedded else head.numel())
-    element_bytes = head.element_size()
-    return Weight(total, total - outside, head.numel(), kv_bytes_per_token, element_bytes)
+    linear = total - sum(table.numel() for table in aside.values())
+    return Weight(total, linear, head.numel(), kv_bytes_per_token, element_bytes)

