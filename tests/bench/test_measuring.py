@@ -109,6 +109,18 @@ def test_share_of_the_limit_counts_shared_documents_once_and_private_ones_each()
     assert private.token_share == pytest.approx((3_600 + 128_000) / 1e6)
 
 
+def test_share_of_prompts_asked_at_once_is_that_of_the_last_first_token() -> None:
+    row = Row("plain-2", "", OWN, "float32", True, width=2, first_seconds=[0.1, 0.8, 0.1, 0.8])
+    row.num_prompt = row.num_computed = [100] * 4
+    add_shares(row, LIMITS, WEIGHT)
+    assert row.first_share == pytest.approx(2 * (800 * 200 + 100) / 1e6 / 0.8)
+
+
+def test_of_two_limits_the_faster_one_counts() -> None:
+    other = Limits({1: 2e6}, {"float32": 1e5}, 1)
+    assert LIMITS.best_of(other) == Limits({1: 2e6}, {"float32": 1e6}, 1)
+
+
 def test_limits_of_the_machine_are_measured() -> None:
     limits = measure_limits(1, ["float32"], num_bytes=2**20, tries=1)
     assert limits.bandwidth > 1e6 and limits.flops_per_second["float32"] > 1e6

@@ -108,6 +108,8 @@ def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, 
     options = replace(campaign.peers, most_tokens=sizes.longest + 64)
     peers, left_out = open_peers(models, folder, options, stack)
     rows, was_interrupted = _measure_all(workloads, peers, watcher)
+    # a limit that was measured in a busy moment is too low
+    limits = limits.best_of(measure_limits(campaign.peers.threads, list(weights)))
     for row in rows:
         add_shares(row, limits, weights[row.dtype])
     if was_interrupted:

@@ -36,12 +36,21 @@ class Limits:
         """Least time of one step of answers: the weights and all keys and values are read once."""
         return (weight.step_bytes + weight.kv_bytes_per_token * num_context) / self.bandwidth
 
+    def best_of(self, other: Limits) -> Limits:
+        """The faster of both in everything: the same machine at another moment, when it may have been less busy."""
+        reads, flops = self.read_bytes_per_second, self.flops_per_second
+        return Limits(
+            {count: max(rate, other.read_bytes_per_second[count]) for count, rate in reads.items()},
+            {dtype: max(rate, other.flops_per_second[dtype]) for dtype, rate in flops.items()},
+            self.threads,
+        )
+
     def to_dict(self) -> dict[str, object]:
         """Names and values, for JSON."""
         return asdict(self)
 
 
-def measure_limits(threads: int, dtypes: list[str], *, num_bytes: int = 2**28, tries: int = 5) -> Limits:
+def measure_limits(threads: int, dtypes: list[str], *, num_bytes: int = 2**28, tries: int = 15) -> Limits:
     """Reads a large buffer and multiplies square matrices.
 
     Args:

@@ -60,6 +60,8 @@ def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _by_documents(axes: Axes, rows: list[Row], report: Report) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
     for label, line in _lines(rows).items():
         spreads = [row.first for row in line if row.first is not None]
         x = [row.x for row in line]
@@ -71,8 +73,9 @@ def _by_documents(axes: Axes, rows: list[Row], report: Report) -> None:
         axes.axhline(1e3 * min(bare), linestyle=":", color="black", label="the bare question")
     axes.set(xlabel=f"known documents, of {report.sizes.documents}", ylabel="first token, ms", yscale="log")
     axes.set_xticks(sorted({row.x for row in rows}))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(_whole)
-    axes.yaxis.set_minor_formatter(_whole)
     axes.legend(fontsize=8)
 
 

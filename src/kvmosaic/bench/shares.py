@@ -12,8 +12,8 @@ from kvmosaic.bench.models import Weight
 def add_shares(row: Row, limits: Limits, weight: Weight) -> None:
     """Writes the shares of the limits and the least bytes into a row.
 
-    Prompts of one batch that share documents read them once; the others read their own. The time to the first token of
-    prompts asked together holds that of the whole batch.
+    Prompts of one batch that share documents read them once; the others read their own. For prompts asked together, the
+    last first token counts: until then, all of them were computed.
     """
     if row.first is None or not row.num_prompt:
         return
@@ -23,7 +23,8 @@ def add_shares(row: Row, limits: Limits, weight: Weight) -> None:
     if row.num_computed:
         num_computed = fmean(row.num_computed) * row.width
         least = limits.first_token_seconds(weight, row.dtype, round(num_computed), num_context)
-        row.first_share = least / row.first.mean
+        lasts = [max(row.first_seconds[begin:][: row.width]) for begin in range(0, len(row.first_seconds), row.width)]
+        row.first_share = least / fmean(lasts)
         num_steps = row.num_answered / max(len(row.first_seconds), 1)
         read = num_steps * (weight.step_bytes + weight.kv_bytes_per_token * num_context)
         row.least_bytes = round(read + weight.kv_bytes_per_token * (num_computed + num_steps * row.width))
