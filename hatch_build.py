@@ -29,7 +29,10 @@ class ExtensionHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Builds the extension; a wheel that has it is for this platform only."""
-        problem = build(Path(self.root))
+        try:
+            problem = build(Path(self.root))
+        except OSError as error:
+            problem = str(error)
         if problem:
             self.app.display_warning(f"kvmosaic is built without its C extension: {problem}")
             return

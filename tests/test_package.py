@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import kvmosaic
 
@@ -49,6 +55,29 @@ def test_constraints_pin_every_dependency() -> None:
     wanted = [*project["dependencies"], *(requirement for extra in extras for requirement in extra)]
     names = {requirement.split(">=")[0] for requirement in wanted if not requirement.startswith("kvmosaic[")}
     assert names - pinned == set()
+
+
+def build_hook() -> Any:
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None and spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    return hook
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_where_there_is_a_compiler_the_extension_is_built() -> None:
+    assert (ROOT / build_hook().LIBRARY).exists()
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_the_package_is_built_without_the_extension(tmp_path: Path, compiler: str) -> None:
+    hook = build_hook()
+    shutil.copytree(ROOT / hook.SOURCES, tmp_path / hook.SOURCES)
+    (tmp_path / hook.LIBRARY).write_bytes(b"an old one")
+    os.utime(tmp_path / hook.LIBRARY, (0, 0))
+    assert hook.build(tmp_path, compiler)
+    assert not (tmp_path / hook.LIBRARY).exists()
 
 
 def test_wheel_holds_the_package_and_its_data(tmp_path: Path) -> None:
