@@ -14,6 +14,7 @@ from kvmosaic.cache.plan import Action, Plan, SpanPlan
 from kvmosaic.cache.prefix_cache import PrefixCache
 from kvmosaic.cache.room import Room
 from kvmosaic.cache.statistics import Counters
+from kvmosaic.cache.twins import sees_only_system
 
 
 class Attacher:
@@ -73,12 +74,15 @@ class Attacher:
 
     def _attach_chunk(self, plan: Plan, span: SpanPlan, held: dict[Key, Chunk]) -> AttachedSpan:
         chunk = held.get(span.key)
-        is_owner = chunk is None
+        is_owner, has_twin = chunk is None, False
         if chunk is None:
             start = plan.layout.spans[span.index].start
             chunk = self._chunks.create(span.key, span.root, span.tokens, start, plan.salt, plan.tenant)
             self._chunks.hold(chunk)
             held[span.key] = chunk
+            if sees_only_system(plan.layout, span.index):
+                has_twin = self._chunks.twins.has_ready(plan.tenant, plan.salt, span.tokens)
+                self._chunks.twins.add(chunk)
         else:
             chunk.hits += 1
         self._counters.count_chunk(span, is_hit=not is_owner)
@@ -86,7 +90,15 @@ class Attacher:
             self._chunks.name(chunk, span.name)
         action: Action = "compute" if is_owner else ("reuse" if chunk.is_ready else "wait")
         return AttachedSpan(
-            span.index, span.kind, action, chunk.table, span.root, bytearray(), chunk=chunk, is_owner=is_owner
+            span.index,
+            span.kind,
+            action,
+            chunk.table,
+            span.root,
+            bytearray(),
+            chunk=chunk,
+            is_owner=is_owner,
+            has_twin=has_twin,
         )
 
     def _attach_prefix(self, plan: Plan, span: SpanPlan, here: Found) -> AttachedSpan:

@@ -33,6 +33,8 @@ class AttachedSpan:
     chunk: Chunk | None = None
     is_owner: bool = False
     """Chunks: this span must compute it."""
+    has_twin: bool = False
+    """Its owner, when attached: equal tokens were ready behind another system text of this tenant and salt."""
     is_closed: bool = True
     """Nothing will be written behind its tokens."""
     computed: int = 0

@@ -9,6 +9,7 @@ from kvmosaic.cache.block_pool import BlockPool
 from kvmosaic.cache.block_table import BlockTable
 from kvmosaic.cache.chunk import MAX_NAMES, Chunk, ChunkState
 from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain
+from kvmosaic.cache.twins import Twins
 from kvmosaic.errors import ChunkInUse, UnknownChunk
 from kvmosaic.eviction import Candidate, EvictionPolicy
 
@@ -21,6 +22,7 @@ class ChunkIndex:
 
         by key     key -> chunk                     being computed, or ready
         by name    (tenant, name) -> chunks         one document under two system prompts is two chunks
+        twins      equal tokens -> chunks           behind several system texts
         leaving    deleted or abandoned             held by their last users, found by nobody
         accounts   all tenants, and each one        how much there is, and who leaves first
 
@@ -49,6 +51,7 @@ class ChunkIndex:
         self.num_evictions = 0
         self.total = Account(policy)
         """All tenants together."""
+        self.twins = Twins()
         self._policy = policy
         self._accounts: dict[str, Account] = {}
         self._chunks: dict[Key, Chunk] = {}
@@ -256,6 +259,7 @@ class ChunkIndex:
             chunk.table.check_invariants()
         for chunk in self._leaving:
             assert chunk.is_dropped and chunk.users > 0 and not chunk.pinned and not chunk.names
+        self.twins.check_invariants(self._chunks)
         assert len(self._chunks) <= self.max_chunks
         assert sum(map(len, self._names.values())) == sum(len(chunk.names) for chunk in chunks)
         self._check_account(self.total, [*chunks], [*self._leaving])
@@ -315,6 +319,7 @@ class ChunkIndex:
                 account.note_pin(chunk, -1)
         for name in list(chunk.names):
             self._unname(chunk, name)
+        self.twins.discard(chunk)
         del self._chunks[chunk.key]
         self._count(chunk, -1, 0)
         if chunk.users == 0:

@@ -54,6 +54,8 @@ def _action(num_reused: int, num_tokens: int, distance: int) -> SegmentAction:
 
 
 def _note(attached: AttachedSpan, attachment: Attachment) -> str:
+    if attached.has_twin:
+        return "cached behind another system text"
     if attached.action != "wait":
         return ""
     here = any(other.is_owner and other.chunk is attached.chunk for other in attachment.spans)

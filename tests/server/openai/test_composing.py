@@ -153,3 +153,13 @@ def test_without_a_chunk_cache_documents_are_joined_and_the_reply_says_so():
         assert [segment["kind"] for segment in reply["kvmosaic"]["segments"]] == ["plain"]
         again = chat(http, documents=DOCUMENTS)
         assert details(again)["cached_tokens"] > 0 and details(again)["composed_tokens"] == 0
+
+
+def test_a_document_that_was_warmed_without_the_system_text_says_so(http, salt):
+    post(http, "/v1/documents:warm", documents=[DOCUMENTS[0]], cache_salt=salt)
+    for told in ("cached behind another system text", ""):
+        (document,) = chat(http, documents=[DOCUMENTS[0]], cache_salt=salt)["kvmosaic"]["documents"]
+        assert document["note"] == told
+        assert document["action"] == ("computed" if told else "reused")
+    without = chat(http, documents=[DOCUMENTS[0]], cache_salt=salt, messages=MESSAGES[1:])
+    assert actions(without) == ["reused"]
