@@ -61,6 +61,19 @@ def test_every_engine_forgets_and_gets_to_know_the_documents_before_it_is_measur
     assert all(len(row.first_seconds) == SIZES.rounds for row in rows), "the prompt before is not counted"
 
 
+def test_our_engine_is_asked_the_bare_question_after_every_permuted_prompt() -> None:
+    (workload,) = build_workloads(["permuted"], SIZES, 1_000)
+    own, off, generate = measure(workload, peers(), lambda what: None)
+    assert own.beside_seconds == [pytest.approx((SIZES.system + SIZES.question) / 1e4)] * SIZES.rounds
+    assert off.beside_seconds == generate.beside_seconds == []
+    assert len(own.first_seconds) == SIZES.rounds, "what is asked beside it is not counted with it"
+    found = {target.what: target.measured for target in targets([own], LIMITS, {"float32": WEIGHT}, 1)}
+    least = own.beside_seconds[0] + own.num_prompt[0] * 16 / 1e6
+    assert found["the same, by the bare question and one read of keys and values"] == pytest.approx(
+        own.first_seconds[0] / least
+    )
+
+
 def test_workloads_with_salts_are_for_our_engine_only() -> None:
     *_, workload = build_workloads(["sharers"], SIZES, 1_000)
     assert [row.peer for row in measure(workload, peers(), lambda what: None)] == [OWN]

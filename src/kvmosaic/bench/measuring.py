@@ -51,6 +51,8 @@ class Row:
     """Prompts at once."""
     first_seconds: list[float] = field(default_factory=list)
     """Per request."""
+    beside_seconds: list[float] = field(default_factory=list)
+    """First tokens of the prompts that were asked beside it; see `Workload.beside`."""
     token_seconds: list[float] = field(default_factory=list)
     batch_seconds: list[float] = field(default_factory=list)
     num_answered: int = 0
@@ -128,6 +130,9 @@ def measure(workload: Workload, peers: Sequence[Peer], progress: Progress) -> li
             after = resident_bytes(peer.process_id, peak=True)
             if before is not None and after is not None:
                 row.peak_bytes = max(row.peak_bytes or 0, after - before)
+            if peer.is_ours and workload.beside:
+                beside = peer.answer([workload.beside[number]], 1)
+                row.beside_seconds.append(beside.readings[0].first_seconds)
             progress(f"{workload.name}: {peer.name}")
     return rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -144,9 +145,9 @@ def ends_of(seconds: Sequence[float]) -> tuple[float, float]:
 
 
 def _question_and_read(by: Rows, limits: Limits, weights: dict[str, Weight]) -> float | None:
-    """The bare question's time and that of reading the keys and values of the documents once."""
+    """The bare question's time, measured in the same rounds, and that of reading all keys and values once."""
     row = by.best("permuted", OWN)
-    question = by.first("question", OWN)
-    if row is None or question is None:
+    if row is None or not row.beside_seconds:
         return None
-    return question + max(row.num_prompt) * weights[row.dtype].kv_bytes_per_token / limits.bandwidth
+    read = max(row.num_prompt) * weights[row.dtype].kv_bytes_per_token / limits.bandwidth
+    return statistics.median(row.beside_seconds) + read

@@ -30,6 +30,8 @@ class Workload:
     """The plot it belongs to: documents, hit rate, sharers or orders."""
     x: float = 0.0
     """Its place on that plot."""
+    beside: tuple[Prompt, ...] = ()
+    """One prompt per batch that our engine is asked right after it, to compare with at the same moment."""
     is_ours_only: bool = False
     """Whether only our own engine with its chunk cache can be asked."""
 

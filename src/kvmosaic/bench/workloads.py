@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvmosaic.bench.popularity import draw, zipf_weights
 from kvmosaic.bench.sizes import NUM_TURNS, Sizes
@@ -50,7 +51,11 @@ def _repeated(source: TokenSource) -> list[Workload]:
 
 
 def _permuted(source: TokenSource) -> list[Workload]:
-    return [_known(source, source.sizes.documents, "permuted", "known documents in a new order", source.sizes.answer)]
+    about = "known documents in a new order"
+    workload = _known(source, source.sizes.documents, "permuted", about, source.sizes.answer)
+    system = workload.warm[0].segments[0].token_ids
+    bare = tuple(Prompt.from_tokens(system, [], source.question()) for _ in workload.batches)
+    return [replace(workload, beside=bare)]
 
 
 def _partly_known(source: TokenSource) -> list[Workload]:
