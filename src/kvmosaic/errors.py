@@ -59,7 +59,14 @@ class NativeUnavailable(InvalidConfig):
 
 
 class InvalidPrompt(KVMosaicError, ValueError):
-    """A prompt that cannot be answered."""
+    """A prompt that cannot be answered.
+
+    `document` tells which of its documents is to blame, counted from 0, if it is one of them.
+    """
+
+    def __init__(self, message: str = "", *, document: int | None = None) -> None:
+        super().__init__(message)
+        self.document = document
 
 
 class EmptySegment(InvalidPrompt):

@@ -300,7 +300,7 @@ def test_a_document_that_is_to_be_split_is_held_against_all_of_its_parts():
     text = "What is it? " * 6_000
     assert len(text) > WINDOW_CHARACTERS
     assert len(encoder.encode_documents([text]).chunks) > 30
-    with pytest.raises(PromptTooLong, match="far more than the limit of 40000 tokens"):
+    with pytest.raises(PromptTooLong, match=r"far more than the limit of 40000 tokens; shorten it$"):
         encoder.encode_documents([text * 20])
 
 
@@ -315,3 +315,27 @@ def test_texts_that_are_less_than_twice_too_long_are_told_their_tokens_as_ever(l
     known = f"has {num_tokens} tokens, the model has {limit} positions" if num_tokens < 2 * limit else "far more than"
     with pytest.raises(PromptTooLong, match=known):
         encoder.encode(text)
+
+
+def test_nameless_documents_are_told_apart_by_their_number():
+    encoder = make_encoder(settings=ChunkCacheConfig(max_chunk_tokens=4))
+    long, told = [9] * 5, r"the document number 3 \(it has no id\) has 5 tokens"
+    with pytest.raises(ChunkTooLong, match=told) as raised:
+        encoder.encode(Prompt.from_tokens([1], [[7], [8], long], [1]))
+    assert raised.value.document == 2
+    with pytest.raises(ChunkTooLong, match=r"the document \(it has no id\) has 5 tokens") as raised:
+        encoder.encode(Prompt.from_tokens([1], [long], [1]))
+    assert raised.value.document == 0
+    with pytest.raises(ChunkTooLong, match="the chunk 'b' has") as raised:
+        encoder.encode(Prompt.from_tokens([1], [[7], long], [1], names=["a", "b"]))
+    assert raised.value.document == 1
+    encoder = make_encoder(CHATML, settings=ChunkCacheConfig(max_chunk_tokens=40))
+    with pytest.raises(ChunkTooLong, match="the document number 2 "):
+        encoder.encode_chat([{"role": "user", "content": "?"}], ["a", "word " * 90, "b"])
+
+
+def test_parts_of_a_split_document_know_which_document_they_were():
+    settings = ChunkCacheConfig(max_chunk_tokens=4, long_chunks="split")
+    prompt = make_encoder(settings=settings).encode(Prompt.from_tokens([1], [[7], [9] * 9, [8]], [1]))
+    assert [chunk.document for chunk in prompt.chunks] == [0, 1, 1, 1, 2]
+    assert [segment.document for segment in (prompt.segments[0], prompt.segments[-1])] == [None, None]

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
 
 import httpx
 import pytest
 from support.server import RunningServer
 
-from kvmosaic import errors
+from kvmosaic import ChunkCacheConfig, Prompt, errors
+from kvmosaic.prompt import PromptEncoder
 from kvmosaic.server.errors import MAX_MESSAGE_CHARACTERS, ApiError, as_api_error
 
 KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.KVMosaicError)]
@@ -73,3 +75,37 @@ def test_unknown_addresses_and_methods_answer_in_the_same_shape(
     assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
     if status == 405:
         assert "GET" in reply.headers["allow"]
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (
+            "the chunk 'a' has 9 tokens, the limit is 4; raise max_chunk_tokens, shorten the document, or set "
+            "long_chunks='split'",
+            "the chunk 'a' has 9 tokens, the limit is 4; send shorter documents, or ask whoever runs the server for "
+            "--long-chunks split",
+        ),
+        (
+            "5 documents in one prompt (parts of long ones included); raise max_prompt_chunks (4) or send fewer",
+            "5 documents in one prompt (parts of long ones included); at most 4 are allowed; send fewer",
+        ),
+        (
+            "more than 4 documents in one prompt; raise max_prompt_chunks or send fewer",
+            "more than 4 documents in one prompt; send fewer",
+        ),
+        ("place documents at position_strategy='shared'", 'place documents at "position_strategy": "shared"'),
+    ],
+)
+def test_clients_are_not_told_names_of_python(told: str, expected: str) -> None:
+    assert as_api_error(errors.InvalidPrompt(told)).message == expected
+
+
+def test_what_the_encoder_says_names_no_setting_of_python() -> None:
+    settings = ChunkCacheConfig(max_chunk_tokens=4, max_prompt_chunks=2)
+    encoder = PromptEncoder(None, settings, vocab_size=99, max_positions=8)
+    for system, documents in (([1], [[1] * 5]), ([1], [[1], [2], [3]]), ([1] * 9, [[1]])):
+        with pytest.raises(errors.InvalidPrompt) as raised:
+            encoder.encode(Prompt.from_tokens(system, documents, [1]))
+        message = as_api_error(raised.value).message
+        assert not [field.name for field in fields(settings) if field.name in message], message

@@ -96,11 +96,12 @@ def read_documents(documents: object, max_documents: int) -> tuple[Document, ...
         try:
             document = Document.read(value)
         except InvalidDocument as error:
-            raise InvalidDocument(f"document {index}: {error}") from None
+            raise InvalidDocument(f"document number {index + 1}: {error}", document=index) from None
         if document.id is not None and places.setdefault(document.id, index) != index:
             raise InvalidDocument(
-                f"documents {places[document.id]} and {index} have the same id {document.id!r}; "
-                "give each its own, or none"
+                f"documents number {places[document.id] + 1} and {index + 1} have the same id {document.id!r}; "
+                "give each its own, or none",
+                document=index,
             )
         read.append(document)
     return tuple(read)

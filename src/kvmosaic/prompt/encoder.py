@@ -12,7 +12,7 @@ from kvmosaic.prompt.document import Document, read_documents
 from kvmosaic.prompt.finding import place_documents
 from kvmosaic.prompt.message import read_messages
 from kvmosaic.prompt.pieces import Piece, foreign, joined, template
-from kvmosaic.prompt.segment import MAX_POSITION, Prompt, Segment, SegmentKind
+from kvmosaic.prompt.segment import MAX_POSITION, Prompt, Segment, SegmentKind, numbered
 from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_token_ids
 from kvmosaic.prompt.splitting import fit_chunks
 from kvmosaic.prompt.tokenizer import Encoded, PieceTokenizer, Tokenizer
@@ -73,7 +73,7 @@ class PromptEncoder:
         if prompt.segments[0].kind is SegmentKind.CHUNK and has_text and self._prefix:
             segments.append(Segment(SegmentKind.SYSTEM, self._prefix, text=""))
             encodings.append(Encoded(self._prefix, None))
-        for segment in prompt.segments:
+        for segment in numbered(prompt.segments):
             if segment.token_ids is None:
                 trusted = control_tokens and segment.kind is not SegmentKind.CHUNK
                 piece = template(segment.text or "") if trusted else foreign(segment.text or "")
@@ -150,8 +150,8 @@ class PromptEncoder:
     def _from_pieces(self, parts: Sequence[tuple[SegmentKind, str | None, Sequence[Piece]]], salt: str) -> Prompt:
         """A prompt of rendered segments; the template has already written what begins a prompt."""
         segments, encodings = [], []
-        for kind, name, pieces in parts:
-            segment = Segment(kind, None, joined(pieces), name)
+        drafts = numbered([Segment(kind, None, joined(pieces), name) for kind, name, pieces in parts])
+        for segment, (kind, _, pieces) in zip(drafts, parts, strict=True):
             encoded = self._encode(pieces, segment)
             if kind is SegmentKind.SYSTEM and not encoded.token_ids:
                 continue
@@ -167,10 +167,11 @@ class PromptEncoder:
         self._check_count(parts)
         for part in parts:
             if self.max_positions is not None and part.num_tokens > self.max_positions:
-                is_chunk = part.kind is SegmentKind.CHUNK
+                can_split = part.kind is SegmentKind.CHUNK and not split
                 raise PromptTooLong(
                     f"the {part.label} alone has {part.num_tokens} tokens, the model has {self.max_positions} "
-                    "positions; shorten it" + (" or set long_chunks='split'" if is_chunk else "")
+                    "positions; shorten it" + (" or set long_chunks='split'" if can_split else ""),
+                    document=part.document,
                 )
         return Prompt(parts, salt=salt)
 
@@ -218,8 +219,11 @@ class PromptEncoder:
             return
         told = f"the {segment.label} has {len(text)} characters, far more than the limit of {limit} tokens"
         if is_chunk and limit == self.settings.max_chunk_tokens:
-            raise ChunkTooLong(f"{told}; raise max_chunk_tokens, shorten the document, or set long_chunks='split'")
-        raise PromptTooLong(f"{told}; shorten it" + (" or set long_chunks='split'" if is_chunk else ""))
+            way_out = "raise max_chunk_tokens, shorten the document, or set long_chunks='split'"
+            raise ChunkTooLong(f"{told}; {way_out}", document=segment.document)
+        can_split = is_chunk and self.settings.long_chunks != "split"
+        way_out = "shorten it" + (" or set long_chunks='split'" if can_split else "")
+        raise PromptTooLong(f"{told}; {way_out}", document=segment.document)
 
     def _encode(self, pieces: Sequence[Piece], segment: Segment, *, with_prefix: bool = False) -> Encoded:
         if self._pieces is None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from kvmosaic.errors import EmptySegment, InvalidOffset, InvalidPrompt, InvalidSees, InvalidTokenId
@@ -59,6 +60,8 @@ class Segment:
     """Chunks only: earlier chunks that this chunk sees besides the system prompt, by number (from 0) or by name."""
     position_offset: int | None = None
     """Chunks only, strategy `absolute`: the position of the first token."""
+    number: int | None = field(default=None, compare=False)
+    """Chunks of a prompt with several: which of its documents this is, or is a part of, counted from 0."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", _kind(self.kind))
@@ -77,12 +80,22 @@ class Segment:
         if self.token_ids is None and self.text is None:
             raise EmptySegment(f"the {self.kind} segment has neither text nor token ids; give one of them")
         if self.token_ids is not None and len(self.token_ids) == 0:
-            raise EmptySegment(f"the {self.label} has 0 tokens; a segment needs at least 1 (leave it out instead)")
+            raise EmptySegment(
+                f"the {self.label} has 0 tokens; a segment needs at least 1 (leave it out instead)",
+                document=self.document,
+            )
 
     @property
     def label(self) -> str:
         """How messages and reports call this segment."""
+        if self.name is None and self.number is not None:
+            return f"document number {self.number + 1} (it has no id)"
         return f"{self.kind} {self.name!r}" if self.name else _NAMELESS[self.kind]
+
+    @property
+    def document(self) -> int | None:
+        """Chunks only: which document of its prompt this is, or is a part of, counted from 0."""
+        return self.number or 0 if self.kind is SegmentKind.CHUNK else None
 
     @property
     def num_tokens(self) -> int:
@@ -253,6 +266,16 @@ def _whole_numbers(token_ids: Sequence[int]) -> tuple[int, ...]:
         return tuple(map(operator.index, token_ids))
     except TypeError as error:
         raise InvalidTokenId(f"token ids must be whole numbers: {error}") from None
+
+
+def numbered(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """The segments of a prompt; if several of them are documents, these are counted, so that messages can tell them."""
+    if sum(segment.kind is SegmentKind.CHUNK for segment in segments) < 2:
+        return tuple(segments)
+    numbers = itertools.count()
+    return tuple(
+        replace(segment, number=next(numbers)) if segment.kind is SegmentKind.CHUNK else segment for segment in segments
+    )
 
 
 def _check_names(names: Sequence[str] | None, num_chunks: int) -> None:

@@ -40,7 +40,8 @@ def fit_chunks(
                 if not split:
                     raise ChunkTooLong(
                         f"the {segment.label} has {segment.num_tokens} tokens, the limit is {limit}; raise "
-                        "max_chunk_tokens, shorten the document, or set long_chunks='split'"
+                        "max_chunk_tokens, shorten the document, or set long_chunks='split'",
+                        document=segment.document,
                     )
                 parts = _split(segment, encoded, limit)
             if sees := tuple(new for old in next(seen) for new in new_numbers[old]):

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from kvmosaic import errors
-from kvmosaic.server.wording import fault_of
+from kvmosaic.server.wording import fault_of, for_clients
 
 logger = logging.getLogger("kvmosaic.server")
 
@@ -97,7 +97,7 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
             headers = {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else {}
             if kind == QUOTA:  # nothing changes by itself: clients that try again by themselves should not
                 headers = {"X-Should-Retry": "false"}
-            return ApiError(status, str(error), type=kind, code=code, headers=headers)
+            return ApiError(status, for_clients(str(error)), type=kind, code=code, headers=headers)
     logger.error("request %s failed", request_id or "?", exc_info=error)
     about = f" (request {request_id})" if request_id else ""
     return ApiError(500, f"internal error{about}", type="server_error", code="internal_error")

@@ -163,3 +163,46 @@ def test_a_document_that_was_warmed_without_the_system_text_says_so(http, salt):
         assert document["action"] == ("computed" if told else "reused")
     without = chat(http, documents=[DOCUMENTS[0]], cache_salt=salt, messages=MESSAGES[1:])
     assert actions(without) == ["reused"]
+
+
+def test_a_text_that_is_the_id_of_a_stored_document_is_answered_with_a_hint(http, salt):
+    http.put("/v1/documents/harbour", json={"text": "The ferry goes to Oak Island."})
+    hint = 'this is a text; to use the stored document write {"id": "harbour"}'
+    twin = f"same document as another one here; {hint}"
+    shapes = [DOCUMENTS[1], "harbour", {"text": " harbour "}, {"title": "At sea", "text": "harbour"}, "nobody", "zoo"]
+    reply = chat(http, documents=shapes, cache_salt=salt)
+    assert [document["note"] for document in reply["kvmosaic"]["documents"]] == ["", hint, twin, "", "", ""]
+    assert post(http, "/v1/completions", prompt="?", documents=["harbour"])["kvmosaic"]["documents"][0]["note"] == hint
+    assert chat(http, documents=[{"id": "harbour"}])["kvmosaic"]["documents"][0]["note"] == ""
+
+
+LONG = "The mill grinds oats in the yard. " * 300
+FAR_TOO_LONG = LONG * 40
+
+
+@pytest.mark.parametrize("text", [LONG, FAR_TOO_LONG])
+def test_a_document_that_is_too_long_is_told_by_its_place(text):
+    import httpx
+
+    server = RunningServer(max_model_len=512, chunk_separator="##")
+    with server, httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http:
+        for path, asked in (
+            ("/v1/chat/completions", {"messages": MESSAGES}),
+            ("/v1/completions", {"prompt": QUESTION}),
+            ("/tokenize", {"messages": MESSAGES}),
+        ):
+            error = refused(http, path, documents=["a", DOCUMENTS[0], text], **asked)
+            assert (error["status"], error["param"]) == (400, "documents.2"), error
+            assert error["message"].startswith("the document number 3 (it has no id)"), error
+            assert error["message"].endswith(
+                "send shorter documents, or ask whoever runs the server for --long-chunks split"
+            )
+            error = refused(http, path, documents=[text], **asked)
+            assert error["param"] == "documents.0" and "the document (it has no id)" in error["message"]
+            error = refused(http, path, documents=[{"id": "b", "text": "b"}, {"id": "a", "text": text}], **asked)
+            assert error["param"] == "documents.1" and "the chunk 'a'" in error["message"]
+            error = refused(http, path, documents=["a", " "], **asked)
+            assert error["param"] == "documents.1" and "document number 2: a document's text is empty" in str(error)
+        marked = [{"role": "user", "content": f"system ## a ## {text} ## {QUESTION}"}]
+        error = refused(http, "/v1/chat/completions", messages=marked, documents=["b"])
+        assert error["param"] is None and "the document number 3 (it has no id)" in error["message"], error

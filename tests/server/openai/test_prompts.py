@@ -14,6 +14,7 @@ from support.tokenizers import DEFAULT_SYSTEM, PLACING_TEMPLATES, make_tokenizer
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig
 from kvmosaic.errors import InvalidMessages
 from kvmosaic.model import LoadedModel
+from kvmosaic.server.documents import DocumentStore
 from kvmosaic.server.openai.documents import DocumentFields
 from kvmosaic.server.openai.prompts import Rendering, chat_prompt
 from kvmosaic.server.tenants import Tenant
@@ -30,7 +31,7 @@ def services_over(template, separator=None):
         engine_config=EngineConfig(request_cache="4MiB"),
         self_check=False,
     )
-    return SimpleNamespace(llm=llm, settings=SimpleNamespace(chunk_separator=separator))
+    return SimpleNamespace(llm=llm, settings=SimpleNamespace(chunk_separator=separator), documents=DocumentStore())
 
 
 def kinds(composed):

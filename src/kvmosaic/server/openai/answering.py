@@ -44,7 +44,8 @@ class Asked:
     def tally(self) -> Tally:
         """An empty count of what the answers cost."""
         ids = frozenset().union(*(composed.document_ids for composed in self.prompts))
-        return Tally([composed.prompt.num_tokens for composed in self.prompts], ids)
+        notes = [composed.notes for composed in self.prompts]
+        return Tally([composed.prompt.num_tokens for composed in self.prompts], ids, notes)
 
     def index_of(self, prompt_index: int, answer: AnswerDelta) -> int:
         """The number of a choice among all choices of the reply."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated
 
 from pydantic import Field
 
-from kvmosaic.errors import InvalidDocument
-from kvmosaic.prompt import Document
+from kvmosaic.errors import InvalidDocument, InvalidPrompt, UnknownDocument
+from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.segment import MAX_SALT_CHARACTERS
-from kvmosaic.server.openai.fields import INTEGRAL, MAX_DOCUMENTS, Body, Name, Plain, Text
+from kvmosaic.server.errors import as_api_error
+from kvmosaic.server.openai.fields import INTEGRAL, MAX_DOCUMENTS, MAX_NAME, Body, Name, Plain, Text
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
 
@@ -61,7 +64,51 @@ def _read(services: Services, tenant: Tenant, part: DocumentPart | str, index: i
     name = part.id if part.id is not None else part.doc_id
     name = None if name is None else str(name)
     if part.text is not None:
-        return Document(part.text, part.title, name)
+        try:
+            return Document(part.text, part.title, name)
+        except InvalidDocument as error:
+            raise InvalidDocument(f"document number {index + 1}: {error}", document=index) from None
     if name is None:
-        raise InvalidDocument(f"document {index} has neither a text nor the id of a stored document; give one of them")
+        raise InvalidDocument(
+            f"document number {index + 1} has neither a text nor the id of a stored document; give one of them",
+            document=index,
+        )
     return services.documents.resolve(tenant.name, name)
+
+
+@contextmanager
+def told_by_place(body: DocumentFields) -> Iterator[None]:
+    """Makes an error about a document of the body name its place there; the documents of a body come before others.
+
+    Raises:
+        ApiError: instead of such an error, with its place as `param`.
+    """
+    try:
+        yield
+    except InvalidPrompt as error:
+        if error.document is None or error.document >= len(body.documents or ()):
+            raise
+        told = as_api_error(error)
+        told.param = f"documents.{error.document}"
+        raise told from error
+
+
+def notes_of(services: Services, tenant: Tenant, documents: Sequence[Document], prompt: Prompt) -> dict[int, str]:
+    """What to say of segments of a prompt, by their number: of texts that were probably meant as ids."""
+    meant = {
+        index: f'this is a text; to use the stored document write {{"id": "{document.text}"}}'
+        for index, document in enumerate(documents)
+        if document.name is None and _is_stored(services, tenant, document.text)
+    }
+    places = enumerate(segment.document for segment in prompt.segments)
+    return {place: meant[index] for place, index in places if index in meant} if meant else {}
+
+
+def _is_stored(services: Services, tenant: Tenant, text: str) -> bool:
+    if len(text) > MAX_NAME:
+        return False
+    try:
+        services.documents.get(tenant.name, text)
+    except UnknownDocument:
+        return False
+    return True

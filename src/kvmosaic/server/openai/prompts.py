@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvmosaic.assembly import joined
@@ -14,7 +14,7 @@ from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.breakpoints import take_marked
 from kvmosaic.prompt.message import is_system
 from kvmosaic.prompt.separator import named_parts
-from kvmosaic.server.openai.documents import DocumentFields, read_documents
+from kvmosaic.server.openai.documents import DocumentFields, notes_of, read_documents, told_by_place
 from kvmosaic.server.openai.messages import content_parts
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
@@ -29,6 +29,8 @@ class Composed:
     """Why it was not composed, if it was not."""
     document_ids: frozenset[str] = frozenset()
     """Names of segments that are ids of documents."""
+    notes: Mapping[int, str] = field(default_factory=dict)
+    """What to say of segments, by their number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,13 @@ def chat_prompt(
         InvalidMessages, InvalidDocument, InvalidPrompt: see `PromptEncoder.encode_chat`.
         UnknownDocument: an id that this tenant has not stored.
     """
-    documents = read_documents(services, tenant, body)
     kept, marked = take_marked(_known_roles(services.llm, messages))
     kept, separated = _take_separated(kept, services.settings.chunk_separator)
-    prompt = _encode_chat(services.llm, kept, (*documents, *separated, *marked), body.cache_salt or "", rendering)
-    return _composed_or_joined(services.llm, prompt, documents)
+    with told_by_place(body):
+        documents = read_documents(services, tenant, body)
+        prompt = _encode_chat(services.llm, kept, (*documents, *separated, *marked), body.cache_salt or "", rendering)
+    composed = _composed_or_joined(services.llm, prompt, documents)
+    return replace(composed, notes=notes_of(services, tenant, documents, composed.prompt))
 
 
 def text_prompt(services: Services, tenant: Tenant, body: DocumentFields, text: str | Sequence[int]) -> Composed:
@@ -68,7 +72,8 @@ def text_prompt(services: Services, tenant: Tenant, body: DocumentFields, text: 
         UnknownDocument: an id that this tenant has not stored.
     """
     encoder, salt = services.llm.encoder, body.cache_salt or ""
-    documents = read_documents(services, tenant, body)
+    with told_by_place(body):
+        documents = read_documents(services, tenant, body)
     if not documents:
         prompt = Prompt.from_text(text, services.settings.chunk_separator, salt=salt) if isinstance(text, str) else text
         return _composed_or_joined(services.llm, encoder.encode(prompt, salt=salt), ())
@@ -77,7 +82,10 @@ def text_prompt(services: Services, tenant: Tenant, body: DocumentFields, text: 
     parts = named_parts(text, services.settings.chunk_separator)
     system, bodies, question = (None, [], parts) if isinstance(parts, str) else parts
     prompt = Prompt.from_documents((*documents, *map(Document, bodies)), question, system=system, salt=salt)
-    return _composed_or_joined(services.llm, encoder.encode(prompt), documents)
+    with told_by_place(body):
+        prompt = encoder.encode(prompt)
+    composed = _composed_or_joined(services.llm, prompt, documents)
+    return replace(composed, notes=notes_of(services, tenant, documents, composed.prompt))
 
 
 def _composed_or_joined(llm: LLM, prompt: Prompt, documents: Sequence[Document]) -> Composed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -61,9 +61,16 @@ class Report(Reply):
 class Tally:
     """What the deltas of one HTTP request add up to: tokens of its prompts and answers, and their reuse."""
 
-    def __init__(self, num_prompt_tokens: Sequence[int], document_ids: frozenset[str]) -> None:
+    def __init__(
+        self,
+        num_prompt_tokens: Sequence[int],
+        document_ids: frozenset[str],
+        notes: Sequence[Mapping[int, str]] = (),
+    ) -> None:
+        """Takes the tokens of each prompt, names that are ids, and what to say of segments, by prompt and number."""
         self._num_prompt_tokens = list(num_prompt_tokens)
         self._document_ids = document_ids
+        self._notes = dict(enumerate(notes))
         self._reuse: dict[int, ReuseReport] = {}
         self.num_answer_tokens = 0
 
@@ -83,7 +90,7 @@ class Tally:
         )
         if len(self._reuse) < len(self._num_prompt_tokens):
             return numbers
-        segments = [segment for _, segment in self._segments()]
+        segments = [segment for reuse in self._reuse.values() for segment in reuse.segments]
         exact = sum(segment.reused_tokens for segment in segments if segment.kind in _EXACT)
         reused = sum(segment.reused_tokens for segment in segments)
         numbers.prompt_tokens_details = PromptTokensDetails(
@@ -93,7 +100,11 @@ class Tally:
 
     def report(self) -> Report:
         """What became of every segment of every prompt."""
-        segments = [self._segment(index, segment) for index, segment in self._segments()]
+        segments = [
+            self._segment(index, segment, self._notes.get(index, {}).get(number, ""))
+            for index in sorted(self._reuse)
+            for number, segment in enumerate(self._reuse[index].segments)
+        ]
         compositions = dict.fromkeys(self._reuse[index].composition for index in sorted(self._reuse))
         known = (reuse.time_to_first_token for reuse in self._reuse.values())
         seconds = max((first for first in known if first is not None), default=None)
@@ -104,10 +115,7 @@ class Tally:
             segments=segments,
         )
 
-    def _segments(self) -> Iterable[tuple[int, SegmentReuse]]:
-        return [(index, segment) for index in sorted(self._reuse) for segment in self._reuse[index].segments]
-
-    def _segment(self, prompt_index: int, segment: SegmentReuse) -> SegmentReport:
+    def _segment(self, prompt_index: int, segment: SegmentReuse, note: str) -> SegmentReport:
         whole = re.sub(r" \(\d+/\d+\)\Z", "", segment.name or "")
         return SegmentReport(
             kind=segment.kind,  # type: ignore[arg-type]
@@ -120,5 +128,5 @@ class Tally:
             tier="device" if segment.reused_tokens else None,
             reused_tokens=segment.reused_tokens,
             ms=round(segment.milliseconds, 3),
-            note=segment.note,
+            note="; ".join(filter(None, (segment.note, note))),
         )
