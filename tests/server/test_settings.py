@@ -125,6 +125,24 @@ def test_keys_are_never_in_a_message(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert SECRET not in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["short", "x" * 7, "eight ch", "schlüssel"])
+def test_key_keeps_to_the_rule_of_the_file_of_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str) -> None:
+    rule = "must be 8 to 1024 printable ASCII characters without spaces, since it travels in a header"
+    with pytest.raises(InvalidConfig, match=f"^--api-key {rule}$"):
+        read_settings({"api_key": [SECRET, key]})
+    entry = tmp_path / "keys.yaml"
+    entry.write_text(f"- key: '{key}'", encoding="utf-8")
+    with pytest.raises(InvalidConfig, match=f"entry 1: key {rule}$"):
+        read_settings({"keys_file": entry}).access_keys()
+    monkeypatch.setenv("KVMOSAIC_API_KEY", key)
+    with pytest.raises(InvalidConfig, match=f"^KVMOSAIC_API_KEY {rule}$"):
+        read_settings()
+
+
+def test_key_of_eight_characters_will_do() -> None:
+    assert len(read_settings({"api_key": ["sk-12345"]}).access_keys()) == 1
+
+
 def test_keys_are_not_printed() -> None:
     settings = read_settings({"api_key": [SECRET]})
     assert SECRET not in repr(settings) + str(settings) + settings.model_dump_json()

@@ -10,10 +10,10 @@ from typing import Any
 from kvmosaic.config import parse_bytes
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.server.config_file import nearest, read_yaml
-from kvmosaic.server.tenants import DEFAULT_TENANT, MAX_KEY_CHARACTERS, AccessKey, Tenant
+from kvmosaic.server.key_text import KEY_RULE, is_key_text
+from kvmosaic.server.tenants import DEFAULT_TENANT, AccessKey, Tenant
 
 MAX_KEYS = 10_000
-MIN_KEY_CHARACTERS = 8
 _FIELDS = ("key", "key_sha256", "tenant", "quota", "admin")
 _TENANT_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
@@ -65,10 +65,8 @@ def _digest(entry: dict[str, Any]) -> bytes:
         if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
             raise InvalidConfig("key_sha256 must be 64 hexadecimal digits, in quotes")
         return bytes.fromhex(digest)
-    limits = f"{MIN_KEY_CHARACTERS} to {MAX_KEY_CHARACTERS} printable ASCII characters without spaces"
-    is_text = isinstance(key, str) and MIN_KEY_CHARACTERS <= len(key) <= MAX_KEY_CHARACTERS
-    if not is_text or not re.fullmatch(r"[!-~]+", key):
-        raise InvalidConfig(f"key must be {limits}")
+    if not is_key_text(key):
+        raise InvalidConfig(f"key {KEY_RULE}")
     return AccessKey.of(key, Tenant("")).digest
 
 

@@ -17,6 +17,7 @@ from pydantic_settings import (
 from kvmosaic.config import ChunkCacheConfig, EngineConfig, parse_bytes
 from kvmosaic.prompt.separator import check_separator
 from kvmosaic.server.config_file import read_config_file
+from kvmosaic.server.key_text import KEY_RULE, is_key_text
 
 if TYPE_CHECKING:
     from kvmosaic.server.tenants import AccessKey
@@ -59,6 +60,12 @@ class ServerSettings(BaseSettings):
         None, "Model", "Most positions of one sequence. Default: what the model allows.", ge=1, le=2**27
     )
     trust_remote_code: bool = _setting(False, "Model", "Run Python code that comes with the checkpoint.")
+    generation_config: Literal["auto", "none"] = _setting(
+        "auto",
+        "Model",
+        "Sampling fields that a request leaves out: auto: as the model's generation_config.json says; none: OpenAI's "
+        "defaults.",
+    )
 
     host: str = _setting("127.0.0.1", "Server", "Address to listen on; 0.0.0.0 is every one.", max_length=255)
     port: int = _setting(8_000, "Server", "Port to listen on; 0 takes a free one.", ge=0, le=65_535)
@@ -156,10 +163,8 @@ class ServerSettings(BaseSettings):
     @field_validator("api_key")
     @classmethod
     def _sendable(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
-        if not all(key.get_secret_value().isascii() and key.get_secret_value().isprintable() for key in keys):
-            raise ValueError("must be printable ASCII, since keys travel in a header")
-        if any(" " in key.get_secret_value() for key in keys):
-            raise ValueError("must not contain spaces")
+        if not all(is_key_text(key.get_secret_value()) for key in keys):
+            raise ValueError(KEY_RULE)
         return keys
 
     @field_validator("chunk_cache_size", "request_cache_size")

@@ -10,9 +10,9 @@ from hashlib import sha256
 from fastapi import Request
 
 from kvmosaic.server.errors import ApiError
+from kvmosaic.server.key_text import MAX_KEY_CHARACTERS
 
 DEFAULT_TENANT = "default"
-MAX_KEY_CHARACTERS = 1_024
 
 
 @dataclass(frozen=True, slots=True)
