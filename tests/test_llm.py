@@ -474,3 +474,12 @@ def test_threads_are_left_alone_unless_they_are_given(model, wanted):
             assert torch.get_num_threads() == (wanted or 1)
     finally:
         torch.set_num_threads(before)
+
+
+def test_default_sampling_params_are_those_that_the_model_advises(model):
+    with LLM(replace(model, generation_settings={"temperature": 0.6, "top_k": 20}), engine_config=SMALL) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.6, top_k=20)
+    with LLM(model, engine_config=SMALL) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+    with LLM(engine_config=SMALL) as llm:  # the bundled model
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0)

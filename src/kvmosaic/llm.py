@@ -29,7 +29,7 @@ from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling
 from kvmosaic.layout import PositionStrategy, arrange
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
-from kvmosaic.sampling import RequestOutput, SamplingParams
+from kvmosaic.sampling import RequestOutput, SamplingParams, default_sampling
 
 BUNDLED_READER = "reader"
 """The name of the small model that comes with the package."""
@@ -126,6 +126,7 @@ class LLM:
             max_positions=self.engine.max_positions,
         )
         self.chunks = ChunkStore(self.engine, self.encoder, self.chunk_cache_off_reason)
+        self._default_sampling = default_sampling(self.model.generation_settings)
 
     @property
     def has_chunk_cache(self) -> bool:
@@ -284,6 +285,10 @@ class LLM:
             ChunkInUse: a running request reads one of them.
         """
         self.chunks.delete(name, salt=salt)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's `generation_config.json` advises: to be passed on, or changed first."""
+        return self._default_sampling
 
     def get_chunk_cache_stats(self) -> ChunkCacheStats:
         """Counters and fill levels of the chunk cache at this moment."""

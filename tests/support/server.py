@@ -41,9 +41,10 @@ class RunningServer:
     `server.services` are those of the app; use `server.call` to touch what belongs to its event loop.
     """
 
-    def __init__(self, *, self_check: bool = False, **settings: Any) -> None:
+    def __init__(self, *, loaded: LoadedModel | None = None, self_check: bool = False, **settings: Any) -> None:
         small = {"dtype": "float32", "device": "cpu", "chunk_cache_size": "32MiB", "request_cache_size": "32MiB"}
         self.settings = ServerSettings(**{**small, **settings})
+        self._loaded = loaded
         self._self_check = self_check
         self._ready = threading.Event()
         self._failure: BaseException | None = None
@@ -92,7 +93,7 @@ class RunningServer:
         self.loop = asyncio.get_running_loop()
         settings = self.settings
         self.llm = LLM(
-            loaded_reader(settings.dtype),
+            self._loaded or loaded_reader(settings.dtype),
             enable_chunk_cache=settings.enable_chunk_cache,
             chunk_cache_config=settings.chunk_cache_config(),
             engine_config=settings.engine_config(),

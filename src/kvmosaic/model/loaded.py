@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvmosaic.model.hook import Receiver, attention_scope
 from kvmosaic.model.layers import LayerSpec
 from kvmosaic.model.prepack import PackedLinear, Prepack, prepack_linears
 from kvmosaic.model.probe import probe_layers
+from kvmosaic.sampling.defaults import FOLLOWED
 
 _MAX_POSITIONS = 2**27
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
@@ -42,6 +44,8 @@ class LoadedModel:
     """Most tokens of one flattened forward, for models that count them; None: no limit."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    generation_settings: Mapping[str, Any]
+    """What its generation configuration says about sampling, unchecked."""
     dtype: torch.dtype
     device: torch.device
     fingerprint: str
@@ -92,6 +96,7 @@ class LoadedModel:
             max_forward_tokens=forward_limit,
             vocab_size=min(int(config.vocab_size), embeddings.shape[0]),
             eos_token_ids=_eos_token_ids(model, tokenizer),
+            generation_settings=_generation_settings(model),
             dtype=embeddings.dtype,
             device=embeddings.device,
             fingerprint=identity,
@@ -191,6 +196,12 @@ def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     for token in (declared, getattr(tokenizer, "eos_token_id", None)):
         found.update(token if isinstance(token, list | tuple) else [] if token is None else [token])
     return tuple(sorted(int(token) for token in found))
+
+
+def _generation_settings(model: Any) -> dict[str, Any]:
+    generation = getattr(model, "generation_config", None)
+    declared = {name: getattr(generation, name, None) for name in ("do_sample", *FOLLOWED)}
+    return {name: value for name, value in declared.items() if value is not None}
 
 
 def _layer_range(indices: list[int], total: int) -> str:

@@ -1,6 +1,7 @@
 """How tokens are chosen, turned into text and returned."""
 
 from kvmosaic.sampling.answer import Answer
+from kvmosaic.sampling.defaults import default_sampling
 from kvmosaic.sampling.detokenizer import Decoder, Detokenizer, decode_all
 from kvmosaic.sampling.grammar import Grammar, GrammarCompiler, Matcher
 from kvmosaic.sampling.output import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
@@ -33,5 +34,6 @@ __all__ = [
     "StopStrings",
     "StructuredOutputs",
     "decode_all",
+    "default_sampling",
     "sample",
 ]

@@ -38,6 +38,7 @@ from kvmosaic.server.openai.replies import (
 from kvmosaic.server.openai.sampling import (
     StreamOptions,
     check_stream_options,
+    defaults_of,
     prepared,
 )
 from kvmosaic.server.openai.sse import DONE, event, open_stream
@@ -87,7 +88,7 @@ def router(services: Services) -> APIRouter:
 
 
 def _read(services: Services, tenant: Tenant, body: ChatRequest) -> tuple[Composed, SamplingParams]:
-    params = prepared(services, body.sampling_params())
+    params = prepared(services, body.sampling_params(defaults_of(services)))
     return chat_prompt(services, tenant, body, body.plain_messages(), body.rendering()), params
 
 

@@ -12,7 +12,7 @@ from kvmosaic.server.openai.fields import INTEGRAL, Body, Ignored, NumTokens, On
 from kvmosaic.server.openai.formats import ResponseFormat, structure_of
 from kvmosaic.server.openai.messages import Messages
 from kvmosaic.server.openai.prompts import Rendering
-from kvmosaic.server.openai.sampling import MAX_CHOICES, MAX_LOGPROBS, SharedFields, StreamOptions
+from kvmosaic.server.openai.sampling import MAX_CHOICES, MAX_LOGPROBS, Defaults, SharedFields, StreamOptions
 
 
 class ChatFields(Body):
@@ -71,7 +71,7 @@ class ChatRequest(SharedFields, ChatFields):
     def _format(self) -> StructuredOutputs | None:
         return structure_of(self.response_format)
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: Defaults) -> SamplingParams:
         """How the answers are drawn.
 
         Raises:
@@ -80,6 +80,7 @@ class ChatRequest(SharedFields, ChatFields):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidSampling("top_logprobs needs logprobs=true")
         return self.sampling(
+            defaults,
             n=self.n or 1,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,

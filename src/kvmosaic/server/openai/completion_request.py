@@ -11,7 +11,14 @@ from kvmosaic.sampling import SamplingParams, StructuredOutputs
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.openai.fields import INTEGRAL, NumTokens, Only, Text, TokenIds, example
 from kvmosaic.server.openai.formats import ResponseFormat, structure_of
-from kvmosaic.server.openai.sampling import MAX_CHOICES, MAX_LOGPROBS, SharedFields, StreamOptions, check_stream_options
+from kvmosaic.server.openai.sampling import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    Defaults,
+    SharedFields,
+    StreamOptions,
+    check_stream_options,
+)
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 256
@@ -51,14 +58,14 @@ class CompletionRequest(SharedFields):
     stream_options: StreamOptions | None = None
     suffix: Annotated[Any, Only((None,), "the answer cannot be made to fit a suffix")] = None
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: Defaults) -> SamplingParams:
         """How the answers are drawn.
 
         Raises:
             InvalidSampling: values that do not go together.
         """
         most = self.max_tokens or DEFAULT_MAX_TOKENS
-        return self.sampling(n=self.n or 1, max_tokens=most, logprobs=self.logprobs)
+        return self.sampling(defaults, n=self.n or 1, max_tokens=most, logprobs=self.logprobs)
 
     def _format(self) -> StructuredOutputs | None:
         return structure_of(self.response_format)

@@ -28,6 +28,7 @@ from kvmosaic.server.openai.prompts import Composed, text_prompt
 from kvmosaic.server.openai.replies import Completion, TextChoice, error_replies, streamed
 from kvmosaic.server.openai.sampling import (
     StreamOptions,
+    defaults_of,
     prepared,
 )
 from kvmosaic.server.openai.sse import DONE, event, open_stream
@@ -76,7 +77,7 @@ def router(services: Services) -> APIRouter:
 
 
 def _read(services: Services, tenant: Tenant, body: CompletionRequest) -> tuple[list[Composed], SamplingParams]:
-    params = prepared(services, body.sampling_params(), len(body.prompts))
+    params = prepared(services, body.sampling_params(defaults_of(services)), len(body.prompts))
     return [text_prompt(services, tenant, body, prompt) for prompt in body.prompts], params
 
 

@@ -24,7 +24,7 @@ from kvmosaic.server.openai.fields import (
 from kvmosaic.server.openai.formats import JsonObjectFormat, TextFormat
 from kvmosaic.server.openai.messages import Content, content_parts
 from kvmosaic.server.openai.prompts import Rendering
-from kvmosaic.server.openai.sampling import MAX_LOGPROBS, SharedFields
+from kvmosaic.server.openai.sampling import MAX_LOGPROBS, Defaults, SharedFields
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -133,7 +133,7 @@ class ResponseRequest(SharedFields):
         """How the conversation is rendered."""
         return Rendering(template_options=self.chat_template_kwargs)
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: Defaults) -> SamplingParams:
         """How the answer is drawn.
 
         Raises:
@@ -141,7 +141,7 @@ class ResponseRequest(SharedFields):
         """
         wants = self.top_logprobs is not None or LOGPROBS in (self.include or ())
         logprobs = (self.top_logprobs or 0) if wants else None
-        return self.sampling(max_tokens=self.max_output_tokens, logprobs=logprobs)
+        return self.sampling(defaults, max_tokens=self.max_output_tokens, logprobs=logprobs)
 
     def _format(self) -> StructuredOutputs | None:
         form = self.text.format if self.text else None

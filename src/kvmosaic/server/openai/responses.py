@@ -30,7 +30,7 @@ from kvmosaic.server.openai.response_reply import (
     Status,
 )
 from kvmosaic.server.openai.response_request import ResponseRequest
-from kvmosaic.server.openai.sampling import prepared
+from kvmosaic.server.openai.sampling import defaults_of, prepared
 from kvmosaic.server.openai.sse import event, open_stream
 from kvmosaic.server.openai.usage import Tally
 from kvmosaic.server.services import Services
@@ -77,7 +77,7 @@ def router(services: Services) -> APIRouter:
 
 
 def _read(services: Services, tenant: Tenant, body: ResponseRequest) -> tuple[Composed, SamplingParams]:
-    params = prepared(services, body.sampling_params())
+    params = prepared(services, body.sampling_params(defaults_of(services)))
     return chat_prompt(services, tenant, body, body.messages(), body.rendering()), params
 
 

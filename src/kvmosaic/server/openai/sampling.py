@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from kvmosaic.errors import InvalidSampling
 from kvmosaic.sampling import SamplingParams
+from kvmosaic.sampling.defaults import FOLLOWED
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.openai.documents import DocumentFields
 from kvmosaic.server.openai.fields import INTEGRAL, Body, Ignored, Only, StopText, TokenId
@@ -23,6 +25,12 @@ _PLAIN_SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output",
 )  # fmt: skip
+
+
+Defaults = Mapping[str, Any]
+"""Sampling fields that count where a request leaves them out."""
+
+_BY_MODEL = "Default: what the model's generation_config.json says, or"
 
 
 class StreamOptions(Body):
@@ -48,13 +56,15 @@ class SharedFields(DocumentFields, StructuredFields):
 
     model: Annotated[str | None, Field(max_length=4_096, description="A served model; may be left out.")] = None
     stream: bool | None = False
-    temperature: Annotated[float | None, Field(ge=0, le=100)] = 1.0
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int | None, Field(ge=-1, le=2**31 - 1, description="0 and -1 keep all tokens."), INTEGRAL] = 0
-    min_p: Annotated[float | None, Field(ge=0, le=1)] = 0.0
+    temperature: Annotated[float | None, Field(ge=0, le=100, description=f"{_BY_MODEL} 1.")] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1, description=f"{_BY_MODEL} 1.")] = None
+    top_k: Annotated[
+        int | None, Field(ge=-1, le=2**31 - 1, description=f"0 and -1 keep all tokens. {_BY_MODEL} 0."), INTEGRAL
+    ] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1, description=f"{_BY_MODEL} 0.")] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = 1.0
+    repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100, description=f"{_BY_MODEL} 1.")] = None
     seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1), INTEGRAL] = None
     stop: Annotated[
         Annotated[str, Field(max_length=4_096)] | Annotated[list[StopText], Field(max_length=128)] | None,
@@ -80,7 +90,9 @@ class SharedFields(DocumentFields, StructuredFields):
     prompt_cache_retention: Ignored = None
     prompt_cache_options: Ignored = None
 
-    def sampling(self, *, max_tokens: int | None, n: int = 1, logprobs: int | None = None) -> SamplingParams:
+    def sampling(
+        self, defaults: Defaults, *, max_tokens: int | None, n: int = 1, logprobs: int | None = None
+    ) -> SamplingParams:
         """The sampling parameters; a field that is null counts as left out.
 
         Raises:
@@ -88,13 +100,21 @@ class SharedFields(DocumentFields, StructuredFields):
         """
         given = {name: value for name in _PLAIN_SAMPLING if (value := getattr(self, name)) is not None}
         return SamplingParams(
-            **given,
+            **{**defaults, **given},
             n=n,
             max_tokens=max_tokens,
             logprobs=logprobs,
             stop=self.stop,
             structured_outputs=self.structure(),
         )
+
+
+def defaults_of(services: Services) -> Defaults:
+    """What counts where a request says nothing: the model's generation configuration, if the settings follow it."""
+    if services.settings.generation_config == "none":
+        return {}
+    advised = services.llm.get_default_sampling_params()
+    return {name: getattr(advised, name) for name in FOLLOWED}
 
 
 def prepared(services: Services, params: SamplingParams, num_prompts: int = 1) -> SamplingParams:
