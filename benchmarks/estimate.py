@@ -5,9 +5,9 @@
 Two servers (`kvmosaic serve reader`): one with its caches, which estimates for every prompt how long its first token
 would have taken without them (`kvmosaic:request_uncached_ttft_seconds` of /metrics), and one with
 `--no-enable-chunk-cache --no-enable-prefix-caching`. They are asked the same in turn, one request at a time: documents
-of made-up words, which the first one knows, in a new order each time. Both have answered prompts of all sizes before,
-as a server that runs for a while has. Medians of wall times, so other work on the machine is in them. Results go to
-benchmarks/results/.
+of made-up words, which the first one knows, in a new order each time. In between, the first one is asked about others
+that it does not know, from which it learns how long a token takes. Medians of wall times, so other work on the machine
+is in them. Results go to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import random
 import re
 import statistics
 import time
+from collections import defaultdict
 from typing import Any
 
 import httpx
@@ -61,32 +62,42 @@ def seconds_of(reply: dict[str, Any]) -> float:
     return float(reply["kvmosaic"]["time_to_first_token_ms"]) / 1e3
 
 
-def measure(
-    caching: httpx.Client, plain: httpx.Client, shape: tuple[int, int], rounds: int, source: random.Random
-) -> dict[str, Any]:
-    """Both servers in turn, with documents of one shape."""
+def measure(caching: httpx.Client, plain: httpx.Client, rounds: int) -> list[dict[str, Any]]:
+    """Both servers in turn, in each round with documents of all shapes."""
+    source = random.Random(0)
+    known = {shape: texts(source, shape) for shape in SHAPES}
+    seconds: dict[tuple[int, int], dict[str, list[float]]] = {shape: defaultdict(list) for shape in SHAPES}
+    num_tokens = {}
+    for number in track(range(rounds + 1), description="rounds"):
+        for shape in SHAPES:
+            question = f"What does {made_up_text(source, 6)[:-1]} mean?"
+            ask(caching, texts(source, shape), question)  # something new: how long tokens take is learned all the time
+            order = source.sample(known[shape], len(known[shape]))
+            with_caches, without = ask(caching, order, question), ask(plain, order, question)
+            num_tokens[shape] = without["usage"]["prompt_tokens"]
+            if number:  # in the first round the documents become known
+                seconds[shape]["cached, measured"].append(seconds_of(with_caches))
+                seconds[shape]["without, estimated"].append(with_caches["estimate"])
+                seconds[shape]["without, measured"].append(seconds_of(without))
+    return [report(shape, num_tokens[shape], seconds[shape]) for shape in SHAPES]
+
+
+def texts(source: random.Random, shape: tuple[int, int]) -> list[str]:
+    """Documents of one shape that nobody has seen."""
     num_documents, num_words = shape
-    documents = [made_up_text(source, num_words) for _ in range(num_documents)]
-    cached, estimated, measured, reply = [], [], [], {}
-    for number in track(range(rounds + 1), description=f"{num_documents} documents of {num_words} words"):
-        order = source.sample(documents, num_documents)
-        question = f"What does {made_up_text(source, 6)[:-1]} mean?"
-        known, reply = ask(caching, order, question), ask(plain, order, question)
-        if number:  # in the first round the documents become known
-            cached.append(seconds_of(known))
-            estimated.append(known["estimate"])
-            measured.append(seconds_of(reply))
+    return [made_up_text(source, num_words) for _ in range(num_documents)]
+
+
+def report(shape: tuple[int, int], num_tokens: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """The figures of one shape."""
+    median = {name: statistics.median(values) for name, values in seconds.items()}
     return {
-        "documents": num_documents,
-        "words": num_words,
-        "prompt_tokens": reply["usage"]["prompt_tokens"],
-        "median_seconds": {
-            "cached, measured": statistics.median(cached),
-            "without, estimated": statistics.median(estimated),
-            "without, measured": statistics.median(measured),
-        },
-        "estimated by measured": statistics.median(estimated) / statistics.median(measured),
-        "seconds": {"cached": cached, "estimated": estimated, "measured": measured},
+        "documents": shape[0],
+        "words": shape[1],
+        "prompt_tokens": num_tokens,
+        "median_seconds": median,
+        "estimated by measured": median["without, estimated"] / median["without, measured"],
+        "seconds": seconds,
     }
 
 
@@ -117,12 +128,7 @@ def main() -> None:
         httpx.Client(base_url=caching.url, timeout=300) as first,
         httpx.Client(base_url=plain.url, timeout=300) as second,
     ):
-        source = random.Random(0)
-        for num_documents, num_words in SHAPES * 2:
-            unknown = [made_up_text(source, num_words) for _ in range(num_documents)]
-            for client in (first, second):
-                ask(client, unknown, "What is new?")
-        sizes = [measure(first, second, shape, arguments.rounds, source) for shape in SHAPES]
+        sizes = measure(first, second, arguments.rounds)
     Console(width=140).print(table_of(sizes))
     save(f"estimate-{arguments.threads}", {"arguments": vars(arguments), "torch": torch.__version__, "sizes": sizes})
 
