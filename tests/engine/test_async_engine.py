@@ -46,7 +46,10 @@ from kvmosaic.sampling import SamplingParams
 
 SYSTEM = [1, 2, 3, 4, 5, 6]
 DOCUMENTS = [[(7 * index + place) % 128 for place in range(9 + index)] for index in range(6)]
-LONG = replace(GREEDY, max_tokens=300)
+LONG = replace(GREEDY, max_tokens=3_000)
+"""Seconds long, so that it is still under way when a test comes to it, also on a machine that is busy."""
+ROOMY = (1_024, 128)
+"""Blocks for a long answer."""
 """Longer than any test reads."""
 POISON = 97
 
@@ -110,7 +113,7 @@ def test_greedy_answers_are_the_same_alone_in_a_crowd_cold_and_warm():
 
 @pytest.mark.parametrize("stage", ["sent", "waiting", "running"])
 def test_a_cancelled_reader_gives_its_blocks_back_within_a_step(stage):
-    inner = build_engine(llama(), max_running=1 if stage == "waiting" else 64)
+    inner = build_engine(llama(), max_running=1 if stage == "waiting" else 64, blocks=(2 * ROOMY[0], 128))
 
     async def cancelled_at(engine, reached):
         reader = asyncio.create_task(read(engine, ask(0, 1), LONG))
@@ -137,7 +140,7 @@ def test_a_cancelled_reader_gives_its_blocks_back_within_a_step(stage):
 
 def test_a_generator_may_be_closed_before_during_and_after_its_answer():
     async def main():
-        async with running(build_engine(llama())) as engine:
+        async with running(build_engine(llama(), blocks=ROOMY)) as engine:
             await engine.generate(ask(0), LONG).aclose()
             async with aclosing(engine.generate(ask(0), LONG)) as deltas:
                 async for delta in deltas:
@@ -174,7 +177,7 @@ def test_two_event_loops_read_from_one_engine():
 
 @pytest.mark.parametrize("is_told", [True, False])
 def test_a_loop_that_was_closed_with_a_reader_on_it_leaves_nothing_behind(is_told):
-    inner = build_engine(llama())
+    inner = build_engine(llama(), blocks=ROOMY)
     engine = AsyncEngine(inner)
     engine.start()
     loop = asyncio.new_event_loop()
@@ -218,7 +221,7 @@ def test_a_slow_reader_gets_fewer_and_larger_deltas_and_one_wake_up():
             return read_ones
 
     deltas = asyncio.run(main())
-    assert len(deltas) == 2 and deltas[-1].finished
+    assert len(deltas) <= 2 and deltas[-1].finished  # one, if the engine was done before the first was read
     assert tokens(deltas) == alone(ask(0), replace(GREEDY, max_tokens=60))
 
 
@@ -253,7 +256,7 @@ def test_failures_with_successes_between_them_do_not_stop_the_engine():
 
 
 def test_errors_of_the_queue_and_of_the_prompt_reach_their_reader_only():
-    inner = build_engine(llama(), max_running=1, blocks=(128, 4))
+    inner = build_engine(llama(), max_running=1, blocks=(1_024, 4))
     inner.config = replace(inner.config, max_waiting=1)
 
     async def main():
@@ -370,7 +373,7 @@ def test_a_step_that_fails_before_anyone_takes_part_is_not_repeated_for_ever(mon
 
 
 def test_stopping_ends_answers_with_abort_and_refuses_what_was_not_begun():
-    inner = build_engine(llama())
+    inner = build_engine(llama(), blocks=ROOMY)
 
     async def main():
         engine = AsyncEngine(inner)
@@ -384,7 +387,7 @@ def test_stopping_ends_answers_with_abort_and_refuses_what_was_not_begun():
             await until(lambda: engine._thread._is_stopping)
         seen += [delta async for delta in deltas]
         assert seen[-1].finished and seen[-1].answers[0].finish_reason == "abort"
-        assert tokens(seen) == alone(ask(0), LONG)[: len(tokens(seen))]
+        assert tokens(seen) == alone(ask(0), replace(GREEDY, max_tokens=len(tokens(seen))))
         results = await asyncio.gather(late, call, return_exceptions=True)
         assert [type(result) for result in results] == [EngineStopped, EngineStopped]
         await closing
@@ -414,7 +417,10 @@ def test_what_waits_for_an_engine_that_never_starts_is_told():
 
 def test_calls_run_in_order_between_steps_and_their_errors_are_raised():
     async def main():
-        async with running(build_engine(llama())) as engine, aclosing(engine.generate(ask(0), LONG)) as deltas:
+        async with (
+            running(build_engine(llama(), blocks=ROOMY)) as engine,
+            aclosing(engine.generate(ask(0), LONG)) as deltas,
+        ):
             await anext(deltas)
             order = []
             await asyncio.gather(*[engine.call(lambda inner, i=i: order.append(i)) for i in range(5)])
@@ -469,7 +475,7 @@ def test_closing_a_warm_up_aborts_the_rest_of_it():
 
 def test_draining_waits_as_long_as_it_is_told():
     async def main():
-        async with running(build_engine(llama())) as engine:
+        async with running(build_engine(llama(), blocks=ROOMY)) as engine:
             async with aclosing(engine.generate(ask(0), LONG)) as deltas:
                 await anext(deltas)
                 assert not await engine.drain(0.05)
