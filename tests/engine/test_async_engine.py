@@ -221,7 +221,7 @@ def test_a_slow_reader_gets_fewer_and_larger_deltas_and_one_wake_up():
             return read_ones
 
     deltas = asyncio.run(main())
-    assert len(deltas) <= 2 and deltas[-1].finished  # one, if the engine was done before the first was read
+    assert len(deltas) <= 3 and deltas[-1].finished  # read at first, on its way then, and all the rest
     assert tokens(deltas) == alone(ask(0), replace(GREEDY, max_tokens=60))
 
 
