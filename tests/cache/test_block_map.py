@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 from cache.world import compute_all, layout_of, make_planner, plain, warmed
 
 from kvmosaic.cache import BlockState
@@ -40,6 +41,7 @@ def test_blocks_shared_by_forks_are_shared_before_anything_is_cached():
     assert sorted(planner.block_map().request) == [FREE, FREE, SHARED, SHARED]
 
 
+@pytest.mark.alone
 def test_a_map_of_a_hundred_thousand_blocks_takes_milliseconds():
     planner = make_planner(block_size=1, request_blocks=100_000, chunk_blocks=100_000)
     for number in range(10):

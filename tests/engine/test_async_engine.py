@@ -340,6 +340,7 @@ class RunnerWithPoison(RunnerThatFails):
         return super().run(spans, copies)
 
 
+@pytest.mark.alone
 def test_a_request_that_always_fails_keeps_the_engine_from_others_for_no_longer_than_a_step():
     inner = build_engine(llama(), runner=RunnerWithPoison)
 

@@ -77,6 +77,7 @@ def held_blocks(server: RunningServer) -> int:
     return server.call(server.services.engine.call, lambda engine: sum(engine.planner.request_pool.references))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("path", ["/test/answer", "/test/answer?stream=true"])
 def test_client_that_leaves_ends_its_request(server: RunningServer, path: str) -> None:
     client = send(server, path)
@@ -105,6 +106,7 @@ def test_client_that_leaves_the_queue_ends_its_request(server: RunningServer, pa
     wait_until(lambda: is_idle(server))
 
 
+@pytest.mark.alone
 def test_queue_that_is_full_refuses_at_once_and_the_probes_stay_quick(server: RunningServer) -> None:
     refused = server.services.admission.num_refused
     inside = [send(server, "/test/answer") for _ in range(3)]

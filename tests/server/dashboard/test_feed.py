@@ -109,6 +109,7 @@ def test_all_viewers_together_look_at_the_engine_once_per_interval(
     server.call(look)
 
 
+@pytest.mark.alone
 def test_a_busy_engine_is_waited_for_and_not_asked_twice(server: RunningServer) -> None:
     async def look() -> None:
         feed = Feed(server.services, seconds=PAUSE)
