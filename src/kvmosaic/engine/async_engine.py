@@ -58,6 +58,11 @@ class AsyncEngine:
         return self._thread.is_alive
 
     @property
+    def is_well(self) -> bool:
+        """Whether the thread runs and its steps do not fail again and again."""
+        return self.is_alive and self.failure is None
+
+    @property
     def failure(self) -> str | None:
         """Why no request is taken, now or ever again; None while all is well, and after `stop`.
 

@@ -9,9 +9,10 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvmosaic.server.errors import ApiError
+from kvmosaic.server.logs import PROBES
 from kvmosaic.server.services import Services
 
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/"})
+OPEN_PATHS = frozenset({*PROBES, "/"})
 """What needs no key: whether the server lives, and the dashboard's page, which holds no data."""
 READING = frozenset({"GET", "HEAD"})
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})

@@ -7,10 +7,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvmosaic.server.envelope import Envelope
 from kvmosaic.server.errors import ApiError
+from kvmosaic.server.logs import PROBES
 from kvmosaic.server.turnstile import Turnstile
 
 LOADING_RETRY_SECONDS = "2"
-PROBES = ("/livez", "/readyz", "/health")
 
 
 class Doorway:

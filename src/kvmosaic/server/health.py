@@ -25,7 +25,7 @@ def router(services: Services) -> APIRouter:
 
     def is_ready(response: Response) -> Health:
         status: Literal["ok", "draining", "failed"] = "ok"
-        if not services.engine.is_alive or services.engine.failure is not None:
+        if not services.engine.is_well:
             status = "failed"
         elif services.admission.is_draining:
             status = "draining"

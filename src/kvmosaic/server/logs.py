@@ -7,6 +7,7 @@ from typing import Any
 
 _LEVELS = {"trace": 5}
 PROBES = ("/livez", "/readyz", "/health")
+"""Addresses at which an orchestrator asks how the server is."""
 
 
 class NoProbes(logging.Filter):

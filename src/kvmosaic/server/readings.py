@@ -114,7 +114,7 @@ class ServerReadings:
         yield from self._tenant_readings(snapshot)
         yield from self._documents()
         yield Reading(own_names.REJECTIONS, services.admission.num_refused)
-        yield Reading(own_names.ENGINE_UP, float(services.engine.is_alive and services.engine.failure is None))
+        yield Reading(own_names.ENGINE_UP, float(services.engine.is_well))
         yield Reading(own_names.DRAINING, float(services.admission.is_draining))
         yield Reading(own_names.SNAPSHOT_AGE, self._snapshots.age_seconds)
         yield Reading(own_names.BUILD, 1, self._versions)

@@ -184,7 +184,7 @@ class Feed:
             "uptime_seconds": int(services.clock() - self._started),
             "running": services.engine.num_running,
             "waiting": services.engine.num_waiting,
-            "is_alive": services.engine.is_alive and services.engine.failure is None,
+            "is_alive": services.engine.is_well,
             "chunks": chunks_view(glance.statistics) if glance and tenant.is_admin else None,
             "tenant": usage_view(usage) if usage else None,
             "pools": [pool_view(pool) for pool in glance.pools] if glance else [],

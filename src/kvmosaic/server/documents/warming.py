@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from kvmosaic.engine import Request
 from kvmosaic.errors import ChunkCacheOff
@@ -74,7 +75,7 @@ async def warm(
     with services.admission.enter(tenant):
         try:
             while True:
-                for index, document in _take(waiting, WINDOW - len(tasks)):
+                for index, document in islice(waiting, WINDOW - len(tasks)):
                     coroutine = _end_of(services, tenant, job, index, document, request_id)
                     tasks.add(asyncio.create_task(coroutine, name=f"warm-{index}"))
                 if not tasks:
@@ -86,10 +87,6 @@ async def warm(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _take(waiting: Iterator[tuple[int, Document | str]], most: int) -> list[tuple[int, Document | str]]:
-    return [item for _, item in zip(range(most), waiting, strict=False)]
 
 
 async def _end_of(

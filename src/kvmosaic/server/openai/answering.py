@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import anyio
-from fastapi import Response
+from fastapi import Request, Response
 from pydantic import BaseModel
 
 from kvmosaic.engine import AnswerDelta, RequestDelta
 from kvmosaic.layout import PositionStrategy
 from kvmosaic.sampling import Logprob, SamplingParams
+from kvmosaic.server.errors import request_id_of
 from kvmosaic.server.openai.prompts import Composed
+from kvmosaic.server.openai.sampling import SharedFields
 from kvmosaic.server.openai.usage import Tally
 from kvmosaic.server.running import run
 from kvmosaic.server.services import Services
@@ -40,6 +42,29 @@ class Asked:
     params: SamplingParams
     priority: int = 0
     position_strategy: PositionStrategy | None = None
+
+    @classmethod
+    def by(
+        cls,
+        services: Services,
+        tenant: Tenant,
+        route: str,
+        request: Request,
+        body: SharedFields,
+        read: tuple[Sequence[Composed], SamplingParams],
+    ) -> Asked:
+        """What an HTTP request asks, once its body is read into prompts and sampling parameters."""
+        prompts, params = read
+        return cls(
+            services=services,
+            tenant=tenant,
+            route=route,
+            request_id=request_id_of(request),
+            prompts=prompts,
+            params=params,
+            priority=body.priority or 0,
+            position_strategy=body.position_strategy,
+        )
 
     def tally(self) -> Tally:
         """An empty count of what the answers cost."""

@@ -11,7 +11,6 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from kvmosaic.engine import AnswerDelta
 from kvmosaic.sampling import SamplingParams
-from kvmosaic.server.errors import request_id_of
 from kvmosaic.server.openai.answering import (
     Asked,
     WholeAnswer,
@@ -67,17 +66,8 @@ def router(services: Services) -> APIRouter:
         model = served_model(services, body.model)
         check_stream_options(body.stream, body.stream_options)
         services.admission.check(tenant)
-        composed, params = await services.in_thread(_read, services, tenant, body)
-        asked = Asked(
-            services=services,
-            tenant=tenant,
-            route=ROUTE,
-            request_id=request_id_of(request),
-            prompts=[composed],
-            params=params,
-            priority=body.priority or 0,
-            position_strategy=body.position_strategy,
-        )
+        read = await services.in_thread(_read, services, tenant, body)
+        asked = Asked.by(services, tenant, ROUTE, request, body, read)
         writer = ChatWriter(asked, model, token_bytes)
         if body.stream:
             return await open_stream(request, writer.chunks(body.stream_options or StreamOptions()))
@@ -87,9 +77,9 @@ def router(services: Services) -> APIRouter:
     return routes
 
 
-def _read(services: Services, tenant: Tenant, body: ChatRequest) -> tuple[Composed, SamplingParams]:
+def _read(services: Services, tenant: Tenant, body: ChatRequest) -> tuple[list[Composed], SamplingParams]:
     params = prepared(services, body.sampling_params(defaults_of(services)))
-    return chat_prompt(services, tenant, body, body.plain_messages(), body.rendering()), params
+    return [chat_prompt(services, tenant, body, body.plain_messages(), body.rendering())], params
 
 
 class ChatWriter:

@@ -11,7 +11,6 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from kvmosaic.engine import AnswerDelta
 from kvmosaic.sampling import Logprob, SamplingParams
-from kvmosaic.server.errors import request_id_of
 from kvmosaic.server.openai.answering import (
     Asked,
     WholeAnswer,
@@ -56,17 +55,8 @@ def router(services: Services) -> APIRouter:
         model = served_model(services, body.model)
         body.check(services.admission.most_at_once)
         services.admission.check(tenant)
-        prompts, params = await services.in_thread(_read, services, tenant, body)
-        asked = Asked(
-            services=services,
-            tenant=tenant,
-            route=ROUTE,
-            request_id=request_id_of(request),
-            prompts=prompts,
-            params=params,
-            priority=body.priority or 0,
-            position_strategy=body.position_strategy,
-        )
+        read = await services.in_thread(_read, services, tenant, body)
+        asked = Asked.by(services, tenant, ROUTE, request, body, read)
         writer = CompletionWriter(asked, model, [str(text) for text in body.prompts] if body.echo else [])
         if body.stream:
             return await open_stream(request, writer.chunks(body.stream_options or StreamOptions()))

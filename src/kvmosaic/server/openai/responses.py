@@ -13,7 +13,7 @@ from fastapi import Response as HttpResponse
 
 from kvmosaic.engine import AnswerDelta
 from kvmosaic.sampling import Logprob, SamplingParams
-from kvmosaic.server.errors import as_api_error, request_id_of
+from kvmosaic.server.errors import as_api_error
 from kvmosaic.server.openai.answering import Asked, WholeAnswer, deltas, pieces_of, reply_of, whole_answers
 from kvmosaic.server.openai.logprobs import TokenBytes, TokenLogprob, chat_logprobs
 from kvmosaic.server.openai.models import served_model
@@ -56,17 +56,8 @@ def router(services: Services) -> APIRouter:
         """Answers a text or a conversation from documents, in one reply or in events (`stream`)."""
         model = served_model(services, body.model)
         services.admission.check(tenant)
-        composed, params = await services.in_thread(_read, services, tenant, body)
-        asked = Asked(
-            services=services,
-            tenant=tenant,
-            route=ROUTE,
-            request_id=request_id_of(request),
-            prompts=[composed],
-            params=params,
-            priority=body.priority or 0,
-            position_strategy=body.position_strategy,
-        )
+        read = await services.in_thread(_read, services, tenant, body)
+        asked = Asked.by(services, tenant, ROUTE, request, body, read)
         writer = ResponseWriter(asked, body, model, token_bytes)
         if body.stream:
             return await open_stream(request, writer.events())
@@ -76,9 +67,9 @@ def router(services: Services) -> APIRouter:
     return routes
 
 
-def _read(services: Services, tenant: Tenant, body: ResponseRequest) -> tuple[Composed, SamplingParams]:
+def _read(services: Services, tenant: Tenant, body: ResponseRequest) -> tuple[list[Composed], SamplingParams]:
     params = prepared(services, body.sampling_params(defaults_of(services)))
-    return chat_prompt(services, tenant, body, body.messages(), body.rendering()), params
+    return [chat_prompt(services, tenant, body, body.messages(), body.rendering())], params
 
 
 class ResponseWriter:
