@@ -22,7 +22,13 @@
     │   │   └── QuotaExceeded         more than the tenant may have
     │   ├── ChunkCacheOff             chunks are asked for and the chunk cache is off
     │   ├── UnknownChunk              a name or handle that no chunk has
-    │   └── ChunkInUse                deleting a chunk that a running request reads
+    │   ├── ChunkInUse                deleting a chunk that a running request reads
+    │   ├── InvalidEntry              a stored chunk that is not to be used
+    │   │   ├── DamagedEntry          its bytes are not those that were written
+    │   │   └── ForeignEntry          of another model, format version, secret or shape
+    │   └── TierError                 a tier that cannot do what was asked now
+    │       ├── TierUnavailable       its place fails, or does not answer in time
+    │       └── TierFull              its place has no room
     ├── DocumentError
     │   ├── UnknownDocument           an id that no stored document has
     │   ├── DocumentExists            creating a document under an id that is taken
@@ -146,6 +152,30 @@ class UnknownChunk(CacheError, KeyError):
 
 class ChunkInUse(CacheError):
     """Deleting a chunk that a running request reads."""
+
+
+class InvalidEntry(CacheError):
+    """A stored chunk that is not to be used."""
+
+
+class DamagedEntry(InvalidEntry):
+    """The bytes of a stored chunk are not those that were written."""
+
+
+class ForeignEntry(InvalidEntry):
+    """A stored chunk of another model, format version, secret or shape."""
+
+
+class TierError(CacheError):
+    """A tier that cannot do what was asked now."""
+
+
+class TierUnavailable(TierError):
+    """The place behind a tier fails, or does not answer in time."""
+
+
+class TierFull(TierError):
+    """The place behind a tier has no room."""
 
 
 class DocumentError(KVMosaicError):

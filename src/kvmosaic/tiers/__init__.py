@@ -1,0 +1,6 @@
+"""Where chunks are kept when the device lets go of them: host memory, disk, Redis, object stores."""
+
+from kvmosaic.tiers.deadline import Deadline
+from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Entry, EntryInfo, Tier, TierStat
+
+__all__ = ["MAX_ENTRY_BYTES", "MAX_KEY_BYTES", "Deadline", "Entry", "EntryInfo", "Tier", "TierStat"]
