@@ -69,8 +69,9 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the `kvmosaic` command."""
-    # threads that spin while they wait make small steps ten times slower on a machine that does other work too
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from kvmosaic.threads import this_machine, thread_variables
+
+    os.environ.update(thread_variables(os.environ, this_machine()))
     app(prog_name="kvmosaic")
 
 
@@ -218,7 +219,9 @@ def bench(
         list[str] | None,
         typer.Option(metavar="NAME", help="auto, float32 or bfloat16; given twice, each engine counts with its best."),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Default: one per core.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Default: one per core that may be used.")
+    ] = None,
     documents: Annotated[int | None, typer.Option(min=1, max=1000, help="Documents of a prompt.")] = None,
     document_tokens: Annotated[int | None, typer.Option(min=1, max=100_000, help="Tokens of a document.")] = None,
     answer: Annotated[int | None, typer.Option(min=2, max=100_000, help="Tokens of an answer.")] = None,
@@ -258,6 +261,7 @@ def bench(
     from kvmosaic.bench.command import bench as run_bench
     from kvmosaic.bench.peers.opening import PEERS, PeerOptions
     from kvmosaic.bench.sizes import PRESETS
+    from kvmosaic.threads import this_machine
 
     preset = "quick" if quick else "full"
     wanted = {
@@ -271,7 +275,7 @@ def bench(
     }
     sizes = replace(PRESETS[preset], **{name: value for name, value in wanted.items() if value is not None})
     peers = PeerOptions(
-        tuple(engine or PEERS), position_strategy, capacity, threads or os.cpu_count() or 1, vllm_python
+        tuple(engine or PEERS), position_strategy, capacity, threads or this_machine().threads, vllm_python
     )
     campaign = Campaign(
         model, tuple(dtype or ("auto",)), sizes, preset, tuple(workload or ()), peers, seed, not quick and not workload

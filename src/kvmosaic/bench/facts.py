@@ -19,13 +19,19 @@ def facts(threads: int) -> dict[str, Any]:
         "processor": _processor(),
         "cores": os.cpu_count(),
         "threads": threads,
-        "waiting_threads": os.environ.get("OMP_WAIT_POLICY", "default"),
+        "waiting_threads": _waiting_threads(),
         "load_average": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
         "commit": _commit(),
     }
+
+
+def _waiting_threads() -> str:
+    """What threads do while they wait, by the environment variables that torch read."""
+    spins = os.environ.get("GOMP_SPINCOUNT")
+    return os.environ.get("OMP_WAIT_POLICY", f"{spins} spins" if spins else "default")
 
 
 def _processor() -> str:
