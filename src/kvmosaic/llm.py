@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -28,6 +28,7 @@ from kvmosaic.engine.self_check import SelfCheck, run_self_check
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling
 from kvmosaic.layout import PositionStrategy, arrange
 from kvmosaic.model import LoadedModel, load_model
+from kvmosaic.model.prepack import Prepack
 from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
 from kvmosaic.sampling import RequestOutput, SamplingParams, default_sampling
 
@@ -57,7 +58,7 @@ class LLM:
         *,
         dtype: str = "auto",
         device: str = "auto",
-        prepack: bool | Literal["auto"] = "auto",
+        prepack: Prepack = "auto",
         enable_chunk_cache: bool = True,
         chunk_cache_config: ChunkCacheConfig | None = None,
         engine_config: EngineConfig | None = None,
@@ -73,7 +74,8 @@ class LLM:
             dtype: "auto", "float32", "bfloat16", "float16" or "float64".
             device: "auto", "cpu", "cuda", "cuda:1", …
             prepack: keep linear layers in the order in which a CPU multiplies bfloat16, for about twice the speed of
-                decoding; "auto" where the CPU computes in bfloat16. A model that is loaded already stays as it is.
+                decoding; "auto": where the CPU computes in bfloat16; "always" or True; "never" or False. A model that
+                is loaded already stays as it is.
             enable_chunk_cache: compose prompts from cached chunks; off, segments are joined to an ordinary prompt.
             chunk_cache_config: capacity, positions, separator, eviction, …
             engine_config: how much runs at once, memory for prefixes and answers, and threads.

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,36 @@ def test_capacity_is_the_memory_for_documents(tiny_model: Path, notes: Path) -> 
     assert result.exit_code == 2 and "'9 apples' is not a size" in result.stderr
     result = run("run", tiny_model, "--documents", notes, "-q", "Why?", "--capacity", "8KiB", "--max-tokens", "1")
     assert result.exit_code == 2 and "chunk" in result.stderr
+
+
+@pytest.fixture
+def number_of_threads() -> Iterator[Callable[[], int]]:
+    import torch
+
+    before = torch.get_num_threads()
+    yield torch.get_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_number_of_threads_and_packing_are_options(
+    command: str, tiny_model: Path, number_of_threads: Callable[[], int]
+) -> None:
+    asked = ("Answer. ## A red kiln. ## Why?", "--max-tokens", "1") if command == "run" else ()
+    result = run(command, tiny_model, *asked, "--num-threads", "3", "--prepack", "never")
+    assert result.exit_code == 0, result.output
+    assert number_of_threads() == 3
+    for wrong in ("0", "1025", "many"):
+        result = run(command, tiny_model, *asked, "--num-threads", wrong)
+        assert result.exit_code == 2 and "--num-threads" in result.stderr
+    result = run(command, tiny_model, *asked, "--prepack", "always")
+    assert result.exit_code == 2
+    assert "prepack is 'always': bfloat16 layers are packed, on a CPU, but this model is in float32" in result.stderr
+
+
+def test_check_says_whether_layers_are_packed() -> None:
+    packed = [" packed linear layers" in run("check", "--prepack", word).stdout for word in ("never", "always")]
+    assert packed == [False, True]
 
 
 @pytest.mark.parametrize("command", ["plan", "check"])

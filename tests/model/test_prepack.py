@@ -16,7 +16,7 @@ from torch import nn
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.model import LoadedModel, load_model
-from kvmosaic.model.prepack import PackedLinear, cpu_has_bfloat16
+from kvmosaic.model.prepack import PackedLinear, Prepack, cpu_has_bfloat16
 from kvmosaic.prompt import Prompt
 
 BFLOAT16 = torch.bfloat16
@@ -155,12 +155,20 @@ def test_auto_packs_where_the_cpu_computes_in_bfloat16(tmp_path: Path, monkeypat
     assert not load_model(tmp_path, device="cpu", dtype="float64").is_prepacked
 
 
+@pytest.mark.parametrize(("word", "flag"), [("always", True), ("never", False)])
+def test_words_mean_what_flags_mean(word: Prepack, flag: bool) -> None:
+    assert LoadedModel.from_module(build("llama", BFLOAT16), prepack=word).is_prepacked is flag
+    assert LoadedModel.from_module(build("llama", BFLOAT16), prepack=flag).is_prepacked is flag
+
+
 def test_a_model_in_memory_is_packed_only_when_asked() -> None:
     assert not LoadedModel.from_module(build("llama", BFLOAT16)).is_prepacked
     assert LoadedModel.from_module(build("llama", BFLOAT16), prepack="auto").is_prepacked is cpu_has_bfloat16()
 
 
-@pytest.mark.parametrize(("dtype", "wanted"), [(torch.float32, True), (BFLOAT16, "yes"), (BFLOAT16, 1)])
+@pytest.mark.parametrize(
+    ("dtype", "wanted"), [(torch.float32, True), (torch.float32, "always"), (BFLOAT16, "yes"), (BFLOAT16, 1)]
+)
 def test_what_cannot_be_packed_is_said(dtype: torch.dtype, wanted: object) -> None:
     with pytest.raises(InvalidConfig, match="prepack"):
         LoadedModel.from_module(build("llama", dtype), prepack=wanted)  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ NUMBERS = {
     "max_num_seqs": (1, 65_536),
     "max_num_batched_tokens": (1, 2**20),
     "block_size": (1, 4_096),
+    "num_threads": (1, 1_024),
     "document_ttl": (0, 366 * 86_400),
     "max_documents": (1, 10**6),
     "max_documents_bytes": (1, 2**40),
@@ -67,6 +68,7 @@ def test_variable_holds_several_values_between_commas(monkeypatch: pytest.Monkey
         ({"gpu_memory_utilization": "1"}, "--gpu-memory-utilization is '1'; it must be below 1"),
         ({"drain_seconds": "nan"}, "--drain-seconds is 'nan'; it must be"),
         ({"dtype": "int8"}, "--dtype is 'int8'; it must be 'auto'"),
+        ({"prepack": "yes"}, "--prepack is 'yes'; it must be 'auto', 'always' or 'never'"),
         ({"chunk_cache_size": "much"}, "--chunk-cache-size is 'much'; 'much' is not a size; write"),
         ({"chunk_separator": " "}, "--chunk-separator is ' ';"),
         ({"ssl_keyfile": "key.pem"}, "--ssl-keyfile and --ssl-certfile belong together"),
@@ -174,6 +176,8 @@ def test_settings_become_those_of_the_cache_and_the_engine() -> None:
     assert settings.chunk_cache_config().separator == "##"
     assert settings.engine_config().max_running == 7
     assert ServerSettings().chunk_cache_config().separator is None
+    assert ServerSettings().engine_config().num_threads is None
+    assert read_settings({"num_threads": "3"}).engine_config().num_threads == 3
 
 
 def test_every_setting_is_an_option_and_is_passed_on() -> None:

@@ -26,6 +26,8 @@ class Opening:
     long_chunks: Literal["error", "split"] = "error"
     capacity: str = "2GiB"
     enable_chunk_cache: bool = True
+    num_threads: int | None = None
+    prepack: Literal["auto", "always", "never"] = "auto"
 
 
 def open_llm(opening: Opening, notices: Console) -> LLM:
@@ -35,7 +37,7 @@ def open_llm(opening: Opening, notices: Console) -> LLM:
         KVMosaicError: the model cannot be loaded, or a setting cannot work.
     """
     with notices.status(f"loading {opening.model}"), warnings.catch_warnings():
-        from kvmosaic.config import ChunkCacheConfig
+        from kvmosaic.config import ChunkCacheConfig, EngineConfig
         from kvmosaic.llm import LLM
         from kvmosaic.model.quiet import quiet_libraries
 
@@ -45,6 +47,7 @@ def open_llm(opening: Opening, notices: Console) -> LLM:
             opening.model,
             dtype=opening.dtype,
             device=opening.device,
+            prepack=opening.prepack,
             enable_chunk_cache=opening.enable_chunk_cache,
             chunk_cache_config=ChunkCacheConfig(
                 separator=opening.separator,
@@ -53,6 +56,7 @@ def open_llm(opening: Opening, notices: Console) -> LLM:
                 long_chunks=opening.long_chunks,
                 capacity=opening.capacity,
             ),
+            engine_config=EngineConfig(num_threads=opening.num_threads),
         )
     if opening.enable_chunk_cache and not llm.has_chunk_cache:
         notices.print(f"the chunk cache is off: {llm.chunk_cache_off_reason}", style="yellow", markup=False)

@@ -45,7 +45,8 @@ def load_model(
         device: "auto" (CUDA if there is one, else the CPU) or a torch device such as "cuda:1".
         max_positions: the longest sequence to be run; None: what the model allows.
         prepack: keep the weights of linear layers in the order in which a CPU multiplies bfloat16, which makes decoding
-            about twice as fast. "auto": for bfloat16 on a CPU that computes in it; True: for any bfloat16 on a CPU.
+            about twice as fast. "auto": for bfloat16 on a CPU that computes in it; "always" or True: for any bfloat16
+            on a CPU; "never" or False.
         revision: branch, tag or commit on the hub.
         trust_remote_code: run Python code that comes with the checkpoint. Off: such a model is refused.
         local_files_only: never ask the hub, use what was downloaded before.
@@ -53,7 +54,7 @@ def load_model(
     Raises:
         ModelNotFound: no such folder, no such name, no safetensors weights in it, or the hub cannot be reached.
         UnsupportedModel: transformers does not know the model, or its attention cannot be reached.
-        InvalidConfig: an unknown dtype or device, `max_positions` out of range, or `prepack=True` where it cannot be.
+        InvalidConfig: an unknown dtype or device, `max_positions` out of range, or `prepack` where it cannot be.
     """
     source = _checked_source(name_or_path)
     place = _device(device)

@@ -74,7 +74,7 @@ class LoadedModel:
 
         Raises:
             UnsupportedModel: its attention cannot be reached, or its tokens are mixed by more than attention.
-            InvalidConfig: `max_positions` is not between 1 and the model's limit, or `prepack=True` cannot be done.
+            InvalidConfig: `max_positions` is not between 1 and the model's limit, or `prepack` cannot be done.
         """
         model.eval()
         config = model.config.get_text_config()

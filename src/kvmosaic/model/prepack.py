@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.model.hook import LATENT_ATTRIBUTE
 
-Prepack = bool | Literal["auto"]
-"""Whether linear layers are packed: where it can be done and pays ("auto"), always, or never."""
+Prepack = bool | Literal["auto", "always", "never"]
+"""Whether linear layers are packed: where it can be done and pays ("auto"), always (True), or never (False)."""
 
 
 class PackedLinear(nn.Module):
@@ -64,16 +64,18 @@ def prepack_linears(model: Any, wanted: Prepack) -> int:
     called) stay as they are.
 
     Raises:
-        InvalidConfig: `wanted` is True for a model that cannot be packed, or is not one of True, False and "auto".
+        InvalidConfig: `wanted` is "always" for a model that cannot be packed, or is none of the values there are.
     """
-    if wanted not in (True, False, "auto") or not isinstance(wanted, bool | str):
-        raise InvalidConfig(f"prepack is {wanted!r}; choose 'auto', True or False")
+    if wanted not in (True, False, "auto", "always", "never") or not isinstance(wanted, bool | str):
+        raise InvalidConfig(f"prepack is {wanted!r}; choose 'auto', 'always' (or True) or 'never' (or False)")
     embedding = model.get_input_embeddings().weight
     if reason := _why_not(embedding):
-        if wanted is True:
-            raise InvalidConfig(f"prepack=True packs bfloat16 layers on a CPU, but {reason}; use prepack='auto'")
+        if wanted in (True, "always"):
+            raise InvalidConfig(
+                f"prepack is {wanted!r}: bfloat16 layers are packed, on a CPU, but {reason}; use 'auto'"
+            )
         return 0
-    if wanted is False or (wanted == "auto" and not cpu_has_bfloat16()):
+    if wanted in (False, "never") or (wanted == "auto" and not cpu_has_bfloat16()):
         return 0
     places = _places(model, embedding)
     for shared in places:

@@ -56,6 +56,12 @@ class ServerSettings(BaseSettings):
         "auto", "Model", "Type of the weights and of the cache."
     )
     device: str = _setting("auto", "Model", "auto, cpu, cuda or for example cuda:1.", max_length=64)
+    prepack: Literal["auto", "always", "never"] = _setting(
+        "auto",
+        "Model",
+        "Keep linear layers in bfloat16 in the order in which a CPU multiplies them, which makes answers about twice "
+        "as fast; auto: on CPUs that compute in bfloat16.",
+    )
     max_model_len: int | None = _setting(
         None, "Model", "Most positions of one sequence. Default: what the model allows.", ge=1, le=2**27
     )
@@ -127,6 +133,13 @@ class ServerSettings(BaseSettings):
     block_size: int = _setting(16, "Engine", "Token slots per block of memory.", ge=1, le=4_096)
     enable_prefix_caching: bool = _setting(
         True, "Engine", "Keep the blocks of system texts, questions and answers for requests that begin alike."
+    )
+    num_threads: int | None = _setting(
+        None,
+        "Engine",
+        "Threads that compute on a CPU. Default: one per core, or fewer where the container may use less.",
+        ge=1,
+        le=1_024,
     )
 
     document_ttl: float | None = _setting(
@@ -229,6 +242,7 @@ class ServerSettings(BaseSettings):
             request_cache=self.request_cache_size,
             max_model_len=self.max_model_len,
             enable_prefix_caching=self.enable_prefix_caching,
+            num_threads=self.num_threads,
         )
 
     def access_keys(self) -> tuple[AccessKey, ...]:
