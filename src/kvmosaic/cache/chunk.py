@@ -66,6 +66,8 @@ class Chunk:
     """Milliseconds that computing it took, as reported by the engine."""
     completed_step: int = -1
     """The step that completed it."""
+    is_stored: bool = False
+    """Whether the tiers that outlive the process have it, or will soon."""
 
     @property
     def num_tokens(self) -> int:

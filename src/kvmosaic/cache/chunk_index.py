@@ -49,6 +49,8 @@ class ChunkIndex:
         self.pool = pool
         self.max_chunks = max_chunks
         self.num_evictions = 0
+        self.on_evict: Callable[[Chunk], None] = lambda _: None
+        """Told of every chunk that leaves to make room, while its blocks still hold it; must not raise."""
         self.total = Account(policy)
         """All tenants together."""
         self.twins = Twins()
@@ -185,6 +187,7 @@ class ChunkIndex:
         """Lets the first chunk in line leave, of all or of one account; returns it, or None if nobody is in line."""
         chunk = (account or self.total).pop()
         if chunk is not None:
+            self.on_evict(chunk)
             self._drop(chunk)
             self.num_evictions += 1
         return chunk

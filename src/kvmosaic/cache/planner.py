@@ -129,6 +129,20 @@ class Planner:
         if self._prefix_caching:
             span.register(self._prefix, attachment.chain, self._step)
 
+    def load(self, attachment: Attachment, span_index: int) -> None:
+        """Notes that a chunk which this attachment owns was not computed, but copied into its blocks from a tier."""
+        span = attachment.spans[span_index]
+        chunk = span.chunk
+        assert chunk is not None and span.is_owner and not chunk.num_computed, "what is begun is computed to its end"
+        chunk.num_computed = chunk.num_tokens
+        self._counters.loaded_chunks += 1
+        self._counters.loaded_chunk_tokens += chunk.num_tokens
+        self._chunks.complete(chunk, self._step)
+
+    def notify_evictions(self, told: Callable[[Chunk], None]) -> None:
+        """Has every chunk that leaves to make room shown to `told`, while its blocks still hold it."""
+        self._chunks.on_evict = told
+
     def extend(self, attachment: Attachment, token_ids: Sequence[int]) -> list[BlockCopy]:
         """Grows the last span by answer tokens, which are then to be computed; returns the copies to carry out first.
 

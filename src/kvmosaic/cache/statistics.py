@@ -63,6 +63,10 @@ class ChunkCacheStats:
     """The same, read at a distance."""
     computed_tokens: int
     """Tokens of chunks that were computed."""
+    loaded_chunks: int
+    """Chunks that were copied from a tier instead of being computed."""
+    loaded_tokens: int
+    """Their tokens."""
     idle_blocks: int
     """Used blocks of the chunk pool that eviction may free now."""
     request_idle_blocks: int
@@ -86,6 +90,8 @@ class Counters:
     reused_chunk_tokens: int = 0
     moved_chunk_tokens: int = 0
     computed_chunk_tokens: int = 0
+    loaded_chunks: int = 0
+    loaded_chunk_tokens: int = 0
     lookups: int = 0
     hits: int = 0
     planned_chunks: int = 0
@@ -139,6 +145,8 @@ def snapshot(counters: Counters, chunks: ChunkIndex, prefix: PrefixCache, reques
         reused_tokens=counters.reused_chunk_tokens,
         moved_tokens=counters.moved_chunk_tokens,
         computed_tokens=counters.computed_chunk_tokens,
+        loaded_chunks=counters.loaded_chunks,
+        loaded_tokens=counters.loaded_chunk_tokens,
         idle_blocks=chunks.total.num_idle_blocks,
         request_idle_blocks=prefix.num_idle,
     )

@@ -45,7 +45,7 @@ class AsyncEngine:
     @property
     def num_waiting(self) -> int:
         """Sequences that hold no memory yet, and commands that have not had their turn."""
-        return len(self._engine.scheduler.waiting) + self._thread.num_commands
+        return self._engine.scheduler.num_waiting + self._thread.num_commands
 
     @property
     def num_running(self) -> int:

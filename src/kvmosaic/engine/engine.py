@@ -12,6 +12,7 @@ import torch
 
 from kvmosaic.cache import Planner
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
+from kvmosaic.engine.keeper import Keeper
 from kvmosaic.engine.placing import place
 from kvmosaic.engine.report import reuse_report
 from kvmosaic.engine.request import Request
@@ -33,6 +34,9 @@ from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import Answer, GrammarCompiler, SamplingParams, SamplingState, sample
 
 logger = logging.getLogger("kvmosaic")
+
+_FETCH_SECONDS = 0.005
+"""A step with nothing to compute waits so long for chunks from the tiers."""
 
 
 class Engine:
@@ -72,6 +76,15 @@ class Engine:
         self._log_time = clock()
         limits = [limit for limit in (config.max_model_len, runner.model.max_positions) if limit]
         self.max_positions = min(limits, default=None)
+
+    @property
+    def keeper(self) -> Keeper | None:
+        """Keeps chunks beyond the device, if there are tiers; set it before the first request."""
+        return self.scheduler.keeper
+
+    @keeper.setter
+    def keeper(self, keeper: Keeper) -> None:
+        self.scheduler.keeper = keeper
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -176,9 +189,14 @@ class Engine:
                 self.abort(request.request_id)
 
     def close(self) -> None:
-        """Aborts everything and refuses further requests; calling it again is safe."""
+        """Aborts everything and refuses further requests; what the tiers have not got yet is written first.
+
+        Calling it again is safe.
+        """
         self.abort_all(self.unfinished_requests)
         self.is_stopped = True
+        if self.keeper is not None:
+            self.keeper.hierarchy.close()
 
     def step(self) -> list[Request]:
         """Runs one forward; returns the requests that have news (tokens, an end, or an error).
@@ -204,6 +222,8 @@ class Engine:
             self._finish(sequence, news)
         if step.works:
             self._forward(step, news)
+        elif self.scheduler.fetching and self.keeper is not None:
+            self.keeper.wait(_FETCH_SECONDS)
         for sequence in list(self.scheduler.running):
             if sequence.request.is_warm_up and sequence.is_prefilled:
                 sequence.request.reuse = reuse_report(sequence, None)
@@ -233,8 +253,8 @@ class Engine:
     ) -> Request:
         if self.is_stopped:
             raise EngineStopped("the engine is closed; create a new LLM")
-        if len(self.scheduler.waiting) >= self.config.max_waiting:
-            raise QueueFull(f"{len(self.scheduler.waiting)} requests wait already (max_waiting); wait, or raise it")
+        if self.scheduler.num_waiting >= self.config.max_waiting:
+            raise QueueFull(f"{self.scheduler.num_waiting} requests wait already (max_waiting); wait, or raise it")
         if not isinstance(params, SamplingParams):
             raise InvalidSampling(f"sampling parameters must be SamplingParams, got {type(params).__name__}")
         if request_id is not None and not isinstance(request_id, str):
@@ -283,6 +303,8 @@ class Engine:
             chunk = work.sequence.attachment.spans[work.span].chunk
             if chunk is not None and work.first + work.num_tokens == chunk.num_tokens:
                 self.planner.record_compute(chunk, spent[work.span] * 1e3)
+                if self.keeper is not None:
+                    self.keeper.keep(chunk, spent[work.span])
         self._sample(step, logits, news)
 
     def _sample(self, step: Step, logits: torch.Tensor, news: dict[str, Request]) -> None:
@@ -369,5 +391,6 @@ class Engine:
     def _only_waits(self, request: Request) -> bool:
         """Whether a request holds nothing, and the last step did not try to run it."""
         sequences = self._sequences[request.request_id]
-        waiting = self.scheduler.waiting
-        return all(sequence in waiting and sequence is not self.scheduler.admitting for sequence in sequences)
+        scheduler = self.scheduler
+        waits = (*scheduler.fetching, *(s for s in sequences if s in scheduler.waiting))
+        return all(sequence in waits and sequence is not self.scheduler.admitting for sequence in sequences)

@@ -38,7 +38,7 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
                 reused_tokens=num_reused,
                 num_blocks=len(attached.table.block_ids),
                 milliseconds=seconds * 1e3,
-                note=_note(attached, attachment),
+                note=_note(attached, attachment, sequence.tier_names.get(index)),
             )
         )
     note = f"; {sequence.request.note}" if sequence.request.note else ""
@@ -53,7 +53,9 @@ def _action(num_reused: int, num_tokens: int, distance: int) -> SegmentAction:
     return "moved" if distance else "reused"
 
 
-def _note(attached: AttachedSpan, attachment: Attachment) -> str:
+def _note(attached: AttachedSpan, attachment: Attachment, tier_name: str | None) -> str:
+    if tier_name is not None:
+        return f"loaded from {tier_name}"
     if attached.has_twin:
         return "cached behind another system text"
     if attached.action != "wait":

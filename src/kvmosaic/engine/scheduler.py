@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 from kvmosaic.cache import AttachedSpan, Planner
 from kvmosaic.config import EngineConfig
+from kvmosaic.engine.keeper import Keeper
 from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.step import Step, Work
 from kvmosaic.engine.waiting import WaitingQueue
@@ -31,13 +32,25 @@ class Scheduler:
         self.clock = clock
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
+        self.fetching: list[Sequence] = []
+        """Those that wait for chunks from the tiers."""
+        self.keeper: Keeper | None = None
+        """Brings chunks back from the tiers, if there are any."""
         self.admitting: Sequence | None = None
         """The one that is being planned and attached at this moment."""
         self.num_preemptions = 0
 
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for room, or for chunks from the tiers."""
+        return len(self.waiting) + len(self.fetching)
+
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence behind those of the same priority."""
-        self.waiting.add(sequence)
+        if self.keeper is not None and self.keeper.begin(sequence):
+            self.fetching.append(sequence)
+        else:
+            self.waiting.add(sequence)
 
     def start(self, sequence: Sequence) -> None:
         """Takes in a sequence that holds its blocks already."""
@@ -48,6 +61,10 @@ class Scheduler:
         if sequence in self.running:
             self.running.remove(sequence)
         self.waiting.remove(sequence)
+        if sequence in self.fetching:
+            self.fetching.remove(sequence)
+        if self.keeper is not None:
+            self.keeper.drop(sequence)
         self._release(sequence)
         sequence.state = SequenceState.FINISHED
 
@@ -57,6 +74,7 @@ class Scheduler:
         self.admitting = None
         self.planner.begin_step()
         budget = self.config.max_batched_tokens
+        self._collect_fetched()
         for sequence in sorted(self.running, key=lambda running: running.rank):
             is_answering = sequence.state is SequenceState.RUNNING and sequence.pending is not None
             if is_answering and budget and self._grow(sequence, step):
@@ -68,6 +86,14 @@ class Scheduler:
         self.admitting = None
         return step
 
+    def _collect_fetched(self) -> None:
+        """Queues those whose chunks have come, or are not worth waiting for any longer."""
+        if self.keeper is not None and self.fetching:
+            settled = [sequence for sequence in self.fetching if self.keeper.is_settled(sequence)]
+            for sequence in settled:
+                self.fetching.remove(sequence)
+                self.waiting.add(sequence)
+
     def _admit(self, budget: int, step: Step) -> None:
         passed_over: set[str] = set()
         while budget > 0 and len(self.running) < self.config.max_running:
@@ -75,9 +101,13 @@ class Scheduler:
             if sequence is None:
                 return
             begin = self.clock()
+            prompt = sequence.request.prompt
+            plan = self.planner.plan(sequence.layout, prompt.salt, prompt.tenant)
+            if self.keeper is not None and self.keeper.begin(sequence, plan):
+                self.waiting.remove(sequence)
+                self.fetching.append(sequence)
+                continue
             try:
-                prompt = sequence.request.prompt
-                plan = self.planner.plan(sequence.layout, prompt.salt, prompt.tenant)
                 attachment = self.planner.attach(plan)
             except OutOfBlocks as error:
                 if self.running and isinstance(error, QuotaInUse):
@@ -93,6 +123,8 @@ class Scheduler:
             self.waiting.remove(sequence)
             sequence.attached(attachment)
             sequence.attach_seconds = self.clock() - begin
+            if self.keeper is not None:
+                self.keeper.finish(sequence)
             self.start(sequence)
             budget -= self._schedule_spans(sequence, budget, step)
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import Enum, auto
+from typing import Any
 
 from kvmosaic.attention import PoolName, RunRead
-from kvmosaic.cache import Attachment, BlockTable
+from kvmosaic.cache import Attachment, BlockTable, Key
 from kvmosaic.engine.request import Request
 from kvmosaic.layout import Layout, Span
 from kvmosaic.model.batch import SpanRows
 from kvmosaic.prompt import SegmentKind
 from kvmosaic.sampling import Answer, SamplingState
+from kvmosaic.tiers import Fetch
 
 
 class SequenceState(Enum):
@@ -44,6 +46,10 @@ class Sequence:
         """Time spent in forwards, by span."""
         self.num_reused: tuple[int, ...] = ()
         """By span: tokens that were found when it was attached."""
+        self.fetches: dict[Key, Fetch[Any]] | None = None
+        """Chunks on their way from the tiers; None before they are asked for, and when all is attached."""
+        self.tier_names: dict[int, str] = {}
+        """By span: the tier that it was loaded from."""
         self._view_reads: dict[int, tuple[RunRead, ...]] = {}
 
     @property
@@ -76,7 +82,15 @@ class Sequence:
         self.num_reused = tuple(
             0 if span.is_owner else span.num_tokens if span.chunk else span.num_computed for span in attachment.spans
         )
+        self.tier_names.clear()
         self._view_reads.clear()
+
+    def loaded(self, span_index: int, tier_name: str, seconds: float) -> None:
+        """Notes that the chunk of a span was copied from a tier after it was attached."""
+        num_tokens = self.request.layout.spans[span_index].num_tokens
+        self.num_reused = (*self.num_reused[:span_index], num_tokens, *self.num_reused[span_index + 1 :])
+        self.tier_names[span_index] = tier_name
+        self.span_seconds[span_index] = seconds
 
     def preempted(self) -> None:
         """Notes that the blocks were taken away; everything is computed (or found) again later."""

@@ -1,6 +1,22 @@
 """Where chunks are kept when the device lets go of them: host memory, disk, Redis, object stores."""
 
+from kvmosaic.tiers.cost import ComputeCost, LoadCost
 from kvmosaic.tiers.deadline import Deadline
+from kvmosaic.tiers.fetch import Fetch
+from kvmosaic.tiers.hierarchy import Hierarchy, HierarchyStats
 from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Entry, EntryInfo, Tier, TierStat
 
-__all__ = ["MAX_ENTRY_BYTES", "MAX_KEY_BYTES", "Deadline", "Entry", "EntryInfo", "Tier", "TierStat"]
+__all__ = [
+    "MAX_ENTRY_BYTES",
+    "MAX_KEY_BYTES",
+    "ComputeCost",
+    "Deadline",
+    "Entry",
+    "EntryInfo",
+    "Fetch",
+    "Hierarchy",
+    "HierarchyStats",
+    "LoadCost",
+    "Tier",
+    "TierStat",
+]
