@@ -1,0 +1,251 @@
+"""The hierarchy moves chunks between tiers behind the engine's back, and never makes it wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from support.tiers import TroubledTier
+
+from kvmosaic.cache import Key
+from kvmosaic.errors import DamagedEntry, TierFull, TierUnavailable
+from kvmosaic.tiers import Entry, Fetch, Hierarchy
+from kvmosaic.tiers import hierarchy as hierarchy_module
+
+MEBIBYTE = 2**20
+
+
+def key(number: int) -> Key:
+    return Key(number.to_bytes(32, "big"))
+
+
+def encode(value: str) -> bytes:
+    return value.encode()
+
+
+def accept(entry: Entry) -> str:
+    text = bytes(entry).decode()
+    if text.startswith("damaged"):
+        raise DamagedEntry("its checksum is wrong")
+    return text
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Hierarchy[str]]]:
+    made: list[Hierarchy[str]] = []
+
+    def build(*tiers: TroubledTier, most_pending_bytes: int = MEBIBYTE) -> Hierarchy[str]:
+        made.append(Hierarchy(tiers, most_pending_bytes=most_pending_bytes))
+        return made[-1]
+
+    yield build
+    for hierarchy in made:
+        for tier in hierarchy.tiers:
+            tier.gate.set()
+        hierarchy.close(5)
+
+
+def fetched(hierarchy: Hierarchy[str], wanted: Key, compute_seconds: float | None = None) -> Fetch[str]:
+    fetch = hierarchy.fetch(wanted, 1000, accept, compute_seconds)
+    assert fetch is not None
+    end = time.monotonic() + 10
+    while not fetch.is_over:
+        hierarchy.wait(0.01)
+        assert time.monotonic() < end
+    return fetch
+
+
+def store(hierarchy: Hierarchy[str], number: int, value: str, num_bytes: int = 1000, **where: bool) -> bool:
+    return hierarchy.store(key(number), value, num_bytes, encode, **({"persistent": True, "volatile": True} | where))
+
+
+def test_a_complete_chunk_goes_to_persistent_tiers_and_one_that_leaves_to_the_others(make: Callable) -> None:
+    host, disk = TroubledTier("host", is_persistent=False), TroubledTier("disk")
+    hierarchy = make(host, disk)
+    assert store(hierarchy, 1, "a", volatile=False)
+    assert store(hierarchy, 2, "b", persistent=False)
+    assert hierarchy.flush(5)
+    assert (host.entries, disk.entries) == ({key(2): b"b"}, {key(1): b"a"})
+    assert hierarchy.pending_bytes == 0 and hierarchy.stats.stored == 2
+
+
+def test_a_fetch_asks_one_tier_after_the_other_and_goes_on_after_failures(make: Callable) -> None:
+    broken, empty, last = TroubledTier("broken"), TroubledTier("empty"), TroubledTier("last")
+    broken.error = TierUnavailable("down")
+    last.entries[key(1)] = b"a"
+    hierarchy = make(broken, empty, last)
+    fetch = fetched(hierarchy, key(1))
+    assert (fetch.value, fetch.tier_name) == ("a", "last")
+    assert fetched(hierarchy, key(2)).value is None
+    assert (hierarchy.stats.fetched, hierarchy.stats.missed) == (1, 1)
+
+
+def test_many_waiters_share_one_fetch(make: Callable) -> None:
+    disk = TroubledTier("disk")
+    disk.entries[key(1)] = b"a"
+    disk.gate.clear()
+    hierarchy = make(disk)
+    fetches = {id(hierarchy.fetch(key(1), 1000, accept, None)) for _ in range(20)}
+    assert len(fetches) == 1
+    disk.gate.set()
+    assert fetched(hierarchy, key(2)).value is None
+    assert [keys for what, keys in disk.calls if what == "get"].count(frozenset([key(1)])) == 1
+
+
+def test_what_waits_to_be_written_is_found_at_once(make: Callable) -> None:
+    disk = TroubledTier("disk")
+    disk.gate.clear()
+    hierarchy = make(disk)
+    store(hierarchy, 1, "a")
+    fetch = hierarchy.fetch(key(1), 1000, accept, None)
+    assert fetch is not None and fetch.is_over and fetch.value == "a" and not disk.count("get")
+
+
+def test_more_than_may_wait_is_dropped_and_counted(make: Callable) -> None:
+    disk = TroubledTier("disk")
+    disk.gate.clear()
+    hierarchy = make(disk, most_pending_bytes=2500)
+    assert [store(hierarchy, number, "a") for number in range(4)] == [True, True, False, False]
+    assert hierarchy.stats.dropped == 2 and hierarchy.pending_bytes == 2000
+    disk.gate.set()
+    assert hierarchy.flush(5) and set(disk.entries) == {key(0), key(1)} and hierarchy.pending_bytes == 0
+
+
+@pytest.mark.parametrize("error", [TierUnavailable("down"), TierFull("no room")])
+def test_a_chunk_that_could_not_be_stored_is_told_so(make: Callable, error: Exception) -> None:
+    disk, told = TroubledTier("disk"), []
+    disk.error = error
+    hierarchy = make(disk)
+    hierarchy.store(key(1), "a", 10, encode, persistent=True, volatile=True, done=told.append)
+    assert hierarchy.flush(5)
+    disk.error = None
+    hierarchy.store(key(1), "a", 10, encode, persistent=True, volatile=True, done=told.append)
+    assert hierarchy.flush(5)
+    time.sleep(0.05)
+    assert told == [False, True] and hierarchy.stats.failed == 1
+
+
+def test_an_encoder_that_fails_ends_no_thread(make: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    disk = TroubledTier("disk")
+    hierarchy = make(disk)
+
+    def fail(value: str) -> bytes:
+        raise RuntimeError("no")
+
+    hierarchy.store(key(1), "a", 10, fail, persistent=True, volatile=True)
+    store(hierarchy, 2, "b")
+    assert hierarchy.flush(5) and set(disk.entries) == {key(2)}
+    assert "a chunk was not stored" in caplog.text
+
+
+def test_a_damaged_entry_is_put_aside_and_the_next_tier_asked(make: Callable) -> None:
+    host, disk = TroubledTier("host", is_persistent=False), TroubledTier("disk")
+    host.entries[key(1)], disk.entries[key(1)] = b"damaged", b"a"
+    hierarchy = make(host, disk)
+    fetch = fetched(hierarchy, key(1))
+    assert (fetch.value, fetch.tier_name) == ("a", "disk")
+    assert host.aside == {key(1): "its checksum is wrong"} and hierarchy.stats.invalid == 1
+
+
+def test_what_is_deleted_is_not_found_even_before_the_tier_knows(make: Callable) -> None:
+    disk = TroubledTier("disk")
+    hierarchy = make(disk)
+    store(hierarchy, 1, "a")
+    assert hierarchy.flush(5)
+    disk.gate.clear()
+    store(hierarchy, 2, "b")  # keeps the writer busy
+    hierarchy.delete([key(1)])
+    assert hierarchy.fetch(key(1), 1000, accept, None) is None
+    disk.gate.set()
+    assert hierarchy.flush(5) and set(disk.entries) == {key(2)}
+
+
+def test_what_is_deleted_while_it_waits_or_is_written_does_not_come_back(make: Callable) -> None:
+    disk = TroubledTier("disk")
+    disk.gate.clear()
+    hierarchy = make(disk)
+    store(hierarchy, 1, "being written")
+    while not disk.calls:
+        time.sleep(0.001)
+    store(hierarchy, 2, "waiting")
+    hierarchy.delete([key(1), key(2)])
+    store(hierarchy, 3, "later")
+    disk.gate.set()
+    assert hierarchy.flush(5) and set(disk.entries) == {key(3)} and hierarchy.pending_bytes == 0
+
+
+def test_a_tier_slower_than_computing_is_not_asked_again_but_looked_at_now_and_then(
+    make: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = TroubledTier("disk")
+    disk.entries |= {key(number): b"a" for number in range(9)}
+    disk.get_seconds = 0.05
+    hierarchy = make(disk)
+    assert fetched(hierarchy, key(0), compute_seconds=0.01).value == "a"  # nothing was known
+    skipped = fetched(hierarchy, key(1), compute_seconds=0.01)
+    assert skipped.value is None and hierarchy.stats.skipped == 1 and disk.count("get") == 1
+    assert fetched(hierarchy, key(2), compute_seconds=1.0).value == "a"
+    monkeypatch.setattr(hierarchy_module, "LOOK_SECONDS", 0.0)
+    disk.get_seconds = 0.0
+    for number in range(3, 8):
+        looked = fetched(hierarchy, key(number), compute_seconds=0.01)
+    assert looked.value == "a"
+    monkeypatch.setattr(hierarchy_module, "LOOK_SECONDS", 1e9)
+    assert fetched(hierarchy, key(8), compute_seconds=0.01).value == "a", "it is known to be fast by now"
+
+
+def test_nobody_waits_longer_than_it_is_worth_and_progress_renews_patience(make: Callable) -> None:
+    disk = TroubledTier("disk")
+    disk.gate.clear()
+    hierarchy = make(disk)
+    fetch = hierarchy.fetch(key(1), 1000, accept, None)
+    assert fetch is not None and not fetch.is_settled(fetch.started + 0.1, 0.0)
+    assert fetch.is_settled(fetch.started + 0.2, 0.0)
+    assert not fetch.is_settled(fetch.started + 0.2, fetch.started + 0.1)
+
+
+def test_late_chunks_are_counted(make: Callable) -> None:
+    disk = TroubledTier("disk")
+    disk.entries[key(1)] = b"a"
+    disk.get_seconds = 0.3
+    hierarchy = make(disk)
+    assert fetched(hierarchy, key(1)).value == "a" and hierarchy.stats.late == 1
+
+
+def test_closing_writes_what_waits_and_closes_every_tier(make: Callable) -> None:
+    disk = TroubledTier("disk")
+    disk.put_seconds = 0.02
+    hierarchy = make(disk)
+    for number in range(5):
+        store(hierarchy, number, "a")
+    hierarchy.close(10)
+    assert len(disk.entries) == 5 and disk.is_closed
+    assert not store(hierarchy, 9, "a") and hierarchy.fetch(key(1), 10, accept, None) is None
+    hierarchy.close()
+
+
+def test_threads_may_do_everything_at_once(make: Callable) -> None:
+    host, disk = TroubledTier("host", is_persistent=False), TroubledTier("disk")
+    hierarchy = make(host, disk)
+    wrong: list[str] = []
+
+    def run(seed: int) -> None:
+        for number in range(60):
+            chosen = (seed * 7 + number * 13) % 20
+            store(hierarchy, chosen, f"value {chosen}")
+            fetch = hierarchy.fetch(key(chosen), 1000, accept, None)
+            while fetch is not None and not fetch.is_over:
+                hierarchy.wait(0.001)
+            if fetch is not None and fetch.value not in (None, f"value {chosen}"):
+                wrong.append(str(fetch.value))
+            if number % 9 == 0:
+                hierarchy.delete([key(chosen)])
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not wrong and hierarchy.flush(10) and hierarchy.pending_bytes == 0
