@@ -2,7 +2,8 @@
 
     KVMosaicError
     ├── InvalidConfig                 a setting that cannot work
-    │   └── NativeUnavailable         the C extension is asked for and is not there
+    │   ├── NativeUnavailable         the C extension is asked for and is not there
+    │   └── TritonUnavailable         Triton attention is asked for and cannot run here
     ├── InvalidPrompt                 a prompt that cannot be answered
     │   ├── EmptySegment              a system text, document or question without tokens
     │   ├── ChunkTooLong              a document longer than `max_chunk_tokens`
@@ -62,6 +63,10 @@ class InvalidConfig(KVMosaicError, ValueError):
 
 class NativeUnavailable(InvalidConfig):
     """The C extension is asked for and is not there."""
+
+
+class TritonUnavailable(InvalidConfig):
+    """Triton attention is asked for and cannot run here."""
 
 
 class InvalidPrompt(KVMosaicError, ValueError):

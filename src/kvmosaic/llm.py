@@ -79,9 +79,9 @@ class LLM:
             enable_chunk_cache: compose prompts from cached chunks; off, segments are joined to an ordinary prompt.
             chunk_cache_config: capacity, positions, separator, eviction, …
             engine_config: how much runs at once, memory for prefixes and answers, and threads.
-            attention_backend: who computes attention: "native" (the C extension), "torch", or a backend of your own.
-                Default: native where it can be used, otherwise torch; `attention` says which, and why. The environment
-                variable KVMOSAIC_ATTENTION decides where nothing is said here.
+            attention_backend: who computes attention: "native" (the C extension), "triton" (CUDA), "torch", or one of
+                your own. Default: native or triton where it can be used, otherwise torch; `attention` says which, and
+                why. The environment variable KVMOSAIC_ATTENTION decides where nothing is said here.
             self_check: compare a composed prompt with a dense forward first; if they differ, the chunk cache stays off
                 and `chunk_cache_off_reason` says why.
             trust_remote_code: run Python code that comes with the checkpoint.

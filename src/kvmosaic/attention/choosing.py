@@ -11,12 +11,12 @@ import torch
 from kvmosaic.attention.native import NativeBackend
 from kvmosaic.attention.native.backend import DTYPES
 from kvmosaic.attention.torch_backend import AttentionBackend, TorchBackend
-from kvmosaic.errors import InvalidConfig, NativeUnavailable
+from kvmosaic.errors import InvalidConfig, NativeUnavailable, TritonUnavailable
 
 VARIABLE = "KVMOSAIC_ATTENTION"
 """Environment variable with the name of a backend, for those who do not call `LLM` themselves."""
 
-BackendName = Literal["torch", "native"]
+BackendName = Literal["torch", "native", "triton"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ChosenBackend:
 def choose_backend(
     wanted: AttentionBackend | BackendName | None, dtype: torch.dtype, device: torch.device
 ) -> ChosenBackend:
-    """The backend for a model: the one asked for, or else native where it can be used, and torch everywhere else.
+    """The one asked for, or else triton on a GPU, native on the CPU, torch where they cannot be.
 
     Args:
         wanted: an instance, a name, or None: what the environment variable says, if it is set.
@@ -43,30 +43,46 @@ def choose_backend(
 
     Raises:
         InvalidConfig: a name that no backend has.
-        NativeUnavailable: native is asked for and cannot be used.
+        NativeUnavailable, TritonUnavailable: this one is asked for and cannot be used.
     """
     asked = "asked for"
     if wanted is None and os.environ.get(VARIABLE):
         wanted, asked = os.environ[VARIABLE], f"{VARIABLE} says so"  # type: ignore[assignment]
     if wanted is not None and not isinstance(wanted, str):
         return ChosenBackend(wanted, type(wanted).__name__, asked)
-    if wanted not in (None, "torch", "native"):
-        raise InvalidConfig(f"the attention backend is {wanted!r}; choose 'torch' or 'native', or pass an instance")
+    if wanted not in (None, "torch", "native", "triton"):
+        raise InvalidConfig(
+            f"the attention backend is {wanted!r}; choose 'triton', 'torch' or 'native', or pass an instance"
+        )
     if wanted == "torch":
         return ChosenBackend(TorchBackend(), "torch", asked)
+    name = wanted or ("triton" if device.type == "cuda" else "native")
     try:
-        backend = _native_backend(dtype, device)
-    except NativeUnavailable as error:
-        if wanted == "native":
-            raise NativeUnavailable(f"native attention cannot be used: {error}; leave the choice open") from None
+        return _chosen_triton(dtype, device, wanted) if name == "triton" else _chosen_native(dtype, device)
+    except (NativeUnavailable, TritonUnavailable) as error:
+        if wanted is not None:
+            raise type(error)(f"{name} attention cannot be used: {error}; leave the choice open") from None
         return ChosenBackend(TorchBackend(), "torch", str(error))
-    threads = "" if backend.library.parallel else ", one thread: torch has no OpenMP here"
-    return ChosenBackend(backend, "native", f"C extension, {backend.instruction_set}{threads}")
 
 
-def _native_backend(dtype: torch.dtype, device: torch.device) -> NativeBackend:
+def _chosen_native(dtype: torch.dtype, device: torch.device) -> ChosenBackend:
     if device.type != "cpu":
         raise NativeUnavailable(f"it is for the CPU, the model is on {device}")
     if dtype not in DTYPES:
         raise NativeUnavailable(f"it is for float32 and bfloat16, the model is in {str(dtype).removeprefix('torch.')}")
-    return NativeBackend()
+    backend = NativeBackend()
+    threads = "" if backend.library.parallel else ", one thread: torch has no OpenMP here"
+    return ChosenBackend(backend, "native", f"C extension, {backend.instruction_set}{threads}")
+
+
+def _chosen_triton(dtype: torch.dtype, device: torch.device, wanted: str | None) -> ChosenBackend:
+    try:
+        # Triton is there only where torch was built for a GPU, and takes a while to import
+        from kvmosaic.attention.triton import TritonBackend, try_triton
+    except ImportError as error:
+        raise TritonUnavailable(f"Triton cannot be imported for {device}: {error}") from None
+    backend = TritonBackend()
+    if backend.is_interpreted and wanted is None:
+        raise TritonUnavailable(f"TRITON_INTERPRET is set, and {device} should not wait for the CPU")
+    try_triton(backend, dtype, device)
+    return ChosenBackend(backend, "triton", f"Triton {backend.version}{', interpreted' * backend.is_interpreted}")

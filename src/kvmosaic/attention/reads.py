@@ -86,6 +86,8 @@ class ReadPlan:
     is_moved: bool
     is_single: bool
     """Every row has exactly one call, in order: nothing to stack, nothing to merge."""
+    row_numbers: tuple[int, ...]
+    """`rows` once more, on the host: reading them back from a GPU would wait for it."""
 
 
 @dataclass(slots=True)
@@ -141,6 +143,7 @@ def _stacked(stacks: dict[tuple[object, ...], _Stack], mask: Mask, device: torch
         num_rows,
         is_moved=any(distances),
         is_single=rows == list(range(num_rows)),
+        row_numbers=tuple(rows),
     )
 
 

@@ -1,0 +1,211 @@
+"""Triton backend: all runs of a layer in two kernel launches, on an NVIDIA GPU."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from kvmosaic.attention.layer_backend import Pools
+from kvmosaic.attention.reads import ReadPlan
+from kvmosaic.attention.torch_backend import TorchBackend
+from kvmosaic.attention.triton.kernel import IS_INTERPRETED, attend_walks, merge_walks
+from kvmosaic.attention.triton.work import POOLS, TILE_HEIGHTS, Work, list_work
+from kvmosaic.rope import RotationTables
+
+MAX_DIM = 256
+"""Longest key or value head."""
+MAX_GROUP = TILE_HEIGHTS[-1]
+"""Most query heads per key head."""
+MAX_TALL_BYTES = 256
+"""Longest head for the tallest tile: more does not fit into the shared memory of small GPUs."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_MERGED_PARTS = 16
+_MIN_BLOCK = 16
+"""Smallest side of a matrix product in Triton."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShape:
+    """How one kernel program is laid out.
+
+    Chosen by compiling for compute capability 8.0 to 12.0: 98,816 bytes of shared memory at most (131,104 on 9.0 and
+    10.0, which have more than twice as much), and few or no spilled registers.
+
+    num_keys: keys read at a time
+    num_stages: how many of such reads are under way
+    """
+
+    block_key: int
+    block_value: int
+    num_keys: int
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def of(cls, key_dim: int, value_dim: int, tile: int, dtype: torch.dtype) -> KernelShape:
+        """The shape for heads of some size and a tile height."""
+        block_key, block_value = (max(_MIN_BLOCK, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+        head_bytes = (block_key + block_value) * dtype.itemsize
+        num_keys = 64 if head_bytes <= 512 else 32 if head_bytes <= 1024 else 16
+        return cls(block_key, block_value, num_keys, 8 if tile > 16 else 4, 2 if head_bytes <= 1024 else 1)
+
+
+class TritonBackend(TorchBackend):
+    """Attention by Triton kernels where a layer suits them, by torch everywhere else.
+
+    Takes layers in float32, bfloat16 or float16 with heads of at most 256 numbers. With TRITON_INTERPRET=1 in the
+    environment before Triton is imported, the kernels run on the CPU, slowly: that is for tests.
+    """
+
+    is_interpreted = IS_INTERPRETED
+    version: str = triton.__version__
+
+    def plan_reader(self, plan: ReadPlan) -> TritonReader:
+        """See `LayerBackend.plan_reader`."""
+        return TritonReader(plan)
+
+
+class TritonReader:
+    """One plan, with a work list for each grouping of heads that its layers have."""
+
+    def __init__(self, plan: ReadPlan) -> None:
+        self._plan = plan
+        self._works: dict[tuple[int, int], Work] = {}
+        self._masks: Tensor | None = None
+        self._needed = {
+            pool: max((call.first_slot + call.num_tokens for call in plan.calls if call.pool == pool), default=0)
+            for pool in POOLS
+        }
+
+    def attend(
+        self,
+        query: Tensor,
+        pools: Pools,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        tables: RotationTables | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """See `PlanReader.attend`."""
+        used = {pool: pools[pool] for pool, needed in self._needed.items() if needed}
+        if not all(_fits(query, key, value) for key, value in used.values()):
+            return None
+        assert len(query) == self._plan.num_rows, "a plan is for all rows of a step"
+        assert all(len(key) >= self._needed[pool] for pool, (key, _) in used.items()), "reads lie inside their pools"
+        num_rows, num_heads, _ = query.shape
+        num_kv_heads, value_dim = next(iter(used.values()))[1].shape[1:]
+        work = self._work(num_heads // num_kv_heads, num_kv_heads, query.device)
+        output = query.new_empty(num_rows, num_heads, value_dim)
+        lse = query.new_empty(num_rows, num_heads, dtype=torch.float32)
+        with _on(query.device):
+            if work.is_direct:
+                self._attend(work, query, used, output, lse, scaling, softcap, tables)
+                return output, lse
+            partials = query.new_empty(len(work.places), num_heads, value_dim, dtype=torch.float32)
+            partial_sums = query.new_empty(len(work.places), num_heads, dtype=torch.float32)
+            self._attend(work, query, used, partials, partial_sums, scaling, softcap, tables)
+            merge_walks[num_rows, num_heads](
+                partials,
+                partial_sums,
+                work.places,
+                work.starts,
+                output,
+                lse,
+                num_heads,
+                VALUE_DIM=value_dim,
+                BLOCK_VALUE=max(_MIN_BLOCK, triton.next_power_of_2(value_dim)),
+                PARTS=_MERGED_PARTS,
+            )
+        return output, lse
+
+    def _attend(
+        self,
+        work: Work,
+        query: Tensor,
+        used: Pools,
+        outputs: Tensor,
+        sums: Tensor,
+        scaling: float,
+        softcap: float | None,
+        tables: RotationTables | None,
+    ) -> None:
+        """Launches the attention kernel once per tile height; `outputs` and `sums` hold rows or partial results."""
+        num_heads, key_dim = query.shape[1:]
+        num_kv_heads, value_dim = next(iter(used.values()))[1].shape[1:]
+        is_turned = tables is not None and not tables.is_identity
+        turning = (tables.cos, tables.sin, tables.permutation) if tables is not None else (query, query, query)
+        masks = self._mask_bytes(query.device)
+        for tile, units in work.units.items():
+            shape = KernelShape.of(key_dim, value_dim, tile, query.dtype)
+            attend_walks[len(units), num_kv_heads](
+                query,
+                *query.stride()[:2],
+                *turning,
+                # a pool that nobody reads has no tensors: any of the right type will do
+                *(argument for pool in POOLS for argument in _arguments(*used.get(pool, (query, query)))),
+                sums if masks is None else masks,
+                self._plan.rows,
+                work.segments,
+                units,
+                outputs,
+                sums,
+                num_heads,
+                float(scaling),
+                float(softcap or 1.0),
+                GROUP=num_heads // num_kv_heads,
+                KEY_DIM=key_dim,
+                VALUE_DIM=value_dim,
+                BLOCK_KEY=shape.block_key,
+                BLOCK_VALUE=shape.block_value,
+                TILE=tile,
+                KEYS=shape.num_keys,
+                IS_TURNED=is_turned,
+                IS_CAPPED=bool(softcap),
+                IS_MASKED=masks is not None,
+                IS_DIRECT=work.is_direct,
+                IS_WIDENED=IS_INTERPRETED and query.dtype is torch.bfloat16,
+                num_warps=shape.num_warps,
+                num_stages=shape.num_stages,
+            )
+
+    def _work(self, group: int, num_kv_heads: int, device: torch.device) -> Work:
+        work = self._works.get((group, num_kv_heads))
+        if work is None:
+            work = self._works[group, num_kv_heads] = list_work(self._plan, group, num_kv_heads, device)
+        return work
+
+    def _mask_bytes(self, device: torch.device) -> Tensor | None:
+        """All masks of the plan one behind the other, one byte per key."""
+        if self._masks is None:
+            masks = [call.mask.flatten() for call in self._plan.calls if call.mask is not None]
+            self._masks = torch.cat(masks).view(torch.uint8) if masks else torch.empty(0, device=device)
+        return self._masks if len(self._masks) else None
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernel can read these tensors."""
+    tensors = (query, key, value)
+    group, longest = query.shape[1] // key.shape[1], max(key.shape[-1], value.shape[-1])
+    is_tall = group > TILE_HEIGHTS[-2]
+    return (
+        all(x.device == query.device and x.dtype is query.dtype and x.stride(-1) == 1 for x in tensors)
+        and (query.device.type == "cuda" or IS_INTERPRETED)
+        and query.dtype in DTYPES
+        and longest <= MAX_DIM
+        and group <= MAX_GROUP
+        and (not is_tall or longest * query.dtype.itemsize <= MAX_TALL_BYTES)
+    )
+
+
+def _arguments(key: Tensor, value: Tensor) -> tuple[Tensor | int, ...]:
+    return key, value, *key.stride()[:2], *value.stride()[:2]
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels go to the current GPU, which need not be the one of the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,222 @@
+"""Triton kernels: one tile of rows through one walk, and the merge of what the walks leave.
+
+Scores are kept in units of log 2, because the GPU computes powers of 2. Everything is accumulated in float32.
+"""
+# Triton reads the source of these functions and gives their parameters types of its own; those in capitals are known
+# when a kernel is compiled.
+# mypy: ignore-errors
+# ruff: noqa: N803
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _product(left, right, added, IS_WIDENED: tl.constexpr):
+    """Added + left @ right; widened where it must be: the interpreter takes bfloat16 for whole numbers."""
+    if IS_WIDENED:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, added, input_precision="ieee")
+
+
+@triton.jit
+def attend_walks(
+    query,
+    query_row,
+    query_head,
+    cosines,
+    sines,
+    partners,
+    own_key,
+    own_value,
+    own_key_row,
+    own_key_head,
+    own_value_row,
+    own_value_head,
+    request_key,
+    request_value,
+    request_key_row,
+    request_key_head,
+    request_value_row,
+    request_value_head,
+    chunk_key,
+    chunk_value,
+    chunk_key_row,
+    chunk_key_head,
+    chunk_value_row,
+    chunk_value_head,
+    masks,
+    rows,
+    segments,
+    units,
+    outputs,
+    sums,
+    num_heads,
+    scaling,
+    softcap,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    TILE: tl.constexpr,
+    KEYS: tl.constexpr,
+    IS_TURNED: tl.constexpr,
+    IS_CAPPED: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+    IS_DIRECT: tl.constexpr,
+    IS_WIDENED: tl.constexpr,
+):
+    """Program (u, g): unit u of the work list, key head g. See `Work` for segments and units.
+
+    Lane i of a tile is query head g * GROUP + i % GROUP of its row i // GROUP. `outputs` [place, H, VALUE_DIM] and
+    `sums` [place, H] are contiguous; with IS_DIRECT a place is a row.
+    """
+    unit = units + tl.program_id(0) * 5
+    kv_head = tl.program_id(1)
+    first_segment = tl.load(unit)
+    last_segment = tl.load(unit + 1)
+    first_row = tl.load(unit + 2)
+    num_rows = tl.load(unit + 3)
+
+    lane = tl.arange(0, TILE)
+    row = lane // GROUP
+    is_lane = row < num_rows
+    head = kv_head * GROUP + lane % GROUP
+    key_dims = tl.arange(0, BLOCK_KEY)
+    value_dims = tl.arange(0, BLOCK_VALUE)
+    is_key_dim = key_dims < KEY_DIM
+    is_value_dim = value_dims < VALUE_DIM
+    is_query = is_lane[:, None] & is_key_dim[None, :]
+
+    highest = tl.full([TILE], -float("inf"), tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    summed = tl.zeros([TILE, BLOCK_VALUE], tl.float32)
+    for number in range(first_segment, last_segment):
+        segment = segments + number * 7
+        pool = tl.load(segment)
+        first_slot = tl.load(segment + 1)
+        num_keys = tl.load(segment + 2)
+        stacked = tl.load(segment + 3) + first_row + row
+        seen = tl.load(segment + 4) + first_row + row
+        if pool == 0:
+            key = own_key + first_slot * own_key_row + kv_head * own_key_head
+            value = own_value + first_slot * own_value_row + kv_head * own_value_head
+            key_row, value_row = own_key_row, own_value_row
+        elif pool == 1:
+            key = request_key + first_slot * request_key_row + kv_head * request_key_head
+            value = request_value + first_slot * request_value_row + kv_head * request_value_head
+            key_row, value_row = request_key_row, request_value_row
+        else:
+            key = chunk_key + first_slot * chunk_key_row + kv_head * chunk_key_head
+            value = chunk_value + first_slot * chunk_value_row + kv_head * chunk_value_head
+            key_row, value_row = chunk_key_row, chunk_value_row
+
+        reader = query + tl.load(rows + stacked, mask=is_lane, other=0) * query_row + head * query_head
+        turned = tl.load(reader[:, None] + key_dims[None, :], mask=is_query, other=0.0)
+        if IS_TURNED:
+            partner = tl.load(partners + key_dims, mask=is_key_dim, other=0)
+            other = tl.load(reader[:, None] + partner[None, :], mask=is_query, other=0.0).to(tl.float32)
+            table = stacked[:, None] * KEY_DIM + key_dims[None, :]
+            cosine = tl.load(cosines + table, mask=is_query, other=0.0)
+            sine = tl.load(sines + table, mask=is_query, other=0.0)
+            turned = (turned.to(tl.float32) * cosine + other * sine).to(turned.dtype)
+
+        limit = tl.minimum(seen, num_keys)
+        end = tl.max(tl.where(is_lane, limit, 0), 0)
+        for first in range(0, end, KEYS):
+            # 64 bits for where the block begins, 32 inside it: the addresses of a block fill registers
+            slot = first + tl.arange(0, KEYS)
+            is_key = slot < end
+            key_at = (tl.arange(0, KEYS) * key_row)[None, :] + key_dims[:, None]
+            keys = tl.load(key + first * key_row + key_at, mask=is_key_dim[:, None] & is_key[None, :], other=0.0)
+            scores = _product(turned, keys, tl.zeros([TILE, KEYS], tl.float32), IS_WIDENED) * scaling
+            if IS_CAPPED:
+                # tanh |x| = (1 - e^-2|x|) / (1 + e^-2|x|), which cannot overflow
+                shrunk = tl.exp2(tl.abs(scores) * (-2.0 * LOG2_E / softcap))
+                capped = softcap * (1.0 - shrunk) / (1.0 + shrunk)
+                scores = tl.where(scores < 0.0, -capped, capped)
+            is_seen = is_lane[:, None] & (slot[None, :] < limit[:, None])
+            if IS_MASKED:
+                mask = tl.load(segment + 5)
+                mask_at = masks + mask + (first_row + row[:, None]) * tl.load(segment + 6) + slot[None, :]
+                is_seen = is_seen & (tl.load(mask_at, mask=is_seen & (mask >= 0), other=1) != 0)
+            scores = tl.where(is_seen, scores * LOG2_E, -float("inf"))
+            # a lane that saw nothing yet keeps -inf, and -inf - -inf is not a number
+            new_highest = tl.maximum(highest, tl.max(scores, 1))
+            level = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+            weights = tl.exp2(scores - level[:, None])
+            fading = tl.exp2(highest - level)
+            value_at = (tl.arange(0, KEYS) * value_row)[:, None] + value_dims[None, :]
+            values = tl.load(
+                value + first * value_row + value_at, mask=is_key[:, None] & is_value_dim[None, :], other=0.0
+            )
+            total = total * fading + tl.sum(weights, 1)
+            summed = _product(weights.to(values.dtype), values, summed * fading[:, None], IS_WIDENED)
+            highest = new_highest
+
+    saw_nothing = total == 0.0
+    total = tl.where(saw_nothing, 1.0, total)
+    summed = summed / total[:, None]
+    lse = tl.where(saw_nothing, -float("inf"), (highest + tl.log2(total)) * LN_2)
+    if IS_DIRECT:
+        stacked = tl.load(segments + first_segment * 7 + 3) + first_row + row
+        place = tl.load(rows + stacked, mask=is_lane, other=0)
+    else:
+        place = tl.load(unit + 4) + row
+    result = place * num_heads + head
+    tl.store(sums + result, lse, mask=is_lane)
+    output_at = outputs + result[:, None] * VALUE_DIM + value_dims[None, :]
+    tl.store(output_at, summed.to(outputs.dtype.element_ty), mask=is_lane[:, None] & is_value_dim[None, :])
+
+
+@triton.jit
+def merge_walks(
+    partials,
+    partial_sums,
+    places,
+    starts,
+    outputs,
+    sums,
+    num_heads,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Program (t, h): joins the partial results of row t and head h by their log-sum-exp."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dims = tl.arange(0, BLOCK_VALUE)
+    is_dim = dims < VALUE_DIM
+    last = tl.load(starts + row + 1)
+    highest = tl.full([1], -float("inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    summed = tl.zeros([BLOCK_VALUE], tl.float32)
+    for first in range(tl.load(starts + row), last, PARTS):
+        part = first + tl.arange(0, PARTS)
+        is_part = part < last
+        partial = tl.load(places + part, mask=is_part, other=0) * num_heads + head
+        lse = tl.load(partial_sums + partial, mask=is_part, other=-float("inf"))
+        partial_at = partials + partial[:, None] * VALUE_DIM + dims[None, :]
+        output = tl.load(partial_at, mask=is_part[:, None] & is_dim[None, :], other=0.0)
+        new_highest = tl.maximum(highest, tl.max(lse, 0))
+        level = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+        weights = tl.exp2((lse - level) * LOG2_E)
+        fading = tl.exp2((highest - level) * LOG2_E)
+        total = total * fading + tl.sum(weights, 0)
+        summed = summed * fading + tl.sum(weights[:, None] * output, 0)
+        highest = new_highest
+    saw_nothing = total == 0.0
+    total = tl.where(saw_nothing, 1.0, total)
+    summed = summed / total
+    lse = tl.where(saw_nothing, -float("inf"), highest + tl.log2(total) * LN_2)
+    result = row * num_heads + head
+    tl.store(sums + result + tl.arange(0, 1), lse)
+    tl.store(outputs + result * VALUE_DIM + dims, summed.to(outputs.dtype.element_ty), mask=is_dim)
+
+
+IS_INTERPRETED = not isinstance(attend_walks, triton.JITFunction)
+"""Whether TRITON_INTERPRET was set when Triton was imported: kernels run on the CPU, slowly."""

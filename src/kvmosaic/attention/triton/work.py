@@ -1,0 +1,129 @@
+"""Work list: what every program of the attention kernel reads, made once per step for all layers of one kind.
+
+The runs that the same rows read stand one behind the other, as if they were one long run. That is cut into walks of
+about equal length, so that one row over many keys keeps a whole GPU busy; rows are cut into tiles. A program takes one
+tile of rows (times the query heads of one key head) through one walk, and leaves one partial result per row.
+
+    rows  0 1 2 3 | 4 5     tiles of 4 rows
+    keys  [ run A      |  run B  ] [ run B   |  run C  ]      two walks of two segments each: 2 x 2 programs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvmosaic.attention.reads import Call, PoolName, ReadPlan
+
+POOLS: tuple[PoolName | None, ...] = (None, "request", "chunk_cache")
+"""A pool's number in a segment."""
+TILE_HEIGHTS = (16, 64, 128)
+"""Rows times query heads per key head in one program. Tensor cores want 16 at least."""
+MIN_WALK = 256
+"""Keys of the shortest walk: shorter ones would spend their time on writing and merging partial results."""
+MAX_PROGRAMS = 512
+"""A walk is long enough that one set of rows takes no more programs: about four for each core of a large GPU."""
+
+_ALL_SEEN = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The work list on the device, as rows of int64 numbers.
+
+    segments: [S, 7] pool, first slot, number of keys, first stacked query of the call, keys that the call's first row
+        sees (each further row sees one more), where its mask begins (-1: no mask), keys in a row of the mask
+    units: per tile height, [U, 5] first segment, last segment, first row of the tile, number of rows, first place
+    places: [P] places of partial results, sorted by the row they belong to
+    starts: [T + 1] row t owns places[starts[t]:starts[t + 1]]
+    is_direct: every row has one place, so that results go straight to the output
+    """
+
+    segments: Tensor
+    units: dict[int, Tensor]
+    places: Tensor
+    starts: Tensor
+    is_direct: bool
+
+
+def tile_height(num_lanes: int, group: int) -> int:
+    """The smallest tile that holds all lanes (rows x heads per key head), or else the usual one."""
+    if num_lanes <= TILE_HEIGHTS[0]:
+        return TILE_HEIGHTS[0]
+    return next(height for height in TILE_HEIGHTS[1:] if group <= height)
+
+
+def walk_length(num_keys: int, num_programs: int) -> int:
+    """Keys per walk, when each walk over all of them takes `num_programs` programs."""
+    num_walks = max(1, MAX_PROGRAMS // num_programs)
+    return MIN_WALK * max(1, -(-num_keys // (num_walks * MIN_WALK)))
+
+
+def list_work(plan: ReadPlan, group: int, num_kv_heads: int, device: torch.device) -> Work:
+    """The work of a plan for layers with `group` query heads on each of `num_kv_heads` key heads.
+
+    What a row's own runs are cut into depends on those runs and their readers alone, not on the rest of the step.
+    """
+    segments: list[tuple[int, ...]] = []
+    units: dict[int, list[tuple[int, ...]]] = {}
+    owners: list[int] = []
+    masks_before = [0, *accumulate(0 if call.mask is None else call.mask.numel() for call in plan.calls)]
+    readers: dict[tuple[int, ...], list[int]] = {}
+    for number, call in enumerate(plan.calls):
+        readers.setdefault(plan.row_numbers[call.first : call.last], []).append(number)
+    for rows, numbers in readers.items():
+        height = tile_height(len(rows) * group, group)
+        num_rows = height // group
+        tiles = range(0, len(rows), num_rows)
+        num_keys = sum(plan.calls[number].num_tokens for number in numbers)
+        length = walk_length(num_keys, len(tiles) * num_kv_heads)
+        for first, last in _walks(plan.calls, numbers, masks_before, length, segments):
+            for tile in tiles:
+                count = min(num_rows, len(rows) - tile)
+                units.setdefault(height, []).append((first, last, tile, count, len(owners) + tile))
+            owners.extend(rows)
+    owner = np.array(owners, dtype=np.int64)
+    starts = np.searchsorted(np.sort(owner), np.arange(plan.num_rows + 1))
+    parts = [segments, *units.values(), np.argsort(owner, kind="stable"), starts]
+    flat = [np.asarray(part, dtype=np.int64).reshape(-1) for part in parts]
+    # one upload for everything
+    on_device = torch.split(torch.from_numpy(np.concatenate(flat)).to(device), [len(part) for part in flat])
+    return Work(
+        segments=on_device[0],
+        units={height: part.view(-1, 5) for height, part in zip(units, on_device[1:-2], strict=True)},
+        places=on_device[-2],
+        starts=on_device[-1],
+        is_direct=len(owners) == plan.num_rows and bool((np.diff(starts) == 1).all()),
+    )
+
+
+def _walks(
+    calls: Sequence[Call],
+    numbers: Sequence[int],
+    masks_before: Sequence[int],
+    length: int,
+    segments: list[tuple[int, ...]],
+) -> list[tuple[int, int]]:
+    """Appends the segments of some calls, and returns which of them belong to each walk: [first, last)."""
+    walks: list[tuple[int, int]] = []
+    first, room = len(segments), length
+    for number in numbers:
+        call, done = calls[number], 0
+        while done < call.num_tokens:
+            count = min(room, call.num_tokens - done)
+            seen = 1 - done if call.causal else _ALL_SEEN
+            mask = -1 if call.mask is None else masks_before[number] + done
+            pool = POOLS.index(call.pool)
+            segments.append((pool, call.first_slot + done, count, call.first, seen, mask, call.num_tokens))
+            done, room = done + count, room - count
+            if not room:
+                walks.append((first, len(segments)))
+                first, room = len(segments), length
+    if first < len(segments):
+        walks.append((first, len(segments)))
+    return walks
