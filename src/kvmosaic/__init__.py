@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvmosaic.attention import Piece, composed_attention
-    from kvmosaic.config import ChunkCacheConfig, EngineConfig
+    from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
     from kvmosaic.engine import AsyncEngine
     from kvmosaic.errors import KVMosaicError
     from kvmosaic.llm import LLM
@@ -30,6 +30,7 @@ __all__ = [
     "Segment",
     "SegmentKind",
     "StructuredOutputs",
+    "TierConfig",
     "composed_attention",
 ]
 
@@ -48,6 +49,7 @@ _HOMES = {
     "Segment": "kvmosaic.prompt",
     "SegmentKind": "kvmosaic.prompt",
     "StructuredOutputs": "kvmosaic.sampling",
+    "TierConfig": "kvmosaic.config",
     "composed_attention": "kvmosaic.attention",
 }
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from kvmosaic.errors import InvalidConfig, InvalidSeparator
 from kvmosaic.eviction import EvictionPolicy, choose
@@ -14,6 +14,7 @@ from kvmosaic.prompt.separator import check_separator
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _MAX_BYTES = 2**50
+_MAX_TIERS = 8
 
 
 def parse_bytes(size: int | str) -> int:
@@ -122,6 +123,37 @@ class EngineConfig:
         if self.num_threads is not None:
             _check_range("num_threads", self.num_threads, 1, 1024)
         parse_bytes(self.request_cache)
+
+
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """Where chunks are kept when the device has no room for them, and how."""
+
+    tiers: tuple[str | Any, ...] = ()
+    """Fastest first: "host:4GiB", "disk:/var/cache/kvmosaic?quota=100GiB", "redis://…", or a `kvmosaic.tiers.Tier`."""
+    codec: Literal["none", "fp8", "int8", "int4"] = "none"
+    """How numbers are stored: as they are, or in fewer bits, which changes answers a little."""
+    compression: Literal["none", "zstd"] = "none"
+    """Whether entries are compressed further, without loss."""
+    secret: str | None = field(default=None, repr=False)
+    """Whoever does not know it can neither make nor change an entry; None: entries are protected from accidents only."""
+    pending: int | str = "512MiB"
+    """Most memory for chunks that wait to be written: bytes or text such as "1GiB". More are not stored."""
+    staged: int | str = "512MiB"
+    """Most memory for chunks that were fetched for requests that wait."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tiers, str) or not isinstance(self.tiers, tuple | list):
+            raise InvalidConfig(f"tiers must be a list such as ('host:4GiB', 'disk:/path'), got {self.tiers!r}")
+        if len(self.tiers) > _MAX_TIERS:
+            raise InvalidConfig(f"{len(self.tiers)} tiers are too many; give at most {_MAX_TIERS}")
+        object.__setattr__(self, "tiers", tuple(self.tiers))
+        _check_choice("codec", self.codec, ("none", "fp8", "int8", "int4"))
+        _check_choice("compression", self.compression, ("none", "zstd"))
+        if self.secret is not None and (not isinstance(self.secret, str) or not 8 <= len(self.secret) <= 1024):
+            raise InvalidConfig("secret must be a text of 8 to 1024 characters; leave it out to have none")
+        parse_bytes(self.pending)
+        parse_bytes(self.staged)
 
 
 def _is_number(value: object) -> bool:

@@ -51,6 +51,8 @@ class ChunkIndex:
         self.num_evictions = 0
         self.on_evict: Callable[[Chunk], None] = lambda _: None
         """Told of every chunk that leaves to make room, while its blocks still hold it; must not raise."""
+        self.on_delete: Callable[[Chunk], None] = lambda _: None
+        """Told of every chunk that is deleted; must not raise."""
         self.total = Account(policy)
         """All tenants together."""
         self.twins = Twins()
@@ -215,6 +217,7 @@ class ChunkIndex:
                 )
         for chunk in chosen:
             self._drop(chunk)
+            self.on_delete(chunk)
 
     def set_pinned(self, chunk: Chunk, pinned: bool) -> None:
         """Protects a chunk from eviction, or no longer."""

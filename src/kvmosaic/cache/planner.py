@@ -139,9 +139,12 @@ class Planner:
         self._counters.loaded_chunk_tokens += chunk.num_tokens
         self._chunks.complete(chunk, self._step)
 
-    def notify_evictions(self, told: Callable[[Chunk], None]) -> None:
-        """Has every chunk that leaves to make room shown to `told`, while its blocks still hold it."""
-        self._chunks.on_evict = told
+    def notify(self, *, evicted: Callable[[Chunk], None], deleted: Callable[[Chunk], None]) -> None:
+        """Has chunks that leave to make room shown to `evicted`, while their blocks still hold them.
+
+        Those that are deleted, by name or key, are shown to `deleted`. Neither may raise.
+        """
+        self._chunks.on_evict, self._chunks.on_delete = evicted, deleted
 
     def extend(self, attachment: Attachment, token_ids: Sequence[int]) -> list[BlockCopy]:
         """Grows the last span by answer tokens, which are then to be computed; returns the copies to carry out first.

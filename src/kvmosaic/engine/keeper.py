@@ -74,7 +74,7 @@ class Keeper:
         self._clock = clock
         self._compute = ComputeCost()
         self._bytes_per_token = storage.bytes_per_block // storage.block_size
-        planner.notify_evictions(self.leave)
+        planner.notify(evicted=self.leave, deleted=self.forget)
 
     def begin(self, sequence: Sequence, plan: Plan | None = None) -> bool:
         """Begins to fetch what a sequence misses; returns whether it should wait.
@@ -142,6 +142,10 @@ class Keeper:
         """Stores a chunk that leaves the device."""
         if chunk.is_ready and (self.hierarchy.has_volatile or not chunk.is_stored):
             self._store(chunk, volatile=True)
+
+    def forget(self, chunk: Chunk) -> None:
+        """Removes a chunk from the tiers that was deleted from the device."""
+        self.hierarchy.delete([chunk.key])
 
     def wait(self, seconds: float) -> None:
         """Sleeps until a fetch is over, but no longer than this."""
