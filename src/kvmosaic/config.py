@@ -136,7 +136,7 @@ class TierConfig:
     compression: Literal["none", "zstd"] = "none"
     """Whether entries are compressed further, without loss."""
     secret: str | None = field(default=None, repr=False)
-    """Whoever does not know it can neither make nor change an entry; None: entries are protected from accidents only."""
+    """Whoever does not know it can neither make nor change an entry; None: only accidents are noticed."""
     pending: int | str = "512MiB"
     """Most memory for chunks that wait to be written: bytes or text such as "1GiB". More are not stored."""
     staged: int | str = "512MiB"
