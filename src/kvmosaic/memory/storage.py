@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+
+from kvmosaic.memory.buffer import new_bytes
+
+ChunkTensors: TypeAlias = list[tuple[Tensor, Tensor | None]]
+"""Of every layer that stores something: keys [n, G, D], and values [n, G, Dv] if they are not in the keys."""
 
 
 class StoredLayer(Protocol):
@@ -58,6 +63,7 @@ class BlockStorage:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
+        self.device = device
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         num_slots = num_blocks * block_size
@@ -98,12 +104,69 @@ class BlockStorage:
         end = first_slot + num_tokens
         return self._keys[layer_index][first_slot:end], self._values[layer_index][first_slot:end]
 
+    def read_chunk(self, block_ids: Sequence[int], num_tokens: int) -> ChunkTensors:
+        """Copies of the first `num_tokens` slots of these blocks, contiguous and on the CPU, all in one allocation.
+
+        A run of neighbouring blocks is copied as one; from a device, every layer is one transfer.
+        """
+        slots = _slots(block_ids, num_tokens, self.block_size, self.device)
+        per_token = self.bytes_per_block // self.block_size
+        buffer = new_bytes(per_token * num_tokens).view(self.dtype)
+        chunk: ChunkTensors = []
+        for index in range(len(self.layers)):
+            if not (tensors := self._stored(index)):
+                continue
+            sizes = [num_tokens * tensor.shape[1] * tensor.shape[2] for tensor in tensors]
+            flat, buffer = buffer[: sum(sizes)], buffer[sum(sizes) :]
+            parts = [
+                part.view(num_tokens, *tensor.shape[1:])
+                for part, tensor in zip(torch.split(flat, sizes), tensors, strict=True)
+            ]
+            if self.device.type != "cpu":
+                flat.copy_(torch.cat([tensor[slots].reshape(-1) for tensor in tensors]))
+            else:
+                for part, tensor in zip(parts, tensors, strict=True):
+                    _read(tensor, slots, part)
+            chunk.append((parts[0], parts[1] if len(parts) == 2 else None))
+        return chunk
+
+    def write_chunk(self, block_ids: Sequence[int], chunk: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        """Writes what `read_chunk` gave into the first slots of these blocks; blocks may have another size by now."""
+        slots = _slots(block_ids, len(chunk[0][0]), self.block_size, self.device)
+        stored = [tensors for index in range(len(self.layers)) if (tensors := self._stored(index))]
+        for targets, parts in zip(stored, chunk, strict=True):
+            sources = [part for part in parts if part is not None]
+            for target, source in zip(targets, sources, strict=True):
+                assert source.shape[1:] == target.shape[1:] and source.dtype == target.dtype
+                target[slots] = source.to(self.device)
+
+    def _stored(self, index: int) -> tuple[Tensor, ...]:
+        """The tensors that a layer owns: keys and values, keys only, or nothing."""
+        layer = self.layers[index]
+        if layer.source_layer != index:
+            return ()
+        return (self._keys[index],) if layer.value_in_key else (self._keys[index], self._values[index])
+
     def copy_block(self, source: int, target: int) -> None:
         """Copies one block in all layers (copy-on-write)."""
         size = self.block_size
-        for index, layer in enumerate(self.layers):
-            if layer.source_layer != index:
-                continue
-            tensors = (self._keys[index],) if layer.value_in_key else (self._keys[index], self._values[index])
-            for tensor in tensors:
+        for index in range(len(self.layers)):
+            for tensor in self._stored(index):
                 tensor[target * size : (target + 1) * size] = tensor[source * size : (source + 1) * size]
+
+
+def _slots(block_ids: Sequence[int], num_tokens: int, block_size: int, device: torch.device) -> slice | Tensor:
+    """The first `num_tokens` slots of these blocks: a slice if they are neighbours, else [num_tokens] numbers."""
+    first, count = block_ids[0], -(-num_tokens // block_size)
+    assert 0 < count <= len(block_ids), f"{num_tokens} tokens do not fit into {len(block_ids)} blocks of {block_size}"
+    if list(block_ids[:count]) == list(range(first, first + count)):
+        return slice(first * block_size, first * block_size + num_tokens)
+    starts = torch.tensor(block_ids[:count]) * block_size
+    return (starts[:, None] + torch.arange(block_size)).reshape(-1)[:num_tokens].to(device)
+
+
+def _read(tensor: Tensor, slots: slice | Tensor, target: Tensor) -> None:
+    if isinstance(slots, slice):
+        target.copy_(tensor[slots])
+    else:
+        torch.index_select(tensor, 0, slots, out=target)

@@ -1,0 +1,196 @@
+"""An entry: the bytes in which a chunk is kept outside of the device, and a valid safetensors file.
+
+    8 bytes | header: checksum, label, what it is, table of tensors, spaces | keys and values, layer by layer
+    length  | JSON, ends on a multiple of 64 bytes                          | scales and codes, or one zstd frame
+
+Nothing in it is believed before the checksum over all of it is right, and nothing is used before it is the model,
+what was seen, the tokens and the place that were asked for. Reading makes no object larger than what was expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from kvmosaic.cache.keys import Key
+from kvmosaic.errors import DamagedEntry, ForeignEntry, InvalidConfig
+from kvmosaic.memory.buffer import memory_of, new_bytes, view_of
+from kvmosaic.memory.codec import choose_codec
+from kvmosaic.memory.codec.squeeze import expanded, squeezed
+from kvmosaic.memory.geometry import LayerGeometry
+from kvmosaic.memory.header import CodecName, DtypeName, EntryHeader, check_header
+from kvmosaic.memory.payload import (
+    DTYPES,
+    flattened,
+    num_payload_bytes,
+    pack,
+    places_of,
+    sources,
+    unpack,
+)
+from kvmosaic.memory.preamble import read_preamble, write_preamble
+from kvmosaic.memory.seal import Bytes, Seal, check_opening
+from kvmosaic.memory.storage import ChunkTensors
+from kvmosaic.tiers import MAX_ENTRY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class EntryExpectation:
+    """What an entry must be to be used; see the fields of `EntryHeader`."""
+
+    fingerprint: str
+    key: Key
+    root: Key
+    start: int
+    tokens: bytes
+    layers: tuple[LayerGeometry, ...]
+    dtype: DtypeName
+    codec: CodecName = "none"
+    """The loss that is allowed: what was stored with this codec, or without any."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedEntry:
+    """An entry that is what was expected."""
+
+    header: EntryHeader
+    layers: ChunkTensors
+    """Without codec and compression these are views of the entry: copy them at once, and never write to them."""
+
+
+def encode_entry(
+    header: EntryHeader, layers: Sequence[tuple[Tensor, Tensor | None]], secret: str | None = None
+) -> memoryview:
+    """Makes an entry.
+
+    Args:
+        header: what it is. `codec` and `compression` are what is wanted: numbers that no scale can hold are stored
+            as they are, and so are bytes that zstd makes less than 5% smaller.
+        layers: keys [n, G, D] and values [n, G, Dv] (None where they are in the keys) of every layer that stores
+            something, on the CPU; what `BlockStorage.read_chunk` gives.
+        secret: who does not know it can neither make nor change an entry.
+
+    Returns:
+        A read-only view of fresh memory.
+
+    Raises:
+        InvalidConfig: a codec that the dtype does not allow, zstandard is missing, or a chunk too large for an entry.
+    """
+    seal = Seal(secret)
+    check_header(header)
+    choose_codec(header.codec, DTYPES[header.dtype])
+    tensors = flattened(layers)
+    _check_tensors(header, tensors)
+    _check_size(num_payload_bytes(places_of(header)))
+    if header.compression == "zstd":
+        payload = pack(header, tensors)
+        if payload is None:
+            return encode_entry(replace(header, codec="none"), layers, secret)
+        frame = squeezed(payload)
+        header = header if frame is not None else replace(header, compression="none")
+        payload = frame if frame is not None else payload
+        preamble = write_preamble(header, seal.label, len(payload) if frame is not None else None)
+        entry = new_bytes(len(preamble) + len(payload))
+        entry[len(preamble) :] = payload
+    else:
+        preamble = write_preamble(header, seal.label)
+        entry = new_bytes(len(preamble) + num_payload_bytes(places_of(header)))
+        if pack(header, tensors, entry[len(preamble) :]) is None:
+            return encode_entry(replace(header, codec="none"), layers, secret)
+    result = memory_of(entry)
+    result[: len(preamble)] = preamble
+    seal.close(result)
+    return result.toreadonly()
+
+
+def read_header(start: Bytes) -> EntryHeader:
+    """What an entry says it is, from its first bytes: at least `num_preamble_bytes` of them.
+
+    Good for lists only: without all of the bytes, nobody can tell whether it is true.
+
+    Raises:
+        ForeignEntry: another version of the format.
+        DamagedEntry: not the beginning of an entry.
+    """
+    return read_preamble(start).header
+
+
+def decode_entry(entry: Bytes, expected: EntryExpectation, secret: str | None = None) -> DecodedEntry:
+    """Verifies an entry and reads it.
+
+    Raises:
+        DamagedEntry: not the bytes that were written.
+        ForeignEntry: written by another version, with another secret, or not what is expected.
+    """
+    entry = memoryview(entry)
+    check_opening(entry)
+    _check_length(len(entry), MAX_ENTRY_BYTES)
+    Seal(secret).check(entry)
+    preamble = read_preamble(entry)
+    header = preamble.header
+    if len(entry) != preamble.num_bytes + preamble.payload_bytes:
+        raise DamagedEntry(
+            f"the entry has {len(entry)} bytes, expected {preamble.num_bytes + preamble.payload_bytes}; "
+            "it is left out and computed again"
+        )
+    _check_expected(header, expected)
+    payload = view_of(entry[preamble.num_bytes :])
+    if header.compression == "zstd":
+        payload = expanded(payload, num_payload_bytes(places_of(header)))
+    return DecodedEntry(header, unpack(header, payload))
+
+
+def _check_tensors(header: EntryHeader, tensors: Sequence[Tensor]) -> None:
+    shapes = [source.shape for source in sources(header.layers, header.num_tokens)]
+    assert [tuple(tensor.shape) for tensor in tensors] == shapes, "the tensors are not those of the header's layers"
+    dtype = DTYPES[header.dtype]
+    assert all(tensor.dtype == dtype and tensor.device.type == "cpu" for tensor in tensors)
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_ENTRY_BYTES // 2:
+        raise InvalidConfig(
+            f"a chunk of {num_bytes} bytes is too large to be stored, at most {MAX_ENTRY_BYTES // 2} bytes can be; "
+            "split the document, or make max_chunk_tokens smaller"
+        )
+
+
+def _check_length(num_bytes: int, most: int) -> None:
+    if num_bytes > most:
+        raise DamagedEntry(f"the entry has {num_bytes} bytes, expected at most {most}; it is left out")
+
+
+_WAYS_OUT = {
+    "fingerprint": "it was computed by another model; give every model its own place, or let these entries leave",
+    "key": "it lies under a key that is not its own: was a file renamed or swapped?",
+    "root": "it saw another system text, or belongs to another tenant",
+    "start": "its keys were turned from another position",
+    "tokens": "it is another text with the same key: if nobody tampered with it, use hash_algorithm 'sha256'",
+    "layers": "the layers of the model have another shape",
+    "dtype": "load the model in the same dtype, or give every dtype its own place",
+}
+
+
+def _check_expected(header: EntryHeader, expected: EntryExpectation) -> None:
+    for name, way_out in _WAYS_OUT.items():
+        found, wanted = getattr(header, name), getattr(expected, name)
+        if found != wanted:
+            raise ForeignEntry(
+                f"the entry has {name} {_shown(found)}, expected {_shown(wanted)}: {way_out}; it is not used"
+            )
+    if header.codec not in ("none", expected.codec):
+        raise ForeignEntry(
+            f"the entry was stored with codec {header.codec!r}, expected {expected.codec!r} or 'none'; "
+            "it is not used, since its numbers are rounded otherwise; configure the same codec, or let it leave"
+        )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bytes):
+        return value.hex() if len(value) <= 32 else f"{value[:32].hex()}… ({len(value)} bytes)"
+    return f"{value!r:.80}"
+
+
+__all__ = ["DecodedEntry", "EntryExpectation", "decode_entry", "encode_entry", "read_header"]

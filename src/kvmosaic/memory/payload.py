@@ -1,0 +1,130 @@
+"""The payload of an entry: which tensors stand behind the header, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from kvmosaic.memory.buffer import bytes_of, new_bytes
+from kvmosaic.memory.codec import CODECS, Along, Part, Shape
+from kvmosaic.memory.geometry import LayerGeometry, stored_layers
+from kvmosaic.memory.header import DtypeName, EntryHeader
+from kvmosaic.memory.storage import ChunkTensors
+
+DTYPES: dict[DtypeName, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+COMPRESSED = "payload.zst"
+_FORMAT_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One tensor of the payload."""
+
+    name: str
+    part: Part
+    begin: int
+    """Its first byte, counted from the end of the header."""
+
+    @property
+    def end(self) -> int:
+        """The byte behind its last one."""
+        return self.begin + self.part.num_bytes
+
+    @property
+    def entry(self) -> dict[str, object]:
+        """Its line in the table of a safetensors file."""
+        dtype, shape = _FORMAT_NAMES[self.part.dtype], list(self.part.shape)
+        return {"dtype": dtype, "shape": shape, "data_offsets": [self.begin, self.end]}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One tensor of the chunk, before it is encoded."""
+
+    name: str
+    shape: Shape
+    along: Along
+
+
+def sources(layers: Sequence[LayerGeometry], num_tokens: int) -> Iterator[Source]:
+    """The keys and values of all layers that store some."""
+    for index, layer in stored_layers(layers):
+        key_shape = (num_tokens, layer.num_kv_heads, layer.key_dim)
+        yield Source(f"layers.{index}.key", key_shape, "channels" if layer.value_in_key else "tokens")
+        if not layer.value_in_key:
+            yield Source(f"layers.{index}.value", (num_tokens, layer.num_kv_heads, layer.value_dim), "channels")
+
+
+def places_of(header: EntryHeader) -> list[list[Place]]:
+    """Where the parts of every source lie. They follow from the header alone, so nothing else can be claimed.
+
+        layers.0.key.scale | layers.0.value.scale | … | layers.0.key.code | …
+
+    Wide numbers come first, so that all of them are aligned without a gap, which the format would not allow.
+    """
+    codec, dtype = CODECS[header.codec], DTYPES[header.dtype]
+    found = [
+        (number, f"{source.name}.{part.name}".rstrip("."), part)
+        for number, source in enumerate(sources(header.layers, header.num_tokens))
+        for part in codec.parts(source.shape, dtype, source.along)
+    ]
+    found.sort(key=lambda item: -item[2].dtype.itemsize)
+    places: list[list[Place]] = [[] for _ in range(1 + max(number for number, _, _ in found))]
+    begins = accumulate((part.num_bytes for _, _, part in found), initial=0)
+    for (number, name, part), begin in zip(found, begins, strict=False):
+        places[number].append(Place(name, part, begin))
+    return places
+
+
+def num_payload_bytes(places: Sequence[Sequence[Place]]) -> int:
+    """Bytes of the payload before it is compressed."""
+    return sum(place.part.num_bytes for each in places for place in each)
+
+
+def flattened(layers: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+    """The tensors of a chunk in the order of `sources`."""
+    return [tensor for pair in layers for tensor in pair if tensor is not None]
+
+
+def pack(header: EntryHeader, tensors: Sequence[Tensor], target: Tensor | None = None) -> Tensor | None:
+    """[bytes] uint8: the payload, written to `target` if given; None if the codec cannot hold a number."""
+    codec, places = CODECS[header.codec], places_of(header)
+    result = target if target is not None else new_bytes(num_payload_bytes(places))
+    for source, tensor, each in zip(sources(header.layers, header.num_tokens), tensors, places, strict=True):
+        parts = codec.encode(tensor, source.along)
+        if parts is None:
+            return None
+        for part, place in zip(parts, each, strict=True):
+            result[place.begin : place.end] = bytes_of(part)
+    return result
+
+
+def unpack(header: EntryHeader, payload: Tensor) -> ChunkTensors:
+    """The tensors again; without a codec they are views of the payload."""
+    codec, dtype = CODECS[header.codec], DTYPES[header.dtype]
+    tensors = iter(
+        codec.decode(tuple(_tensor(payload, place) for place in each), source.shape, dtype, source.along)
+        for source, each in zip(sources(header.layers, header.num_tokens), places_of(header), strict=True)
+    )
+    return [(next(tensors), None if layer.value_in_key else next(tensors)) for _, layer in stored_layers(header.layers)]
+
+
+def _tensor(payload: Tensor, place: Place) -> Tensor:
+    return payload[place.begin : place.end].view(place.part.dtype).view(place.part.shape)
