@@ -17,7 +17,7 @@ from kvmosaic.bench.report import Report
 from kvmosaic.bench.resident import forget_peak, resident_bytes
 from kvmosaic.bench.shares import add_shares
 from kvmosaic.bench.sizes import Sizes
-from kvmosaic.bench.targets import GENERATE, OFF, OWN, ends_of, targets
+from kvmosaic.bench.targets import GENERATE, LLAMA_CPP, OFF, OWN, ends_of, targets
 from kvmosaic.bench.workloads import build_workloads
 
 SIZES = Sizes(4, 2, 8, 3, 4, 16, 4, 2, 5, 50, 10, 2)
@@ -146,6 +146,14 @@ def test_targets_take_the_best_dtype_of_every_engine(report: Report) -> None:
     assert before == after
     assert before["first token, known documents permuted: chunk cache off by on"] == pytest.approx(10)
     assert before["first token, permuted documents: transformers generate by ours"] == pytest.approx(5)
+
+
+def test_plain_prompts_are_compared_with_the_fastest_of_the_others(report: Report) -> None:
+    fast = Row("plain-1", "", LLAMA_CPP, "float32", False, first_seconds=[1e-9], token_seconds=[1e-9])
+    found = {t.what: t.measured for t in targets([*report.rows, fast], LIMITS, {"float32": WEIGHT}, 2)}
+    best = "best of transformers generate, llama.cpp by ours"
+    assert found[f"plain prompts, 1 at once, first token: {best}"] < 1e-3
+    assert found[f"plain prompts, 1 at once, time per token: {best}"] < 1e-3
 
 
 def test_targets_without_their_rows_are_left_out() -> None:

@@ -11,7 +11,8 @@ from kvmosaic.bench.measuring import Row
 from kvmosaic.bench.models import Weight
 from kvmosaic.bench.profile import StepParts
 
-OWN, OFF, GENERATE, VLLM = "kvmosaic", "kvmosaic, chunk cache off", "transformers generate", "vLLM"
+OWN, OFF = "kvmosaic", "kvmosaic, chunk cache off"
+GENERATE, VLLM, LLAMA_CPP = "transformers generate", "vLLM", "llama.cpp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def targets(rows: Sequence[Row], limits: Limits, weights: dict[str, Weight], mos
         _question_and_read(by, limits, weights),
         is_most=True,
     )
-    for peer in (VLLM, GENERATE):
+    for peer in (VLLM, LLAMA_CPP, GENERATE):
         wanted = 20 if peer == VLLM else 1
         add(
             f"first token, permuted documents: {peer} by ours",
@@ -100,10 +101,10 @@ def targets(rows: Sequence[Row], limits: Limits, weights: dict[str, Weight], mos
     add("first token, new documents: off by on", 1, by.first("fresh", OFF), by.first("fresh", OWN))
     for width in (1, 8):
         name = f"plain-{width}"
-        peers = [peer for peer in (GENERATE, VLLM) if by.first(name, peer)]
+        peers = [peer for peer in (GENERATE, VLLM, LLAMA_CPP) if by.first(name, peer)]
         firsts = [by.first(name, peer) or 0.0 for peer in peers]
         tokens = [token for peer in peers if (token := by.token(name, peer))]
-        best = f"best of {' and '.join(peers)} by ours"
+        best = f"best of {', '.join(peers)} by ours"
         add(f"plain prompts, {width} at once, first token: {best}", 1, min(firsts, default=None), by.first(name, OWN))
         add(
             f"plain prompts, {width} at once, time per token: {best}", 1, min(tokens, default=None), by.token(name, OWN)
