@@ -1,8 +1,10 @@
 """The loop: requests, sequences, steps; and its asynchronous face."""
 
 from kvmosaic.engine.async_engine import AsyncEngine
+from kvmosaic.engine.chunk_entries import ChunkEntries
 from kvmosaic.engine.delta import AnswerDelta, RequestDelta
 from kvmosaic.engine.engine import Engine
+from kvmosaic.engine.keeper import Keeper
 from kvmosaic.engine.placing import not_movable
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.scheduler import Scheduler
@@ -12,7 +14,9 @@ from kvmosaic.engine.step import Step, Work
 __all__ = [
     "AnswerDelta",
     "AsyncEngine",
+    "ChunkEntries",
     "Engine",
+    "Keeper",
     "Request",
     "RequestDelta",
     "Scheduler",

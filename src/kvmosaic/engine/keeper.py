@@ -5,30 +5,28 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as Items
-from typing import Protocol
-
-from torch import Tensor
+from dataclasses import dataclass
 
 from kvmosaic.cache import Chunk, Key, Plan, Planner, SpanPlan
+from kvmosaic.engine.chunk_entries import ChunkEntries
 from kvmosaic.engine.sequence import Sequence
-from kvmosaic.memory import BlockStorage
-from kvmosaic.tiers import ComputeCost, Entry, Fetch, Hierarchy
+from kvmosaic.memory import BlockStorage, ChunkTensors
+from kvmosaic.tiers import ComputeCost, Fetch, Hierarchy
 
 logger = logging.getLogger("kvmosaic")
 
-Layers = Items[tuple[Tensor, Tensor | None]]
-"""Keys [n, G, D] and values [n, G, Dv] of every layer that stores any; None where the keys hold the values."""
 
+@dataclass(slots=True, eq=False)
+class StagedChunk:
+    """A chunk on its way, or here already, for sequences that wait."""
 
-class EntryMaker(Protocol):
-    """Turns chunks into entries and back; `kvmosaic.memory.Entries` is one."""
+    fetch: Fetch[ChunkTensors]
+    num_holders: int = 0
 
-    def encode(self, chunk: Chunk) -> Callable[[Layers], Entry]:
-        """What makes an entry of the tensors of a chunk, on any thread, later."""
-
-    def accept(self, span: SpanPlan, start: int) -> Callable[[Entry], Layers]:
-        """What verifies an entry for a planned chunk and decodes it, on any thread; raises InvalidEntry."""
+    @property
+    def has_failed(self) -> bool:
+        """Whether it was not found."""
+        return self.fetch.is_over and self.fetch.value is None
 
 
 class Keeper:
@@ -48,8 +46,8 @@ class Keeper:
         self,
         planner: Planner,
         storage: BlockStorage,
-        hierarchy: Hierarchy[Layers],
-        entries: EntryMaker,
+        hierarchy: Hierarchy[ChunkTensors],
+        entries: ChunkEntries,
         *,
         most_staged_bytes: int,
         clock: Callable[[], float] = time.monotonic,
@@ -71,6 +69,7 @@ class Keeper:
         self._entries = entries
         self._most_staged_bytes = most_staged_bytes
         self._staged_bytes = 0
+        self._staged: dict[Key, StagedChunk] = {}
         self._clock = clock
         self._compute = ComputeCost()
         self._bytes_per_token = storage.bytes_per_block // storage.block_size
@@ -88,26 +87,28 @@ class Keeper:
         if plan is None:
             prompt = sequence.request.prompt
             plan = self._planner.plan(sequence.layout, prompt.salt, prompt.tenant)
-        fetches = sequence.fetches or {}
+        fetches: dict[Key, StagedChunk] = sequence.fetches or {}
         missing = {span.key: span for span in plan.spans if span.is_chunk and span.action == "compute"}
         missing = {key: span for key, span in missing.items() if key not in fetches}
-        num_bytes = sum(span.num_tokens for span in missing.values()) * self._bytes_per_token
+        new = [span.num_tokens for key, span in missing.items() if key not in self._staged]
+        num_bytes = sum(new) * self._bytes_per_token
         if not is_next and self._staged_bytes + num_bytes > self._most_staged_bytes:
             return False
         for key, span in missing.items():
-            accept = self._entries.accept(span, plan.layout.spans[span.index].start)
-            seconds = self._compute.estimate(span.num_tokens)
-            fetch = self.hierarchy.fetch(key, span.num_tokens * self._bytes_per_token, accept, seconds)
-            if fetch is not None:
-                fetches[key] = fetch
+            if (staged := self._staged.get(key)) is None or staged.has_failed:
+                if (fetch := self._fetch(span, plan.layout.spans[span.index].start)) is None:
+                    continue
+                staged = self._staged[key] = StagedChunk(fetch)
                 self._staged_bytes += fetch.num_bytes
+            fetches[key] = staged
+            staged.num_holders += 1
         sequence.fetches = fetches
         return not self.is_settled(sequence)
 
     def is_settled(self, sequence: Sequence) -> bool:
         """Whether a sequence need not wait for fetches any longer."""
         now, last_ended = self._clock(), self.hierarchy.last_ended
-        return all(fetch.is_settled(now, last_ended) for fetch in (sequence.fetches or {}).values())
+        return all(staged.fetch.is_settled(now, last_ended) for staged in (sequence.fetches or {}).values())
 
     def finish(self, sequence: Sequence) -> None:
         """Copies what was fetched into the blocks of a sequence that was just attached."""
@@ -117,11 +118,15 @@ class Keeper:
             chunk = span.chunk
             if chunk is None or not span.is_owner or chunk.num_computed:
                 continue
-            fetch = fetches.get(chunk.key)
+            fetch = fetches[chunk.key].fetch if chunk.key in fetches else None
             if fetch is None or fetch.value is None:
                 continue
             begin = self._clock()
-            self._storage.write_chunk(chunk.block_ids, fetch.value)
+            try:
+                self._storage.write_chunk(chunk.block_ids, fetch.value)
+            except Exception:  # its blocks are written again, by computing it
+                logger.exception("a chunk from the tier %s could not be copied to the device", fetch.tier_name)
+                continue
             self._planner.load(attachment, index)
             chunk.is_stored = fetch.is_persistent
             sequence.loaded(index, fetch.tier_name, self._clock() - begin)
@@ -129,7 +134,12 @@ class Keeper:
 
     def drop(self, sequence: Sequence) -> None:
         """Lets go of what was fetched for a sequence; safe for one that has nothing."""
-        self._staged_bytes -= _size(sequence.fetches or {})
+        for key, staged in (sequence.fetches or {}).items():
+            staged.num_holders -= 1
+            if not staged.num_holders:
+                self._staged_bytes -= staged.fetch.num_bytes
+                if self._staged.get(key) is staged:
+                    del self._staged[key]
         sequence.fetches = None
 
     def keep(self, chunk: Chunk, seconds: float) -> None:
@@ -150,6 +160,11 @@ class Keeper:
     def wait(self, seconds: float) -> None:
         """Sleeps until a fetch is over, but no longer than this."""
         self.hierarchy.wait(seconds)
+
+    def _fetch(self, span: SpanPlan, start: int) -> Fetch[ChunkTensors] | None:
+        num_bytes = span.num_tokens * self._bytes_per_token
+        accept = self._entries.accept(span, start)
+        return self.hierarchy.fetch(span.key, num_bytes, accept, self._compute.estimate(span.num_tokens))
 
     def _store(self, chunk: Chunk, *, volatile: bool) -> None:
         def done(is_stored: bool) -> None:
@@ -172,7 +187,3 @@ class Keeper:
             )
         except Exception:
             logger.exception("a chunk could not be stored")
-
-
-def _size(fetches: dict[Key, Fetch[Layers]]) -> int:
-    return sum(fetch.num_bytes for fetch in fetches.values())

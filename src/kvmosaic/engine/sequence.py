@@ -13,7 +13,6 @@ from kvmosaic.layout import Layout, Span
 from kvmosaic.model.batch import SpanRows
 from kvmosaic.prompt import SegmentKind
 from kvmosaic.sampling import Answer, SamplingState
-from kvmosaic.tiers import Fetch
 
 
 class SequenceState(Enum):
@@ -46,7 +45,7 @@ class Sequence:
         """Time spent in forwards, by span."""
         self.num_reused: tuple[int, ...] = ()
         """By span: tokens that were found when it was attached."""
-        self.fetches: dict[Key, Fetch[Any]] | None = None
+        self.fetches: dict[Key, Any] | None = None
         """Chunks on their way from the tiers; None before they are asked for, and when all is attached."""
         self.tier_names: dict[int, str] = {}
         """By span: the tier that it was loaded from."""

@@ -1,0 +1,78 @@
+"""Chunks as entries: what of a chunk is written down, and what an entry must say to become this chunk again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import cast
+
+from kvmosaic.cache import Chunk, SpanPlan
+from kvmosaic.config import TierConfig
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.memory import (
+    BlockStorage,
+    ChunkTensors,
+    DtypeName,
+    EntryExpectation,
+    EntryHeader,
+    choose_codec,
+    decode_entry,
+    encode_entry,
+    geometry_of,
+)
+from kvmosaic.tiers import Entry
+
+
+class ChunkEntries:
+    """Makes entries of the chunks of one model, and chunks of entries."""
+
+    def __init__(self, fingerprint: str, storage: BlockStorage, config: TierConfig) -> None:
+        """Describes what `storage` holds.
+
+        Raises:
+            InvalidConfig: the codec does not allow the model's dtype, or zstandard is not installed.
+        """
+        choose_codec(config.codec, storage.dtype)
+        if config.compression == "zstd" and find_spec("zstandard") is None:
+            raise InvalidConfig("compression is 'zstd' and zstandard is not installed; pip install 'kvmosaic[tiers]'")
+        self._fingerprint = fingerprint
+        self._layers = geometry_of(storage.layers)
+        self._dtype = cast(DtypeName, str(storage.dtype).removeprefix("torch."))
+        self._config = config
+
+    def encode(self, chunk: Chunk) -> Callable[[ChunkTensors], Entry]:
+        """What makes an entry of the tensors of a chunk, on any thread, later."""
+        header = EntryHeader(
+            fingerprint=self._fingerprint,
+            key=chunk.key,
+            root=chunk.root,
+            start=chunk.start,
+            tokens=chunk.tokens,
+            layers=self._layers,
+            dtype=self._dtype,
+            codec=self._config.codec,
+            compression=self._config.compression,
+            names=tuple(chunk.names),
+            tenant=chunk.tenant,
+            compute_seconds=chunk.compute_ms / 1e3,
+            created=time.time(),
+        )
+        return lambda layers: encode_entry(header, layers, self._config.secret)
+
+    def accept(self, span: SpanPlan, start: int) -> Callable[[Entry], ChunkTensors]:
+        """What verifies an entry for a planned chunk and decodes it, on any thread.
+
+        It raises InvalidEntry for one that is damaged or of another model, other tokens, another context or place.
+        """
+        expected = EntryExpectation(
+            fingerprint=self._fingerprint,
+            key=span.key,
+            root=span.root,
+            start=start,
+            tokens=span.tokens,
+            layers=self._layers,
+            dtype=self._dtype,
+            codec=self._config.codec,
+        )
+        return lambda entry: decode_entry(entry, expected, self._config.secret).layers
