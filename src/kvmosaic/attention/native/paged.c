@@ -14,7 +14,7 @@
 #include "paged.h"
 
 enum { PORTABLE, AVX2, AVX512 };
-enum { MOST_THREADS = 64, UNIT_ROWS = 128, WORTH_A_THREAD = 1 << 18 };
+enum { MOST_THREADS = 64, WORTH_A_THREAD = 1 << 18 };
 
 typedef void (*Parallel)(void (*work)(void *), void *data, unsigned num_threads, unsigned flags); /* GOMP_parallel */
 
@@ -49,11 +49,12 @@ static Cut cut(const Layer *layer, const Call *call) {
     Cut c = {.readers = rows * group};
     c.tile_rows = TILE / group < rows ? TILE / group : rows;
     c.num_tiles = parts(rows, c.tile_rows);
+    c.tile_rows = parts(rows, c.num_tiles);
     int64_t spread = call->num_tokens * rows / 2048;
     c.split = c.readers <= NARROW ? 2 * BLOCK : 8 * BLOCK;
     if (spread > c.split) c.split = parts(spread, BLOCK) * BLOCK;
     c.num_splits = parts(call->num_tokens, c.split);
-    int64_t heads = UNIT_ROWS / (c.tile_rows * group);
+    int64_t heads = UNIT_ROWS / (parts(c.tile_rows * group, 16) * 16);
     c.unit_heads = heads < 1 ? 1 : heads > layer->num_kv_heads ? layer->num_kv_heads : heads;
     c.num_head_parts = parts(layer->num_kv_heads, c.unit_heads);
     c.num_units = c.num_splits * c.num_tiles * c.num_head_parts;
@@ -73,7 +74,7 @@ static Cut next_cut(const Layer *layer, const Call *call, Cut before) {
 static int64_t aligned(int64_t bytes) { return (bytes + 127) / 128 * 128; }
 
 static int64_t thread_bytes(void) {
-    return aligned(4 * (TILE * BLOCK + TILE + 3 * BLOCK * MAX_DIM + UNIT_ROWS * MAX_DIM));
+    return aligned(4 * (3 * 16 * BLOCK + 2 * BLOCK * MAX_DIM + 2 * UNIT_ROWS * (MAX_DIM + 1)));
 }
 
 static int64_t index_bytes(const Layer *layer) {
@@ -92,7 +93,7 @@ int64_t kvmosaic_scratch_bytes(const Layer *layer, int64_t num_threads) {
 
 typedef struct {
     const Layer *layer;
-    Attend attend;
+    const Way *way;
     char *threads;
     int64_t *first_partial, *stacked; /* by row: [T + 1] into the stacked queries [R] */
     int64_t *call_of;                 /* [R] */
@@ -122,19 +123,8 @@ static void run_units(void *data) {
         int64_t partial = split * c.readers * layer->num_kv_heads;
         unit.outputs = job->outputs + c.first_output + partial * width_of(layer->value_dim);
         unit.states = job->states + c.first_state + 2 * partial;
-        job->attend(&unit, scratch);
+        job->way->attend(&unit, scratch);
     }
-}
-
-static void write_number(char *to, int64_t i, float x, int is_bfloat16) {
-    if (!is_bfloat16) {
-        ((float *)to)[i] = x;
-        return;
-    }
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    uint16_t half = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-    ((uint16_t *)to)[i] = half;
 }
 
 /* Visits the partial results of a row and head in order; with `sum`, adds them up relative to `highest`. */
@@ -155,7 +145,7 @@ static float visit(const Job *job, int64_t row, int64_t head, float *sum, float 
             if (score == -INFINITY && weight == 0) continue;
             float factor = expf(score - highest);
             *total += factor * weight;
-            for (int64_t d = 0; d < layer->value_dim; d++) sum[d] += factor * outputs[at * width + d];
+            job->way->add(sum, outputs + at * width, factor, layer->value_dim);
         }
     }
     return highest;
@@ -174,9 +164,8 @@ static void merge_rows(void *data) {
                 visit(job, row, head, sum, highest == -INFINITY ? 0 : highest, &total);
                 int64_t at = row * layer->num_heads + head;
                 float factor = total == 0 ? 0 : 1 / total;
-                for (int64_t d = 0; d < layer->value_dim; d++)
-                    write_number(layer->output + at * layer->value_dim * size, d, sum[d] * factor,
-                                 (int)layer->is_bfloat16);
+                job->way->write(layer->output + at * layer->value_dim * size, sum, factor, layer->value_dim,
+                                layer->is_bfloat16);
                 layer->lse[at] = total == 0 ? -INFINITY : highest + logf(total);
             }
     }
@@ -197,18 +186,18 @@ static void index_rows(Job *job) {
 
 /* Attends. `path`: one that this processor knows. `parallel`: GOMP_parallel, or NULL. Returns 0; 1: unknown path. */
 int64_t kvmosaic_attend(const Layer *layer, int64_t path, Parallel parallel, int64_t num_threads) {
-    static const Attend ways[] = {
-        kvmosaic_attend_portable,
+    static const Way *const ways[] = {
+        &kvmosaic_way_portable,
 #if defined(HAS_AVX2)
-        kvmosaic_attend_avx2,
+        &kvmosaic_way_avx2,
 #endif
 #if defined(HAS_AVX512)
-        kvmosaic_attend_avx512,
+        &kvmosaic_way_avx512,
 #endif
     };
     if (path < 0 || path > kvmosaic_best_path()) return 1;
     if (num_threads > MOST_THREADS) num_threads = MOST_THREADS;
-    Job job = {.layer = layer, .attend = ways[path], .threads = layer->scratch};
+    Job job = {.layer = layer, .way = ways[path], .threads = layer->scratch};
     char *free_space = layer->scratch + num_threads * thread_bytes();
     job.first_partial = (int64_t *)free_space;
     job.stacked = job.first_partial + layer->num_rows + 1;

@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-enum { MAX_DIM = 256, BLOCK = 64, TILE = 128, NARROW = 8 };
+enum { MAX_DIM = 256, BLOCK = 64, TILE = 144, UNIT_ROWS = 144, NARROW = 8 };
 /* BLOCK: keys scored at once. TILE: query heads per key head in one unit. NARROW: up to here keys are read in place. */
 
 /* Where keys and values lie: a pool of slots, or the step's own rows. Strides count elements. */
@@ -46,10 +46,13 @@ typedef struct {
 /* Floats of one partial output: whole pairs of the widest vectors. */
 static inline int64_t width_of(int64_t dim) { return (dim + 31) / 32 * 32; }
 
-typedef void (*Attend)(const Unit *unit, char *scratch);
+/* What is compiled for every instruction set. */
+typedef struct {
+    void (*attend)(const Unit *unit, char *scratch);
+    void (*add)(float *sum, const float *x, float factor, int64_t num);                      /* sum += x factor */
+    void (*write)(char *to, const float *x, float factor, int64_t num, int64_t is_bfloat16); /* x factor */
+} Way;
 
-void kvmosaic_attend_portable(const Unit *unit, char *scratch);
-void kvmosaic_attend_avx2(const Unit *unit, char *scratch);
-void kvmosaic_attend_avx512(const Unit *unit, char *scratch);
+extern const Way kvmosaic_way_portable, kvmosaic_way_avx2, kvmosaic_way_avx512;
 
 #endif
