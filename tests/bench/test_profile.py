@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 from support.families import build
 
@@ -24,11 +25,21 @@ def test_parts_of_a_step_follow_the_layer_that_is_slow_and_no_clock_is_left_behi
     for linear in linears:
         linear.register_forward_hook(lambda *ignored: time.sleep(0.01), prepend=True)
     num_hooks = [len(m._forward_hooks) for m in module.modules()]
-    parts = profile_answers(peer, "permuted", [PROMPT], 4)
+    (parts,) = profile_answers(peer, {"permuted": [PROMPT]}, 4)
     assert 0.02 < parts.linear < parts.step
     assert 0 < parts.attention < parts.step - parts.linear, "what its linear layers take is not counted twice"
     assert 0 <= parts.outside_share < parts.beside_linear_share < 1
     assert [len(m._forward_hooks) for m in module.modules()] == num_hooks
+
+
+def test_batches_that_are_compared_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = OwnPeer(LoadedModel.from_module(build("llama", torch.float32)), enable_chunk_cache=True, capacity="1MiB")
+    asked, answer = [], peer.answer
+    monkeypatch.setattr(peer, "answer", lambda prompts, count: asked.append(len(prompts)) or answer(prompts, count))
+    one, three = profile_answers(peer, {"one": [PROMPT], "three": [PROMPT] * 3}, 4, rounds=2)
+    assert asked == [1] + [1] * 3 + [1, 3, 1, 3], "first the documents, one by one"
+    assert (one.name, one.width, three.name, three.width) == ("one", 1, "three", 3)
+    assert one.attention > 0 and three.attention > 0
 
 
 def test_attention_of_private_copies_is_set_against_that_of_shared_documents() -> None:

@@ -31,6 +31,8 @@ from kvmosaic.model import load_model
 from kvmosaic.prompt import Prompt
 
 _MOST_THREADS = 1_024
+_SHARING_ROUNDS = 3
+"""How often shared and private documents take turns while the steps are looked into."""
 _TARGET_TOKENS = FULL.documents * FULL.document_tokens
 _NOT_AS_STATED = (
     f"The targets are stated for {' and '.join(RANDOM_MODELS)} with {FULL.documents} documents of "
@@ -157,15 +159,16 @@ def _measure_all(workloads: list[Workload], peers: list[Peer], watcher: Watcher)
 def _profiles(peers: list[Peer], workloads: list[Workload], sizes: Sizes) -> list[StepParts]:
     """Where the steps of our engine spend their time, for single prompts and for the most sharers."""
     most = _most_sharers(workloads)
-    wanted = ("permuted", f"shared-{most}", f"private-{most}")
+    last = {workload.name: workload.batches[-1] for workload in workloads}
     parts = []
     for peer in peers:
         if not isinstance(peer, OwnPeer) or not peer.is_ours:
             continue
-        for workload in workloads:
-            if workload.name in wanted:
+        for names, rounds in ((("permuted",), 1), ((f"shared-{most}", f"private-{most}"), _SHARING_ROUNDS)):
+            batches = {name: last[name] for name in names if name in last}
+            if batches:
                 peer.reset()
-                parts.append(profile_answers(peer, workload.name, workload.batches[-1], max(sizes.answer, 4)))
+                parts += profile_answers(peer, batches, max(sizes.answer, 4), rounds)
         peer.reset()
     return parts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -39,21 +39,34 @@ class StepParts:
         return max(0.0, 1 - self.linear / self.step) if self.step else 0.0
 
 
-def profile_answers(peer: OwnPeer, name: str, prompts: Sequence[Prompt], num_answer: int) -> StepParts:
-    """Answers prompts whose documents are known, with a clock in every module; the clocks take a little time too."""
-    clock = _ModuleClock(peer.llm.model.module)
-    for prompt in prompts:
-        peer.answer([prompt], 1)
-    with clock:
-        batch = peer.answer(prompts, num_answer)
-    steps = [step for step in clock.steps if step.num_rows == len(prompts)]
-    times = [reading.token_seconds for reading in batch.readings if reading.token_seconds is not None]
+def profile_answers(
+    peer: OwnPeer, batches: Mapping[str, Sequence[Prompt]], num_answer: int, rounds: int = 1
+) -> list[StepParts]:
+    """Answers batches whose documents are known, with a clock in every module; the clocks take a little time too.
+
+    Several batches take turns, `rounds` times, so that what is compared is measured at the same moment.
+    """
+    clocks = {name: _ModuleClock(peer.llm.model.module) for name in batches}
+    times: dict[str, list[float]] = {name: [] for name in batches}
+    for prompts in batches.values():
+        for prompt in prompts:
+            peer.answer([prompt], 1)
+    for _ in range(rounds):
+        for name, prompts in batches.items():
+            with clocks[name]:
+                batch = peer.answer(prompts, num_answer)
+            times[name] += [reading.token_seconds for reading in batch.readings if reading.token_seconds is not None]
+    return [_parts(peer, name, len(batches[name]), clocks[name].steps, times[name]) for name in batches]
+
+
+def _parts(peer: OwnPeer, name: str, width: int, steps: Sequence[_Step], times: Sequence[float]) -> StepParts:
+    steps = [step for step in steps if step.num_rows == width]
     if not steps or not times:
-        return StepParts(name, peer.dtype, len(prompts), 0.0, 0.0, 0.0)
+        return StepParts(name, peer.dtype, width, 0.0, 0.0, 0.0)
     return StepParts(
         name,
         peer.dtype,
-        len(prompts),
+        width,
         statistics.median(times),
         statistics.median(step.linear for step in steps),
         statistics.median(step.attention for step in steps),
