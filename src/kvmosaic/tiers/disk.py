@@ -1,0 +1,163 @@
+"""The disk tier: one file per entry in a folder, which several processes may share."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+
+from kvmosaic.cache.keys import Key
+from kvmosaic.config import parse_bytes
+from kvmosaic.errors import TierFull, TierUnavailable
+from kvmosaic.tiers.deadline import Deadline
+from kvmosaic.tiers.disk_files import FileSystem, RealFiles
+from kvmosaic.tiers.disk_folder import EntryFolder
+from kvmosaic.tiers.disk_names import SHARDS
+from kvmosaic.tiers.disk_store import DiskStore
+from kvmosaic.tiers.tally import Tally
+from kvmosaic.tiers.tier import Entry, EntryInfo, TierStat
+
+logger = logging.getLogger("kvmosaic.tiers")
+
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+_TRIMMING_SECONDS = 1.0
+"""Longest time that opening a folder takes for removing what is above the quota; the rest leaves with the next put."""
+
+
+class DiskTier:
+    """Entries as files, at most `quota_bytes` of them; whoever was not used for the longest time leaves first.
+
+    What is stored outlives the process, however it ends. What several processes may expect of each other is said in
+    `DiskStore`, what is in the folder in `EntryFolder`. Nothing is kept open between calls.
+
+    A folder that cannot be written can still be read: then `put_many` raises, and `get_many` does not.
+
+    Raises:
+        InvalidConfig: not a folder, one with files of others in it, or of another version; a quota that is not a size.
+        TierUnavailable: the folder cannot be made, listed or marked now.
+    """
+
+    name = "disk"
+    is_persistent = True
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        quota_bytes: int,
+        *,
+        durable: bool = True,
+        files: FileSystem | None = None,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """`durable`: wait for the disk with each entry, so that what is stored also outlives a power failure."""
+        self._quota = parse_bytes(quota_bytes)
+        self._path = Path(os.path.abspath(folder))  # noqa: PTH100  resolve() would follow links
+        self._tally = Tally()
+        self._is_closed = False
+        with self._failing():
+            entries = EntryFolder(self._path, files or RealFiles(), durable=durable)
+            self._store = DiskStore(entries, self._quota, self._tally, clock)
+            self._store.see_others(0, Deadline())
+        with contextlib.suppress(TierUnavailable), self._failing():
+            self._store.trim(Deadline(_TRIMMING_SECONDS))
+
+    def put_many(self, entries: Mapping[Key, Entry], deadline: Deadline) -> set[Key]:
+        """See `Tier.put_many`. May take longer than its deadline by one piece of 16 MiB and its way to the disk."""
+        placed: set[Key] = set()
+        with self._failing(can_be_full=True):
+            for key, entry in entries.items():
+                view = memoryview(entry).cast("B")
+                if deadline.has_passed:
+                    break
+                if view.nbytes > self._store.most_bytes:
+                    continue
+                if not self._store.put(key, view, deadline):
+                    break
+                placed.add(key)
+            return self._store.sync(placed)
+
+    def get_many(self, keys: Collection[Key], deadline: Deadline) -> dict[Key, Entry]:
+        """See `Tier.get_many`. An entry that the disk cannot read any more is put aside, and the call raises."""
+        found: dict[Key, Entry] = {}
+        with self._failing():
+            for key in keys:
+                if deadline.has_passed:
+                    break
+                entry = self._store.get(key)
+                if entry is not None:
+                    found[key] = entry
+                self._tally.count(hits=entry is not None, misses=entry is None, get_bytes=len(entry or b""))
+        return found
+
+    def exists_many(self, keys: Collection[Key], deadline: Deadline) -> set[Key]:
+        """See `Tier.exists_many`."""
+        with self._failing():
+            return {key for key in keys if not deadline.has_passed and self._store.exists(key)}
+
+    def delete_many(self, keys: Collection[Key], deadline: Deadline) -> set[Key]:
+        """See `Tier.delete_many`."""
+        with self._failing():
+            return {key for key in keys if not deadline.has_passed and self._store.remove(key)}
+
+    def touch(self, keys: Collection[Key], deadline: Deadline) -> None:
+        """See `Tier.touch`."""
+        with self._failing():
+            for key in keys:
+                if not deadline.has_passed:
+                    self._store.touch(key)
+
+    def quarantine(self, key: Key, reason: str, deadline: Deadline) -> None:
+        """Moves the entry to the folder `quarantine`, or removes it if it cannot go there."""
+        with self._failing():
+            if self._store.put_aside(key):
+                logger.warning("%s: entry %s was put aside: %s", self._path, key.hex(), reason)
+
+    def scan(self, deadline: Deadline) -> Iterator[EntryInfo]:
+        """See `Tier.scan`."""
+        known = self._store.known()
+        for shard in SHARDS:
+            if deadline.has_passed:
+                return
+            with self._failing():
+                found = self._store.look_into(shard, known.get(shard, ()))
+            for key, facts in found.items():
+                yield EntryInfo(key, facts.num_bytes, facts.last_used / 1e9)
+
+    def stat(self) -> TierStat:
+        """See `Tier.stat`."""
+        return TierStat(
+            name=self.name,
+            address=str(self._path),
+            num_entries=self._store.num_entries,
+            num_bytes=self._store.num_bytes,
+            quota_bytes=self._quota,
+            **self._tally.counts(),
+        )
+
+    def close(self) -> None:
+        """Takes no more calls."""
+        self._is_closed = True
+
+    def check_invariants(self) -> None:
+        """Asserts what the class promises; for tests."""
+        self._store.check_invariants()
+
+    @contextlib.contextmanager
+    def _failing(self, *, can_be_full: bool = False) -> Iterator[None]:
+        """Says in the words of a tier what the operating system reports."""
+        try:
+            if self._is_closed:
+                raise TierUnavailable(f"the disk tier {self._path} is closed")
+            yield
+        except (OSError, MemoryError) as error:
+            self._tally.count(failures=1)
+            if can_be_full and isinstance(error, OSError) and error.errno in _FULL:
+                raise TierFull(f"{self._path}: {error.strerror}; make the quota smaller than what is free") from error
+            raise TierUnavailable(f"{self._path}: {getattr(error, 'strerror', None) or 'no memory'}") from error
+        except TierUnavailable:
+            self._tally.count(failures=1)
+            raise

@@ -1,0 +1,265 @@
+"""The folder of a disk tier: files that appear whole, under names that only we use."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvmosaic.cache.keys import Key
+from kvmosaic.errors import TierUnavailable
+from kvmosaic.tiers.deadline import Deadline
+from kvmosaic.tiers.disk_files import FileSystem
+from kvmosaic.tiers.disk_marker import prepare
+from kvmosaic.tiers.disk_names import (
+    MARKER,
+    QUARANTINE,
+    aside_name,
+    draft_name,
+    entry_name,
+    is_draft,
+    key_of,
+    moment_of,
+    shard_of,
+)
+
+STALE_SECONDS = 600
+"""A draft to which nothing was written for so long was left by a process that is gone."""
+MAX_ASIDE = 16
+"""Most files in quarantine."""
+_PIECE = 2**24
+"""Bytes written between two looks at the deadline."""
+_FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
+_READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe with our name must not block
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+_ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO))
+"""Nothing is there, or something that we do not put there: a link, a socket."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What is known of the file of an entry."""
+
+    num_bytes: int
+    last_used: int
+    """Nanoseconds since the epoch: the time of its last change, which every use sets."""
+
+
+class EntryFolder:
+    """Files of entries, in one folder that several processes share.
+
+        <folder>/.kvmosaic-tier.json                    it is ours, and of which version
+        <folder>/<2 hex>/<key hex>.safetensors          an entry: whole, never written again
+        <folder>/<2 hex>/.<key hex>.<random>.partial    a draft: an entry that is being written
+        <folder>/quarantine/<key hex>.<time>.safetensors
+
+    An entry is written as a draft, which then gets its name in one step. So whoever opens an entry has all of it, also
+    if it is replaced or removed meanwhile, and whatever is killed at any moment leaves a draft at worst.
+
+    Links are not followed below the folder, and nothing but files with names of ours is ever removed. Everything raises
+    `OSError`; what it does not find is no error.
+    """
+
+    def __init__(self, path: Path, files: FileSystem, *, durable: bool) -> None:
+        """Makes the folder ours if it is new or empty. See `prepare` for what is refused."""
+        self._path = str(path)
+        self._files = files
+        self._durable = durable
+        prepare(self._path, files)
+
+    def draft(self, key: Key, entry: memoryview, moment: int, deadline: Deadline) -> str | None:
+        """Writes an entry under a name that nobody looks for, and returns it; None if the deadline passed."""
+        with self._inside(shard_of(key), make=True) as folder:
+            name = draft_name(key.hex())
+            try:
+                fd = self._files.open(name, _CREATE, folder=folder)
+                with self._closing(fd):
+                    is_whole = self._fill(fd, entry, moment, deadline)
+            except BaseException:
+                self._discard(name, folder)
+                raise
+            if not is_whole:
+                self._discard(name, folder)
+            return name if is_whole else None
+
+    def place(self, key: Key, draft: str) -> None:
+        """Makes a draft the entry of its key."""
+        with self._inside(shard_of(key)) as folder:
+            self._files.rename(draft, entry_name(key), folder=folder, new_folder=folder)
+
+    def discard(self, key: Key, draft: str) -> None:
+        """Removes a draft, if it can be removed."""
+        with contextlib.suppress(OSError), self._inside(shard_of(key)) as folder:
+            self._discard(draft, folder)
+
+    def sync(self, keys: Iterable[Key]) -> None:
+        """Waits until the names of these entries would outlive a power failure."""
+        if self._durable:
+            for shard in sorted({shard_of(key) for key in keys}):
+                with self._inside(shard) as folder:
+                    self._files.sync(folder)
+
+    def read(self, key: Key, most_bytes: int, moment: int) -> bytes | None:
+        """An entry, whole, and used at that moment; None if it is not there, or larger than it may be."""
+        with _absence_allowed(), self._inside(shard_of(key)) as folder:
+            fd = self._files.open(entry_name(key), _READ, folder=folder)
+            with self._closing(fd):
+                facts = self._files.facts(fd)
+                if not stat.S_ISREG(facts.st_mode) or facts.st_size > most_bytes:
+                    return None
+                entry = self._read_whole(fd, facts.st_size)
+                with contextlib.suppress(OSError):  # a folder that cannot be written can still be read
+                    self._files.set_time(fd, moment)
+                return entry
+        return None
+
+    def facts(self, key: Key) -> FileFacts | None:
+        """What is known of an entry, None if it is not there."""
+        with _absence_allowed(), self._inside(shard_of(key)) as folder:
+            return self._facts(entry_name(key), folder)
+        return None
+
+    def touch(self, key: Key, moment: int) -> bool:
+        """Counts as a use; returns whether the entry is there."""
+        with _absence_allowed(), self._inside(shard_of(key)) as folder:
+            if self._facts(entry_name(key), folder) is not None:
+                self._files.set_time(entry_name(key), moment, folder=folder)
+                return True
+        return False
+
+    def remove(self, key: Key) -> bool:
+        """Removes an entry; returns whether there was one."""
+        with _absence_allowed(), self._inside(shard_of(key)) as folder:
+            if self._facts(entry_name(key), folder) is not None:
+                self._files.remove(entry_name(key), folder=folder)
+                return True
+        return False
+
+    def put_aside(self, key: Key, moment: int, most_bytes: int) -> bool:
+        """Moves an entry to the quarantine, or removes it if it cannot go there; returns whether there was one.
+
+        Of the quarantine, the latest files stay: at most `MAX_ASIDE`, and at most so many bytes.
+        """
+        if self.facts(key) is None:
+            return False
+        try:
+            with self._inside(QUARANTINE, make=True) as aside:
+                with self._inside(shard_of(key)) as folder:
+                    self._files.rename(entry_name(key), aside_name(key, moment), folder=folder, new_folder=aside)
+                with contextlib.suppress(OSError):
+                    self._trim(aside, most_bytes)
+        except (OSError, TierUnavailable):
+            return self.remove(key)
+        return True
+
+    def entries_in(self, shard: str, now: int) -> dict[Key, FileFacts]:
+        """The entries of one of the `SHARDS`. Drafts that nobody writes any more are removed on the way."""
+        found: dict[Key, FileFacts] = {}
+        with _absence_allowed(), self._inside(shard) as folder:
+            for name in self._files.names(folder):
+                key = key_of(name, shard)
+                if key is None and not is_draft(name):
+                    continue
+                facts = self._facts(name, folder)
+                if facts is None:
+                    continue
+                if key is not None:
+                    found[key] = facts
+                elif abs(now - facts.last_used) > STALE_SECONDS * 10**9:
+                    self._discard(name, folder)
+        return found
+
+    @contextlib.contextmanager
+    def _inside(self, name: str, *, make: bool = False) -> Iterator[int]:
+        """One of the folders in the folder, open; a link in its place is none."""
+        path = f"{self._path}/{name}"
+        try:
+            fd = self._files.open(path, _FOLDER)
+        except FileNotFoundError:
+            if not make:
+                raise
+            self._make(path)
+            fd = self._files.open(path, _FOLDER)
+        with self._closing(fd):
+            yield fd
+
+    def _make(self, path: str) -> None:
+        with self._closing(self._files.open(self._path, _FOLDER & ~getattr(os, "O_NOFOLLOW", 0))) as top:
+            try:
+                self._files.facts_of(MARKER, folder=top)
+            except FileNotFoundError as error:  # not mounted any more? then what is written would fill another disk
+                raise TierUnavailable(f"{self._path} is not the folder of a disk tier any more: no {MARKER}") from error
+            with contextlib.suppress(FileExistsError):
+                self._files.make_folder(path)
+            if self._durable:
+                self._files.sync(top)
+
+    @contextlib.contextmanager
+    def _closing(self, fd: int) -> Iterator[int]:
+        try:
+            yield fd
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._files.close(fd)
+            raise
+        self._files.close(fd)
+
+    def _fill(self, fd: int, entry: memoryview, moment: int, deadline: Deadline) -> bool:
+        start = 0
+        while start < entry.nbytes:
+            if deadline.has_passed:
+                return False
+            start += self._files.write(fd, entry[start : start + _PIECE])
+        self._files.set_time(fd, moment)
+        if self._durable:
+            self._files.sync(fd)
+        return True
+
+    def _read_whole(self, fd: int, num_bytes: int) -> bytes | None:
+        entry = self._files.read(fd, num_bytes)
+        if len(entry) == num_bytes:
+            return entry
+        pieces = [entry]  # the operating system gives at most 2 GiB at once
+        missing = num_bytes - len(entry)
+        while missing > 0 and (entry := self._files.read(fd, missing)):
+            pieces.append(entry)
+            missing -= len(entry)
+        return b"".join(pieces) if missing == 0 else None
+
+    def _facts(self, name: str, folder: int) -> FileFacts | None:
+        try:
+            facts = self._files.facts_of(name, folder=folder)
+        except FileNotFoundError:
+            return None
+        return FileFacts(facts.st_size, facts.st_mtime_ns) if stat.S_ISREG(facts.st_mode) else None
+
+    def _discard(self, name: str, folder: int) -> None:
+        with contextlib.suppress(OSError):
+            self._files.remove(name, folder=folder)
+
+    def _trim(self, aside: int, most_bytes: int) -> None:
+        num_files = num_bytes = 0
+        for _, name in sorted(
+            ((moment, name) for name in self._files.names(aside) if (moment := moment_of(name)) is not None),
+            reverse=True,
+        ):
+            facts = self._facts(name, aside)
+            if facts is None:
+                continue
+            num_files += 1
+            num_bytes += facts.num_bytes
+            if num_files > MAX_ASIDE or num_bytes > most_bytes:
+                self._discard(name, aside)
+
+
+@contextlib.contextmanager
+def _absence_allowed() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise

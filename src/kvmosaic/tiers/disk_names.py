@@ -1,0 +1,64 @@
+"""Names of the files of a disk tier, and which files it may take for its own."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from kvmosaic.cache.keys import Key
+from kvmosaic.tiers.tier import MAX_KEY_BYTES
+
+MARKER = ".kvmosaic-tier.json"
+"""Says that a folder is ours, and in which version. Hidden, so that `rm -r folder/*` empties the tier and no more."""
+QUARANTINE = "quarantine"
+SHARDS = tuple(f"{first:02x}" for first in range(256))
+"""The folders that entries are in: the first byte of their key."""
+
+_HEX = f"(?:[0-9a-f]{{2}}){{1,{MAX_KEY_BYTES}}}"
+_ENTRY = re.compile(rf"({_HEX})\.safetensors")
+_DRAFT = re.compile(rf"\.({_HEX}|kvmosaic-tier)\.[0-9a-f]{{16}}\.partial")
+_ASIDE = re.compile(rf"{_HEX}\.([0-9a-f]{{16}})\.safetensors")
+
+
+def shard_of(key: Key) -> str:
+    """The folder of an entry."""
+    return key[:1].hex()
+
+
+def entry_name(key: Key) -> str:
+    """The file of an entry, in its folder; of hexadecimal digits only, whatever the key."""
+    if not 0 < len(key) <= MAX_KEY_BYTES:
+        raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, got {len(key)}")
+    return f"{key.hex()}.safetensors"
+
+
+def key_of(name: str, shard: str) -> Key | None:
+    """The key of the entry in this file, None for other files: of another folder, or not ours."""
+    match = _ENTRY.fullmatch(name)
+    return Key(bytes.fromhex(match[1])) if match is not None and match[1].startswith(shard) else None
+
+
+def draft_name(subject: str) -> str:
+    """A file that is still being written, and that nobody else writes."""
+    return f".{subject}.{secrets.token_hex(8)}.partial"
+
+
+def is_draft(name: str) -> bool:
+    """Whether a file is one that was, or is, being written."""
+    return _DRAFT.fullmatch(name) is not None
+
+
+def aside_name(key: Key, moment: int) -> str:
+    """The file of an entry in quarantine; `moment` in nanoseconds."""
+    return f"{key.hex()}.{moment:016x}.safetensors"
+
+
+def moment_of(name: str) -> str | None:
+    """When a file came into quarantine, as text that sorts; None for files that are not ours."""
+    match = _ASIDE.fullmatch(name)
+    return None if match is None else match[1]
+
+
+def is_ours(name: str) -> bool:
+    """Whether something at the top of a folder can be ours."""
+    return name in SHARDS or name in (MARKER, QUARANTINE) or is_draft(name)

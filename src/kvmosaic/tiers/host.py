@@ -1,0 +1,171 @@
+"""The host tier: entries in the memory of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+from kvmosaic.cache.keys import Key
+from kvmosaic.config import parse_bytes
+from kvmosaic.errors import TierFull, TierUnavailable
+from kvmosaic.tiers.deadline import Deadline
+from kvmosaic.tiers.ledger import Ledger
+from kvmosaic.tiers.tally import Tally
+from kvmosaic.tiers.tier import Entry, EntryInfo, TierStat
+
+Allocate = Callable[[int], memoryview]
+"""Gives memory of so many bytes, which lives as long as the view: pinned memory, for copies to a GPU."""
+
+
+class HostTier:
+    """Entries in memory, at most `quota_bytes` of them; whoever was not used for the longest time leaves first.
+
+    Nothing that was put can be changed from outside: what is not `bytes` is copied on its way in, and what `allocate`
+    gave goes out as a view that cannot be written. An entry that leaves while somebody still reads it is no longer
+    counted, and takes memory until the reader lets go.
+
+    Raises:
+        InvalidConfig: a quota that is not a size.
+    """
+
+    name = "host"
+    is_persistent = False
+
+    def __init__(
+        self, quota_bytes: int, *, allocate: Allocate | None = None, clock: Callable[[], int] = time.time_ns
+    ) -> None:
+        self._quota = parse_bytes(quota_bytes)
+        self._allocate = allocate
+        self._lock = threading.Lock()
+        self._entries: dict[Key, Entry] = {}
+        self._ledger = Ledger(clock)
+        self._tally = Tally()
+        self._is_closed = False
+
+    def put_many(self, entries: Mapping[Key, Entry], deadline: Deadline) -> set[Key]:
+        """See `Tier.put_many`. `TierFull` if there is no memory, `TierUnavailable` after `close`."""
+        self._check_open()
+        stored: set[Key] = set()
+        for key, entry in entries.items():
+            if deadline.has_passed:
+                break
+            num_bytes = memoryview(entry).nbytes
+            if num_bytes > self._quota:
+                continue
+            try:
+                kept = self._keep(entry, num_bytes)
+            except MemoryError as error:
+                self._tally.count(failures=1)
+                raise TierFull(f"no memory for an entry of {num_bytes} bytes; make the host tier smaller") from error
+            with self._lock:
+                if not self._is_closed:
+                    self._put(key, kept, num_bytes)
+            stored.add(key)
+        with self._lock:
+            return stored & self._entries.keys()
+
+    def get_many(self, keys: Collection[Key], deadline: Deadline) -> dict[Key, Entry]:
+        """See `Tier.get_many`. The entries are shared and not to be written."""
+        found: dict[Key, Entry] = {}
+        for key in keys:
+            if deadline.has_passed:
+                break
+            with self._lock:
+                entry = self._entries.get(key)
+                if entry is not None:
+                    found[key] = entry
+                    self._ledger.use(key, self._ledger.now())
+            num_bytes = 0 if entry is None else memoryview(entry).nbytes
+            self._tally.count(hits=entry is not None, misses=entry is None, get_bytes=num_bytes)
+        return found
+
+    def exists_many(self, keys: Collection[Key], deadline: Deadline) -> set[Key]:
+        """See `Tier.exists_many`."""
+        with self._lock:
+            return {key for key in keys if key in self._entries}
+
+    def delete_many(self, keys: Collection[Key], deadline: Deadline) -> set[Key]:
+        """See `Tier.delete_many`."""
+        with self._lock:
+            return {key for key in keys if self._drop(key)}
+
+    def touch(self, keys: Collection[Key], deadline: Deadline) -> None:
+        """See `Tier.touch`."""
+        with self._lock:
+            for key in keys:
+                self._ledger.use(key, self._ledger.now())
+
+    def quarantine(self, key: Key, reason: str, deadline: Deadline) -> None:
+        """Forgets the entry: nobody could look at it afterwards."""
+        with self._lock:
+            is_gone = self._drop(key)
+        self._tally.count(quarantined=is_gone)
+
+    def scan(self, deadline: Deadline) -> Iterator[EntryInfo]:
+        """See `Tier.scan`."""
+        with self._lock:
+            lines = [(key, self._ledger.get(key)) for key in self._ledger]
+        for key, line in lines:
+            if deadline.has_passed:
+                return
+            if line is not None:
+                yield EntryInfo(key, line.num_bytes, line.last_used / 1e9)
+
+    def stat(self) -> TierStat:
+        """See `Tier.stat`."""
+        with self._lock:
+            num_entries, num_bytes = len(self._ledger), self._ledger.num_bytes
+        return TierStat(
+            name=self.name,
+            address="",
+            num_entries=num_entries,
+            num_bytes=num_bytes,
+            quota_bytes=self._quota,
+            **self._tally.counts(),
+        )
+
+    def close(self) -> None:
+        """Forgets all entries, and takes no more."""
+        with self._lock:
+            self._is_closed = True
+            self._entries.clear()
+            self._ledger.clear()
+
+    def check_invariants(self) -> None:
+        """Asserts what the class promises; for tests."""
+        with self._lock:
+            self._ledger.check_invariants()
+            assert self._entries.keys() == set(self._ledger)
+            assert all(memoryview(entry).nbytes == self._ledger.size(key) for key, entry in self._entries.items())
+            assert self._ledger.num_bytes <= self._quota
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            self._tally.count(failures=1)
+            raise TierUnavailable("the host tier is closed")
+
+    def _keep(self, entry: Entry, num_bytes: int) -> Entry:
+        """The entry in memory of ours."""
+        if self._allocate is None:
+            return entry if isinstance(entry, bytes) else bytes(entry)
+        room = self._allocate(num_bytes)
+        room[:] = memoryview(entry).cast("B")
+        return room.toreadonly()
+
+    def _put(self, key: Key, entry: Entry, num_bytes: int) -> None:
+        now = self._ledger.now()
+        self._ledger.use(key, now)  # what is replaced must not leave to make room for itself
+        num_evicted = 0
+        while self._ledger.num_bytes - self._ledger.size(key) + num_bytes > self._quota:
+            oldest = self._ledger.oldest()
+            assert oldest is not None
+            self._drop(oldest)
+            num_evicted += 1
+        self._entries[key] = entry
+        self._ledger.add(key, num_bytes, now)
+        self._tally.count(puts=1, put_bytes=num_bytes, evictions=num_evicted)
+
+    def _drop(self, key: Key) -> bool:
+        self._ledger.drop(key)
+        return self._entries.pop(key, None) is not None
