@@ -21,7 +21,8 @@ PATHS = {
     "avx2": ("-mavx2", "-mfma"),
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma"),
 }
-"""Instruction sets that tile.c is compiled for; the processor chooses when it runs."""
+"""Instruction sets that tile.c and rows.c are compiled for; the processor chooses when it runs."""
+PER_PATH = ("tile", "rows")
 
 
 class ExtensionHook(BuildHookInterface):
@@ -48,18 +49,21 @@ def build(root: Path, compiler: str | None = None) -> str:
     if library.exists() and library.stat().st_mtime > max(source.stat().st_mtime for source in sources):
         return ""
     command = (*shlex.split(compiler or os.environ.get("CC") or "cc"), *FLAGS)
-    tile, paged = root / SOURCES / "tile.c", root / SOURCES / "paged.c"
+    paged = root / SOURCES / "paged.c"
     known = ["portable"]
     if platform.machine() in ("x86_64", "AMD64"):
         known = list(PATHS)
     with tempfile.TemporaryDirectory() as folder:
         objects, chosen, problem = [], [], ""
         for path in known:
-            target = Path(folder) / f"{path}.o"
-            problem = _run(*command, *PATHS[path], f"-DPATH={path}", "-c", tile, "-o", target)
+            made = []
+            for name in PER_PATH:
+                source, target = root / SOURCES / f"{name}.c", Path(folder) / f"{name}_{path}.o"
+                problem = problem or _run(*command, *PATHS[path], f"-DPATH={path}", "-c", source, "-o", target)
+                made.append(target)
             if problem:
                 break
-            objects.append(target)
+            objects += made
             chosen.append(f"-DHAS_{path.upper()}")
         if not chosen:
             library.unlink(missing_ok=True)

@@ -47,6 +47,8 @@ def model_table(name: str, model: LoadedModel, attention: str) -> Table:
     packed = ", packed linear layers" if model.is_prepacked else ""
     table.add_row("model", Text(f"{printable(name)} ({type(model.module).__name__})"))
     table.add_row("parameters", Text(f"{model.num_parameters:,} in {dtype} on {model.device}{packed}"))
+    if model.num_fused:
+        table.add_row("fused", Text(", ".join(f"{count} {kind}" for kind, count in model.num_fused.items())))
     table.add_row("positions", Text(limit))
     table.add_row("one token takes", Text(f"{size_text(model.bytes_per_token())} of cache"))
     table.add_row("attention", Text(printable(attention)))

@@ -72,6 +72,11 @@ class attention_scope:  # noqa: N801 - used as `with attention_scope(receiver):`
         _current_receiver.reset(self._token)
 
 
+def current_receiver() -> Receiver | None:
+    """The receiver of the scope we are in."""
+    return _current_receiver.get()
+
+
 def is_in_scope() -> bool:
     """Whether a receiver is waiting for calls."""
     return _current_receiver.get() is not None

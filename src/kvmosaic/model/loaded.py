@@ -13,6 +13,7 @@ from torch import Tensor
 from kvmosaic.errors import InvalidConfig, UnsupportedModel
 from kvmosaic.model.fingerprint import fingerprint as compute_fingerprint
 from kvmosaic.model.frequencies import changes_with_length, pin_frequencies
+from kvmosaic.model.fuse import count_fused, fuse_operations
 from kvmosaic.model.hook import Receiver, attention_scope
 from kvmosaic.model.layers import LayerSpec
 from kvmosaic.model.prepack import PackedLinear, Prepack, prepack_linears
@@ -29,7 +30,7 @@ class LoadedModel:
 
     The module is the user's own transformers model, unchanged but for three things: its attention function, frequencies
     that would change with length (pinned), and latent attention modules that hand out latents while a receiver listens;
-    and a fourth if it was asked for, packed linear layers.
+    and a fourth if it was asked for, packed linear layers and fused operations.
     """
 
     module: Any
@@ -70,7 +71,8 @@ class LoadedModel:
             fingerprint: its identity, if it is known; otherwise computed from configuration and weights.
             max_positions: the longest sequence to be run, at most what the model has. Frequencies that change with the
                 length are pinned for it.
-            prepack: see `load_model`. The model's own linear layers are replaced and can no longer be trained.
+            prepack: see `load_model`. The model's own linear layers are replaced and can no longer be trained, and its
+                small operations are fused.
 
         Raises:
             UnsupportedModel: its attention cannot be reached, or its tokens are mixed by more than attention.
@@ -86,7 +88,8 @@ class LoadedModel:
         forward_limit = _counted_tokens(config, layers)
         embeddings = model.get_input_embeddings().weight
         identity = fingerprint or compute_fingerprint(model, model.config)
-        prepack_linears(model, prepack)
+        if prepack_linears(model, prepack):
+            fuse_operations(model, limit)
         return cls(
             module=model,
             tokenizer=tokenizer,
@@ -128,6 +131,11 @@ class LoadedModel:
     def is_prepacked(self) -> bool:
         """Whether any linear layer is packed."""
         return any(isinstance(part, PackedLinear) for part in self.module.modules())
+
+    @property
+    def num_fused(self) -> Mapping[str, int]:
+        """Modules whose small operations are fused, by kind: norms, MLPs, attention modules, layers."""
+        return count_fused(self.module)
 
     def bytes_per_token(self, dtype: torch.dtype | None = None) -> int:
         """Bytes of keys and values that one token takes in all layers."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -39,7 +40,8 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
         # the operation does not look at strides
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), self._packed, self.bias, "none", [], "")
+        x = x if x.is_contiguous() else x.contiguous()
+        out: Tensor = _multiply()(x, self._packed, self.bias, "none", [], "")
         return out
 
     @property
@@ -112,6 +114,12 @@ def cpu_has_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 in hardware (AVX-512 BF16 or AMX)."""
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(bool(getattr(torch.cpu, name, bool)()) for name in checks)
+
+
+@cache
+def _multiply() -> Any:
+    """The operation itself: looking it up takes as long as calling it. Not every torch has it."""
+    return torch.ops.mkldnn._linear_pointwise.default
 
 
 def _why_not(embedding: Tensor) -> str:
