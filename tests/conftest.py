@@ -13,6 +13,8 @@ for name, value in {
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
+    # GPU kernels run on the CPU; on a machine with a GPU, set it to 0 to run them there
+    "TRITON_INTERPRET": "1",
 }.items():
     os.environ.setdefault(name, value)
 

@@ -15,14 +15,6 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _product(left, right, added, IS_WIDENED: tl.constexpr):
-    """Added + left @ right; widened where it must be: the interpreter takes bfloat16 for whole numbers."""
-    if IS_WIDENED:
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, added, input_precision="ieee")
-
-
-@triton.jit
 def attend_walks(
     query,
     query_row,
@@ -73,7 +65,8 @@ def attend_walks(
     """Program (u, g): unit u of the work list, key head g. See `Work` for segments and units.
 
     Lane i of a tile is query head g * GROUP + i % GROUP of its row i // GROUP. `outputs` [place, H, VALUE_DIM] and
-    `sums` [place, H] are contiguous; with IS_DIRECT a place is a row.
+    `sums` [place, H] are contiguous; with IS_DIRECT a place is a row. IS_WIDENED is for the interpreter, which takes
+    bfloat16 for whole numbers when it multiplies.
     """
     unit = units + tl.program_id(0) * 5
     kv_head = tl.program_id(1)
@@ -93,8 +86,8 @@ def attend_walks(
     is_query = is_lane[:, None] & is_key_dim[None, :]
 
     highest = tl.full([TILE], -float("inf"), tl.float32)
-    total = tl.zeros([TILE], tl.float32)
-    summed = tl.zeros([TILE, BLOCK_VALUE], tl.float32)
+    total = tl.full([TILE], 0.0, tl.float32)
+    summed = tl.full([TILE, BLOCK_VALUE], 0.0, tl.float32)
     for number in range(first_segment, last_segment):
         segment = segments + number * 7
         pool = tl.load(segment)
@@ -124,6 +117,8 @@ def attend_walks(
             cosine = tl.load(cosines + table, mask=is_query, other=0.0)
             sine = tl.load(sines + table, mask=is_query, other=0.0)
             turned = (turned.to(tl.float32) * cosine + other * sine).to(turned.dtype)
+        if IS_WIDENED:
+            turned = turned.to(tl.float32)
 
         limit = tl.minimum(seen, num_keys)
         end = tl.max(tl.where(is_lane, limit, 0), 0)
@@ -133,7 +128,9 @@ def attend_walks(
             is_key = slot < end
             key_at = (tl.arange(0, KEYS) * key_row)[None, :] + key_dims[:, None]
             keys = tl.load(key + first * key_row + key_at, mask=is_key_dim[:, None] & is_key[None, :], other=0.0)
-            scores = _product(turned, keys, tl.zeros([TILE, KEYS], tl.float32), IS_WIDENED) * scaling
+            if IS_WIDENED:
+                keys = keys.to(tl.float32)
+            scores = tl.dot(turned, keys, input_precision="ieee") * scaling
             if IS_CAPPED:
                 # tanh |x| = (1 - e^-2|x|) / (1 + e^-2|x|), which cannot overflow
                 shrunk = tl.exp2(tl.abs(scores) * (-2.0 * LOG2_E / softcap))
@@ -155,7 +152,10 @@ def attend_walks(
                 value + first * value_row + value_at, mask=is_key[:, None] & is_value_dim[None, :], other=0.0
             )
             total = total * fading + tl.sum(weights, 1)
-            summed = _product(weights.to(values.dtype), values, summed * fading[:, None], IS_WIDENED)
+            rounded = weights.to(values.dtype)
+            if IS_WIDENED:
+                rounded, values = rounded.to(tl.float32), values.to(tl.float32)
+            summed = tl.dot(rounded, values, summed * fading[:, None], input_precision="ieee")
             highest = new_highest
 
     saw_nothing = total == 0.0
@@ -193,8 +193,8 @@ def merge_walks(
     is_dim = dims < VALUE_DIM
     last = tl.load(starts + row + 1)
     highest = tl.full([1], -float("inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    summed = tl.zeros([BLOCK_VALUE], tl.float32)
+    total = tl.full([1], 0.0, tl.float32)
+    summed = tl.full([BLOCK_VALUE], 0.0, tl.float32)
     for first in range(tl.load(starts + row), last, PARTS):
         part = first + tl.arange(0, PARTS)
         is_part = part < last
