@@ -44,6 +44,7 @@
         ├── UnknownRequest            a request id the engine does not have
         ├── RequestTooLarge           a request that could never run in the given memory
         ├── QueueFull                 a request more than may wait
+        ├── EngineAsleep              asked while it sleeps
         ├── EngineFailing             steps fail again and again; it may pass
         └── EngineStopped             use after `close`
 
@@ -243,6 +244,10 @@ class RequestTooLarge(EngineError):
 
 class QueueFull(EngineError):
     """As many requests wait as may wait."""
+
+
+class EngineAsleep(EngineError):
+    """Asked while it sleeps, and told to refuse that."""
 
 
 class EngineFailing(EngineError):

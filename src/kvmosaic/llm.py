@@ -296,6 +296,36 @@ class LLM:
         """Counters and fill levels of the chunk cache at this moment."""
         return self.engine.planner.statistics()
 
+    def sleep(self, level: int = 1) -> None:
+        """Gives the device memory of the caches back when the answers under way have ended; `wake` takes it again.
+
+        Args:
+            level: as in vLLM: 1 keeps the caches in the memory of the host, 2 drops them.
+
+        Raises:
+            InvalidConfig: another level.
+        """
+        self.engine.sleep(level, refuse=True)
+        while not self.engine.is_asleep:
+            self.engine.step()
+
+    def wake(self) -> None:
+        """Takes the memory again, with everything as it was; does nothing while awake."""
+        self.engine.wake()
+
+    def sleep_cold_chunks(self, min_accesses: int = 1, idle_seconds: float = 600.0) -> int:
+        """Moves cold chunks from the device to the tiers: idle for so long, and used less often than that.
+
+        Returns:
+            How many left. Their next use brings them back.
+
+        Raises:
+            InvalidConfig: a number outside its range, or there are no tiers to move them to.
+        """
+        if self.engine.keeper is None:
+            raise InvalidConfig("chunks sleep in tiers, and there are none; give tier_config, or `delete` chunks")
+        return self.engine.planner.evict_cold(min_accesses, idle_seconds)
+
     def close(self) -> None:
         """Aborts everything under way and refuses further requests; calling it again is safe."""
         self.engine.close()

@@ -189,10 +189,21 @@ class ChunkIndex:
         """Lets the first chunk in line leave, of all or of one account; returns it, or None if nobody is in line."""
         chunk = (account or self.total).pop()
         if chunk is not None:
-            self.on_evict(chunk)
-            self._drop(chunk)
-            self.num_evictions += 1
+            self.evict(chunk)
         return chunk
+
+    def evict(self, chunk: Chunk) -> None:
+        """Lets a chunk leave that nobody uses."""
+        assert chunk.users == 0 and chunk.is_ready and not chunk.pinned
+        self.on_evict(chunk)
+        self._drop(chunk)
+        self.num_evictions += 1
+
+    def clear(self) -> None:
+        """Forgets all chunks that nobody uses, pinned ones too, as if they had never been."""
+        for chunk in self.chunks():
+            if not chunk.users:
+                self._drop(chunk)
 
     def trim(self, tenant: str) -> None:
         """Lets idle chunks of a tenant leave until it is within its quota, or has none."""

@@ -9,7 +9,7 @@ from kvmosaic.cache.account import TenantUsage
 from kvmosaic.cache.attacher import Attacher
 from kvmosaic.cache.attachment import Attachment
 from kvmosaic.cache.block_map import BlockMap, states_of
-from kvmosaic.cache.block_pool import BlockPool
+from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.block_table import BlockCopy
 from kvmosaic.cache.chunk import Chunk, ChunkState
 from kvmosaic.cache.chunk_index import ChunkIndex
@@ -329,7 +329,34 @@ class Planner:
     def reset(self) -> None:
         """Drops everything that no attachment holds, pinned chunks too."""
         self._prefix.clear()
-        self._chunks.delete([chunk for chunk in self._chunks.chunks() if not chunk.users])
+        self._chunks.clear()
+
+    def used_blocks(self) -> tuple[list[BlockId], list[BlockId]]:
+        """Blocks of the request pool and of the chunk pool that hold something."""
+        return _used(self.request_pool), _used(self.chunk_pool)
+
+    def evict_cold(self, min_accesses: int, idle_seconds: float) -> int:
+        """Lets chunks leave that are idle for so long, and were used less often than that; returns how many.
+
+        Those that are pinned or in use stay.
+
+        Raises:
+            InvalidConfig: a number outside its range.
+        """
+        if not 0 <= min_accesses <= 2**40 or not 0.0 <= idle_seconds <= 1e12:
+            raise InvalidConfig(
+                "min_accesses must be between 0 and 2**40 and idle_seconds between 0 and 1e12, "
+                f"got {min_accesses!r} and {idle_seconds!r}"
+            )
+        before = self._clock() - idle_seconds
+        cold = [
+            chunk
+            for chunk in self._chunks.chunks()
+            if chunk.is_evictable and chunk.hits < min_accesses and chunk.last_used <= before
+        ]
+        for chunk in cold:
+            self._chunks.evict(chunk)
+        return len(cold)
 
     def statistics(self) -> ChunkCacheStats:
         """Counters and fill levels at this moment."""
@@ -350,3 +377,7 @@ class Planner:
         for chunk in chunks:
             self._chunks.set_pinned(chunk, pinned)
         return len(chunks)
+
+
+def _used(pool: BlockPool) -> list[BlockId]:
+    return [block_id for block_id in map(BlockId, range(pool.num_blocks)) if pool.reference_count(block_id)]

@@ -20,8 +20,10 @@ from kvmosaic.engine.scheduler import Scheduler
 from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.step import Step
 from kvmosaic.errors import (
+    EngineAsleep,
     EngineError,
     EngineStopped,
+    InvalidConfig,
     InvalidPrompt,
     InvalidSampling,
     KVMosaicError,
@@ -70,6 +72,10 @@ class Engine:
         self.grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
         """Compiles structured outputs, from any thread; a request whose form is known already is queued at once."""
         self.is_stopped = False
+        self.sleep_level = 0
+        """1 or 2 while it sleeps, or is about to; see `sleep`."""
+        self.refuses = False
+        """Whether requests are refused while it sleeps; otherwise they wait."""
         self._requests: dict[str, Request] = {}
         self._sequences: dict[str, list[Sequence]] = {}
         self._names = (f"request-{number}" for number in count())
@@ -88,8 +94,55 @@ class Engine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Whether any request is under way; while the engine sleeps they wait."""
         return bool(self._requests)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self._is_falling_asleep or (bool(self._requests) and not self.is_asleep)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether its pools have no memory on the device; see `sleep`."""
+        return self.runner.is_asleep
+
+    @property
+    def _is_falling_asleep(self) -> bool:
+        return self.sleep_level > 0 and not self.is_asleep
+
+    def sleep(self, level: int = 1, *, refuse: bool = False) -> None:
+        """Gives the device memory of both pools back as soon as the requests that run have ended; `step` does it.
+
+        Args:
+            level: 1 keeps chunks and prefixes in the memory of the host; 2 drops them (tiers keep what they have).
+                Asleep or falling asleep, it only changes what happens to requests.
+            refuse: whether requests that come meanwhile are refused; otherwise they wait for `wake`.
+
+        Raises:
+            InvalidConfig: another level.
+            EngineStopped: after `close`.
+        """
+        if level not in (1, 2):
+            raise InvalidConfig(f"a sleep has level 1 (keep caches in host memory) or 2 (drop them), got {level!r}")
+        if self.is_stopped:
+            raise EngineStopped("the engine is closed; create a new LLM")
+        self.sleep_level = self.sleep_level or level
+        self.refuses = refuse
+        self.scheduler.is_paused = True
+
+    def wake(self) -> None:
+        """Takes the memory again and goes on with everything that waits; does nothing while awake.
+
+        If there is no memory for it, this raises what torch raises, and the engine sleeps on.
+        """
+        self.runner.wake()
+        self.sleep_level, self.refuses, self.scheduler.is_paused = 0, False, False
+
+    def _fall_asleep(self) -> None:
+        if self.sleep_level == 2:
+            self.planner.reset()
+        self.runner.sleep(*self.planner.used_blocks())
 
     @property
     def unfinished_requests(self) -> list[Request]:
@@ -211,6 +264,8 @@ class Engine:
             raise
 
     def _step(self) -> list[Request]:
+        if self.is_asleep:
+            return []
         step = self.scheduler.schedule()
         news: dict[str, Request] = {}
         for sequence, error in step.failed:
@@ -228,6 +283,8 @@ class Engine:
             if sequence.request.is_warm_up and sequence.is_prefilled:
                 sequence.request.reuse = reuse_report(sequence, None)
                 self._finish(sequence, news)
+        if self._is_falling_asleep and not self.scheduler.running:
+            self._fall_asleep()
         self._log_statistics()
         return list(news.values())
 
@@ -253,6 +310,8 @@ class Engine:
     ) -> Request:
         if self.is_stopped:
             raise EngineStopped("the engine is closed; create a new LLM")
+        if self.sleep_level and self.refuses:
+            raise EngineAsleep(f"the engine sleeps (level {self.sleep_level}) and takes no requests; wake it first")
         if self.scheduler.num_waiting >= self.config.max_waiting:
             raise QueueFull(f"{self.scheduler.num_waiting} requests wait already (max_waiting); wait, or raise it")
         if not isinstance(params, SamplingParams):

@@ -187,7 +187,7 @@ class EngineThread:
                 self._run_commands()
                 if not self.engine.has_unfinished_requests and self._is_trial_due:
                     self._try()
-                if self.engine.has_unfinished_requests and not self._is_stopping:
+                if self.engine.has_work and not self._is_stopping:
                     self._step()
         except BaseException as error:
             self.failure = f"the engine has stopped after an error ({type(error).__name__})"
@@ -198,7 +198,7 @@ class EngineThread:
     def _wait(self) -> bool:
         """Sleeps until there is something to do; returns False when that is to stop."""
         with self._changed:
-            while not (self._is_stopping or self._commands or self._closed or self.engine.has_unfinished_requests):
+            while not (self._is_stopping or self._commands or self._closed or self.engine.has_work):
                 if self._is_trial_due:
                     break
                 self._changed.wait(None if self.failure is None else TRIAL_SECONDS)

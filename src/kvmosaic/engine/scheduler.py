@@ -38,6 +38,8 @@ class Scheduler:
         """Brings chunks back from the tiers, if there are any."""
         self.admitting: Sequence | None = None
         """The one that is being planned and attached at this moment."""
+        self.is_paused = False
+        """Whether nobody is taken in, so that those who run can end."""
         self.num_preemptions = 0
 
     @property
@@ -96,7 +98,7 @@ class Scheduler:
 
     def _admit(self, budget: int, step: Step) -> None:
         passed_over: set[str] = set()
-        while budget > 0 and len(self.running) < self.config.max_running:
+        while not self.is_paused and budget > 0 and len(self.running) < self.config.max_running:
             sequence = self.admitting = self.waiting.first(passed_over)
             if sequence is None:
                 return

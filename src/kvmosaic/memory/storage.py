@@ -66,18 +66,56 @@ class BlockStorage:
         self.device = device
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
-        num_slots = num_blocks * block_size
+        self._kept: tuple[tuple[int, ...], ChunkTensors] | None = None
+        """While asleep: blocks, and what they hold."""
+        self._allocate(num_blocks * block_size)
+
+    def _allocate(self, num_slots: int) -> None:
+        self._keys.clear()
+        self._values.clear()
         for index, layer in enumerate(self.layers):
             if layer.source_layer != index:
                 self._keys.append(self._keys[layer.source_layer])
                 self._values.append(self._values[layer.source_layer])
                 continue
-            key = torch.empty(num_slots, layer.num_kv_heads, layer.key_dim, dtype=dtype, device=device)
+            key = torch.empty(num_slots, layer.num_kv_heads, layer.key_dim, dtype=self.dtype, device=self.device)
             self._keys.append(key)
             if layer.value_in_key:
                 self._values.append(key[..., : layer.value_dim])
             else:
-                self._values.append(torch.empty(*key.shape[:2], layer.value_dim, dtype=dtype, device=device))
+                self._values.append(torch.empty(*key.shape[:2], layer.value_dim, dtype=self.dtype, device=self.device))
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it has no memory on its device now."""
+        return self._kept is not None
+
+    def sleep(self, block_ids: Sequence[int]) -> None:
+        """Gives the memory of the device back; what these blocks hold moves to the memory of the host.
+
+        On a CPU these are the same, and what is given back is the rest.
+        """
+        assert not self.is_asleep
+        num_slots = len(block_ids) * self.block_size
+        self._kept = tuple(block_ids), self.read_chunk(block_ids, num_slots) if block_ids else []
+        self._allocate(0)
+
+    def wake(self) -> None:
+        """Takes memory on the device again, with everything where it was; does nothing while awake.
+
+        If there is no memory for it, this raises what torch raises, and it sleeps on.
+        """
+        if self._kept is None:
+            return
+        block_ids, chunk = self._kept
+        try:
+            self._allocate(self.num_blocks * self.block_size)
+            if block_ids:
+                self.write_chunk(block_ids, chunk)
+        except BaseException:
+            self._allocate(0)
+            raise
+        self._kept = None
 
     @property
     def bytes_per_block(self) -> int:

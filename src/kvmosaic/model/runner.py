@@ -33,6 +33,24 @@ class Runner:
         }
         self._table_cache = TableCache()
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the pools have no memory on the device."""
+        return any(storage.is_asleep for storage in self.storages.values())
+
+    def sleep(self, request_blocks: Sequence[int], chunk_blocks: Sequence[int]) -> None:
+        """Gives the pools' device memory back; what these blocks hold moves to the memory of the host."""
+        kept: Mapping[PoolName, Sequence[int]] = {"request": request_blocks, "chunk_cache": chunk_blocks}
+        for pool, storage in self.storages.items():
+            storage.sleep(kept[pool])
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Takes the memory again, with everything where it was; after a failure it may be tried again."""
+        for storage in self.storages.values():
+            storage.wake()
+
     def run(self, spans: Sequence[SpanRows], copies: Sequence[BlockCopy] = ()) -> Tensor:
         """Computes the keys and values of all given rows and stores them.
 

@@ -76,6 +76,7 @@ _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (errors.QueueFull, 429, "rate_limit_error", "queue_full"),
     (errors.RequestTooLarge, 400, INVALID_REQUEST, "request_too_large"),
     (errors.EngineFailing, 503, "service_unavailable", "engine_failing"),
+    (errors.EngineAsleep, 503, "service_unavailable", "engine_asleep"),
     (errors.EngineStopped, 503, "service_unavailable", "engine_stopped"),
 )
 
