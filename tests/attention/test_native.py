@@ -41,6 +41,32 @@ def test_long_runs_are_cut_and_joined(dtype, num_rows):
 
 @built
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("instruction_set", known)
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(1, 7), (33, 31), (130, 66)])
+@pytest.mark.parametrize("num_rows", [2, 23, 101])
+def test_heads_and_rows_that_fill_no_vector(dtype, instruction_set, key_dim, value_dim, num_rows):
+    torch.manual_seed(5)
+    reads = (RunRead("chunk_cache", 3, 77, 0), RunRead("request", 190, 66, 77))
+    world = World(Layer(2, key_dim, value_dim), [RowGroup(0, num_rows, 200, reads)], 6, dtype)
+    world.check(NativeBackend(instruction_set=instruction_set))
+
+
+@built
+def test_layers_of_one_plan_may_look_different():
+    torch.manual_seed(6)
+    plan = plan_reads([RowGroup(0, 5, 99, (RunRead("request", 2, 90, 0),))], Mask(), CPU)
+    backend = NativeBackend()
+    reader = backend.plan_reader(plan)
+    for num_kv_heads, dim, dtype in ((2, 16, torch.float32), (1, 40, torch.bfloat16), (4, 16, torch.float32)):
+        query = torch.randn(5, 4, dim).to(dtype)
+        key, value = torch.randn(2, 100, num_kv_heads, dim).to(dtype)
+        pools = {"request": (key, value), None: (key[:5], value[:5])}
+        results = [each.attend(query, pools, scaling=0.3) for each in (reader, backend.plan_reader(plan))]
+        assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_number_of_threads_cannot_change_a_bit(dtype):
     torch.manual_seed(1)
     reads = tuple(RunRead("chunk_cache", 300 * number, 299, 300 * number, number) for number in range(6))

@@ -80,6 +80,7 @@ class StepAttention:
         self._groups = groups
         self._writes = writes
         self._backend = backend
+        self._layer_backend = backend if isinstance(backend, LayerBackend) else None
         self._table_cache = TableCache() if table_cache is None else table_cache
         self._plans: dict[Mask, ReadPlan] = {}
         self._tables: dict[tuple[Mask, Rotation], RotationTables] = {}
@@ -94,8 +95,8 @@ class StepAttention:
         plan = self._plan(layer.mask, call.query.device)
         tables = self._turning_tables(layer, plan, call.query) if plan.is_moved and layer.rotation is not None else None
         result = None
-        if isinstance(self._backend, LayerBackend):
-            result = self._reader(self._backend, layer.mask, plan).attend(
+        if self._layer_backend is not None:
+            result = self._reader(self._layer_backend, layer.mask, plan).attend(
                 call.query, self._pools(call), scaling=call.scaling, softcap=call.softcap, tables=tables
             )
         output, lse = result or self._attend_all(call, plan, tables)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ MAX_DIM = 256
 """Longest key or value head."""
 MAX_GROUP = 128
 """Most query heads per key head."""
+_MOST_KEPT_BYTES = 1 << 24
 DTYPES = (torch.float32, torch.bfloat16)
 
 _POOLS: tuple[PoolName | None, ...] = (None, "request", "chunk_cache")
@@ -43,16 +45,39 @@ class NativeBackend(TorchBackend):
         if instruction_set is not None and instruction_set not in known:
             raise InvalidConfig(f"instruction_set is {instruction_set!r}; this processor knows {', '.join(known)}")
         self.instruction_set: InstructionSet = instruction_set or known[-1]
+        self._scratch = _Scratch()
 
     def plan_reader(self, plan: ReadPlan) -> NativeReader:
         """See `LayerBackend.plan_reader`."""
-        return NativeReader(plan, self.library, self.instruction_set)
+        self._scratch.begin_step()
+        return NativeReader(plan, self.library, self.instruction_set, self._scratch)
+
+
+class _Scratch(threading.local):
+    """Room for partial results, one per thread: new memory in every step would be cleared by the system first."""
+
+    def __init__(self) -> None:
+        self._kept = torch.empty(0, dtype=torch.uint8)
+
+    def begin_step(self) -> None:
+        """Gives back what an unusually long prompt needed."""
+        if len(self._kept) > _MOST_KEPT_BYTES:
+            self._kept = torch.empty(0, dtype=torch.uint8)
+
+    def room(self, num_bytes: int) -> Tensor:
+        """At least so many bytes; nothing else uses them until the thread asks again."""
+        if num_bytes > len(self._kept):
+            self._kept = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._kept
 
 
 class NativeReader:
-    """One plan as the C extension wants it, with room for its partial results."""
+    """One plan as the C extension wants it.
 
-    def __init__(self, plan: ReadPlan, library: Library, instruction_set: InstructionSet) -> None:
+    What a layer looks like is written down for the first one; for those that look alike only the addresses change.
+    """
+
+    def __init__(self, plan: ReadPlan, library: Library, instruction_set: InstructionSet, scratch: _Scratch) -> None:
         self._plan = plan
         self._library = library
         self._instruction_set = instruction_set
@@ -71,11 +96,23 @@ class NativeReader:
                 for call, mask in zip(plan.calls, self._masks, strict=True)
             ]
         )
-        self._needed = {
+        needed = {
             pool: max((call.first_slot + call.num_tokens for call in plan.calls if call.pool == pool), default=0)
             for pool in _POOLS
         }
-        self._scratch: Tensor | None = None
+        self._needed = [(number, pool, needed[pool]) for number, pool in enumerate(_POOLS) if needed[pool]]
+        self._scratch = scratch
+        self._pointers = (PoolPointers * len(_POOLS))()
+        self._layer = LayerPointers(
+            pools=ctypes.addressof(self._pointers),
+            calls=self._calls.data_ptr(),
+            rows=plan.rows.data_ptr(),
+            num_rows=plan.num_rows,
+            num_stacked=len(plan.rows),
+            num_calls=len(plan.calls),
+        )
+        self._looks: object = None
+        self._scratch_bytes = 0
 
     def attend(
         self,
@@ -87,51 +124,47 @@ class NativeReader:
         tables: RotationTables | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """See `PlanReader.attend`."""
-        used = {pool: pools[pool] for pool, needed in self._needed.items() if needed}
-        if not all(_fits(query, key, value) for key, value in used.values()):
-            return None
-        assert len(query) == self._plan.num_rows, "a plan is for all rows of a step"
-        assert all(len(key) >= self._needed[pool] for pool, (key, _) in used.items()), "reads lie inside their pools"
-        num_rows, num_heads, key_dim = query.shape
-        num_kv_heads, value_dim = next(iter(used.values()))[1].shape[1:]
-        output = torch.empty(num_rows, num_heads, value_dim, dtype=query.dtype)
+        layer, pointers = self._layer, self._pointers
+        used = [(number, *pools[pool]) for number, pool, _ in self._needed]
+        num_threads = torch.get_num_threads()
+        looks = [num_threads, query.dtype, query.shape, query.stride()]
+        for _, key, value in used:
+            looks += (key.dtype, key.shape, key.stride(), value.dtype, value.shape, value.stride())
+        if looks != self._looks:
+            if not all(_fits(query, key, value) for _, key, value in used):
+                return None
+            self._describe(query, pools, num_threads)
+            self._looks = looks
+        num_rows, num_heads, _ = query.shape
+        output = torch.empty(num_rows, num_heads, used[0][2].shape[2], dtype=query.dtype)
         lse = torch.empty(num_rows, num_heads)
-        pointers = (PoolPointers * len(_POOLS))(
-            *(_pointers(*used[pool]) if pool in used else PoolPointers() for pool in _POOLS)
-        )
-        layer = LayerPointers(
-            query=query.data_ptr(),
-            output=output.data_ptr(),
-            lse=lse.data_ptr(),
-            pools=ctypes.addressof(pointers),
-            calls=self._calls.data_ptr(),
-            rows=self._plan.rows.data_ptr(),
-            query_row=query.stride(0),
-            query_head=query.stride(1),
-            num_rows=num_rows,
-            num_stacked=len(self._plan.rows),
-            num_calls=len(self._plan.calls),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
-            is_bfloat16=query.dtype is torch.bfloat16,
-            scaling=scaling,
-            softcap=softcap or 0.0,
-        )
-        if tables is not None and not tables.is_identity:
+        layer.query, layer.output, layer.lse = query.data_ptr(), output.data_ptr(), lse.data_ptr()
+        for number, key, value in used:
+            pointers[number].key, pointers[number].value = key.data_ptr(), value.data_ptr()
+        layer.scaling, layer.softcap = scaling, softcap or 0.0
+        if tables is None or tables.is_identity:
+            layer.cosines = layer.sines = layer.partners = None
+        else:
             layer.cosines, layer.sines = tables.cos.data_ptr(), tables.sin.data_ptr()
             layer.partners = tables.permutation.data_ptr()
-        num_threads = torch.get_num_threads()
-        scratch = self._room(self._library.scratch_bytes(layer, num_threads))
+        scratch = self._scratch.room(self._scratch_bytes)
         layer.scratch = scratch.data_ptr()
         self._library.attend(layer, self._instruction_set, num_threads)
         return output, lse
 
-    def _room(self, num_bytes: int) -> Tensor:
-        if self._scratch is None or len(self._scratch) < num_bytes:
-            self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._scratch
+    def _describe(self, query: Tensor, pools: Pools, num_threads: int) -> None:
+        """Everything but addresses and what may differ from layer to layer with the same shapes."""
+        layer = self._layer
+        assert len(query) == self._plan.num_rows, "a plan is for all rows of a step"
+        for number, pool, needed in self._needed:
+            key, value = pools[pool]
+            assert len(key) >= needed, "reads lie inside their pools"
+            self._pointers[number] = PoolPointers(0, 0, *key.stride()[:2], *value.stride()[:2])
+        layer.query_row, layer.query_head = query.stride()[:2]
+        layer.num_heads, layer.key_dim = query.shape[1:]
+        layer.num_kv_heads, layer.value_dim = value.shape[1:]
+        layer.is_bfloat16 = query.dtype is torch.bfloat16
+        self._scratch_bytes = self._library.scratch_bytes(layer, num_threads)
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -143,7 +176,3 @@ def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and max(key.shape[-1], value.shape[-1]) <= MAX_DIM
         and query.shape[1] <= MAX_GROUP * key.shape[1]
     )
-
-
-def _pointers(key: Tensor, value: Tensor) -> PoolPointers:
-    return PoolPointers(key.data_ptr(), value.data_ptr(), *key.stride()[:2], *value.stride()[:2])
