@@ -1,0 +1,162 @@
+"""Tiers by URL: what a text such as `disk:/var/cache/kvmosaic?quota=100GiB` asks for, and opening it."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote
+
+from kvmosaic.config import parse_bytes
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.tiers.host import Allocate
+from kvmosaic.tiers.redis_settings import RedisSettings
+from kvmosaic.tiers.tier import Tier
+
+MAX_URL_CHARACTERS = 4096
+REDIS_SCHEMES = ("redis", "rediss", "unix")
+OBJECT_SCHEMES = ("s3", "gs", "az", "file", "memory")
+EXAMPLES = "host:4GiB, disk:/var/cache/kvmosaic?quota=100GiB, redis://localhost:6379/0 or s3://bucket/prefix"
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,15}):(.*)", re.DOTALL)
+_DISK_OPTIONS = ("quota", "durable")
+_SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """What a URL asks for. It can be printed: whatever may hold a password cannot be seen."""
+
+    kind: str
+    """`host`, `disk`, `redis` or `object`."""
+    address: str
+    """The URL without passwords and options."""
+    quota_bytes: int | None = None
+    """Most bytes that it keeps; None: what the place allows."""
+    durable: bool = True
+    """Disk: whether each entry waits for the disk, and so outlives a power failure."""
+    url: str = field(default="", repr=False)
+    """All of it."""
+
+
+def parse_tier_url(url: str) -> TierSpec:
+    """Reads the URL of a tier; opens nothing.
+
+        host:SIZE                              memory of this process
+        disk:FOLDER?quota=SIZE[&durable=no]    files; %XX for special characters, ~ for the home folder
+        redis://… rediss://… unix://…          see `RedisSettings.from_url`
+        s3://… gs://… az://… file://… memory:  see `ObjectTier`
+
+    Raises:
+        InvalidConfig: nothing of that kind. It never repeats what may hold a password.
+    """
+    if not isinstance(url, str) or not url.strip():
+        raise InvalidConfig(f"the URL of a tier is empty; write one such as {EXAMPLES}")
+    if len(url) > MAX_URL_CHARACTERS:
+        raise InvalidConfig(f"the URL of a tier has {len(url)} characters; at most {MAX_URL_CHARACTERS} are allowed")
+    if "\0" in url or unquote(url).find("\0") >= 0:
+        raise InvalidConfig("the URL of a tier holds a zero character")
+    match = _SCHEME.fullmatch(url.strip())
+    if match is None:
+        raise InvalidConfig(f"a tier is named by a URL that begins with its kind and a colon, such as {EXAMPLES}")
+    kind, rest = match[1].lower(), match[2]
+    if kind == "host":
+        return _host(rest)
+    if kind == "disk":
+        return _disk(rest)
+    if kind in REDIS_SCHEMES:
+        settings = RedisSettings.from_url(f"{kind}:{rest}")
+        return TierSpec("redis", settings.address, settings.quota_bytes, url=f"{kind}:{rest}")
+    if kind in OBJECT_SCHEMES:
+        return TierSpec("object", _without_secrets(kind, rest), url=f"{kind}:{rest}")
+    raise InvalidConfig(f"there is no tier of kind {match[1]!r}; write one such as {EXAMPLES}")
+
+
+def open_tier(place: str | TierSpec, *, allocate: Allocate | None = None) -> Tier:
+    """Opens the tier that a URL asks for.
+
+    Args:
+        place: A URL (see `parse_tier_url`), or what it was read as.
+        allocate: Gives memory to the host tier, such as pinned memory; None: ordinary memory.
+
+    Raises:
+        InvalidConfig: a URL that says nothing sensible, a place that cannot be used, or a package that is missing.
+        TierUnavailable: the folder of a disk tier fails now.
+    """
+    spec = parse_tier_url(place) if isinstance(place, str) else place
+    if spec.kind == "host":
+        from kvmosaic.tiers.host import HostTier
+
+        return HostTier(_quota_of(spec), allocate=allocate)
+    if spec.kind == "disk":
+        from kvmosaic.tiers.disk import DiskTier
+
+        return DiskTier(spec.address, _quota_of(spec), durable=spec.durable)
+    if spec.kind == "redis":
+        from kvmosaic.tiers.redis import RedisTier
+
+        return RedisTier(RedisSettings.from_url(spec.url))
+    tier: Tier = importlib.import_module("kvmosaic.tiers.object_store").ObjectTier.from_url(spec.url)
+    return tier
+
+
+def _quota_of(spec: TierSpec) -> int:
+    if spec.quota_bytes is None:
+        raise InvalidConfig(f"a {spec.kind} tier needs a quota")
+    return spec.quota_bytes
+
+
+def _host(rest: str) -> TierSpec:
+    if not rest:
+        raise InvalidConfig("a host tier needs a size: host:4GiB")
+    if "?" in rest:
+        raise InvalidConfig("a host tier has no options; write host:4GiB")
+    if rest.startswith("/"):
+        raise InvalidConfig(f"a host tier is not at a place ({rest[:64]!r}); write a size, host:4GiB, or disk:FOLDER")
+    size = parse_bytes(rest)
+    return TierSpec("host", "", size, url=f"host:{rest}")
+
+
+def _disk(rest: str) -> TierSpec:
+    folder, mark, query = rest.partition("?")
+    if folder.startswith("//") and not folder.startswith("///"):
+        raise InvalidConfig("disk:// names a machine; a folder has one slash: disk:/var/cache/kvmosaic?quota=100GiB")
+    folder = unquote(folder.removeprefix("//"))
+    if not folder:
+        raise InvalidConfig("a disk tier needs a folder: disk:/var/cache/kvmosaic?quota=100GiB")
+    options = _options("disk", query, _DISK_OPTIONS) if mark else {}
+    if "quota" not in options:
+        raise InvalidConfig(f"a disk tier needs a quota: disk:{folder[:200]}?quota=100GiB")
+    durable = options.get("durable", "yes").lower()
+    if durable not in _SWITCH:
+        raise InvalidConfig(f"durable is {options['durable'][:64]!r}; write yes or no")
+    return TierSpec("disk", _home(folder), parse_bytes(options["quota"]), _SWITCH[durable], url=f"disk:{rest}")
+
+
+def _home(folder: str) -> str:
+    try:
+        return str(Path(folder).expanduser())
+    except RuntimeError as error:
+        raise InvalidConfig(f"{folder[:200]!r}: there is no such home folder; write the whole path") from error
+
+
+def _options(kind: str, query: str, known: tuple[str, ...]) -> Mapping[str, str]:
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True, max_num_fields=32)
+    except ValueError:
+        raise InvalidConfig(f"the options of a {kind} tier cannot be read; write ?name=value&name=value") from None
+    options: dict[str, str] = {}
+    for name, value in pairs:
+        if name not in known:
+            raise InvalidConfig(f"a {kind} tier has no option {name[:64]!r}; it has {', '.join(known)}")
+        if name in options:
+            raise InvalidConfig(f"the option {name} of a {kind} tier is given twice")
+        options[name] = value
+    return options
+
+
+def _without_secrets(kind: str, rest: str) -> str:
+    place = rest.partition("?")[0].partition("#")[0]
+    slashes = "//" if place.startswith("//") else ""
+    return f"{kind}:{slashes}{place.removeprefix('//').rpartition('@')[2]}"
