@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 from kvmosaic.attention import AttentionBackend
 from kvmosaic.cache import Planner
-from kvmosaic.config import ChunkCacheConfig, EngineConfig, parse_bytes
-from kvmosaic.engine import Engine, not_movable
+from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig, parse_bytes
+from kvmosaic.engine import ChunkEntries, Engine, Keeper, not_movable
 from kvmosaic.errors import InvalidConfig, InvalidPrompt
 from kvmosaic.memory import blocks_within, check_fits, device_memory_bytes
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
+from kvmosaic.tiers import Hierarchy, open_tiers
 
 PromptLike = str | Prompt | Sequence[int] | Mapping[str, Any]
 """A text, a prompt, token ids, or a mapping with "prompt" or "prompt_token_ids"."""
@@ -84,8 +85,13 @@ def build_engine(
     engine_config: EngineConfig,
     backend: AttentionBackend | None = None,
     has_chunk_cache: bool = True,
+    tier_config: TierConfig | None = None,
 ) -> Engine:
-    """Gives a model its pools, its planner and its engine, in the memory that the settings allow."""
+    """Gives a model its pools, its planner and its engine, in the memory that the settings allow.
+
+    Raises:
+        InvalidConfig: a setting that cannot work, a tier that cannot be opened among them.
+    """
     bytes_per_block = model.bytes_per_token() * config.block_size
     request_blocks = blocks_within(parse_bytes(engine_config.request_cache), bytes_per_block, "request_cache")
     capacity = config.capacity_bytes
@@ -102,4 +108,20 @@ def build_engine(
         bytes_per_block=bytes_per_block,
     )
     runner = Runner(model, {"request": request_blocks, "chunk_cache": chunk_blocks}, config.block_size, backend)
-    return Engine(runner, planner, config, engine_config)
+    engine = Engine(runner, planner, config, engine_config)
+    if tier_config is not None and tier_config.tiers and has_chunk_cache:
+        engine.keeper = _build_keeper(model, engine, tier_config)
+    return engine
+
+
+def _build_keeper(model: LoadedModel, engine: Engine, config: TierConfig) -> Keeper:
+    storage = engine.runner.storages["chunk_cache"]
+    entries = ChunkEntries(model.fingerprint, storage, config)
+    return Keeper(
+        engine.planner,
+        storage,
+        Hierarchy(open_tiers(config.tiers), most_pending_bytes=parse_bytes(config.pending)),
+        entries,
+        most_staged_bytes=parse_bytes(config.staged),
+        clock=engine.clock,
+    )

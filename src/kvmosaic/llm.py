@@ -22,7 +22,7 @@ from kvmosaic.assembly import (
 from kvmosaic.attention import AttentionBackend, BackendName, choose_backend
 from kvmosaic.cache import ChunkCacheStats, Plan
 from kvmosaic.chunks import ChunkHandle, ChunkStore
-from kvmosaic.config import ChunkCacheConfig, EngineConfig
+from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
 from kvmosaic.engine import Request
 from kvmosaic.engine.self_check import SelfCheck, run_self_check
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling
@@ -62,6 +62,7 @@ class LLM:
         enable_chunk_cache: bool = True,
         chunk_cache_config: ChunkCacheConfig | None = None,
         engine_config: EngineConfig | None = None,
+        tier_config: TierConfig | None = None,
         attention_backend: AttentionBackend | BackendName | None = None,
         self_check: bool = True,
         trust_remote_code: bool = False,
@@ -79,6 +80,7 @@ class LLM:
             enable_chunk_cache: compose prompts from cached chunks; off, segments are joined to an ordinary prompt.
             chunk_cache_config: capacity, positions, separator, eviction, …
             engine_config: how much runs at once, memory for prefixes and answers, and threads.
+            tier_config: where chunks are kept when they leave the device, so that they are never computed again.
             attention_backend: who computes attention: "native" (the C extension), "triton" (CUDA), "torch", or one of
                 your own. Default: native or triton where it can be used, otherwise torch; `attention` says which, and
                 why. The environment variable KVMOSAIC_ATTENTION decides where nothing is said here.
@@ -93,6 +95,7 @@ class LLM:
         """
         self.chunk_cache_config = checked(chunk_cache_config or ChunkCacheConfig(), ChunkCacheConfig)
         self.engine_config = checked(engine_config or EngineConfig(), EngineConfig)
+        self.tier_config = checked(tier_config or TierConfig(), TierConfig)
         if self.engine_config.num_threads is not None:
             torch.set_num_threads(self.engine_config.num_threads)
         if isinstance(model, LoadedModel):
@@ -119,7 +122,7 @@ class LLM:
                 if self.chunk_cache_off_reason:
                     warnings.warn(f"the chunk cache is off: {self.chunk_cache_off_reason}", stacklevel=2)
         self.engine = build_engine(
-            self.model, self.chunk_cache_config, self.engine_config, backend, self.has_chunk_cache
+            self.model, self.chunk_cache_config, self.engine_config, backend, self.has_chunk_cache, self.tier_config
         )
         self.encoder = PromptEncoder(
             self.model.tokenizer,

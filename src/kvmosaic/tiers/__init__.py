@@ -4,6 +4,7 @@ from kvmosaic.tiers.cost import ComputeCost, LoadCost
 from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.fetch import Fetch
 from kvmosaic.tiers.hierarchy import Hierarchy, HierarchyStats
+from kvmosaic.tiers.opening import open_tiers
 from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Entry, EntryInfo, Tier, TierStat
 
 __all__ = [
@@ -19,4 +20,5 @@ __all__ = [
     "LoadCost",
     "Tier",
     "TierStat",
+    "open_tiers",
 ]
