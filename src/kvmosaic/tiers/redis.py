@@ -1,0 +1,294 @@
+"""RedisTier: entries in a Redis server that several processes may share."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from kvmosaic.cache.keys import Key
+from kvmosaic.errors import TierError, TierFull, TierUnavailable
+from kvmosaic.tiers import redis_scripts as scripts
+from kvmosaic.tiers.deadline import Deadline
+from kvmosaic.tiers.redis_link import Command, OutOfTime, RedisLink, Session
+from kvmosaic.tiers.redis_parts import Parts, slices
+from kvmosaic.tiers.redis_settings import RedisSettings
+from kvmosaic.tiers.tally import Tally
+from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Entry, EntryInfo, TierStat
+
+logger = logging.getLogger("kvmosaic")
+
+_IDS_AT_ONCE = 256
+_UNFINISHED_SECONDS = 60
+_MAX_WRITE_SECONDS = 3600
+_ID = re.compile(rf"([0-9a-f]{{2}}){{1,{MAX_KEY_BYTES}}}")
+_FIRST = b"0"
+
+_T = TypeVar("_T")
+
+
+class RedisTier:
+    """Entries in parts, with a manifest that is written last.
+
+        put:  RESERVE room ─▶ SET part 0, 1, … (they expire) ─▶ COMMIT: all parts there? replace the manifest, keep them
+        get:  LOOK: the manifest, if all parts are there; counts as a use ─▶ GET part 0, 1, …
+
+    A write that stops in its middle is never seen, and its parts and its room go away by themselves. With a quota, our
+    scripts keep the books and let the least recently used leave; without, Redis' own `maxmemory-policy` decides, and an
+    entry of which Redis evicted anything is not there. A single server (or a proxy that looks like one): the scripts
+    touch names of many entries, so in a Redis Cluster all of them must share a hash slot (see `RedisSettings.prefix`).
+    """
+
+    name = "redis"
+    is_persistent = True
+
+    def __init__(self, settings: RedisSettings | None = None) -> None:
+        """Connects to nothing yet."""
+        self.settings = settings or RedisSettings()
+        self._link = RedisLink(self.settings)
+        self._quota = self.settings.quota_bytes or 0
+        self._tally = Tally()
+        self._lock = threading.Lock()
+        self._num_entries = self._num_bytes = 0
+        self._unfinished: deque[Parts] = deque(maxlen=1024)
+        self._is_closed = False
+
+    @classmethod
+    def from_url(cls, url: str) -> RedisTier:
+        """See `RedisSettings.from_url`."""
+        return cls(RedisSettings.from_url(url))
+
+    def put_many(self, entries: Mapping[Key, Entry], deadline: Deadline) -> set[Key]:
+        """See `Tier.put_many`."""
+        views = {key: memoryview(entry).cast("B") for key, entry in entries.items()}
+        most = min(self._quota or MAX_ENTRY_BYTES, MAX_ENTRY_BYTES)
+        writes = [
+            Parts.new(self.settings.prefix, key, len(view), self.settings.part_bytes)
+            for key, view in views.items()
+            if len(view) <= most
+        ]
+        stored: set[Key] = set()
+
+        def put(session: Session) -> None:
+            self._cancel_unfinished(session)
+            waiting = {write.key: write for write in writes}
+            try:
+                for write in self._with_room(session, writes, deadline):
+                    write.put(session, views[write.key], _seconds(deadline))
+                    if self._commit(session, write):
+                        stored.add(write.key)
+                    del waiting[write.key]
+            except BaseException:
+                self._unfinished.extend(waiting.values())
+                raise
+
+        try:
+            self._run(deadline, put)
+        except TierFull:
+            self._run(Deadline(self.settings.pause_seconds), self._cancel_unfinished)
+            raise
+        return stored
+
+    def get_many(self, keys: Collection[Key], deadline: Deadline) -> dict[Key, Entry]:
+        """See `Tier.get_many`."""
+        found: dict[Key, Entry] = {}
+
+        def get(session: Session) -> None:
+            for key, parts in self._look(session, list(keys), is_use=True).items():
+                entry = parts.get(session)
+                if entry is None and (again := self._look(session, [key], is_use=True)):
+                    entry = again[key].get(session)  # it was replaced while we read it
+                if entry is not None:
+                    found[key] = entry
+
+        self._run(deadline, get)
+        num_bytes = sum(len(entry) for entry in found.values())
+        self._tally.count(hits=len(found), misses=len(set(keys)) - len(found), get_bytes=num_bytes)
+        return found
+
+    def exists_many(self, keys: Collection[Key], deadline: Deadline) -> set[Key]:
+        """See `Tier.exists_many`."""
+        found: set[Key] = set()
+        self._run(deadline, lambda session: found.update(self._look(session, list(keys), is_use=False)))
+        return found
+
+    def delete_many(self, keys: Collection[Key], deadline: Deadline) -> set[Key]:
+        """See `Tier.delete_many`."""
+        found: set[Key] = set()
+
+        def delete(session: Session) -> None:
+            for some in slices(list(keys), _IDS_AT_ONCE):
+                sizes, *totals = self._script(session, scripts.DELETE, *(key.hex() for key in some))
+                gone = {key: size for key, size in zip(some, sizes, strict=True) if size >= 0}
+                found.update(gone)
+                self._settle(totals, -len(gone), -sum(gone.values()))
+
+        self._run(deadline, delete)
+        return found
+
+    def touch(self, keys: Collection[Key], deadline: Deadline) -> None:
+        """See `Tier.touch`."""
+        self._run(deadline, lambda session: self._look(session, list(keys), is_use=True))
+
+    def quarantine(self, key: Key, reason: str, deadline: Deadline) -> None:
+        """Deletes the entry: memory there is for entries that are of use."""
+        if self.delete_many([key], deadline):
+            self._tally.count(quarantined=1)
+            logger.warning("deleted entry %s from %s: %s", key.hex(), self.settings.address, reason)
+
+    def scan(self, deadline: Deadline) -> Iterator[EntryInfo]:
+        """See `Tier.scan`; also puts right what is counted, if others removed entries or Redis evicted some."""
+        seen: set[Key] = set()
+        num_bytes = 0
+        for over_index in (False, True) if self._quota else (False,):
+            cursor = _FIRST
+            while True:
+                step = self._run(deadline, partial(self._scan_step, cursor, over_index))
+                if step is None:
+                    return
+                cursor, infos = step
+                for info in infos:
+                    if info.key not in seen:
+                        seen.add(info.key)
+                        num_bytes += info.num_bytes
+                        yield info
+                if cursor == _FIRST:
+                    break
+        if not self._quota:
+            with self._lock:
+                self._num_entries, self._num_bytes = len(seen), num_bytes
+
+    def stat(self) -> TierStat:
+        """See `Tier.stat`. With a quota, what all processes hold as of the last call that changed something."""
+        with self._lock:
+            num_entries, num_bytes = self._num_entries, self._num_bytes
+        return TierStat(
+            name=self.name,
+            address=self.settings.address,
+            num_entries=num_entries,
+            num_bytes=num_bytes,
+            quota_bytes=self.settings.quota_bytes,
+            **self._tally.counts(),
+        )
+
+    def close(self) -> None:
+        """Closes all connections."""
+        self._is_closed = True
+        self._link.close()
+
+    def _with_room(self, session: Session, writes: list[Parts], deadline: Deadline) -> Iterator[Parts]:
+        """Those of the writes for which there is room, in the order to do them; room for all at once if possible."""
+        if not self._quota:
+            yield from writes
+            return
+        if len(writes) <= _IDS_AT_ONCE and sum(write.num_bytes for write in writes) <= self._quota:
+            ordered = self._reserve(session, writes, deadline)
+            if ordered is not None:
+                yield from ordered
+                return
+        for write in writes:
+            yield from self._reserve(session, [write], deadline) or ()
+
+    def _reserve(self, session: Session, writes: list[Parts], deadline: Deadline) -> list[Parts] | None:
+        """Promises room to a group of writes; returns them in the order to do them, or None if there is no room."""
+        if not writes:
+            return []
+        group = writes[0].write
+        arguments: list[str | int] = [group, self._quota, _seconds(deadline)]
+        for write in writes:
+            write.group = group
+            arguments += [write.entry_id, write.num_bytes]
+        has_room, evicted, grows, *totals = self._script(session, scripts.RESERVE, *arguments)
+        self._tally.count(evictions=evicted)
+        self._settle(totals)
+        if not has_room:
+            return None
+        ordered = [writes[i] for i in sorted(range(len(writes)), key=grows.__getitem__)]
+        for write in ordered:
+            write.is_last = write is ordered[-1]
+        return ordered
+
+    def _commit(self, session: Session, write: Parts) -> bool:
+        room = (write.group, int(write.is_last))
+        parts = (write.entry_id, write.write, write.num_bytes, write.part_bytes)
+        is_stored, evicted, before, *totals = self._script(session, scripts.COMMIT, *room, *parts, self._quota)
+        num_bytes = is_stored * write.num_bytes
+        self._settle(totals, is_stored - (before >= 0), num_bytes - max(0, before))
+        self._tally.count(evictions=evicted, puts=is_stored, put_bytes=num_bytes)
+        return bool(is_stored)
+
+    def _cancel_unfinished(self, session: Session) -> None:
+        arguments: list[str | int] = []
+        while self._unfinished and len(arguments) < 4 * _IDS_AT_ONCE:
+            try:
+                write = self._unfinished.popleft()
+            except IndexError:  # another thread took it
+                break
+            arguments += [write.group, write.entry_id, write.write, write.num_parts]
+        if arguments:
+            self._settle(self._script(session, scripts.CANCEL, *arguments))
+
+    def _look(self, session: Session, keys: Sequence[Key], *, is_use: bool) -> dict[Key, Parts]:
+        found: dict[Key, Parts] = {}
+        for some in slices(keys, _IDS_AT_ONCE):
+            manifests = self._script(session, scripts.LOOK, int(is_use), *(key.hex() for key in some))
+            for key, manifest in zip(some, manifests, strict=True):
+                if parts := Parts.from_manifest(self.settings.prefix, key, manifest):
+                    found[key] = parts
+        return found
+
+    def _scan_step(self, cursor: bytes, over_index: bool, session: Session) -> tuple[bytes, list[EntryInfo]]:
+        prefix = self.settings.prefix
+        command: Command = ("SCAN", cursor, "MATCH", f"{prefix}:{{*}}", "COUNT", 1000)
+        if over_index:
+            command = ("ZSCAN", f"{prefix}:used", cursor, "COUNT", 1000)
+        [(cursor, names)] = session.ask(command)
+        texts = [str(name, "ascii", "replace") for name in (names[::2] if over_index else names)]
+        if not over_index:
+            texts = [text[len(prefix) + 2 : -1] for text in texts]
+        infos = []
+        groups = list(slices([text for text in texts if _ID.fullmatch(text)], _IDS_AT_ONCE))
+        for ids in groups or ([[]] if cursor == _FIRST else []):  # at its end also for the totals
+            found, *totals = self._script(session, scripts.RECONCILE, self._quota, *ids)
+            self._settle(totals)
+            infos += [
+                EntryInfo(Key(bytes.fromhex(entry_id)), num_bytes, float(moment) / 1e6)
+                for entry_id, (num_bytes, moment) in zip(ids, found, strict=True)
+                if num_bytes >= 0
+            ]
+        return cursor, infos
+
+    def _script(self, session: Session, script: str, *arguments: str | int) -> Any:
+        return session.ask(("EVAL", script, 1, self.settings.prefix, *arguments))[0]
+
+    def _run(self, deadline: Deadline, work: Callable[[Session], _T]) -> _T | None:
+        """What `work` returns; None if its time was over before it was done."""
+        if self._is_closed:
+            raise TierUnavailable(f"the redis tier at {self.settings.address} is closed")
+        try:
+            with self._link.session(deadline) as session:
+                return work(session)
+        except OutOfTime:
+            return None
+        except TierError:
+            self._tally.count(failures=1)
+            raise
+
+    def _settle(self, totals: Sequence[int], entries: int = 0, num_bytes: int = 0) -> None:
+        """Notes what is held: with a quota what the books there say, else what this process changed."""
+        with self._lock:
+            if self._quota:
+                self._num_bytes, self._num_entries = totals
+            else:
+                self._num_entries = max(0, self._num_entries + entries)
+                self._num_bytes = max(0, self._num_bytes + num_bytes)
+
+
+def _seconds(deadline: Deadline) -> int:
+    """How long what is not finished stays: a while longer than it may still be written."""
+    return math.ceil(min(deadline.remaining, _MAX_WRITE_SECONDS)) + _UNFINISHED_SECONDS

@@ -1,0 +1,244 @@
+"""The scripts that Redis runs for us: each is one step that no other client can come between.
+
+    <prefix>:{<id>}               "kvm1 <write> <bytes> <part bytes>": the manifest of an entry; id is the key in hex
+    <prefix>:{<id>}:<write>:<i>   part i of what was written by `write`; lives a while only, until the manifest is there
+    <prefix>:used                 sorted set: id -> microsecond of the last use, no two alike   ┐
+    <prefix>:sizes                hash: id -> bytes; `bytes`, `staged`, `clock`; s:<group>      ├ only with a quota
+    <prefix>:staged               sorted set: group -> second at which its room is given back   ┘
+
+With a quota, `bytes` is the sum of all entries and `staged` the room that is promised to groups of writes under way;
+`bytes + staged` is never more than the quota after a step. What a write makes larger is taken from the room of its
+group, and what it makes smaller is added to it: others cannot take what the group still needs. Scripts may free memory
+when Redis has none left (`allow-oom`), so that no step stops in its middle; parts are written outside of them and are
+refused.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+MAX_PARTS: Final = 2**16
+
+_COMMON = """#!lua flags=allow-oom
+local prefix = KEYS[1]
+local used, sizes, staged = prefix .. ':used', prefix .. ':sizes', prefix .. ':staged'
+
+local function name(id) return prefix .. ':{' .. id .. '}' end
+local function part(id, write, i) return name(id) .. ':' .. write .. ':' .. i end
+local function number(field) return tonumber(redis.call('HGET', sizes, field) or 0) end
+local function add(field, n) redis.call('HINCRBY', sizes, field, n) end
+local function text_of(reply) if type(reply) == 'string' then return reply end return '' end
+
+local function second() return tonumber(redis.call('TIME')[1]) end
+
+local function moment()
+  local time = redis.call('TIME')
+  local now = math.max(tonumber(time[1]) * 1000000 + tonumber(time[2]), number('clock') + 1)
+  redis.call('HSET', sizes, 'clock', now)
+  return now
+end
+
+local function count_of(bytes, part_bytes) return math.max(1, math.ceil(bytes / part_bytes)) end
+
+local function manifest(id)
+  local text = text_of(redis.pcall('GETRANGE', name(id), 0, 127))
+  local write, bytes, part_bytes = string.match(text, '^kvm1 (%x+) (%d+) (%d+)$')
+  bytes, part_bytes = tonumber(bytes), tonumber(part_bytes)
+  if not write or part_bytes < 1 or count_of(bytes, part_bytes) > MAX_PARTS then return nil end
+  return text, write, bytes, part_bytes
+end
+
+local function is_whole(id, write, bytes, part_bytes)
+  local count = count_of(bytes, part_bytes)
+  for i = 0, count - 1 do
+    local want = part_bytes
+    if i == count - 1 then want = bytes - i * part_bytes end
+    if redis.pcall('STRLEN', part(id, write, i)) ~= want or
+       redis.call('EXISTS', part(id, write, i)) == 0 then return false end
+  end
+  return true
+end
+
+local function unlink_parts(id, write, count)
+  for i = 0, count - 1 do redis.call('UNLINK', part(id, write, i)) end
+end
+
+local function forget(id)
+  local bytes = redis.call('HGET', sizes, id)
+  if bytes then
+    redis.call('HDEL', sizes, id)
+    add('bytes', 0 - tonumber(bytes))  -- a -0 is no integer to Redis
+  end
+  redis.call('ZREM', used, id)
+end
+
+local function account(id, bytes)
+  forget(id)
+  redis.call('HSET', sizes, id, bytes)
+  add('bytes', bytes)
+  redis.call('ZADD', used, moment(), id)
+end
+
+-- removes an entry; returns its bytes, or -1 if there was none
+local function drop(id)
+  local text, write, bytes, part_bytes = manifest(id)
+  if text then
+    unlink_parts(id, write, count_of(bytes, part_bytes))
+    redis.call('UNLINK', name(id))
+  end
+  forget(id)
+  return bytes or -1
+end
+
+-- the manifest, if all of the entry is there; else what is left of it goes, and nothing of it is counted
+local function whole(id)
+  local text, write, bytes, part_bytes = manifest(id)
+  if text and is_whole(id, write, bytes, part_bytes) then return text, bytes end
+  if text then drop(id) elseif redis.call('HEXISTS', sizes, id) == 1 then forget(id) end
+  return nil
+end
+
+-- changes the room that a group has; one whose time is over has none
+local function promise(group, room)
+  local before = redis.call('HGET', sizes, 's:' .. group)
+  if before then
+    redis.call('HSET', sizes, 's:' .. group, room)
+    add('staged', room - tonumber(before))
+  end
+end
+
+local function release(group)
+  promise(group, 0)
+  redis.call('HDEL', sizes, 's:' .. group)
+  redis.call('ZREM', staged, group)
+end
+
+-- lets the least recently used leave, but none of `keep`, until no more than `limit` bytes are held or promised
+local function make_room(limit, keep, num_kept)
+  local gone = 0
+  while number('bytes') + number('staged') > limit do
+    local victim = nil
+    for _, id in ipairs(redis.call('ZRANGE', used, 0, num_kept)) do
+      if not keep[id] then victim = id break end
+    end
+    if not victim then
+      if redis.call('EXISTS', used) == 0 and redis.call('EXISTS', staged) == 0 then
+        redis.call('DEL', sizes)  -- Redis evicted a part of the books: start them again, `scan` fills them
+        return true, gone
+      end
+      return false, gone
+    end
+    drop(victim)
+    gone = gone + 1
+  end
+  return true, gone
+end
+
+local function totals() return number('bytes'), redis.call('ZCARD', used) end
+""".replace("MAX_PARTS", str(MAX_PARTS))
+
+RESERVE: Final = (
+    _COMMON
+    + """
+-- group, quota, seconds, (id, bytes)...: promises room for all or none; 1 or 0, how many entries left, and by how many
+-- bytes each write makes the sum larger: what makes it smaller must be written first
+local group, quota, seconds, keep, grows, sum = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), {}, {}, 0
+for _, late in ipairs(redis.call('ZRANGEBYSCORE', staged, '-inf', second())) do release(late) end
+for i = 4, #ARGV, 2 do
+  keep[ARGV[i]] = true
+  grows[#grows + 1] = tonumber(ARGV[i + 1]) - number(ARGV[i])
+  sum = sum + grows[#grows]
+end
+local room = math.max(0, sum)
+local has_room, gone = make_room(quota - room, keep, #grows)
+if not has_room then return {0, gone, grows, totals()} end
+redis.call('HSET', sizes, 's:' .. group, 0)
+promise(group, room)
+redis.call('ZADD', staged, second() + seconds, group)
+return {1, gone, grows, totals()}
+"""
+)
+
+COMMIT: Final = (
+    _COMMON
+    + """
+-- group, 1 if it is its last write, id, write, bytes, part bytes, quota or 0: makes what was written the entry; 1 or 0,
+-- how many others left, bytes of the entry that was there or -1
+local group, is_last, id, write = ARGV[1], ARGV[2] == '1', ARGV[3], ARGV[4]
+local bytes, part_bytes, quota = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+local count, counted = count_of(bytes, part_bytes), number(id)
+local is_stored, gone, before = is_whole(id, write, bytes, part_bytes), 0, -1
+if is_stored then
+  before = drop(id)
+  redis.call('SET', name(id), string.format('kvm1 %s %.0f %.0f', write, bytes, part_bytes))
+  for i = 0, count - 1 do redis.call('PERSIST', part(id, write, i)) end
+  if quota > 0 or redis.call('EXISTS', used) == 1 then account(id, bytes) end
+  promise(group, math.max(0, number('s:' .. group) - (bytes - counted)))
+else
+  unlink_parts(id, write, count)
+end
+if is_last then release(group) end
+if is_stored and quota > 0 then
+  is_stored, gone = make_room(quota, {[id] = true}, 1)
+  if not is_stored then drop(id) end
+end
+return {is_stored and 1 or 0, gone, before, totals()}
+"""
+)
+
+CANCEL: Final = (
+    _COMMON
+    + """
+-- (group, id, write, number of parts)...: gives back what unfinished writes hold
+for i = 1, #ARGV, 4 do
+  release(ARGV[i])
+  unlink_parts(ARGV[i + 1], ARGV[i + 2], math.min(tonumber(ARGV[i + 3]), MAX_PARTS))
+end
+return {totals()}
+""".replace("MAX_PARTS", str(MAX_PARTS))
+)
+
+LOOK: Final = (
+    _COMMON
+    + """
+-- 1 for a use or 0, ids...: the manifests, '' where no whole entry is
+local found = {}
+for i = 2, #ARGV do
+  local text = whole(ARGV[i])
+  if text and ARGV[1] == '1' and redis.call('ZSCORE', used, ARGV[i]) then
+    redis.call('ZADD', used, moment(), ARGV[i])
+  end
+  found[i - 1] = text or ''
+end
+return found
+"""
+)
+
+DELETE: Final = (
+    _COMMON
+    + """
+-- ids...: removes entries; bytes of each, or -1
+local found = {}
+for i, id in ipairs(ARGV) do
+  local text, bytes = whole(id)
+  if text then drop(id) end
+  found[i] = bytes or -1
+end
+return {found, totals()}
+"""
+)
+
+RECONCILE: Final = (
+    _COMMON
+    + """
+-- quota or 0, ids...: puts right what is counted; bytes and microsecond of the last use of each, or -1 and 0
+local found = {}
+for i = 2, #ARGV do
+  local id = ARGV[i]
+  local text, bytes = whole(id)
+  if text and tonumber(ARGV[1]) > 0 and number(id) ~= bytes then account(id, bytes) end
+  found[i - 1] = {bytes or -1, redis.call('ZSCORE', used, id) or '0'}
+end
+return {found, totals()}
+"""
+)

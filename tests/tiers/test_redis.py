@@ -1,0 +1,48 @@
+"""The Redis tier with real servers: as a tier, and in every kind of trouble."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.redis import RedisServer
+from tiers.conformance import TierConformance
+
+from kvmosaic.tiers import Deadline, Tier
+from kvmosaic.tiers.redis import RedisTier
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.close()
+
+
+class TestRedisTier(TierConformance):
+    num_walks = 15
+    num_rounds = 100
+    quota = "&quota={}"
+
+    @pytest.fixture(autouse=True)
+    def _server(self, server: RedisServer) -> None:
+        self.server = server
+
+    def open(self, place: Path, quota_bytes: int) -> Tier:
+        prefix = hashlib.sha256(str(place).encode()).hexdigest()[:16]
+        url = f"{self.server.url}?prefix={prefix}&part=1024&timeout=10&connect_timeout=10{self.quota}"
+        tier = RedisTier.from_url(url.format(quota_bytes))
+        list(tier.scan(Deadline(30)))  # so that it knows what it holds
+        return tier
+
+    def check(self, tier: Tier) -> None:
+        list(tier.scan(Deadline(30)))  # what others have changed is known as of the last look
+        super().check(tier)
+
+
+class TestRedisTierWithoutQuota(TestRedisTier):
+    quota = ""
+    has_quota = False
+    keeps_order = False
