@@ -39,7 +39,7 @@ def world_of(layer, groups, num_heads, dtype=torch.float32, **options):
     return World(layer, groups, num_heads, dtype, device=DEVICE, **options)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(world=small_worlds, walk=st.sampled_from([16, 40, 256]), programs=st.sampled_from([1, 512]))
 def test_triton_gives_what_plain_gives_in_float64(world, walk, programs):
     with pytest.MonkeyPatch.context() as patch:

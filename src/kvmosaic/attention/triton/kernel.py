@@ -14,7 +14,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+# parts of one tensor begin anywhere: their alignment must not decide about another kernel
+@triton.jit(do_not_specialize_on_alignment=["segments", "units"])
 def attend_walks(
     query,
     query_row,
@@ -173,7 +174,7 @@ def attend_walks(
     tl.store(output_at, summed.to(outputs.dtype.element_ty), mask=is_lane[:, None] & is_value_dim[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["places", "starts"])
 def merge_walks(
     partials,
     partial_sums,
