@@ -236,7 +236,8 @@ local found = {}
 for i = 2, #ARGV do
   local id = ARGV[i]
   local text, bytes = whole(id)
-  if text and tonumber(ARGV[1]) > 0 and number(id) ~= bytes then account(id, bytes) end
+  local is_counted = number(id) == bytes and redis.call('ZSCORE', used, id)
+  if text and tonumber(ARGV[1]) > 0 and not is_counted then account(id, bytes) end
   found[i - 1] = {bytes or -1, redis.call('ZSCORE', used, id) or '0'}
 end
 return {found, totals()}

@@ -1,0 +1,442 @@
+"""The Redis tier while its server is killed, hung, slow, full, flushed, or written by others."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.redis import RedisServer, Wire
+from tiers.conformance import KEYS, entry_of, is_marked, marked
+
+from kvmosaic.cache import Key
+from kvmosaic.errors import InvalidConfig, TierError, TierFull, TierUnavailable
+from kvmosaic.tiers import Deadline
+from kvmosaic.tiers.breaker import Breaker
+from kvmosaic.tiers.redis import RedisTier
+
+KEY = KEYS[0]
+MIB = 2**20
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def wire(server: RedisServer) -> Iterator[Wire]:
+    wire = Wire(str(server.socket))
+    yield wire
+    wire.close()
+
+
+def open_tier(place: RedisServer | Wire, options: str = "") -> RedisTier:
+    url = place.url if isinstance(place, RedisServer) else f"redis://127.0.0.1:{place.port}/0"
+    return RedisTier.from_url(f"{url}?part=65536{options}")
+
+
+def test_a_server_that_is_killed_is_a_tier_error_and_a_new_one_is_used_at_once(server: RedisServer) -> None:
+    tier = open_tier(server)
+    for _ in range(3):
+        assert tier.put_many({KEY: entry_of(KEY, 1000)}, Deadline(5)) == {KEY}
+        server.kill()
+        with pytest.raises(TierUnavailable, match="fails"):
+            tier.get_many([KEY], Deadline(5))
+        with pytest.raises(TierUnavailable):
+            tier.put_many({KEY: entry_of(KEY, 1000)}, Deadline(5))
+        server.start()
+        assert tier.get_many([KEY], Deadline(5)) == {}
+    tier.close()
+
+
+@pytest.mark.parametrize("at_bytes", [0, 3, 100, 70_000, 1_000_000])
+def test_a_connection_cut_anywhere_gives_an_error_or_the_entry(wire: Wire, at_bytes: int) -> None:
+    entry = entry_of(KEY, 2 * MIB)
+    writer = open_tier(wire)
+    writer.put_many({KEY: entry}, Deadline(10))
+    wire.cut_after = at_bytes
+    tier = open_tier(wire)
+    with pytest.raises(TierUnavailable):
+        tier.get_many([KEY], Deadline(10))
+    wire.cut_after = None
+    assert tier.get_many([KEY], Deadline(10)) == {KEY: entry}
+
+
+def test_a_write_that_is_cut_is_never_seen_and_gives_its_room_back(server: RedisServer, wire: Wire) -> None:
+    tier = open_tier(wire, "&quota=3MiB")
+    watcher = open_tier(server, "&quota=3MiB")
+    for cut_after in range(0, 200, 7):  # replies are short: this is anywhere from RESERVE to COMMIT
+        wire.cut_after = cut_after
+        try:
+            tier.put_many({KEY: entry_of(KEY, 2 * MIB)}, Deadline(10))
+        except TierUnavailable:
+            found = watcher.get_many([KEY], Deadline(10))
+            assert found in ({}, {KEY: entry_of(KEY, 2 * MIB)})
+    wire.cut_after = None
+    assert tier.put_many({KEYS[1]: entry_of(KEYS[1], 3 * MIB)}, Deadline(10)) == {KEYS[1]}
+    with server.client() as client:
+        assert client.zcard("kvmosaic:staged") == 0
+        assert client.hget("kvmosaic:sizes", "staged") == b"0"
+        assert sum(client.strlen(name) for name in client.scan_iter("kvmosaic:{*}:*")) == 3 * MIB
+
+
+def test_a_writer_that_dies_holds_its_room_for_a_while_only(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmosaic.tiers.redis._UNFINISHED_SECONDS", 0)
+    tier = open_tier(server, "&quota=1MiB")
+    monkeypatch.setattr("kvmosaic.tiers.redis.RedisTier._commit", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tier.put_many({KEY: bytes(MIB)}, Deadline(0.5))
+    monkeypatch.undo()
+    other = open_tier(server, "&quota=1MiB")
+    assert other.put_many({KEYS[1]: bytes(MIB)}, Deadline(5)) == set()  # promised to the one that died
+    time.sleep(2.1)
+    assert other.put_many({KEYS[1]: bytes(MIB)}, Deadline(5)) == {KEYS[1]}
+    with server.client() as client:
+        assert not list(client.scan_iter(f"kvmosaic:{{{KEY.hex()}}}*"))
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("has_connection", [True, False])
+def test_a_hung_server_costs_less_than_200_ms_and_is_used_again_when_it_goes_on(
+    server: RedisServer, has_connection: bool
+) -> None:
+    tier = open_tier(server)
+    entries = {key: entry_of(key, 300_000) for key in KEYS}
+    with open_tier_closing(server) as writer:
+        writer.put_many(entries, Deadline(10))
+    if has_connection:
+        tier.get_many(KEYS, Deadline(10))
+    server.hang()
+    for call in (
+        lambda: tier.get_many(KEYS, Deadline(30)),
+        lambda: tier.put_many(entries, Deadline(30)),
+        lambda: tier.exists_many(KEYS, Deadline(30)),
+        lambda: list(tier.scan(Deadline(30))),
+    ):
+        start = time.monotonic()
+        with pytest.raises(TierUnavailable, match="does not answer"):
+            call()
+        assert time.monotonic() - start < 0.2
+    server.go_on()
+    assert tier.get_many(KEYS, Deadline(10)) == entries
+
+
+class open_tier_closing:  # noqa: N801
+    def __init__(self, place: RedisServer | Wire) -> None:
+        self.tier = open_tier(place)
+
+    def __enter__(self) -> RedisTier:
+        return self.tier
+
+    def __exit__(self, *_: object) -> None:
+        self.tier.close()
+
+
+@pytest.mark.alone
+def test_a_server_that_falls_silent_in_the_middle_of_an_entry_costs_one_pause(wire: Wire) -> None:
+    tier = open_tier(wire)
+    tier.put_many({KEY: entry_of(KEY, 2 * MIB)}, Deadline(10))
+    wire.silent_after = 300_000
+    reader = open_tier(wire)
+    start = time.monotonic()
+    with pytest.raises(TierUnavailable, match="does not answer"):
+        reader.get_many([KEY], Deadline(10))
+    assert time.monotonic() - start < 0.4
+
+
+@pytest.mark.alone
+def test_a_server_that_drips_is_ended_by_the_deadline_and_opens_the_breaker(wire: Wire) -> None:
+    tier = open_tier(wire)
+    tier.put_many({KEY: entry_of(KEY, 200_000), KEYS[1]: b"short"}, Deadline(10))
+    breaker = Breaker(open_tier(wire), in_background=False)
+    wire.piece, wire.delay = 1000, 0.01
+    start = time.monotonic()
+    found = breaker.get_many([KEYS[1], KEY], Deadline(0.18))  # it is never silent for long
+    assert time.monotonic() - start < 0.3
+    assert KEY not in found
+    assert breaker.is_open
+    wire.piece, wire.delay = 2**16, 0.0
+    assert open_tier(wire).get_many([KEY], Deadline(10)) == {KEY: entry_of(KEY, 200_000)}
+
+
+@pytest.mark.alone
+def test_a_place_where_nobody_answers_costs_the_connect_timeout() -> None:
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        others = [socket.socket() for _ in range(4)]
+        for other in others:  # fills the backlog: the next connect is not answered
+            other.setblocking(False)
+            other.connect_ex(full.getsockname())
+        tier = RedisTier.from_url(f"redis://127.0.0.1:{full.getsockname()[1]}")
+        start = time.monotonic()
+        with pytest.raises(TierUnavailable, match="does not answer"):
+            tier.get_many([KEY], Deadline(10))
+        assert time.monotonic() - start < 0.2
+        for other in others:
+            other.close()
+
+
+@pytest.mark.alone
+def test_behind_a_breaker_a_hung_server_is_free_and_back_within_five_seconds(server: RedisServer) -> None:
+    breaker = Breaker(open_tier(server))
+    breaker.put_many({KEY: b"entry"}, Deadline(5))
+    server.hang()
+    with pytest.raises(TierUnavailable):
+        breaker.get_many([KEY], Deadline(5))
+    start = time.monotonic()
+    for _ in range(1000):
+        with pytest.raises(TierUnavailable):
+            breaker.get_many([KEY], Deadline(5))
+    assert time.monotonic() - start < 1.0
+    server.go_on()
+    end = time.monotonic() + 5
+    while breaker.is_open:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert breaker.get_many([KEY], Deadline(5)) == {KEY: b"entry"}
+    breaker.close()
+
+
+@pytest.mark.parametrize("quota", ["", "&quota=1GiB"])
+def test_no_memory_left_is_full_and_leaves_nothing_behind(server: RedisServer, quota: str) -> None:
+    tier = open_tier(server, quota)
+    entry = entry_of(KEY, 2 * MIB)
+    tier.put_many({KEY: entry}, Deadline(10))
+    with server.client() as client:
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory", client.info("memory")["used_memory"] + MIB)
+        for key in KEYS[1:4]:
+            with pytest.raises(TierFull, match=r"has no memory left .* raise its maxmemory"):
+                tier.put_many({key: entry_of(key, 4 * MIB)}, Deadline(10))
+            assert not list(client.scan_iter(f"kvmosaic:{{{key.hex()}}}*"))
+        assert tier.get_many(KEYS, Deadline(10)) == {KEY: entry}
+        assert tier.delete_many([KEY], Deadline(10)) == {KEY}
+        if quota:
+            assert client.hmget("kvmosaic:sizes", "bytes", "staged") == [b"0", b"0"]
+    assert tier.put_many({KEYS[1]: entry_of(KEYS[1], MIB)}, Deadline(10)) == {KEYS[1]}
+
+
+def test_redis_that_evicts_by_itself_means_misses_only(server: RedisServer) -> None:
+    tier = open_tier(server)
+    with server.client() as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        client.config_set("maxmemory", "10mb")
+    keys = [Key(bytes([i]) * 32) for i in range(60)]
+    for key in keys:
+        assert tier.put_many({key: entry_of(key, 500_000)}, Deadline(10)) <= {key}
+        found = tier.get_many(keys, Deadline(10))
+        assert all(bytes(entry) == entry_of(key, 500_000) for key, entry in found.items())
+    assert 0 < len(tier.get_many(keys, Deadline(10))) < 30
+    assert tier.exists_many(keys, Deadline(10)) == tier.get_many(keys, Deadline(10)).keys()
+
+
+def test_a_part_that_vanishes_is_a_miss_and_is_no_longer_counted(server: RedisServer) -> None:
+    tier = open_tier(server, "&quota=10MiB")
+    for number in range(4):
+        tier.put_many({KEY: entry_of(KEY, 200_000)}, Deadline(10))
+        with server.client() as client:
+            [part] = client.scan_iter(f"kvmosaic:{{*}}:*:{number}")
+            client.append(part, b"x") if number == 2 else client.delete(part)
+        asked = (tier.get_many, tier.exists_many)[number % 2]
+        assert not asked([KEY], Deadline(10))
+        list(tier.scan(Deadline(10)))
+        assert (tier.stat().num_entries, tier.stat().num_bytes) == (0, 0)
+
+
+def test_garbage_under_our_names_is_a_miss_and_is_overwritten(server: RedisServer) -> None:
+    tier = open_tier(server, "&quota=10MiB")
+    name = f"kvmosaic:{{{KEY.hex()}}}"
+    huge = b"kvm1 ab 68719476736 1"
+    with server.client() as client:
+        for garbage in (
+            b"",
+            b"garbage",
+            huge,
+            b"kvm1 ab 10 10",
+            b"kvm1 ab 10 0",
+            b"kvm1 ab -1 5",
+            b"\xff" * MIB,
+            [b"a"],
+        ):
+            client.delete(name)
+            client.rpush(name, *garbage) if isinstance(garbage, list) else client.set(name, garbage)
+            client.set("kvmosaic:{not hex}", b"garbage")
+            assert tier.get_many([KEY], Deadline(10)) == {}
+            assert tier.exists_many([KEY], Deadline(10)) == set()
+            assert list(tier.scan(Deadline(10))) == []
+            assert tier.put_many({KEY: b"entry"}, Deadline(10)) == {KEY}
+            assert tier.get_many([KEY], Deadline(10)) == {KEY: b"entry"}
+            client.flushall()
+        client.lpush("kvmosaic:sizes", b"garbage")
+        with pytest.raises(TierUnavailable, match="WRONGTYPE"):
+            tier.put_many({KEY: b"entry"}, Deadline(10))
+
+
+def test_a_flush_and_a_lost_index_are_noticed(server: RedisServer) -> None:
+    tier = open_tier(server, "&quota=1MiB")
+    with server.client() as client:
+        for lost in ("all", "kvmosaic:used", "kvmosaic:sizes"):
+            tier.put_many({key: entry_of(key, 100_000) for key in KEYS}, Deadline(10))
+            client.flushall() if lost == "all" else client.delete(lost)
+            list(tier.scan(Deadline(10)))
+            expected = 0 if lost == "all" else len(KEYS)
+            assert (tier.stat().num_entries, tier.stat().num_bytes) == (expected, expected * 100_000)
+            assert tier.put_many({KEY: entry_of(KEY, MIB)}, Deadline(10)) == {KEY}
+            assert tier.exists_many(KEYS, Deadline(10)) == {KEY}
+
+
+def test_clients_that_share_a_quota_under_load_keep_exact_books(server: RedisServer) -> None:
+    quota = 400_000
+    tiers = [open_tier(server, f"&quota={quota}&timeout=10") for _ in range(2)]
+    problems: list[str] = []
+    is_over = threading.Event()
+
+    def watch() -> None:
+        with server.client() as client:
+            while not is_over.is_set():
+                counted, staged = (int(n or 0) for n in client.hmget("kvmosaic:sizes", "bytes", "staged"))
+                if counted + staged > quota or counted < 0 or staged < 0:
+                    problems.append(f"{counted} bytes and {staged} promised")
+
+    def walk(number: int) -> None:
+        choose, tier = random.Random(number), tiers[number % 2]
+        for version in range(60):
+            some = {key: marked(key, choose.randrange(40, 150_000), version) for key in choose.sample(KEYS, 3)}
+            tier.put_many(some, Deadline(30))
+            for key, entry in tier.get_many(KEYS, Deadline(30)).items():
+                if not is_marked(key, entry):
+                    problems.append(f"a wrong entry of {len(entry)} bytes")
+            tier.delete_many(choose.sample(KEYS, 1), Deadline(30))
+
+    watcher = threading.Thread(target=watch)
+    threads = [threading.Thread(target=walk, args=(number,)) for number in range(4)]
+    for thread in [watcher, *threads]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    is_over.set()
+    watcher.join()
+    assert problems == []
+    sizes = {info.key: info.num_bytes for info in tiers[0].scan(Deadline(30))}
+    with server.client() as client:
+        assert int(client.hget("kvmosaic:sizes", "bytes")) == sum(sizes.values())
+        assert client.zcard("kvmosaic:used") == len(sizes)
+        assert client.zcard("kvmosaic:staged") == int(client.hget("kvmosaic:sizes", "staged")) == 0
+        parts = sum(client.strlen(name) for name in client.scan_iter("kvmosaic:{*}:*"))
+        assert parts == sum(sizes.values())  # nothing is left of what was replaced or evicted
+        assert all(client.ttl(name) == -1 for name in client.scan_iter("kvmosaic:{*}:*"))
+
+
+def test_a_server_restarted_again_and_again_under_load_gives_errors_and_misses_only(server: RedisServer) -> None:
+    tier = open_tier(server, "&quota=1MiB")
+    problems: list[str] = []
+    is_over = threading.Event()
+
+    def walk(number: int) -> None:
+        choose, version = random.Random(number), 0
+        while not is_over.is_set():
+            version += 1
+            try:
+                key = choose.choice(KEYS)
+                tier.put_many({key: marked(key, choose.randrange(40, 300_000), version)}, Deadline(5))
+                for found, entry in tier.get_many(KEYS, Deadline(5)).items():
+                    if not is_marked(found, entry):
+                        problems.append(f"a wrong entry of {len(entry)} bytes")
+            except TierError:
+                time.sleep(0.01)
+            except Exception as error:
+                problems.append(repr(error))
+                return
+
+    threads = [threading.Thread(target=walk, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(8):
+        time.sleep(0.1)
+        server.restart()
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    assert tier.put_many({KEY: b"entry"}, Deadline(5)) == {KEY}
+
+
+def test_a_password_is_needed_and_never_told(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path, "--requirepass", "open sesame/&")
+    try:
+        good = RedisTier.from_url(f"unix://:open%20sesame%2F%26@{server.socket}")
+        assert good.put_many({KEY: b"entry"}, Deadline(5)) == {KEY}
+        for url in (f"unix://{server.socket}", f"unix://:wrong-secret@{server.socket}"):
+            tier = RedisTier.from_url(url)
+            with pytest.raises(TierUnavailable, match="does not let us in") as caught:
+                tier.get_many([KEY], Deadline(5))
+            assert "wrong-secret" not in str(caught.value) + repr(tier.settings) + repr(tier.stat())
+        assert "sesame" not in repr(good.settings) + repr(good.stat())
+    finally:
+        server.close()
+
+
+def test_a_replica_is_read_only(server: RedisServer) -> None:
+    tier = open_tier(server)
+    tier.put_many({KEY: b"entry"}, Deadline(5))
+    with server.client() as client:
+        client.replicaof("127.0.0.1", 1)
+    with pytest.raises(TierUnavailable, match="read-only replica"):
+        tier.put_many({KEYS[1]: b"entry"}, Deadline(5))
+
+
+def test_databases_and_prefixes_are_apart(server: RedisServer) -> None:
+    tiers = [open_tier(server, options) for options in ("", "&prefix=other", "&db=3", "&prefix={kv}:x&quota=1MiB")]
+    for number, tier in enumerate(tiers):
+        assert tier.put_many({KEY: bytes([number])}, Deadline(5)) == {KEY}
+    for number, tier in enumerate(tiers):
+        assert tier.get_many([KEY], Deadline(5)) == {KEY: bytes([number])}
+        assert [info.key for info in tier.scan(Deadline(5))] == [KEY]
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("redis://h:0", "port"),
+        ("redis://h:99999", "port"),
+        ("redis://:secret/word@h", "cannot be read"),
+        ("redis://h/x", "whole number"),
+        ("redis://h/0?db=70000", "0 to 65535"),
+        ("redis://h?timeout=0", "0.01 to 60"),
+        ("redis://h?timeout=1e9", "number of seconds"),
+        ("redis://h?connect_timeout=61", "0.01 to 60"),
+        ("redis://h?connections=0", "1 to 256"),
+        ("redis://h?part=1", "from 1024"),
+        ("redis://h?quota=-5", "not a size"),
+        ("redis://h?prefix=*", "letters"),
+        ("redis://h?prefix=", "letters"),
+        ("redis://h?colour=red", "no option 'colour'"),
+        ("unix://", "needs its path"),
+        ("http://h", "scheme"),
+        ("redis://" + "h" * 5000, "characters"),
+    ],
+)
+def test_a_url_that_says_nothing_sensible_is_refused_with_a_reason(url: str, says: str) -> None:
+    with pytest.raises(InvalidConfig, match=says) as caught:
+        RedisTier.from_url(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_what_a_url_says_is_used() -> None:
+    settings = RedisTier.from_url(
+        "rediss://us%40er:pa%2Fss@[::1]:7000/5?prefix=a:b&quota=2GiB&timeout=1.5&connections=3&part=2MiB&ca=/ca.pem"
+    ).settings
+    assert (settings.username, settings.password, settings.host, settings.port) == ("us@er", "pa/ss", "::1", 7000)
+    assert (settings.db, settings.prefix, settings.quota_bytes, settings.pause_seconds) == (5, "a:b", 2**31, 1.5)
+    assert (settings.max_connections, settings.part_bytes, settings.ca_file) == (3, 2**21, "/ca.pem")
+    assert settings.address == "rediss://[::1]:7000/5"
