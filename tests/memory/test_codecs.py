@@ -146,6 +146,13 @@ def test_a_stored_chunk_comes_back_within_the_error_of_its_codec(codec, seed, nu
             assert one is None or (one - two).abs().max() <= share * one.abs().max()
 
 
+@pytest.mark.parametrize("codec", LOSSY)
+def test_scales_are_aligned_behind_an_odd_number_of_codes(codec):
+    layers = (LayerGeometry(0, 1, 3, 5, False), LayerGeometry(1, 1, 7, 1, False))
+    chunk = stored(5, codec=codec, layers=layers)
+    assert all(key.isfinite().all() for key, _ in chunk.decode().layers)
+
+
 def test_a_latent_is_scaled_by_groups_of_channels_of_one_token():
     latent = torch.ones(3, 1, 576)
     latent[:, :, 512:] = 1000.0  # the rotary part, far larger

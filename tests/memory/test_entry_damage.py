@@ -217,6 +217,13 @@ def test_nonsense_with_a_right_checksum_is_refused(text):
         assert is_noticed(PLAIN, PLAIN.resealed(padded))
 
 
+def test_a_header_that_would_become_many_objects_is_not_parsed():
+    metadata = PLAIN.table["__metadata__"]
+    text = json.dumps({"__metadata__": metadata, "x": []}, separators=(",", ":")).encode()
+    with pytest.raises(DamagedEntry, match="brackets and commas, at most 262144"):
+        read_header(PLAIN.resealed(text.replace(b"[]}", b"[" + b"{}," * 400_000 + b"{}]}")))
+
+
 @pytest.mark.parametrize("length", [0, 1, 2**24, 2**24 - 7, 2**31, 2**63, 2**64 - 1])
 def test_a_header_length_that_cannot_be_is_refused(length):
     entry = struct.pack("<Q", length) + PLAIN.entry[8:]
