@@ -104,6 +104,15 @@ def test_rows_over_the_same_runs_leave_one_result_each():
     assert len(plan.calls) == 11 and listed.is_direct
 
 
+def test_readers_of_one_chunk_share_its_read_at_their_own_distances():
+    torch.manual_seed(5)
+    groups = [RowGroup(row, 1, 90 + row, (RunRead("chunk_cache", 4, 40, 20, 7 * row),)) for row in range(3)]
+    world = world_of(Layer(2, 16, 16, rotation_of("half", 16, 16)), groups, 4)
+    listed = work.list_work(plan_reads(groups, Mask(), CPU), 2, 2, CPU)
+    assert [(height, len(units)) for height, units in listed.units.items()] == [(16, 4)], "one for the chunk"
+    world.check(TritonBackend())
+
+
 def test_walks_grow_with_the_keys_until_programs_are_few_enough():
     assert work.walk_length(100, 8) == work.walk_length(16_384, 8) == 256
     assert work.walk_length(131_072, 8) == 2048, "64 walks of 8 programs"
