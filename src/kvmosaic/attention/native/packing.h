@@ -50,6 +50,11 @@ INLINE void pack_queries(const Unit *unit, int64_t head, int how, int64_t words,
         int64_t stacked = unit->call->first + r;
         const char *row = layer->query + (layer->rows[stacked] * layer->query_row + head * group * layer->query_head) * size;
         for (int64_t j = 0; j < group; j++, packed += 4 * words, row += layer->query_head * size) {
+            if (!layer->cosines && how == (is_half ? PAIRS : FLOATS)) {
+                memcpy(packed, row, (size_t)(dim * size));
+                memset(packed + dim * size, 0, (size_t)(4 * words - dim * size));
+                continue;
+            }
             widen(row, dim, is_half, x);
             if (layer->cosines) {
                 const float *cosines = layer->cosines + stacked * dim, *sines = layer->sines + stacked * dim;

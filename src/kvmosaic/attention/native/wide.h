@@ -62,8 +62,10 @@ static void hide(const Unit *unit, int64_t lanes, int64_t first, int64_t key, in
         if (row >= unit->last_row) break;
         const uint8_t *mask = call->mask ? call->mask + row * call->num_tokens + key : NULL;
         int64_t seen = call->causal && row + 1 - key < num ? row + 1 - key : num;
-        for (int64_t s = 0; s < num; s++)
-            if (s >= seen || (mask && !mask[s])) scores[s * lanes + lane] = -INFINITY;
+        if (seen < 0) seen = 0;
+        for (int64_t s = 0; mask && s < seen; s++)
+            if (!mask[s]) scores[s * lanes + lane] = -INFINITY;
+        for (int64_t s = seen; s < num; s++) scores[s * lanes + lane] = -INFINITY;
     }
 }
 
