@@ -16,7 +16,6 @@ from kvmosaic.errors import TierFull, TierUnavailable
 from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.disk_files import FileSystem, RealFiles
 from kvmosaic.tiers.disk_folder import EntryFolder
-from kvmosaic.tiers.disk_names import SHARDS
 from kvmosaic.tiers.disk_store import DiskStore
 from kvmosaic.tiers.tally import Tally
 from kvmosaic.tiers.tier import Entry, EntryInfo, TierStat
@@ -118,12 +117,13 @@ class DiskTier:
 
     def scan(self, deadline: Deadline) -> Iterator[EntryInfo]:
         """See `Tier.scan`."""
-        known = self._store.known()
-        for shard in SHARDS:
+        with self._failing():
+            shards = self._store.shards()
+        for shard, known in shards.items():
             if deadline.has_passed:
                 return
             with self._failing():
-                found = self._store.look_into(shard, known.get(shard, ()))
+                found = self._store.look_into(shard, known)
             for key, facts in found.items():
                 yield EntryInfo(key, facts.num_bytes, facts.last_used / 1e9)
 

@@ -18,6 +18,7 @@ from kvmosaic.tiers.disk_marker import prepare
 from kvmosaic.tiers.disk_names import (
     MARKER,
     QUARANTINE,
+    SHARDS,
     aside_name,
     draft_name,
     entry_name,
@@ -77,7 +78,7 @@ class EntryFolder:
             name = draft_name(key.hex())
             try:
                 fd = self._files.open(name, _CREATE, folder=folder)
-                with self._closing(fd):
+                with self._closing(fd, is_written=True):
                     is_whole = self._fill(fd, entry, moment, deadline)
             except BaseException:
                 self._discard(name, folder)
@@ -156,6 +157,11 @@ class EntryFolder:
             return self.remove(key)
         return True
 
+    def shards(self) -> set[str]:
+        """The shards that there are."""
+        with self._inside(".") as folder:
+            return set(SHARDS).intersection(self._files.names(folder))
+
     def entries_in(self, shard: str, now: int) -> dict[Key, FileFacts]:
         """The entries of one of the `SHARDS`. Drafts that nobody writes any more are removed on the way."""
         found: dict[Key, FileFacts] = {}
@@ -199,14 +205,18 @@ class EntryFolder:
                 self._files.sync(top)
 
     @contextlib.contextmanager
-    def _closing(self, fd: int) -> Iterator[int]:
+    def _closing(self, fd: int, *, is_written: bool = False) -> Iterator[int]:
+        """Closes it at the end. That it fails only matters to what was written: some systems write no earlier."""
         try:
             yield fd
         except BaseException:
             with contextlib.suppress(OSError):
                 self._files.close(fd)
             raise
-        self._files.close(fd)
+        with contextlib.ExitStack() as allowed:
+            if not is_written:
+                allowed.enter_context(contextlib.suppress(OSError))
+            self._files.close(fd)
 
     def _fill(self, fd: int, entry: memoryview, moment: int, deadline: Deadline) -> bool:
         start = 0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from kvmosaic.cache.keys import Key
 from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.disk_folder import EntryFolder, FileFacts
-from kvmosaic.tiers.disk_names import SHARDS, shard_of
+from kvmosaic.tiers.disk_names import shard_of
 from kvmosaic.tiers.ledger import Ledger
 from kvmosaic.tiers.tally import Tally
 from kvmosaic.tiers.tier import MAX_ENTRY_BYTES
@@ -35,8 +35,8 @@ class DiskStore:
     than a sixteenth of the quota since it last did. With N of them, entries take at most 1 + N / 16 times the quota,
     drafts not counted. All should have the same quota; otherwise the smallest counts.
 
-    Reading, writing and waiting for the disk happen outside the lock; renaming, removing and listing one of the 256
-    folders inside. So the ledger is exact for what only this process writes.
+    Reading, writing and waiting for the disk happen outside the lock; renaming, removing and listing one shard
+    inside. So the ledger is exact for what only this process writes.
 
     Everything raises `OSError`.
     """
@@ -50,7 +50,8 @@ class DiskStore:
         self._looking = threading.Lock()
         self._ledger = Ledger(clock)
         self._unseen_bytes = 0
-        self._shards_to_see: list[str] = list(SHARDS)
+        self._must_look = True
+        self._to_see: dict[str, list[Key]] = {}
 
     @property
     def num_entries(self) -> int:
@@ -155,30 +156,33 @@ class DiskStore:
             return True
         try:
             with self._lock:
-                if self._unseen_bytes + num_bytes > self._quota * _UNSEEN and not self._shards_to_see:
-                    self._shards_to_see = list(SHARDS)
+                is_time = self._must_look or self._unseen_bytes + num_bytes > self._quota * _UNSEEN
+                if is_time and not self._to_see:
                     self._unseen_bytes = 0
-            known = self.known() if self._shards_to_see else {}
-            while self._shards_to_see:
+                    self._must_look = True  # until it is done, also if it fails
+            if is_time and not self._to_see:
+                self._to_see = self.shards()
+                self._must_look = False
+            while self._to_see:
                 if deadline.has_passed:
                     return False
-                shard = self._shards_to_see[-1]
-                self.look_into(shard, known.get(shard, []))
-                self._shards_to_see.pop()
+                shard = next(iter(self._to_see))
+                self.look_into(shard, self._to_see[shard])
+                del self._to_see[shard]
             return True
         finally:
             self._looking.release()
 
-    def known(self) -> dict[str, list[Key]]:
-        """All keys of the ledger, by shard."""
+    def shards(self) -> dict[str, list[Key]]:
+        """All shards, each with the keys that are known of it."""
         with self._lock:
             known: dict[str, list[Key]] = {}
             for key in self._ledger:
                 known.setdefault(shard_of(key), []).append(key)
-            return known
+        return {shard: known.get(shard, []) for shard in sorted(self._folder.shards() | known.keys())}
 
     def look_into(self, shard: str, known: Iterable[Key]) -> dict[Key, FileFacts]:
-        """Lists one of the `SHARDS`. What was known before and is still in the ledger, but not there, has gone."""
+        """Lists a shard. What was known before and is still in the ledger, but not there, has gone."""
         with self._lock:
             found = self._folder.entries_in(shard, self._clock())
             for key in known:

@@ -1,0 +1,52 @@
+"""Processes that are killed at any moment lose at most what was under way, and nobody ever reads a wrong entry."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("crashing.py")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """In memory where that can be: a killed process leaves the same there, and the disk has other work."""
+    top = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) / f"kvmosaic-crash-{os.getpid()}"
+    shutil.rmtree(top, ignore_errors=True)
+    top.mkdir()
+    yield top / "tier"
+    shutil.rmtree(top)
+
+
+def run(*arguments: object) -> dict[str, int]:
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "Error" not in result.stderr, result.stderr[-3000:]
+    done: dict[str, int] = json.loads(result.stdout)
+    return done
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_process_that_is_killed_loses_at_most_what_was_under_way(folder: Path, seed: int) -> None:
+    """600 kills in all, half of them at a random moment, half before, within or after a random call to the system."""
+    done = run("kill", folder, 300, seed)
+    assert done["kills"] == 300
+    assert done["cut off"] > 100
+    assert done["drafts left over"] > 10
+    assert min(done[kind] for kind in ("put", "get", "touch", "delete", "quarantine", "scan")) > 100
+
+
+def test_processes_that_share_a_folder_never_read_a_wrong_entry(folder: Path) -> None:
+    done = run("share", folder, 4, 1)
+    assert done["kills"] > 5
+    assert done["entries at the end"] > 0
+    # three processes, and the files of up to 9000 bytes that some of them have just placed
+    assert done["most bytes"] <= 40_000 * (1 + 3 / 16) + 3 * 9_000
