@@ -1,0 +1,184 @@
+"""Chunks outlive the process that computed them: the Python face with tiers, on the bundled reader and real places."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+from support.families import build
+
+from kvmosaic import LLM, ChunkCacheConfig, Prompt, SamplingParams, TierConfig
+from kvmosaic.errors import EngineAsleep, InvalidConfig
+from kvmosaic.model import LoadedModel
+from kvmosaic.tiers import Deadline
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+DOCUMENTS = [
+    {"id": f"ferry {number}", "text": f"Ferry {number} goes to Oak Island at {number} o'clock and is painted green."}
+    for number in range(1, 7)
+]
+MESSAGES = [{"role": "user", "content": "When does ferry 3 go?"}]
+
+
+def open_llm(*tiers: str, capacity: str = "64MiB", **options: object) -> LLM:
+    config = TierConfig(tiers=tiers, **options)
+    return LLM(tier_config=config, chunk_cache_config=ChunkCacheConfig(capacity=capacity), self_check=False)
+
+
+def ask(llm: LLM, documents: list[dict[str, str]] = DOCUMENTS):
+    return llm.chat(MESSAGES, GREEDY, documents=documents)[0]
+
+
+def loaded(llm: LLM) -> int:
+    return llm.get_chunk_cache_stats().loaded_chunks
+
+
+@pytest.mark.parametrize("codec", ["none", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_another_process_answers_from_the_same_folder(tmp_path, codec, compression) -> None:
+    url = f"disk:{tmp_path}?quota=1GiB"
+    with open_llm(url, codec=codec, compression=compression) as first:
+        expected = ask(first)
+    with open_llm(url, codec=codec, compression=compression) as second:
+        found = ask(second, DOCUMENTS[::-1])
+        assert loaded(second) == 6 and second.get_chunk_cache_stats().computed_tokens == 0
+    if codec != "int4":
+        assert found.outputs[0].text == expected.outputs[0].text
+
+
+def test_a_small_device_with_a_host_and_a_disk_answers_as_a_large_one(tmp_path) -> None:
+    chance = random.Random(0)
+    documents = [{"id": str(n), "text": f"House {n} has {chance.randrange(99)} doors. " * 6} for n in range(12)]
+    with open_llm("host:1MiB", f"disk:{tmp_path}?quota=1GiB", capacity="800KiB") as small, open_llm() as large:
+        for _ in range(10):
+            chosen = chance.sample(documents, 4)
+            assert ask(small, chosen).outputs[0].text == ask(large, chosen).outputs[0].text
+        small.engine.check_invariants()
+        assert small.get_chunk_cache_stats().evictions > 0 and loaded(small) > 0
+
+
+def test_ten_thousand_chunks_on_disk_are_ready_at_once_and_only_the_question_is_computed(tmp_path) -> None:
+    url = f"disk:{tmp_path}?quota=1GiB"
+    with open_llm(url) as first:
+        ask(first)
+    for number in range(10_000):
+        name = number.to_bytes(32, "little").hex()
+        folder = tmp_path / name[:2]
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.safetensors").write_bytes(b"x" * 64)
+    with open_llm() as plain:  # the model's files are in memory by now
+        ask(plain)
+    begin = time.perf_counter()
+    from kvmosaic.tiers import open_tiers
+
+    [tier] = open_tiers([url])
+    assert time.perf_counter() - begin < 1.0
+    assert tier.stat().num_entries == 10_006
+    tier.close()
+    with open_llm(url) as second:
+        reuse = ask(second).reuse
+        assert all(segment.computed_tokens == 0 for segment in reuse.segments if segment.kind == "chunk")
+        assert loaded(second) == 6
+
+
+@pytest.mark.alone
+def test_novel_orders_without_end_neither_grow_nor_slow_down(tmp_path) -> None:
+    chance = random.Random(1)
+    model = LoadedModel.from_module(build("llama"))
+    documents = [[chance.randrange(3, 128) for _ in range(64)] for _ in range(12)]
+    url = f"disk:{tmp_path}?quota=1GiB"
+    config = ChunkCacheConfig(capacity="2MiB")
+    with LLM(model, tier_config=TierConfig((url,)), chunk_cache_config=config, self_check=False) as llm:
+        keeper = llm.engine.keeper
+        assert keeper is not None
+        seconds, sizes = [], []
+        for number in range(500):
+            chosen = chance.sample(documents, 6)
+            prompt = Prompt.from_tokens([5, 6, 7], chosen, [chance.randrange(3, 128) for _ in range(4)])
+            begin = time.perf_counter()
+            llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+            seconds.append(time.perf_counter() - begin)
+            if number % 100 == 50:
+                assert keeper.hierarchy.flush(10)
+                sizes.append(keeper.hierarchy.tier_stats()[0].num_bytes)
+        assert len(set(sizes)) == 1, "bytes stored do not grow"
+        assert statistics.median(seconds[-100:]) <= 1.10 * statistics.median(seconds[20:120])
+
+
+def test_a_secret_keeps_others_out(tmp_path) -> None:
+    url = f"disk:{tmp_path}?quota=1GiB"
+    with open_llm(url, secret="correct horse") as first:
+        ask(first)
+    with open_llm(url, secret="battery staple") as second:
+        ask(second)
+        assert loaded(second) == 0 and second.engine.keeper.hierarchy.stats.invalid == 6
+    with open_llm(url, secret="battery staple") as third:
+        ask(third)
+        assert loaded(third) == 6
+
+
+def test_deleted_documents_are_gone_from_the_disk(tmp_path) -> None:
+    with open_llm(f"disk:{tmp_path}?quota=1GiB") as llm:
+        ask(llm)
+        assert llm.engine.keeper.hierarchy.flush(10)
+        assert len(list(tmp_path.rglob("*.safetensors"))) == 6
+        llm.delete("ferry 2")
+        assert llm.engine.keeper.hierarchy.flush(10)
+        assert len(list(tmp_path.rglob("*.safetensors"))) == 5
+
+
+def test_sleep_and_wake_keep_the_answer_and_refuse_meanwhile(tmp_path) -> None:
+    with open_llm("host:64MiB") as llm:
+        expected = ask(llm)
+        for level in (1, 2):
+            llm.sleep(level)
+            with pytest.raises(EngineAsleep, match="wake it first"):
+                ask(llm)
+            llm.wake()
+            assert ask(llm).outputs[0].text == expected.outputs[0].text
+
+
+def test_cold_chunks_move_to_the_tiers_and_come_back(tmp_path) -> None:
+    with open_llm("host:64MiB") as llm:
+        expected = ask(llm)
+        assert llm.sleep_cold_chunks(min_accesses=5, idle_seconds=0) == 6
+        assert llm.get_chunk_cache_stats().cached_chunks == 0
+        assert ask(llm).outputs[0].text == expected.outputs[0].text and loaded(llm) == 6
+    with open_llm() as llm, pytest.raises(InvalidConfig, match="there are none"):
+        llm.sleep_cold_chunks()
+
+
+@pytest.mark.parametrize(
+    ("tiers", "options", "words"),
+    [
+        (("disk",), {}, "begins with its kind"),
+        (("tape:/dev/st0",), {}, "no tier of kind 'tape'"),
+        ((3,), {}, "a tier is a URL"),
+        (("host:1MiB",) * 9, {}, "at most 8"),
+        (("host:1MiB",), {"codec": "int3"}, "'fp8'"),
+        (("host:1MiB",), {"secret": "short"}, "8 to 1024"),
+        (("host:1MiB",), {"pending": "much"}, "is not a size"),
+    ],
+)
+def test_wrong_settings_are_named(tiers, options, words) -> None:
+    with pytest.raises(InvalidConfig, match=words):
+        open_llm(*tiers, **options)
+
+
+def test_a_tier_of_ones_own_may_be_given(tmp_path) -> None:
+    from support.tiers import TroubledTier
+
+    own = TroubledTier("own")
+    with LLM(tier_config=TierConfig((own,)), self_check=False) as llm:
+        ask(llm)
+    assert len(own.entries) == 6 and own.is_closed
+    assert own.exists_many(list(own.entries), Deadline()) == set(own.entries)
+
+
+def test_a_folder_that_cannot_be_used_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(InvalidConfig, match="file"):
+        open_llm(f"disk:{tmp_path / 'file'}?quota=1GiB")
