@@ -49,6 +49,10 @@ Packing = Annotated[
     Literal["auto", "always", "never"],
     typer.Option("--prepack", help="Keep bfloat16 weights in the order in which a CPU multiplies them."),
 ]
+Rounding = Annotated[
+    Literal["none", "int8"],
+    typer.Option("--quantization", help="int8: linear layers in 8-bit integers, for bfloat16 on a CPU."),
+]
 NoChunkCache = Annotated[bool, typer.Option("--no-chunk-cache", help="Compute every document again for every prompt.")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON: one object per line and prompt.")]
 
@@ -118,6 +122,7 @@ def run(
     device: Device = "auto",
     num_threads: Threads = None,
     prepack: Packing = "auto",
+    quantization: Rounding = "none",
     no_chunk_cache: NoChunkCache = False,
     as_json: AsJSON = False,
 ) -> None:
@@ -150,6 +155,7 @@ def run(
         not no_chunk_cache,
         num_threads,
         prepack,
+        quantization,
     )
     run_prompts(opening, asking, SamplingParams(max_tokens=max_tokens, temperature=temperature), as_json)
 
@@ -190,12 +196,14 @@ def check(
     device: Device = "auto",
     num_threads: Threads = None,
     prepack: Packing = "auto",
+    quantization: Rounding = "none",
 ) -> None:
     """Check that a model's documents can be composed and moved. Exit code 1 when they cannot."""
     from kvmosaic.console.checking import show_check
     from kvmosaic.console.opening import Opening
 
-    if not show_check(Opening(model, dtype, device, num_threads=num_threads, prepack=prepack)):
+    opening = Opening(model, dtype, device, num_threads=num_threads, prepack=prepack, quantization=quantization)
+    if not show_check(opening):
         raise typer.Exit(1)
 
 

@@ -165,6 +165,9 @@ def test_number_of_threads_and_packing_are_options(
     for wrong in ("0", "1025", "many"):
         result = run(command, tiny_model, *asked, "--num-threads", wrong)
         assert result.exit_code == 2 and "--num-threads" in result.stderr
+    result = run(command, tiny_model, *asked, "--quantization", "int8")
+    assert result.exit_code == 2
+    assert "quantization is 'int8': 8-bit layers take and give bfloat16, on a CPU, but this model is" in result.stderr
     result = run(command, tiny_model, *asked, "--prepack", "always")
     assert result.exit_code == 2
     assert "prepack is 'always': bfloat16 layers are packed, on a CPU, but this model is in float32" in result.stderr

@@ -28,6 +28,7 @@ class Opening:
     enable_chunk_cache: bool = True
     num_threads: int | None = None
     prepack: Literal["auto", "always", "never"] = "auto"
+    quantization: Literal["none", "int8"] = "none"
 
 
 def open_llm(opening: Opening, notices: Console) -> LLM:
@@ -48,6 +49,7 @@ def open_llm(opening: Opening, notices: Console) -> LLM:
             dtype=opening.dtype,
             device=opening.device,
             prepack=opening.prepack,
+            quantization=opening.quantization,
             enable_chunk_cache=opening.enable_chunk_cache,
             chunk_cache_config=ChunkCacheConfig(
                 separator=opening.separator,

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvmosaic.errors import InvalidConfig, ModelNotFound, UnsupportedModel
+from kvmosaic.model.int8 import Quantization, check_quantization, quantize
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.model.prepack import Prepack, cpu_has_bfloat16, let_file_go
 
@@ -32,6 +33,7 @@ def load_model(
     device: str = "auto",
     max_positions: int | None = None,
     prepack: Prepack = "auto",
+    quantization: Quantization = "none",
     revision: str | None = None,
     trust_remote_code: bool = False,
     local_files_only: bool = False,
@@ -48,6 +50,8 @@ def load_model(
             about twice as fast, and fuse the small operations between them where trying it showed no difference.
             "auto": for bfloat16 on a CPU that computes in it; "always" or True: for any bfloat16 on a CPU; "never" or
             False.
+        quantization: "int8": linear layers in 8-bit integers, for bfloat16 on a CPU. Half the memory, and less exact;
+            small operations are fused whatever `prepack` says.
         revision: branch, tag or commit on the hub.
         trust_remote_code: run Python code that comes with the checkpoint. Off: such a model is refused.
         local_files_only: never ask the hub, use what was downloaded before.
@@ -55,7 +59,8 @@ def load_model(
     Raises:
         ModelNotFound: no such folder, no such name, no safetensors weights in it, or the hub cannot be reached.
         UnsupportedModel: transformers does not know the model, or its attention cannot be reached.
-        InvalidConfig: an unknown dtype or device, `max_positions` out of range, or `prepack` where it cannot be.
+        InvalidConfig: an unknown dtype or device, `max_positions` out of range, `prepack` or `quantization` where
+            it cannot be.
     """
     source = _checked_source(name_or_path)
     place = _device(device)
@@ -66,6 +71,7 @@ def load_model(
     }
     config = _fetch(source, lambda: AutoConfig.from_pretrained(source, **options))
     chosen = _dtype(dtype, config, place)
+    check_quantization(quantization, place, chosen)
     if chosen is torch.float64:
         options["experts_implementation"] = "eager"  # the grouped product of experts has no float64
     model, report = _fetch(
@@ -75,9 +81,15 @@ def load_model(
         ),
     )
     _check_complete(source, report["missing_keys"])
+    is_int8 = quantization == "int8"
     loaded = LoadedModel.from_module(
-        model.to(place), _tokenizer(source, options), max_positions=max_positions, prepack=prepack
+        model.to(place),
+        _tokenizer(source, options),
+        max_positions=max_positions,
+        prepack="never" if is_int8 else prepack,
     )
+    if is_int8:
+        loaded = quantize(loaded)
     let_file_go(loaded.module)
     return loaded
 

@@ -35,6 +35,7 @@ def load_llm(settings: ServerSettings) -> LLM:
             dtype=settings.dtype,
             device=settings.device,
             prepack=settings.prepack,
+            quantization=settings.quantization,
             enable_chunk_cache=settings.enable_chunk_cache,
             chunk_cache_config=settings.chunk_cache_config(),
             engine_config=settings.engine_config(),

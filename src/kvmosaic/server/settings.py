@@ -62,6 +62,11 @@ class ServerSettings(BaseSettings):
         "Keep linear layers in bfloat16 in the order in which a CPU multiplies them, which makes answers about twice "
         "as fast; auto: on CPUs that compute in bfloat16.",
     )
+    quantization: Literal["none", "int8"] = _setting(
+        "none",
+        "Model",
+        "int8: linear layers in 8-bit integers, for bfloat16 on a CPU: half the memory, and answers that may differ.",
+    )
     max_model_len: int | None = _setting(
         None, "Model", "Most positions of one sequence. Default: what the model allows.", ge=1, le=2**27
     )
