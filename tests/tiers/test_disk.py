@@ -1,13 +1,251 @@
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import random
+import socket
+import stat
+import time
 from pathlib import Path
 
-from tiers.conformance import TierConformance
+import pytest
+from tiers.conformance import KEYS, QUOTA, TierConformance, entry_of
 
-from kvmosaic.tiers import Tier
+from kvmosaic.cache.keys import Key
+from kvmosaic.errors import InvalidConfig, TierUnavailable
+from kvmosaic.tiers import Deadline, Tier
 from kvmosaic.tiers.disk import DiskTier
 
 
 class TestDiskTier(TierConformance):
     def open(self, place: Path, quota_bytes: int) -> Tier:
         return DiskTier(place, quota_bytes, durable=False)
+
+
+ENTRY = entry_of(KEYS[0], 300)
+
+
+def path_of(place: Path, key: Key) -> Path:
+    return place / key[:1].hex() / f"{key.hex()}.safetensors"
+
+
+def state_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_entry_is_one_file_named_by_its_key_that_only_its_owner_can_read(tmp_path: Path) -> None:
+    place = tmp_path / "new" / "place"
+    DiskTier(place, QUOTA).put_many({KEYS[0]: ENTRY}, Deadline())
+    assert state_of(place).keys() == {place / ".kvmosaic-tier.json", path_of(place, KEYS[0])}
+    assert path_of(place, KEYS[0]).read_bytes() == ENTRY
+    assert json.loads((place / ".kvmosaic-tier.json").read_text()) == {"version": 1}
+    assert stat.S_IMODE(path_of(place, KEYS[0]).stat().st_mode) == 0o600
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "zz", "AB", "ab.txt", ".hidden"])
+def test_a_folder_with_files_of_others_is_refused_and_left_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    before = state_of(tmp_path)
+    with pytest.raises(InvalidConfig, match=r"holds what is not of a disk tier .*name a new or an empty folder"):
+        DiskTier(tmp_path, QUOTA)
+    assert state_of(tmp_path) == before
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InvalidConfig, match="is a file; a disk tier needs a folder"):
+        DiskTier(tmp_path / "file", QUOTA)
+
+
+@pytest.mark.parametrize(
+    ("marker", "words"),
+    [
+        ('{"version": 2}', "of version 2, and this program knows version 1"),
+        ("", "is damaged"),
+        ("[]", "is damaged"),
+        ("{}", "is damaged"),
+        ("{" * 4096, "is damaged"),
+        ('{"version": "' + "9" * 4000 + '"}', "of version 9{20}, and"),
+    ],
+)
+def test_a_folder_of_another_version_is_refused(tmp_path: Path, marker: str, words: str) -> None:
+    DiskTier(tmp_path / "place", QUOTA).close()
+    (tmp_path / "place" / ".kvmosaic-tier.json").write_text(marker)
+    with pytest.raises(InvalidConfig, match=words) as caught:
+        DiskTier(tmp_path / "place", QUOTA)
+    assert len(str(caught.value)) < 500
+
+
+def test_files_of_others_below_are_never_listed_counted_or_removed(tmp_path: Path) -> None:
+    key = Key(b"\xab\xcd" * 16)
+    place = tmp_path / "place"
+    tier = DiskTier(place, QUOTA)
+    tier.put_many({key: ENTRY}, Deadline())
+    shard = path_of(place, key).parent
+    strangers = [
+        shard / "notes.txt",
+        shard / f"{KEYS[1].hex()}.safetensors",  # of another shard
+        shard / f"{key.hex().upper()}.safetensors",
+        shard / f"{key.hex()}.safetensors.bak",
+        shard / f"{key.hex()[:-1]}.safetensors",
+        shard / f".{key.hex()}.partial",
+        shard / f"{'00' * 65}.safetensors",
+        place / "notes.txt",
+        place / f"{key.hex()}.safetensors",
+    ]
+    for path in strangers:
+        path.write_bytes(b"mine" * 500)
+        os.utime(path, (0, 0))
+    later = DiskTier(place, QUOTA, clock=lambda: time.time_ns() + 10**15)
+    assert [info.key for info in later.scan(Deadline())] == [key]
+    assert later.stat().num_bytes == len(ENTRY)
+    assert later.exists_many([key, *KEYS], Deadline()) == {key}
+    for each in [key, *KEYS]:
+        later.put_many({each: entry_of(each, 900)}, Deadline())
+    later.delete_many([key, *KEYS], Deadline())
+    assert all(path.read_bytes() == b"mine" * 500 for path in strangers)
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe", "socket", "dangling"])
+def test_what_is_no_file_is_no_entry(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "place"
+    tier = DiskTier(place, QUOTA)
+    tier.put_many({KEYS[0]: ENTRY}, Deadline())
+    path = path_of(place, KEYS[0])
+    path.rename(tmp_path / "secret")
+    match kind:
+        case "link":
+            path.symlink_to(tmp_path / "secret")
+        case "dangling":
+            path.symlink_to(tmp_path / "nowhere")
+        case "folder":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(path.parent):
+                server.bind(path.name)
+    for each in (tier, DiskTier(place, QUOTA)):
+        assert each.get_many(KEYS, Deadline()) == {}
+        assert each.exists_many(KEYS, Deadline()) == set()
+        each.touch(KEYS, Deadline())
+        assert each.delete_many(KEYS, Deadline()) == set()
+        each.quarantine(KEYS[0], "a test", Deadline())
+        assert list(each.scan(Deadline())) == []
+        assert each.stat().num_entries == 0
+    assert (tmp_path / "secret").read_bytes() == ENTRY
+    assert os.path.lexists(path)
+
+
+@pytest.mark.parametrize("name", ["shard", "quarantine"])
+def test_a_link_in_place_of_a_folder_is_not_followed(tmp_path: Path, name: str) -> None:
+    place, outside = tmp_path / "place", tmp_path / "outside"
+    tier = DiskTier(place, QUOTA)
+    outside.mkdir()
+    (outside / f"{KEYS[0].hex()}.safetensors").write_bytes(ENTRY)
+    if name == "shard":
+        path_of(place, KEYS[0]).parent.symlink_to(outside)
+        assert tier.get_many(KEYS, Deadline()) == {}
+        assert tier.delete_many(KEYS, Deadline()) == set()
+        assert list(DiskTier(place, QUOTA).scan(Deadline())) == []
+        with pytest.raises(TierUnavailable):
+            tier.put_many({KEYS[0]: b"other"}, Deadline())
+    else:
+        tier.put_many({KEYS[0]: b"other"}, Deadline())
+        (place / "quarantine").symlink_to(outside)
+        tier.quarantine(KEYS[0], "a test", Deadline())
+        assert tier.exists_many(KEYS, Deadline()) == set()
+    assert state_of(outside) == {outside / f"{KEYS[0].hex()}.safetensors": ENTRY}
+
+
+def test_a_file_larger_than_the_quota_is_not_read(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "place", QUOTA)
+    tier.put_many({KEYS[0]: ENTRY}, Deadline())
+    os.truncate(path_of(tmp_path / "place", KEYS[0]), 2**40)  # no memory is asked for
+    assert tier.get_many(KEYS, Deadline()) == {}
+
+
+def test_the_quarantine_keeps_the_latest_few(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    tier = DiskTier(place, 32_000)
+    for number in range(40):
+        key = Key(bytes([number]) * 8)
+        tier.put_many({key: entry_of(key, 100)}, Deadline())
+        tier.quarantine(key, "a test", Deadline())
+    names = sorted(path.name[:2] for path in (place / "quarantine").iterdir())
+    assert names == [f"{number:02x}" for number in range(24, 40)]
+    tier.put_many({KEYS[0]: entry_of(KEYS[0], 1990)}, Deadline())  # almost a sixteenth of the quota
+    tier.quarantine(KEYS[0], "a test", Deadline())
+    assert [path.name[:64] for path in (place / "quarantine").iterdir()] == [KEYS[0].hex()]
+    tier.put_many({KEYS[0]: entry_of(KEYS[0], 2010)}, Deadline())
+    tier.quarantine(KEYS[0], "a test", Deadline())
+    assert list((place / "quarantine").iterdir()) == []
+    assert tier.stat().quarantined == 42
+
+
+def test_a_smaller_quota_counts_from_the_next_start(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "place", QUOTA)
+    tier.put_many({key: entry_of(key, 100) for key in KEYS}, Deadline())
+    tier.touch([KEYS[0]], Deadline())
+    assert DiskTier(tmp_path / "place", 250).exists_many(KEYS, Deadline()) == {KEYS[0], KEYS[-1]}
+
+
+def test_what_another_process_has_used_last_stays(tmp_path: Path) -> None:
+    ours, theirs = DiskTier(tmp_path / "place", 100_000), DiskTier(tmp_path / "place", 100_000)
+    ours.put_many({key: entry_of(key, 15_000) for key in KEYS[:6]}, Deadline())
+    theirs.get_many([KEYS[0]], Deadline())
+    theirs.touch([KEYS[1]], Deadline())
+    ours.put_many({KEYS[6]: entry_of(KEYS[6], 20_000)}, Deadline())
+    assert ours.exists_many(KEYS, Deadline()) == {*KEYS[:2], *KEYS[3:7]}
+
+
+def test_what_others_write_counts_before_a_sixteenth_of_the_quota_is_written(quick_folder: Path) -> None:
+    tiers = [DiskTier(quick_folder / "place", 100_000, durable=False) for _ in range(3)]
+    most = 0
+    for number in range(600):
+        key = Key(number.to_bytes(2, "big") * 4)
+        tiers[number % 3].put_many({key: bytes(1000)}, Deadline())
+        most = max(most, sum(len(data) for data in state_of(quick_folder).values()))
+    assert 100_000 < most <= 100_000 * (1 + 3 / 16) + 1000
+
+
+def test_drafts_of_processes_that_are_gone_are_removed_and_others_are_not(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    tier = DiskTier(place, QUOTA)
+    tier.put_many({KEYS[0]: ENTRY}, Deadline())
+    drafts = [path_of(place, KEYS[0]).with_name(f".{KEYS[0].hex()}.{number:016x}.partial") for number in range(3)]
+    for path, age in zip(drafts, (0, 500, 700), strict=True):
+        path.write_bytes(b"half an en")
+        os.utime(path, (time.time() - age,) * 2)
+    assert [info.key for info in DiskTier(place, QUOTA).scan(Deadline())] == [KEYS[0]]
+    assert [path.exists() for path in drafts] == [True, True, False]
+
+
+def test_a_key_that_is_no_key_is_an_error_of_the_caller(tmp_path: Path) -> None:
+    for key in (b"", bytes(65)):
+        with pytest.raises(ValueError, match="a key has 1 to 64 bytes"):
+            DiskTier(tmp_path / "place", QUOTA).put_many({Key(key): ENTRY}, Deadline())
+
+
+def test_a_closed_tier_says_so(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "place", QUOTA)
+    tier.close()
+    with pytest.raises(TierUnavailable, match="is closed"):
+        tier.get_many(KEYS, Deadline())
+    assert tier.stat().failures == 1
+
+
+@pytest.mark.alone
+def test_ten_thousand_entries_are_ready_in_under_a_second(quick_folder: Path) -> None:
+    tier = DiskTier(quick_folder / "place", 2**30, durable=False)
+    keys = [Key(random.Random(number).randbytes(32)) for number in range(10_000)]
+    tier.put_many({key: bytes(key) for key in keys}, Deadline())
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        opened = DiskTier(quick_folder / "place", 2**30)
+        seconds.append(time.perf_counter() - start)
+        assert opened.stat().num_entries == 10_000
+    assert min(seconds) < 1.0

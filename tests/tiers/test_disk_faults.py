@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -103,12 +102,8 @@ class Story:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where there is one: these tests make thousands of files."""
-    path = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) / f"kvmosaic-faults-{os.getpid()}"
-    shutil.rmtree(path, ignore_errors=True)
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
+def folder(quick_folder: Path) -> Path:
+    return quick_folder / "tier"
 
 
 def num_calls_without_faults(folder: Path, quota: int) -> int:
