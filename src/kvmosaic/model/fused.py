@@ -129,18 +129,23 @@ class FusedMlp(Fused):
     def forward(self, *arguments: Any, **named: Any) -> Tensor:
         """[..., hidden] -> [..., hidden]."""
         x = arguments[0] if len(arguments) == 1 and not named else None
-        if not suits(x):
+        if not suits(x) or not self.can_apply():
             own: Tensor = self.own_code(*arguments, **named)
             return own
         return self.apply(x)
 
+    def can_apply(self) -> bool:
+        """Whether nobody wants to see what goes through the activation, which is not called."""
+        activation: Any = self.module._modules["act_fn"]
+        return not activation._forward_hooks and not activation._forward_pre_hooks
+
     def apply(self, x: Tensor) -> Tensor:
-        """The MLP of numbers that suit."""
+        """The MLP of numbers that suit; what it returns is the caller's."""
         parts: Any = self.module._modules
         gate, up = own_output(parts["gate_proj"], x), output(parts["up_proj"], x)
         count = gate.numel()
         self._gate(self._address, gate.data_ptr(), up.data_ptr(), count, num_threads(count // gate.shape[-1]))
-        return output(parts["down_proj"], gate)
+        return own_output(parts["down_proj"], gate)
 
 
 def suits_weight(weight: Tensor | None) -> bool:

@@ -64,8 +64,10 @@ class FusedAttention(Fused):
         if self._plan is None:
             return x.shape[0] == 1
         tables = named.get("position_embeddings")
-        shape = (1, x.shape[1], self._table_dim)
-        return isinstance(tables, tuple) and all(suits(table) and table.shape == shape for table in tables)
+        if not isinstance(tables, tuple) or len(tables) != 2:
+            return False
+        cos, sin = tables
+        return suits(cos) and suits(sin) and cos.shape == sin.shape == (1, x.shape[1], self._table_dim)
 
     def apply(self, x: Tensor, receiver: Receiver, named: dict[str, Any]) -> Tensor:
         """Hidden states that suit, [1, T, hidden] -> [1, T, hidden]."""

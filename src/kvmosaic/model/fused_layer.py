@@ -37,8 +37,8 @@ LAYER_FORMS = (
 class FusedLayer(Fused):
     """A decoder layer: the first residual is added in the call of the norm that follows.
 
-    Without hooks in the layer its fused parts are called past `nn.Module.__call__`, which is a good part of what a step
-    of one token takes beside its linear layers.
+    Parts without hooks are called past `nn.Module.__call__`, which is a good share of what a step of one token takes
+    beside its linear layers.
     """
 
     kind = "layers"
@@ -46,8 +46,10 @@ class FusedLayer(Fused):
     def __init__(self, module: nn.Module, form: LayerForm) -> None:
         super().__init__(module)
         self._form = form
-        inner = [part for part in module.modules() if part is not module]
-        self._hooks = tuple(hooks for part in inner for hooks in (part._forward_hooks, part._forward_pre_hooks))
+        parts = module._modules
+        self._attention_hooks = _hooks(parts[form.before_attention], parts["self_attn"])
+        self._norm_hooks = _hooks(parts[form.before_mlp])
+        self._mlp_hooks = _hooks(parts["mlp"], parts[form.after_mlp] if form.after_mlp else None)
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """Hidden states [1, T, hidden] -> [1, T, hidden]."""
@@ -55,29 +57,31 @@ class FusedLayer(Fused):
         parts: Any = self.module._modules
         form = self._form
         second = fused_form(parts[form.before_mlp])
-        has_hooks = any(self._hooks)
-        if not suits(x) or not isinstance(second, FusedNorm) or not suits_weight(second.module._parameters["weight"]):
+        if (
+            not suits(x)
+            or not isinstance(second, FusedNorm)
+            or any(self._norm_hooks)
+            or not suits_weight(second.module._parameters["weight"])
+        ):
             return self.own_code(*arguments, **named)
-        if has_hooks and (second.module._forward_hooks or second.module._forward_pre_hooks):
-            return self.own_code(*arguments, **named)
-        attended = self._attend(x, named, has_hooks)
+        attended = self._attend(x, named)
         if not suits(attended):
             attended = attended.contiguous()
         x, normed = second.apply_to_sum(attended, x)
         mlp = fused_form(parts["mlp"])
-        if has_hooks or not isinstance(mlp, FusedMlp):
+        if not isinstance(mlp, FusedMlp) or any(self._mlp_hooks) or not mlp.can_apply():
             return x + self._after(form.after_mlp, parts["mlp"](normed))
-        # without hooks nobody else has what an MLP or a norm returned
+        # nobody else has what an MLP or a norm without hooks returned
         return self._after(form.after_mlp, mlp.apply(normed)).add_(x)
 
-    def _attend(self, x: Tensor, named: dict[str, Any], has_hooks: bool) -> Tensor:
+    def _attend(self, x: Tensor, named: dict[str, Any]) -> Tensor:
         parts: Any = self.module._modules
         form = self._form
         first, attention = fused_form(parts[form.before_attention]), fused_form(parts["self_attn"])
         receiver = current_receiver()
         if (
-            not has_hooks
-            and receiver is not None
+            receiver is not None
+            and not any(self._attention_hooks)
             and isinstance(first, FusedNorm)
             and isinstance(attention, FusedAttention)
             and attention.can_apply(x, named)
@@ -93,3 +97,10 @@ class FusedLayer(Fused):
         part: Any = self.module._modules[name]
         out: Tensor = part(x)
         return out
+
+
+def _hooks(*parts: nn.Module | None) -> tuple[dict[int, Any], ...]:
+    """The hooks of these modules, also those that come later."""
+    return tuple(
+        hooks for part in parts if part is not None for hooks in (part._forward_hooks, part._forward_pre_hooks)
+    )
