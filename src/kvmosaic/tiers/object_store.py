@@ -1,0 +1,354 @@
+"""ObjectTier: entries as objects of S3, Google Cloud Storage, Azure Blob Storage, or files below a folder."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl, urlsplit, urlunsplit
+
+from kvmosaic.cache.keys import Key
+from kvmosaic.errors import InvalidConfig, TierError, TierFull, TierUnavailable
+from kvmosaic.tiers.deadline import Deadline
+from kvmosaic.tiers.tally import Tally
+from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Entry, EntryInfo, TierStat
+
+try:
+    import obstore
+    from obstore.exceptions import BaseError
+    from obstore.store import MemoryStore, from_url
+except ModuleNotFoundError as error:
+    raise InvalidConfig("an object tier needs the package obstore; pip install 'kvmosaic[tiers]'") from error
+
+logger = logging.getLogger("kvmosaic")
+
+SCHEMES = ("s3", "gs", "az", "file", "memory")
+MAX_URL_CHARACTERS = 4096
+MAX_CONCURRENCY = 256
+MIN_SECONDS, MAX_SECONDS = 0.01, 600.0
+_OPTIONS = ("concurrency", "connect_timeout", "timeout", "endpoint", "region", "allow_http")
+_NAME = re.compile(rf"([0-9a-f]{{2}})/((?:[0-9a-f]{{2}}){{1,{MAX_KEY_BYTES}}})\.safetensors")
+_PART_BYTES = 2**24
+_LETTING_GO_SECONDS = 0.05
+"""Threads of obstore let go of Python objects a moment after they answered; a process that ends before is aborted."""
+_FAIR_SECONDS = 0.02
+"""Who waits less than this cannot tell a dead place from a busy one."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectSettings:
+    """How much is asked of an object store at once, and how long one request may take.
+
+    Raises:
+        InvalidConfig: a number out of its bounds.
+    """
+
+    concurrency: int = 16
+    connect_seconds: float = 1.0
+    request_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, value, lowest, highest in (
+            ("concurrency", self.concurrency, 1, MAX_CONCURRENCY),
+            ("connect_timeout", self.connect_seconds, MIN_SECONDS, MAX_SECONDS),
+            ("timeout", self.request_seconds, MIN_SECONDS, MAX_SECONDS),
+        ):
+            if not lowest <= value <= highest:
+                raise InvalidConfig(f"{name} of an object tier must be from {lowest:g} to {highest:g}, got {value:g}")
+
+
+class ObjectTier:
+    """One object per entry: `<prefix>/<first 2 hex digits>/<key in hex>.safetensors`.
+
+    An object store writes whole objects or nothing, so a reader never sees a part of one. It has no quota and forgets
+    nothing by itself: set lifecycle rules for old objects and for unfinished multipart uploads. A thread runs the
+    requests, so that a deadline ends them; nothing of what it ends is reported as done.
+    """
+
+    name = "object"
+    is_persistent = True
+
+    def __init__(self, store: Any, address: str, settings: ObjectSettings | None = None) -> None:
+        """Keeps entries in a store of `obstore`; `address` is what is shown of it."""
+        self.settings = settings or ObjectSettings()
+        self._store = store
+        self._address = address
+        self._tally = Tally()
+        self._lock = threading.Lock()
+        self._num_entries = self._num_bytes = 0
+        self._loop = asyncio.new_event_loop()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kvmosaic-object-tier", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    @classmethod
+    def from_url(cls, url: str) -> ObjectTier:
+        """Reads `s3://bucket/prefix?option=value&…`, `gs://…`, `az://…`, `file:///folder` or `memory:///`.
+
+        Options: `concurrency`; `connect_timeout` and `timeout` of one request in seconds; for S3 `endpoint`, `region`
+        and `allow_http=true`. Credentials come from the environment, as the tools of each cloud read them.
+
+        Raises:
+            InvalidConfig: another scheme, an unknown option, a value out of its bounds, or one the store refuses.
+        """
+        if len(url) > MAX_URL_CHARACTERS:
+            raise InvalidConfig(f"the URL of an object tier has {len(url)} characters; at most {MAX_URL_CHARACTERS}")
+        parts = urlsplit(url)
+        if parts.scheme not in SCHEMES:
+            raise InvalidConfig(f"{parts.scheme!r} is not the scheme of an object tier; use {', '.join(SCHEMES)}")
+        if "@" in parts.netloc:
+            raise InvalidConfig("the URL of an object tier holds a name or password; give them in the environment")
+        options = dict(parse_qsl(parts.query, keep_blank_values=True))
+        if "quota" in options:
+            raise InvalidConfig("an object tier has no quota; set lifecycle rules for its prefix, or use a disk tier")
+        for name in options:
+            if name not in _OPTIONS:
+                raise InvalidConfig(f"an object tier has no option {name!r}; it has {', '.join(_OPTIONS)}")
+        defaults = ObjectSettings()
+        settings = ObjectSettings(
+            int(_number("concurrency", options.get("concurrency", str(defaults.concurrency)), whole=True)),
+            _number("connect_timeout", options.get("connect_timeout", str(defaults.connect_seconds))),
+            _number("timeout", options.get("timeout", str(defaults.request_seconds))),
+        )
+        is_memory = parts.scheme == "memory"
+        address = "memory:///" if is_memory else urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
+        more: dict[str, Any] = {}
+        if parts.scheme == "file":
+            more["mkdir"] = True
+        elif not is_memory:
+            more["retry_config"] = {"max_retries": 0}
+            more["client_options"] = {
+                "connect_timeout": f"{math.ceil(settings.connect_seconds * 1000)}ms",
+                "timeout": f"{math.ceil(settings.request_seconds * 1000)}ms",
+                "allow_http": options.get("allow_http") == "true",
+            }
+            more |= {name: options[name] for name in ("endpoint", "region") if name in options}
+        try:
+            store = from_url(address, **more)
+        except (BaseError, ValueError, TypeError, OSError) as error:
+            raise InvalidConfig(f"no object tier at {address}: {_first_line(error)}") from error
+        return cls(store, address, settings)
+
+    def put_many(self, entries: Mapping[Key, Entry], deadline: Deadline) -> set[Key]:
+        """See `Tier.put_many`."""
+        stored: set[Key] = set()
+
+        async def put(key: Key) -> None:
+            view = memoryview(entries[key]).cast("B")
+            if len(view) > MAX_ENTRY_BYTES:
+                return
+            if isinstance(self._store, MemoryStore):
+                view = memoryview(bytes(view))  # it would keep the caller's
+            before = await self._size(key)
+            is_large = len(view) > _PART_BYTES
+            await obstore.put_async(
+                self._store, _path(key), view, use_multipart=is_large, chunk_size=_PART_BYTES, max_concurrency=4
+            )
+            stored.add(key)
+            self._tally.count(puts=1, put_bytes=len(view))
+            self._settle(before is None, len(view) - (before or 0))
+
+        self._for_each(entries, put, deadline)
+        return stored
+
+    def get_many(self, keys: Collection[Key], deadline: Deadline) -> dict[Key, Entry]:
+        """See `Tier.get_many`."""
+        found: dict[Key, Entry] = {}
+
+        async def get(key: Key) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                result = await obstore.get_async(self._store, _path(key))
+                if result.meta["size"] <= MAX_ENTRY_BYTES:
+                    entry = memoryview(await result.bytes_async())
+                    if len(entry) == result.meta["size"]:
+                        found[key] = entry
+
+        self._for_each(keys, get, deadline)
+        found = dict(found)  # what ends late does not change it any more
+        num_bytes = sum(len(entry) for entry in found.values())
+        self._tally.count(hits=len(found), misses=len(set(keys)) - len(found), get_bytes=num_bytes)
+        return found
+
+    def exists_many(self, keys: Collection[Key], deadline: Deadline) -> set[Key]:
+        """See `Tier.exists_many`."""
+        found: set[Key] = set()
+
+        async def look(key: Key) -> None:
+            if await self._size(key) is not None:
+                found.add(key)
+
+        self._for_each(keys, look, deadline)
+        return set(found)
+
+    def delete_many(self, keys: Collection[Key], deadline: Deadline) -> set[Key]:
+        """See `Tier.delete_many`."""
+        gone: set[Key] = set()
+
+        async def delete(key: Key) -> None:
+            size = await self._size(key)
+            if size is None:
+                return
+            with contextlib.suppress(FileNotFoundError):  # somebody else was faster
+                await obstore.delete_async(self._store, _path(key))
+                gone.add(key)
+                self._settle(-1, -size)
+
+        self._for_each(keys, delete, deadline)
+        return set(gone)
+
+    def touch(self, keys: Collection[Key], deadline: Deadline) -> None:
+        """Does nothing: object stores do not know of uses."""
+
+    def quarantine(self, key: Key, reason: str, deadline: Deadline) -> None:
+        """Deletes the object; a store with versions still has it."""
+        if self.delete_many([key], deadline):
+            self._tally.count(quarantined=1)
+            logger.warning("deleted entry %s from %s: %s", key.hex(), self._address, reason)
+
+    def scan(self, deadline: Deadline) -> Iterator[EntryInfo]:
+        """See `Tier.scan`; `last_used` is when it was written."""
+        stream = obstore.list(self._store, chunk_size=1000)
+
+        async def next_metas() -> Sequence[Any]:
+            try:
+                return await anext(stream)
+            except StopAsyncIteration:
+                return ()
+
+        num_entries = num_bytes = 0
+        while metas := self._run(next_metas, deadline):
+            for meta in metas:
+                match = _NAME.fullmatch(meta["path"])
+                if match is not None and match[2].startswith(match[1]):
+                    num_entries, num_bytes = num_entries + 1, num_bytes + meta["size"]
+                    yield EntryInfo(Key(bytes.fromhex(match[2])), meta["size"], meta["last_modified"].timestamp())
+        if metas is not None:
+            with self._lock:
+                self._num_entries, self._num_bytes = num_entries, num_bytes
+
+    def stat(self) -> TierStat:
+        """See `Tier.stat`: as of the last complete `scan`, and what this process has changed since."""
+        with self._lock:
+            num_entries, num_bytes = self._num_entries, self._num_bytes
+        return TierStat(self.name, self._address, num_entries, num_bytes, None, **self._tally.counts())
+
+    def close(self) -> None:
+        """Ends the thread; what is under way is given up."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+
+        async def give_up() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(give_up(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        atexit.unregister(self.close)
+        time.sleep(_LETTING_GO_SECONDS)
+
+    async def _size(self, key: Key) -> int | None:
+        try:
+            return int((await obstore.head_async(self._store, _path(key)))["size"])
+        except FileNotFoundError:
+            return None
+
+    def _for_each(
+        self, keys: Collection[Key], ask: Callable[[Key], Coroutine[Any, Any, None]], deadline: Deadline
+    ) -> None:
+        """Asks about all keys, several at once; those that are not answered by the deadline are given up."""
+        answered: list[Key] = []
+
+        async def ask_all() -> None:
+            limit = asyncio.Semaphore(self.settings.concurrency)
+
+            async def ask_one(key: Key) -> None:
+                async with limit:
+                    await ask(key)
+                    answered.append(key)
+
+            async with asyncio.TaskGroup() as group:
+                for key in keys:
+                    group.create_task(ask_one(key))
+
+        if keys:
+            self._run(ask_all, deadline, answered)
+
+    def _run(
+        self, ask: Callable[[], Coroutine[Any, Any, _T]], deadline: Deadline, answered: Collection[Key] = ()
+    ) -> _T | None:
+        """What is answered; None if the deadline ended it though something was answered, or it had no time to.
+
+        Raises:
+            TierUnavailable: nothing was answered. TierFull: no room.
+        """
+        seconds = deadline.remaining
+        if seconds <= 0.0:
+            return None
+        with self._lock:
+            if self._is_closed:
+                raise TierUnavailable(f"the object tier at {self._address} is closed")
+            task = asyncio.wait_for(ask(), None if math.isinf(seconds) else seconds)
+            future = asyncio.run_coroutine_threadsafe(task, self._loop)
+        try:
+            return future.result()
+        except CancelledError as error:
+            raise TierUnavailable(f"the object tier at {self._address} was closed meanwhile") from error
+        except TimeoutError as error:
+            if answered or seconds < _FAIR_SECONDS:
+                return None
+            self._tally.count(failures=1)
+            raise TierUnavailable(f"{self._address} did not answer within {seconds:.2f} s") from error
+        except (BaseError, OSError, BaseExceptionGroup) as error:
+            first: BaseException = error
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            if not isinstance(first, BaseError | OSError):
+                raise
+            self._tally.count(failures=1)
+            raise self._explain(first) from error
+
+    def _explain(self, error: BaseException) -> TierError:
+        text = _first_line(error)
+        if "os error 28" in text or "No space left" in text or " 507 " in text:
+            return TierFull(f"{self._address} has no room left: {text}")
+        return TierUnavailable(f"{self._address} fails: {text}")
+
+    def _settle(self, entries: int, num_bytes: int) -> None:
+        with self._lock:
+            self._num_entries = max(0, self._num_entries + entries)
+            self._num_bytes = max(0, self._num_bytes + num_bytes)
+
+
+def _path(key: Key) -> str:
+    name = key.hex()
+    return f"{name[:2]}/{name}.safetensors"
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error of obstore says, without its long appendix and without what a URL signs requests with."""
+    return re.sub(r"\?\S*", "?…", str(error).partition("\n")[0])[:500]
+
+
+def _number(name: str, text: str, *, whole: bool = False) -> float:
+    if not re.fullmatch(r"[0-9]{1,9}" if whole else r"[0-9]{1,9}(\.[0-9]{0,9})?", text):
+        kind = "a whole number" if whole else "a number of seconds"
+        raise InvalidConfig(f"{name} of an object tier is {text[:64]!r}; give {kind}")
+    return float(text)
