@@ -12,13 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import InvalidConfig, TierError, TierFull, TierUnavailable
 from kvmosaic.tiers.deadline import Deadline
+from kvmosaic.tiers.object_store_settings import ObjectSettings
 from kvmosaic.tiers.tally import Tally
 from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Entry, EntryInfo, TierStat
 
@@ -31,11 +30,6 @@ except ModuleNotFoundError as error:
 
 logger = logging.getLogger("kvmosaic")
 
-SCHEMES = ("s3", "gs", "az", "file", "memory")
-MAX_URL_CHARACTERS = 4096
-MAX_CONCURRENCY = 256
-MIN_SECONDS, MAX_SECONDS = 0.01, 600.0
-_OPTIONS = ("concurrency", "connect_timeout", "timeout", "endpoint", "region", "allow_http")
 _NAME = re.compile(rf"([0-9a-f]{{2}})/((?:[0-9a-f]{{2}}){{1,{MAX_KEY_BYTES}}})\.safetensors")
 _PART_BYTES = 2**24
 _LETTING_GO_SECONDS = 0.05
@@ -44,28 +38,6 @@ _FAIR_SECONDS = 0.02
 """Who waits less than this cannot tell a dead place from a busy one."""
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectSettings:
-    """How much is asked of an object store at once, and how long one request may take.
-
-    Raises:
-        InvalidConfig: a number out of its bounds.
-    """
-
-    concurrency: int = 16
-    connect_seconds: float = 1.0
-    request_seconds: float = 30.0
-
-    def __post_init__(self) -> None:
-        for name, value, lowest, highest in (
-            ("concurrency", self.concurrency, 1, MAX_CONCURRENCY),
-            ("connect_timeout", self.connect_seconds, MIN_SECONDS, MAX_SECONDS),
-            ("timeout", self.request_seconds, MIN_SECONDS, MAX_SECONDS),
-        ):
-            if not lowest <= value <= highest:
-                raise InvalidConfig(f"{name} of an object tier must be from {lowest:g} to {highest:g}, got {value:g}")
 
 
 class ObjectTier:
@@ -79,11 +51,18 @@ class ObjectTier:
     name = "object"
     is_persistent = True
 
-    def __init__(self, store: Any, address: str, settings: ObjectSettings | None = None) -> None:
-        """Keeps entries in a store of `obstore`; `address` is what is shown of it."""
-        self.settings = settings or ObjectSettings()
-        self._store = store
-        self._address = address
+    def __init__(self, settings: ObjectSettings) -> None:
+        """Opens the store, which asks it nothing yet.
+
+        Raises:
+            InvalidConfig: the store refuses the address.
+        """
+        self.settings = settings
+        self._address = settings.address
+        try:
+            self._store = from_url(settings.address, **settings.store_options)
+        except (BaseError, ValueError, TypeError, OSError) as error:
+            raise InvalidConfig(f"no object tier at {settings.address}: {_first_line(error)}") from error
         self._tally = Tally()
         self._lock = threading.Lock()
         self._num_entries = self._num_bytes = 0
@@ -95,51 +74,8 @@ class ObjectTier:
 
     @classmethod
     def from_url(cls, url: str) -> ObjectTier:
-        """Reads `s3://bucket/prefix?option=value&…`, `gs://…`, `az://…`, `file:///folder` or `memory:///`.
-
-        Options: `concurrency`; `connect_timeout` and `timeout` of one request in seconds; for S3 `endpoint`, `region`
-        and `allow_http=true`. Credentials come from the environment, as the tools of each cloud read them.
-
-        Raises:
-            InvalidConfig: another scheme, an unknown option, a value out of its bounds, or one the store refuses.
-        """
-        if len(url) > MAX_URL_CHARACTERS:
-            raise InvalidConfig(f"the URL of an object tier has {len(url)} characters; at most {MAX_URL_CHARACTERS}")
-        parts = urlsplit(url)
-        if parts.scheme not in SCHEMES:
-            raise InvalidConfig(f"{parts.scheme!r} is not the scheme of an object tier; use {', '.join(SCHEMES)}")
-        if "@" in parts.netloc:
-            raise InvalidConfig("the URL of an object tier holds a name or password; give them in the environment")
-        options = dict(parse_qsl(parts.query, keep_blank_values=True))
-        if "quota" in options:
-            raise InvalidConfig("an object tier has no quota; set lifecycle rules for its prefix, or use a disk tier")
-        for name in options:
-            if name not in _OPTIONS:
-                raise InvalidConfig(f"an object tier has no option {name!r}; it has {', '.join(_OPTIONS)}")
-        defaults = ObjectSettings()
-        settings = ObjectSettings(
-            int(_number("concurrency", options.get("concurrency", str(defaults.concurrency)), whole=True)),
-            _number("connect_timeout", options.get("connect_timeout", str(defaults.connect_seconds))),
-            _number("timeout", options.get("timeout", str(defaults.request_seconds))),
-        )
-        is_memory = parts.scheme == "memory"
-        address = "memory:///" if is_memory else urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
-        more: dict[str, Any] = {}
-        if parts.scheme == "file":
-            more["mkdir"] = True
-        elif not is_memory:
-            more["retry_config"] = {"max_retries": 0}
-            more["client_options"] = {
-                "connect_timeout": f"{math.ceil(settings.connect_seconds * 1000)}ms",
-                "timeout": f"{math.ceil(settings.request_seconds * 1000)}ms",
-                "allow_http": options.get("allow_http") == "true",
-            }
-            more |= {name: options[name] for name in ("endpoint", "region") if name in options}
-        try:
-            store = from_url(address, **more)
-        except (BaseError, ValueError, TypeError, OSError) as error:
-            raise InvalidConfig(f"no object tier at {address}: {_first_line(error)}") from error
-        return cls(store, address, settings)
+        """See `ObjectSettings.from_url`."""
+        return cls(ObjectSettings.from_url(url))
 
     def put_many(self, entries: Mapping[Key, Entry], deadline: Deadline) -> set[Key]:
         """See `Tier.put_many`."""
@@ -345,10 +281,3 @@ def _path(key: Key) -> str:
 def _first_line(error: BaseException) -> str:
     """What an error of obstore says, without its long appendix and without what a URL signs requests with."""
     return re.sub(r"\?\S*", "?…", str(error).partition("\n")[0])[:500]
-
-
-def _number(name: str, text: str, *, whole: bool = False) -> float:
-    if not re.fullmatch(r"[0-9]{1,9}" if whole else r"[0-9]{1,9}(\.[0-9]{0,9})?", text):
-        kind = "a whole number" if whole else "a number of seconds"
-        raise InvalidConfig(f"{name} of an object tier is {text[:64]!r}; give {kind}")
-    return float(text)
