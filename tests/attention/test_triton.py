@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.engines import answer, build_engine, dense_logits, token_ids
 from support.families import build
 from support.plain import PlainBackend
-from support.worlds import CPU, Layer, Mask, World, rotation_of, worlds
+from support.worlds import CPU, TOLERANCES, Layer, Mask, World, rotation_of, worlds
 
 from kvmosaic import LLM, ChunkCacheConfig, Prompt, SamplingParams
 from kvmosaic.attention import RowGroup, RunRead, TorchBackend, choose_backend, plan_reads
@@ -31,6 +31,10 @@ from kvmosaic.attention.triton import TritonBackend, backend, try_triton, work
 
 DEVICE = CPU if TritonBackend.is_interpreted else torch.device("cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ALLOWED = dict(TOLERANCES)
+if TritonBackend.is_interpreted:
+    # the interpreter cuts bfloat16 off where a GPU rounds it: twice the error, and all of it on one side
+    ALLOWED[torch.bfloat16] = 2 * TOLERANCES[torch.bfloat16]
 
 small_worlds = worlds(DTYPES, dims=(8, 16, 20, 80), num_rows=(1, 1, 2, 5, 18), max_run=60, device=DEVICE)
 
@@ -45,7 +49,7 @@ def test_triton_gives_what_plain_gives_in_float64(world, walk, programs):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(work, "MIN_WALK", walk)
         patch.setattr(work, "MAX_PROGRAMS", programs)
-        world.check(TritonBackend())
+        world.check(TritonBackend(), ALLOWED)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -54,7 +58,9 @@ def test_soft_caps_and_partial_rotations_over_both_pools(dtype, layout):
     torch.manual_seed(1)
     reads = (RunRead("chunk_cache", 3, 50, 0, 5), RunRead("request", 7, 20, 60, -2))
     groups = [RowGroup(0, 5, 300, reads), RowGroup(5, 1, 400, reads[:1])]
-    world_of(Layer(2, 20, 12, rotation_of(layout, 8, 20)), groups, 6, dtype, softcap=0.5).check(TritonBackend())
+    world_of(Layer(2, 20, 12, rotation_of(layout, 8, 20)), groups, 6, dtype, softcap=0.5).check(
+        TritonBackend(), ALLOWED
+    )
 
 
 @given(world=small_worlds, walk=st.sampled_from([1, 7, 40, 256]), programs=st.sampled_from([1, 512]))
@@ -94,7 +100,7 @@ def test_one_row_over_a_long_run_is_work_for_many_programs(dtype):
     )
     listed = work.list_work(plan_reads(world.groups, Mask(), CPU), 3, 2, CPU)
     assert [len(units) for units in listed.units.values()] == [11], "2,801 keys in walks of 256"
-    world.check(TritonBackend())
+    world.check(TritonBackend(), ALLOWED)
 
 
 def test_rows_over_the_same_runs_leave_one_result_each():
@@ -110,7 +116,7 @@ def test_readers_of_one_chunk_share_its_read_at_their_own_distances():
     world = world_of(Layer(2, 16, 16, rotation_of("half", 16, 16)), groups, 4)
     listed = work.list_work(plan_reads(groups, Mask(), CPU), 2, 2, CPU)
     assert [(height, len(units)) for height, units in listed.units.items()] == [(16, 4)], "one for the chunk"
-    world.check(TritonBackend())
+    world.check(TritonBackend(), ALLOWED)
 
 
 def test_walks_grow_with_the_keys_until_programs_are_few_enough():
@@ -174,7 +180,9 @@ def test_torch_takes_the_layers_that_do_not_fit(layer, num_heads, dtype):
 
 
 def test_all_query_heads_of_one_key_head_share_a_tile():
-    world_of(Layer(1, 64, 64), [RowGroup(0, 2, 50, (RunRead("request", 0, 30, 0),))], 71).check(TritonBackend())
+    world_of(Layer(1, 64, 64), [RowGroup(0, 2, 50, (RunRead("request", 0, 30, 0),))], 71).check(
+        TritonBackend(), ALLOWED
+    )
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "deepseek_v3"])

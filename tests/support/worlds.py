@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -65,12 +65,12 @@ class World:
         call.scaling, call.sinks = self.layer.key_dim**-0.5, None
         return StepAttention([self.layer], storages, self.groups, (), backend)(call).cpu()
 
-    def check(self, backend: AttentionBackend) -> None:
+    def check(self, backend: AttentionBackend, tolerances: Mapping[torch.dtype, float] = TOLERANCES) -> None:
         """Compares with the plain backend in float64."""
         expected = self.attend(PlainBackend(), torch.float64)
         result = self.attend(backend)
         assert result.dtype is self.dtype
-        torch.testing.assert_close(result.double(), expected, atol=TOLERANCES[self.dtype], rtol=0)
+        torch.testing.assert_close(result.double(), expected, atol=tolerances[self.dtype], rtol=0)
 
 
 def rotation_of(layout: str, rotary_dim: int, head_dim: int) -> Rotation:
