@@ -191,25 +191,29 @@ def share(folder: Path, seconds: float, seed: int) -> Counter[str]:
     DiskTier(folder, QUOTA).close()
     children: set[int] = set()
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        while len(children) < 3:
-            number = choose.randrange(2**32)
-            child = os.fork()
-            if child == 0:
-                try:
-                    work(folder, number)
-                except BaseException as error:
-                    print(repr(error), file=sys.stderr, flush=True)
-                finally:
-                    os._exit(1)
-            children.add(child)
-        time.sleep(choose.uniform(0.01, 0.2))
-        num_bytes = size_of(folder)
-        done["most bytes"] = max(done["most bytes"], num_bytes)
-        done["looks"] += 1
-        child = choose.choice(sorted(children))
-        stop(child, children)
-        done["kills"] += 1
+    try:
+        while time.monotonic() < end:
+            while len(children) < 3:
+                number = choose.randrange(2**32)
+                child = os.fork()
+                if child == 0:
+                    try:
+                        work(folder, number)
+                    except BaseException as error:
+                        print(repr(error), file=sys.stderr, flush=True)
+                    finally:
+                        os._exit(1)
+                children.add(child)
+            time.sleep(choose.uniform(0.01, 0.2))
+            num_bytes = size_of(folder)
+            done["most bytes"] = max(done["most bytes"], num_bytes)
+            done["looks"] += 1
+            child = choose.choice(sorted(children))
+            stop(child, children)
+            done["kills"] += 1
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
     for child in sorted(children):
         stop(child, children)
     tier = DiskTier(folder, QUOTA, durable=False)
@@ -233,8 +237,8 @@ def size_of(folder: Path) -> int:
 
 def stop(child: int, children: set[int]) -> None:
     os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
     children.discard(child)
+    _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status), "a process saw something wrong and ended by itself"
 
 

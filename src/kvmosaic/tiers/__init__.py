@@ -2,23 +2,31 @@
 
 from kvmosaic.tiers.cost import ComputeCost, LoadCost
 from kvmosaic.tiers.deadline import Deadline
+from kvmosaic.tiers.disk import DiskTier
 from kvmosaic.tiers.fetch import Fetch
 from kvmosaic.tiers.hierarchy import Hierarchy, HierarchyStats
+from kvmosaic.tiers.host import HostTier
 from kvmosaic.tiers.opening import open_tiers
 from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Entry, EntryInfo, Tier, TierStat
+from kvmosaic.tiers.url import TierSpec, open_tier, parse_tier_url
 
 __all__ = [
     "MAX_ENTRY_BYTES",
     "MAX_KEY_BYTES",
     "ComputeCost",
     "Deadline",
+    "DiskTier",
     "Entry",
     "EntryInfo",
     "Fetch",
     "Hierarchy",
     "HierarchyStats",
+    "HostTier",
     "LoadCost",
     "Tier",
+    "TierSpec",
     "TierStat",
+    "open_tier",
     "open_tiers",
+    "parse_tier_url",
 ]

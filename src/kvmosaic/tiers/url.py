@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +10,8 @@ from urllib.parse import parse_qsl, unquote
 
 from kvmosaic.config import parse_bytes
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.tiers.host import Allocate
+from kvmosaic.tiers.disk import DiskTier
+from kvmosaic.tiers.host import Allocate, HostTier
 from kvmosaic.tiers.redis_settings import RedisSettings
 from kvmosaic.tiers.tier import Tier
 
@@ -86,19 +86,16 @@ def open_tier(place: str | TierSpec, *, allocate: Allocate | None = None) -> Tie
     """
     spec = parse_tier_url(place) if isinstance(place, str) else place
     if spec.kind == "host":
-        from kvmosaic.tiers.host import HostTier
-
         return HostTier(_quota_of(spec), allocate=allocate)
     if spec.kind == "disk":
-        from kvmosaic.tiers.disk import DiskTier
-
         return DiskTier(spec.address, _quota_of(spec), durable=spec.durable)
     if spec.kind == "redis":
         from kvmosaic.tiers.redis import RedisTier
 
         return RedisTier(RedisSettings.from_url(spec.url))
-    tier: Tier = importlib.import_module("kvmosaic.tiers.object_store").ObjectTier.from_url(spec.url)
-    return tier
+    from kvmosaic.tiers.object_store import ObjectTier
+
+    return ObjectTier.from_url(spec.url)
 
 
 def _quota_of(spec: TierSpec) -> int:
