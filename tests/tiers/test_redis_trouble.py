@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -440,3 +441,24 @@ def test_what_a_url_says_is_used() -> None:
     assert (settings.db, settings.prefix, settings.quota_bytes, settings.pause_seconds) == (5, "a:b", 2**31, 1.5)
     assert (settings.max_connections, settings.part_bytes, settings.ca_file) == (3, 2**21, "/ca.pem")
     assert settings.address == "rediss://[::1]:7000/5"
+
+
+def test_tls_with_a_certificate_of_ones_own(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    new = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost".split()
+    new += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(["openssl", *new], check=True, capture_output=True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    tls = ["--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+    server = RedisServer(tmp_path, *tls, "--tls-ca-cert-file", str(certificate), "--tls-auth-clients", "no")
+    try:
+        url = f"rediss://127.0.0.1:{port}/0?timeout=5&connect_timeout=5"
+        tier = RedisTier.from_url(f"{url}&ca={certificate}")
+        assert tier.put_many({KEY: entry_of(KEY, 3 * MIB)}, Deadline(20)) == {KEY}
+        assert tier.get_many([KEY], Deadline(20)) == {KEY: entry_of(KEY, 3 * MIB)}
+        with pytest.raises(TierUnavailable, match="certificate verify failed"):
+            RedisTier.from_url(url).get_many([KEY], Deadline(20))
+        tier.close()
+    finally:
+        server.close()
