@@ -52,6 +52,23 @@ def test_heads_and_rows_that_fill_no_vector(dtype, instruction_set, key_dim, val
 
 
 @built
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("instruction_set", known)
+@pytest.mark.parametrize("distance", [0, 3])
+def test_short_runs_with_the_same_readers_are_joined(dtype, instruction_set, distance):
+    torch.manual_seed(7)
+    pools, sizes = ("request", "chunk_cache"), (100, 1, 64, 63, 300, 900, 700, 130, 5)
+    runs = [RunRead(pools[n % 2], 10 * n, size, 20 * n, distance) for n, size in enumerate(sizes)]
+    groups = [
+        RowGroup(0, 9, 3000, tuple(runs)),
+        RowGroup(9, 30, 3000, tuple(runs[3:])),
+        RowGroup(39, 1, 3000, (runs[0],)),
+    ]
+    world = World(Layer(2, 16, 24, rotation_of("half", 16, 16)), groups, 6, dtype, num_slots=1000)
+    world.check(NativeBackend(instruction_set=instruction_set))
+
+
+@built
 def test_layers_of_one_plan_may_look_different():
     torch.manual_seed(6)
     plan = plan_reads([RowGroup(0, 5, 99, (RunRead("request", 2, 90, 0),))], Mask(), CPU)

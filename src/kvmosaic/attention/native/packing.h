@@ -48,7 +48,8 @@ INLINE void pack_queries(const Unit *unit, int64_t head, int how, int64_t words,
     memset(x + dim, 0, 4 * 2 * W);
     for (int64_t r = unit->first_row; r < unit->last_row; r++) {
         int64_t stacked = unit->call->first + r;
-        const char *row = layer->query + (layer->rows[stacked] * layer->query_row + head * group * layer->query_head) * size;
+        int64_t at = layer->rows[stacked] * layer->query_row + head * group * layer->query_head;
+        const char *row = layer->query + at * size;
         for (int64_t j = 0; j < group; j++, packed += 4 * words, row += layer->query_head * size) {
             if (!layer->cosines && how == (is_half ? PAIRS : FLOATS)) {
                 memcpy(packed, row, (size_t)(dim * size));

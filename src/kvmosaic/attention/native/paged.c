@@ -14,7 +14,7 @@
 #include "paged.h"
 
 enum { PORTABLE, AVX2, AVX512 };
-enum { MOST_THREADS = 64, WORTH_A_THREAD = 1 << 18 };
+enum { MOST_THREADS = 64, WORTH_A_THREAD = 1 << 18, JOINED_KEYS = 1600 };
 
 typedef void (*Parallel)(void (*work)(void *), void *data, unsigned num_threads, unsigned flags); /* GOMP_parallel */
 
@@ -40,6 +40,8 @@ typedef struct {
     int64_t split, num_splits, tile_rows, num_tiles, unit_heads, num_head_parts, num_units;
     int64_t readers; /* query heads per key head */
     int64_t first_unit, first_output, first_state;
+    int64_t num_calls; /* this one and those that are joined with it; 0: it is joined with an earlier one */
+    int64_t left;      /* how many of the next calls are joined with an earlier one */
 } Cut;
 
 static int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
@@ -61,10 +63,33 @@ static Cut cut(const Layer *layer, const Call *call) {
     return c;
 }
 
-/* The cut of the call after `before`: its units and partial results lie behind those of `before`. */
-static Cut next_cut(const Layer *layer, const Call *call, Cut before) {
+/* How many calls from this one on are one piece of work: few keys each, the same queries, not turned, many of them. */
+static int64_t joined(const Layer *layer, int64_t number) {
+    const Call *first = layer->calls + number, *call = first;
+    int64_t rows = first->last - first->first, keys = 0;
+    if (layer->cosines || rows * (layer->num_heads / layer->num_kv_heads) <= NARROW) return 1;
+    for (; call < layer->calls + layer->num_calls; call++) {
+        keys += call->num_tokens;
+        if (keys > JOINED_KEYS || call->causal || call->mask || call->last - call->first != rows) break;
+        if (memcmp(layer->rows + first->first, layer->rows + call->first, (size_t)(8 * rows))) break;
+    }
+    return call > first ? call - first : 1;
+}
+
+/* The cut of call `number`, whose units and partial results lie behind those of the call before it. */
+static Cut next_cut(const Layer *layer, int64_t number, Cut before, int joins) {
     int64_t partials = before.num_splits * before.readers * layer->num_kv_heads;
-    Cut c = cut(layer, call);
+    Cut c = {0};
+    if (before.left > 0) c.left = before.left - 1;
+    else if (number < layer->num_calls) {
+        c = cut(layer, layer->calls + number);
+        c.num_calls = joins ? joined(layer, number) : 1;
+        c.left = c.num_calls - 1;
+        if (c.left > 0) {
+            c.num_splits = 1;
+            c.num_units = c.num_tiles * c.num_head_parts;
+        }
+    }
     c.first_unit = before.first_unit + before.num_units;
     c.first_output = before.first_output + partials * width_of(layer->value_dim);
     c.first_state = before.first_state + 2 * partials;
@@ -85,10 +110,9 @@ static int64_t index_bytes(const Layer *layer) {
 /* Bytes that `kvmosaic_attend` needs in `layer->scratch` (aligned to 64). */
 int64_t kvmosaic_scratch_bytes(const Layer *layer, int64_t num_threads) {
     Cut c = {0};
-    for (int64_t i = 0; i < layer->num_calls; i++) c = next_cut(layer, layer->calls + i, c);
-    Cut end = next_cut(layer, layer->calls, c);
+    for (int64_t i = 0; i <= layer->num_calls; i++) c = next_cut(layer, i, c, 0); /* whether they are turned is open */
     if (num_threads > MOST_THREADS) num_threads = MOST_THREADS;
-    return num_threads * thread_bytes() + index_bytes(layer) + 4 * (end.first_output + end.first_state) + 256;
+    return num_threads * thread_bytes() + index_bytes(layer) + 4 * (c.first_output + c.first_state) + 256;
 }
 
 typedef struct {
@@ -114,9 +138,10 @@ static void run_units(void *data) {
         Cut c = job->cuts[number];
         int64_t part = i - c.first_unit, heads = part % c.num_head_parts, tile = part / c.num_head_parts % c.num_tiles;
         int64_t split = part / c.num_head_parts / c.num_tiles, rows = call->last - call->first;
-        Unit unit = {layer, call, .first_key = split * c.split, .first_row = tile * c.tile_rows,
+        Unit unit = {layer, call, c.num_calls, .first_key = split * c.split, .first_row = tile * c.tile_rows,
                      .first_head = heads * c.unit_heads};
         unit.last_key = unit.first_key + c.split < call->num_tokens ? unit.first_key + c.split : call->num_tokens;
+        if (c.num_calls > 1) unit.last_key = call->num_tokens;
         unit.last_row = unit.first_row + c.tile_rows < rows ? unit.first_row + c.tile_rows : rows;
         unit.last_head = unit.first_head + c.unit_heads;
         if (unit.last_head > layer->num_kv_heads) unit.last_head = layer->num_kv_heads;
@@ -204,14 +229,15 @@ int64_t kvmosaic_attend(const Layer *layer, int64_t path, Parallel parallel, int
     job.call_of = job.stacked + layer->num_stacked;
     job.cuts = (Cut *)(job.call_of + layer->num_stacked);
     job.outputs = (float *)(free_space + index_bytes(layer));
-    int64_t work = 0;
+    int64_t work = 0, group = layer->num_heads / layer->num_kv_heads;
     Cut c = {0};
     for (int64_t i = 0; i < layer->num_calls; i++) {
         const Call *call = layer->calls + i;
-        job.cuts[i] = c = next_cut(layer, call, c);
-        work += call->num_tokens * layer->num_kv_heads * (8 + c.readers) * (layer->key_dim + layer->value_dim) / 4;
+        job.cuts[i] = c = next_cut(layer, i, c, 1);
+        int64_t readers = (call->last - call->first) * group;
+        work += call->num_tokens * layer->num_kv_heads * (8 + readers) * (layer->key_dim + layer->value_dim) / 4;
     }
-    Cut end = job.cuts[layer->num_calls] = next_cut(layer, layer->calls, c);
+    Cut end = job.cuts[layer->num_calls] = next_cut(layer, layer->num_calls, c, 1);
     job.num_units = end.first_unit;
     job.states = job.outputs + end.first_output;
     index_rows(&job);

@@ -34,10 +34,12 @@ typedef struct {
     double scaling, softcap; /* softcap 0: none */
 } Layer;
 
-/* A part of one call: keys [first_key, last_key), rows [first_row, last_row) of its readers, some key heads. */
+/* A part of one call: keys [first_key, last_key), rows [first_row, last_row) of its readers, some key heads. Or all
+ * keys of several calls with the same readers, none of them turned: then `num_calls` counts them. */
 typedef struct {
     const Layer *layer;
     const Call *call;
+    int64_t num_calls;
     int64_t first_key, last_key, first_row, last_row, first_head, last_head;
     float *outputs; /* [G, readers * H/G, width], columns in the order of `column_of` */
     float *states;  /* [G, readers * H/G, 2]: largest score, sum of weights */

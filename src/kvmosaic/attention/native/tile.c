@@ -12,7 +12,7 @@
 static void attend(const Unit *unit, char *scratch) {
     const Layer *layer = unit->layer;
     int64_t m = (unit->last_row - unit->first_row) * (layer->num_heads / layer->num_kv_heads);
-    if (m <= NARROW) {
+    if (m <= NARROW && unit->num_calls == 1) {
         if (!layer->is_bfloat16) attend_narrow(unit, scratch, FLOATS);
         else attend_narrow(unit, scratch, HAS_PAIRS ? PAIRS : PLANES);
     } else {

@@ -18,7 +18,7 @@
 #define TILE_ROWS 4
 #endif
 
-/* Rows that are read soon. They are asked for little by little: a processor waits for so many lines at once only. */
+/* Rows in memory. Those that are read soon are asked for little by little: a processor waits for so many at once. */
 typedef struct {
     const char *from; /* NULL: none */
     int64_t stride, bytes;
@@ -79,7 +79,7 @@ INLINE void store_pairs(float *to, vf a, vf b, vi order) {
 #endif
 }
 
-/* Scores to weights, in place; `state`: largest score and sum of weights of every lane; `keep`: what remains of before. */
+/* Scores to weights, in place. `state`: largest score and sum of weights, lane by lane; `keep`: what is left of before. */
 INLINE void weigh_strip(const Unit *unit, int how, int nv, int64_t first, int64_t key, int64_t num, int64_t rows,
                         float *scores, float *state, vf *keep) {
     const Layer *layer = unit->layer;
@@ -175,11 +175,27 @@ INLINE void turn_back(const float *from, int64_t m, int64_t dims, float *to, int
     }
 }
 
+/* Keys of a call from number `key` on, for the unit's head `h`. */
+INLINE Ahead keys_of(const Unit *unit, const Call *call, int64_t key, int64_t h) {
+    const Layer *layer = unit->layer;
+    const Pool *pool = layer->pools + call->pool;
+    int64_t size = layer->is_bfloat16 ? 2 : 4, head = unit->first_head + h;
+    int64_t at = (call->first_slot + key) * pool->key_token + head * pool->key_head;
+    return (Ahead){pool->key + at * size, pool->key_token * size, layer->key_dim * size};
+}
+
+INLINE Ahead values_of(const Unit *unit, const Call *call, int64_t key, int64_t h) {
+    const Layer *layer = unit->layer;
+    const Pool *pool = layer->pools + call->pool;
+    int64_t size = layer->is_bfloat16 ? 2 : 4, head = unit->first_head + h;
+    int64_t at = (call->first_slot + key) * pool->value_token + head * pool->value_head;
+    return (Ahead){pool->value + at * size, pool->value_token * size, layer->value_dim * size};
+}
+
 INLINE void attend_wide(const Unit *unit, char *scratch, int how, int is_half) {
     const Layer *layer = unit->layer;
     const Call *call = unit->call;
-    const Pool *pool = layer->pools + call->pool;
-    int64_t size = is_half ? 2 : 4, group = layer->num_heads / layer->num_kv_heads;
+    int64_t group = layer->num_heads / layer->num_kv_heads;
     int64_t per_word = how == PAIRS ? 2 : 1;
     int64_t m = (unit->last_row - unit->first_row) * group, readers = (call->last - call->first) * group;
     int64_t lanes = whole(m, W), dims = whole(layer->value_dim, W), width = width_of(layer->value_dim);
@@ -196,14 +212,9 @@ INLINE void attend_wide(const Unit *unit, char *scratch, int how, int is_half) {
     int in_place = (how == PAIRS) == is_half && (how == FLOATS || layer->key_dim % 2 == 0);
 
     int64_t num_heads = unit->last_head - unit->first_head;
-    int64_t key_stride = pool->key_token * size, value_stride = pool->value_token * size;
-    const char *all_keys = pool->key + unit->first_head * pool->key_head * size;
-    const char *all_values = pool->value + unit->first_head * pool->value_head * size;
     for (int64_t h = 0; h < num_heads; h++) { /* the first block comes while queries are packed */
-        int64_t slot = call->first_slot + unit->first_key;
-        Ahead first_keys = {all_keys + slot * key_stride + h * pool->key_head * size, key_stride, layer->key_dim * size};
-        Ahead first_values = {all_values + slot * value_stride + h * pool->value_head * size, value_stride,
-                              layer->value_dim * size};
+        Ahead first_keys = keys_of(unit, call, unit->first_key, h);
+        Ahead first_values = values_of(unit, call, unit->first_key, h);
         ask_for(&first_keys, 0, 1, 1);
         ask_for(&first_values, 0, 1, 1);
     }
@@ -218,32 +229,35 @@ INLINE void attend_wide(const Unit *unit, char *scratch, int how, int is_half) {
             float *state = states + 2 * (h * lanes + first);
             for (int64_t i = 0; i < nv * W; i++) state[i] = -INFINITY, state[nv * W + i] = 0;
         }
-    for (int64_t key = unit->first_key; key < unit->last_key; key += BLOCK) {
+    int64_t key = unit->first_key, end = unit->last_key;
+    for (const Call *last = call + unit->num_calls; call < last;) {
         block.key = key;
-        block.num = unit->last_key - key < BLOCK ? unit->last_key - key : BLOCK;
+        block.num = end - key < BLOCK ? end - key : BLOCK;
         block.rows = whole(block.num, TILE_ROWS);
         if (call->causal && key >= unit->last_row) break;
-        int is_last = key + BLOCK >= unit->last_key;
+        const Call *next = key + BLOCK < end ? call : call + 1;
+        int64_t next_key = key + BLOCK < end ? key + BLOCK : 0;
         for (int64_t h = 0; h < num_heads; h++) {
-            int64_t slot = call->first_slot + key;
-            const char *from = all_keys + slot * key_stride + h * pool->key_head * size;
-            block.keys = from, block.key_stride = key_stride;
-            Ahead next = {is_last ? NULL : from + BLOCK * key_stride, key_stride, layer->key_dim * size};
+            Ahead from = keys_of(unit, call, key, h);
+            block.keys = from.from, block.key_stride = from.stride;
             if (!in_place || block.num < block.rows) {
-                copy_rows(how, from, key_stride, block.num, block.rows, layer->key_dim, is_half, block.key_words, keys);
+                copy_rows(how, from.from, from.stride, block.num, block.rows, layer->key_dim, is_half, block.key_words,
+                          keys);
                 block.keys = keys, block.key_stride = 4 * block.key_words;
             }
-            from = all_values + slot * value_stride + h * pool->value_head * size;
-            Ahead next_values = {is_last ? NULL : from + BLOCK * value_stride, value_stride, layer->value_dim * size};
+            from = values_of(unit, call, key, h);
             if (how == PAIRS)
-                pair_rows(from, value_stride, block.num, block.rows, layer->value_dim, block.value_words, values);
+                pair_rows(from.from, from.stride, block.num, block.rows, layer->value_dim, block.value_words, values);
             else
-                copy_rows(how, from, value_stride, block.num, block.rows, layer->value_dim, is_half, block.value_words,
-                          values);
+                copy_rows(how, from.from, from.stride, block.num, block.rows, layer->value_dim, is_half,
+                          block.value_words, values);
             for (int64_t first = 0, nv; first < lanes; first += nv * W) {
                 nv = strip_of((lanes - first) / W);
                 block.next_keys.from = block.next_values.from = NULL;
-                if (first == 0) block.next_keys = next, block.next_values = next_values;
+                if (first == 0 && next < last) {
+                    block.next_keys = keys_of(unit, next, next_key, h);
+                    block.next_values = values_of(unit, next, next_key, h);
+                }
                 const float *q = queries + (h * lanes + first) * block.key_words;
                 float *state = states + 2 * (h * lanes + first), *o = outputs + (h * lanes + first) * dims;
                 if (nv == 3) attend_strip(unit, how, 3, &block, first, q, scores, state, o);
@@ -251,6 +265,9 @@ INLINE void attend_wide(const Unit *unit, char *scratch, int how, int is_half) {
                 else attend_strip(unit, how, 1, &block, first, q, scores, state, o);
             }
         }
+        key = next_key;
+        if (next > call && next < last) end = next->num_tokens;
+        call = next;
     }
     float scaling = layer->softcap != 0 ? 1 : (float)layer->scaling;
     for (int64_t h = 0; h < num_heads; h++) {
