@@ -192,6 +192,21 @@ def test_a_smaller_quota_counts_from_the_next_start(tmp_path: Path) -> None:
     assert DiskTier(tmp_path / "place", 250).exists_many(KEYS, Deadline()) == {KEYS[0], KEYS[-1]}
 
 
+def test_a_file_tells_when_its_entry_was_last_used(tmp_path: Path) -> None:
+    now = 10**18
+    tier = DiskTier(tmp_path / "place", QUOTA, clock=lambda: now)
+    for use in (
+        lambda: tier.put_many({KEYS[0]: ENTRY}, Deadline()),
+        lambda: tier.get_many([KEYS[0]], Deadline()),
+        lambda: tier.touch([KEYS[0]], Deadline()),
+    ):
+        now += 10**12
+        use()
+        tier.exists_many([KEYS[0]], Deadline())
+        assert path_of(tmp_path / "place", KEYS[0]).stat().st_mtime_ns == now
+        assert [info.last_used for info in tier.scan(Deadline())] == [now / 1e9]
+
+
 def test_what_another_process_has_used_last_stays(tmp_path: Path) -> None:
     ours, theirs = DiskTier(tmp_path / "place", 100_000), DiskTier(tmp_path / "place", 100_000)
     ours.put_many({key: entry_of(key, 15_000) for key in KEYS[:6]}, Deadline())
