@@ -1,16 +1,24 @@
 """Where bytes live."""
 
-from kvmosaic.memory.budget import blocks_within, check_fits, device_memory_bytes
-from kvmosaic.memory.codec import choose_codec
-from kvmosaic.memory.entry import DecodedEntry, EntryExpectation, decode_entry, encode_entry, read_header
-from kvmosaic.memory.geometry import LayerGeometry, geometry_of
-from kvmosaic.memory.header import CodecName, Compression, DtypeName, EntryHeader
-from kvmosaic.memory.preamble import num_preamble_bytes
-from kvmosaic.memory.storage import BlockStorage, ChunkTensors, StoredLayer
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvmosaic.memory.budget import blocks_within, check_fits, device_memory_bytes
+    from kvmosaic.memory.codec import choose_codec
+    from kvmosaic.memory.entry import DecodedEntry, EntryExpectation, decode_entry, encode_entry, read_header
+    from kvmosaic.memory.geometry import LayerGeometry, geometry_of
+    from kvmosaic.memory.glance import Claims, check_entry, num_preamble_bytes, read_claims
+    from kvmosaic.memory.header import CodecName, Compression, DtypeName, EntryHeader
+    from kvmosaic.memory.seal import Seal
+    from kvmosaic.memory.storage import BlockStorage, ChunkTensors, StoredLayer
 
 __all__ = [
     "BlockStorage",
     "ChunkTensors",
+    "Claims",
     "CodecName",
     "Compression",
     "DecodedEntry",
@@ -18,8 +26,10 @@ __all__ = [
     "EntryExpectation",
     "EntryHeader",
     "LayerGeometry",
+    "Seal",
     "StoredLayer",
     "blocks_within",
+    "check_entry",
     "check_fits",
     "choose_codec",
     "decode_entry",
@@ -27,5 +37,29 @@ __all__ = [
     "encode_entry",
     "geometry_of",
     "num_preamble_bytes",
+    "read_claims",
     "read_header",
 ]
+
+# Names are imported on first use, so that commands which look at stored entries stay without torch.
+_HOMES = {
+    "budget": ("blocks_within", "check_fits", "device_memory_bytes"),
+    "codec": ("choose_codec",),
+    "entry": ("DecodedEntry", "EntryExpectation", "decode_entry", "encode_entry", "read_header"),
+    "geometry": ("LayerGeometry", "geometry_of"),
+    "glance": ("Claims", "check_entry", "num_preamble_bytes", "read_claims"),
+    "header": ("CodecName", "Compression", "DtypeName", "EntryHeader"),
+    "seal": ("Seal",),
+    "storage": ("BlockStorage", "ChunkTensors", "StoredLayer"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module 'kvmosaic.memory' has no attribute {name!r}")
+    return getattr(import_module(f"kvmosaic.memory.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING
 
-from kvmosaic.memory.storage import StoredLayer
+if TYPE_CHECKING:
+    from kvmosaic.memory.storage import StoredLayer
 
 MAX_LAYERS = 1024
 MAX_WIDTH = 2**16

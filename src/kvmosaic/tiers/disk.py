@@ -127,6 +127,11 @@ class DiskTier:
             for key, facts in found.items():
                 yield EntryInfo(key, facts.num_bytes, facts.last_used / 1e9)
 
+    def peek(self, key: Key, num_bytes: int, deadline: Deadline) -> Entry | None:
+        """See `Peeking.peek`."""
+        with self._failing():
+            return None if deadline.has_passed else self._store.start(key, num_bytes)
+
     def stat(self) -> TierStat:
         """See `Tier.stat`."""
         return TierStat(

@@ -118,6 +118,17 @@ class EntryFolder:
                 return entry
         return None
 
+    def start(self, key: Key, num_bytes: int, most_bytes: int) -> bytes | None:
+        """The first bytes of an entry, without a use; None if it is not there, or larger than it may be."""
+        with _absence_allowed(), self._inside(shard_of(key)) as folder:
+            fd = self._files.open(entry_name(key), _READ, folder=folder)
+            with self._closing(fd):
+                facts = self._files.facts(fd)
+                if not stat.S_ISREG(facts.st_mode) or facts.st_size > most_bytes:
+                    return None
+                return self._read_whole(fd, min(num_bytes, facts.st_size))
+        return None
+
     def facts(self, key: Key) -> FileFacts | None:
         """What is known of an entry, None if it is not there."""
         with _absence_allowed(), self._inside(shard_of(key)) as folder:

@@ -116,6 +116,10 @@ class DiskStore:
                 self._refresh(key)
         return entry
 
+    def start(self, key: Key, num_bytes: int) -> bytes | None:
+        """The first bytes of an entry, which is not a use."""
+        return self._folder.start(key, num_bytes, self.most_bytes)
+
     def exists(self, key: Key) -> bool:
         """Whether the entry is there now."""
         with self._lock:

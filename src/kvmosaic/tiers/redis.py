@@ -163,6 +163,16 @@ class RedisTier:
             with self._lock:
                 self._num_entries, self._num_bytes = len(seen), num_bytes
 
+    def peek(self, key: Key, num_bytes: int, deadline: Deadline) -> Entry | None:
+        """See `Peeking.peek`."""
+
+        def get(session: Session) -> bytearray | None:
+            parts = self._look(session, [key], is_use=False).get(key)
+            return None if parts is None else parts.get(session, num_bytes)
+
+        entry = self._run(deadline, get)
+        return None if entry is None else memoryview(entry)[:num_bytes]
+
     def stat(self) -> TierStat:
         """See `Tier.stat`. With a quota, what all processes hold as of the last call that changed something."""
         with self._lock:

@@ -59,10 +59,13 @@ class Parts:
         for some in self._windows():
             session.ask(*(("SET", f"{self._stem}{i}", entry[i * size : (i + 1) * size], "EX", seconds) for i in some))
 
-    def get(self, session: Session) -> bytearray | None:
-        """Reads all parts; None if one is gone."""
-        entry = bytearray(self.num_bytes)
-        for some in self._windows():
+    def get(self, session: Session, most_bytes: int | None = None) -> bytearray | None:
+        """Reads all parts, or those that begin before `most_bytes`; None if one is gone."""
+        num_parts = self.num_parts
+        if most_bytes is not None:
+            num_parts = min(num_parts, max(1, math.ceil(most_bytes / self.part_bytes)))
+        entry = bytearray(min(self.num_bytes, num_parts * self.part_bytes))
+        for some in self._windows(num_parts):
             for i, part in zip(some, session.ask(*(("GET", f"{self._stem}{i}") for i in some)), strict=True):
                 start = i * self.part_bytes
                 if part is None or len(part) != min(self.part_bytes, self.num_bytes - start):
@@ -70,8 +73,9 @@ class Parts:
                 entry[start : start + len(part)] = part
         return entry
 
-    def _windows(self) -> Iterator[Sequence[int]]:
-        return slices(range(self.num_parts), max(1, _WINDOW_BYTES // self.part_bytes))
+    def _windows(self, num_parts: int | None = None) -> Iterator[Sequence[int]]:
+        num_parts = self.num_parts if num_parts is None else num_parts
+        return slices(range(num_parts), max(1, _WINDOW_BYTES // self.part_bytes))
 
 
 def slices(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
