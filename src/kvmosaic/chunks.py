@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvmosaic.cache import Chunk
 from kvmosaic.engine import Engine
-from kvmosaic.errors import ChunkCacheOff, ChunkTooLong
+from kvmosaic.errors import ChunkCacheOff, ChunkTooLong, UnknownChunk
 from kvmosaic.layout import PositionStrategy
 from kvmosaic.prompt import Prompt, PromptEncoder, Segment, SegmentKind
 
@@ -104,8 +104,18 @@ class ChunkStore:
         return self._engine.planner.unpin(name, salt, tenant)
 
     def delete(self, name: str, *, salt: str = "", tenant: str = "") -> int:
-        """Drops the chunks with this name; returns how many. Raises UnknownChunk or ChunkInUse."""
-        return self._engine.planner.delete(name, salt, tenant)
+        """Drops the chunks with this name, from the tiers as well; returns how many. Raises UnknownChunk or ChunkInUse.
+
+        Chunks that only the tiers have are known by name if this process stored or used them.
+        """
+        keeper = self._engine.keeper
+        try:
+            num_deleted = self._engine.planner.delete(name, salt, tenant)
+        except UnknownChunk:
+            if keeper is None or not (num_deleted := keeper.delete_named(name, salt, tenant)):
+                raise
+            return num_deleted
+        return num_deleted + (keeper.delete_named(name, salt, tenant) if keeper is not None else 0)
 
     def _warm(
         self, prompts: Sequence[Prompt], strategy: PositionStrategy | None, progress: Callable[[int, int], None] | None

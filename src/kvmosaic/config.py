@@ -14,7 +14,7 @@ from kvmosaic.prompt.separator import check_separator
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _MAX_BYTES = 2**50
-_MAX_TIERS = 8
+MAX_TIERS = 8
 
 
 def parse_bytes(size: int | str) -> int:
@@ -145,8 +145,8 @@ class TierConfig:
     def __post_init__(self) -> None:
         if isinstance(self.tiers, str) or not isinstance(self.tiers, tuple | list):
             raise InvalidConfig(f"tiers must be a list such as ('host:4GiB', 'disk:/path'), got {self.tiers!r}")
-        if len(self.tiers) > _MAX_TIERS:
-            raise InvalidConfig(f"{len(self.tiers)} tiers are too many; give at most {_MAX_TIERS}")
+        if len(self.tiers) > MAX_TIERS:
+            raise InvalidConfig(f"{len(self.tiers)} tiers are too many; give at most {MAX_TIERS}")
         object.__setattr__(self, "tiers", tuple(self.tiers))
         _check_choice("codec", self.codec, ("none", "fp8", "int8", "int4"))
         _check_choice("compression", self.compression, ("none", "zstd"))

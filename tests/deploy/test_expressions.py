@@ -56,7 +56,7 @@ EXPRESSIONS = {
 @pytest.fixture(scope="module")
 def series() -> dict[str, dict[str, set[str]]]:
     """Per name on /metrics of a real server that has answered, the values of each label."""
-    with RunningServer() as server:
+    with RunningServer(chunk_tier=["host:64MiB"]) as server:
         body = {"model": server.model, "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2}
         body["documents"] = [{"id": "a", "text": "Corlow Lighthouse was built in 1820."}]
         for _ in range(2):
@@ -82,7 +82,7 @@ def test_every_name_and_label_of_an_expression_is_exported(name: str, series: di
         assert label in known, f"{metric} has no label {label}"
 
 
-@pytest.mark.parametrize("label", ["pool", "state", "action"])
+@pytest.mark.parametrize("label", ["pool", "state", "action", "outcome"])
 def test_values_that_expressions_ask_for_exist(label: str, series: dict[str, dict[str, set[str]]]) -> None:
     asked = {
         (metric, part)

@@ -12,8 +12,10 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from support.server import RunningServer, wait_until
+from support.tiers import TroubledTier
 
 from kvmosaic.engine import Engine
+from kvmosaic.errors import TierUnavailable
 from kvmosaic.metrics import catalogue
 from kvmosaic.server.readings import MAX_TENANTS, OTHERS, take_snapshot
 
@@ -25,6 +27,12 @@ OPENMETRICS = {"Accept": "application/openmetrics-text;version=1.0.0;q=0.5,text/
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     with RunningServer() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def tiered() -> Iterator[RunningServer]:
+    with RunningServer(chunk_tier=["host:64MiB", "host:32MiB"]) as running:
         yield running
 
 
@@ -66,15 +74,73 @@ def difference(server: RunningServer, action: Any) -> Any:
     return lambda name, **labels: round(after(name, **labels) - before(name, **labels), 9)
 
 
-def test_every_family_of_the_catalogue_is_exported_with_its_labels(server: RunningServer) -> None:
-    ask(server)
+def test_every_family_of_the_catalogue_is_exported_with_its_labels(tiered: RunningServer) -> None:
+    ask(tiered)
     found: dict[str, set[str]] = {}
-    for name, labels in Look(server).samples:
+    for name, labels in Look(tiered).samples:
         found.setdefault(name, set()).update({label for label, _ in labels} - {"le"})
     # without keys there is no tenant with a quota
     expected = {name: set(family.labels) for family in catalogue() for name in family.series}
     expected.pop("kvmosaic:tenant_quota_bytes")
+    expected.pop("kvmosaic:tier_load_bytes_per_second")  # nothing was loaded yet
     assert {name: labels for name, labels in found.items() if not name.startswith("process_")} == expected
+
+
+def test_without_tiers_there_are_no_series_of_them(server: RunningServer) -> None:
+    assert [name for name, _ in Look(server).samples if name.startswith("kvmosaic:tier_")] == []
+
+
+def test_what_leaves_the_device_is_counted_in_the_tiers_and_so_is_what_comes_back(tiered: RunningServer) -> None:
+    four = [
+        {"id": f"d{n}", "text": f"Ferry {n} was built by the harbour in the year of the great storm. " * 40}
+        for n in range(4)
+    ]
+    cold = {"min_accesses": 2**20, "idle_seconds": 0}
+
+    def leave() -> None:
+        ask(tiered, documents=four)
+        assert httpx.post(tiered.url + "/v1/documents:sleep", json=cold).json()["num_chunks"] >= 4
+        assert tiered.llm.engine.keeper is not None and tiered.llm.engine.keeper.hierarchy.flush(10)
+
+    left = difference(tiered, leave)
+    back = difference(tiered, lambda: ask(tiered, documents=four))
+    assert left("kvmosaic:tier_stores_total", outcome="stored") >= 4
+    for tier in ("host", "host-2"):
+        assert left("kvmosaic:tier_puts_total", tier=tier) >= 4 and left("kvmosaic:tier_entries", tier=tier) >= 4
+        assert left("kvmosaic:tier_bytes", tier=tier) == left("kvmosaic:tier_written_bytes_total", tier=tier) > 0
+    assert back("kvmosaic:tier_hits_total", tier="host") == back("kvmosaic:tier_fetches_total", outcome="fetched") > 0
+    assert back("kvmosaic:chunk_loads_total") == back("kvmosaic:tier_hits_total")
+    assert back("kvmosaic:chunk_loaded_tokens_total") > 100 and back("kvmosaic:tier_read_bytes_total") > 0
+    look = Look(tiered)
+    assert look("kvmosaic:tier_up", tier="host") == look("kvmosaic:tier_up", tier="host-2") == 1
+    assert look("kvmosaic:tier_quota_bytes", tier="host-2") == 2**25
+    assert look("kvmosaic:tier_load_bytes_per_second", tier="host") > 0
+
+
+def test_a_tier_that_fails_is_down_until_it_answers() -> None:
+    troubled = TroubledTier("redis")
+    with RunningServer(tiers=[troubled]) as server:
+        keeper = server.llm.engine.keeper
+        assert keeper is not None and Look(server)("kvmosaic:tier_up", tier="redis") == 1
+        troubled.error = TierUnavailable("gone")
+        for name in ("Velmouth", "Cormere"):
+            ask(server, documents=documents(name))
+            assert keeper.hierarchy.flush(10)
+        down = Look(server)
+        assert down("kvmosaic:tier_up", tier="redis") == 0
+        assert down("kvmosaic:tier_breaker_openings_total", tier="redis") == 1
+        assert down("kvmosaic:tier_breaker_skips_total", tier="redis") >= 1
+        assert down("kvmosaic:tier_stores_total", outcome="failed") == 2
+        troubled.error = None
+        wait_until(lambda: Look(server)("kvmosaic:tier_up", tier="redis") == 1)
+
+
+def test_sleep_is_a_gauge(tiered: RunningServer) -> None:
+    assert Look(tiered)("kvmosaic:engine_asleep") == 0
+    httpx.post(tiered.url + "/sleep")
+    assert Look(tiered)("kvmosaic:engine_asleep") == 1
+    httpx.post(tiered.url + "/wake_up")
+    assert Look(tiered)("kvmosaic:engine_asleep") == 0
 
 
 @pytest.mark.parametrize("accept", [{}, OPENMETRICS], ids=["text", "openmetrics"])

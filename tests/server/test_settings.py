@@ -14,7 +14,7 @@ from kvmosaic.errors import InvalidConfig
 from kvmosaic.server.config_file import MAX_FILE_BYTES
 from kvmosaic.server.options import panel_of, serve_app
 from kvmosaic.server.read import flag_of, read_settings, variable_of
-from kvmosaic.server.settings import ServerSettings
+from kvmosaic.server.settings import ServerSettings, is_variable_only
 
 SECRET = "sk-nobody-may-read-this"
 NUMBERS = {
@@ -181,6 +181,64 @@ def test_settings_become_those_of_the_cache_and_the_engine() -> None:
     assert read_settings({"num_threads": "3"}).engine_config().num_threads == 3
 
 
+def test_tiers_are_urls_in_order_with_their_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    urls = ["host:1GiB", f"disk:{tmp_path}?quota=1GiB", "redis://user:pass-word@cache:6379/0"]
+    monkeypatch.setenv("KVMOSAIC_CHUNK_SECRET", SECRET)
+    config = read_settings({"chunk_tier": urls, "chunk_codec": "int8", "chunk_pending": "1MiB"}).tier_config()
+    assert config.tiers == tuple(urls)
+    assert (config.codec, config.compression, config.secret, config.pending) == ("int8", "none", SECRET, "1MiB")
+    listed = "".join(f"\n- '{url}'" for url in urls)
+    assert read_settings(file(tmp_path, f"chunk_tier:{listed}")).tier_urls == tuple(urls)
+    monkeypatch.setenv("KVMOSAIC_CHUNK_TIER", ",".join(urls))
+    assert read_settings().tier_urls == tuple(urls)
+    monkeypatch.delenv("KVMOSAIC_CHUNK_TIER")
+    assert read_settings().tier_config().tiers == ()
+
+
+def test_secret_of_the_tiers_is_a_variable_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="no setting is called 'chunk_secret'"):
+        read_settings(file(tmp_path, f"chunk_secret: {SECRET}"))
+    result = CliRunner().invoke(serve_app(lambda settings: None), ["--chunk-secret", SECRET])
+    assert result.exit_code == 2 and "No such option" in result.output
+    monkeypatch.setenv("KVMOSAIC_CHUNK_SECRET", "short")
+    with pytest.raises(InvalidConfig, match=r"^KVMOSAIC_CHUNK_SECRET must be a text of 8 to 1024 characters"):
+        read_settings()
+
+
+def test_passwords_and_the_secret_of_tiers_are_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVMOSAIC_CHUNK_SECRET", SECRET)
+    settings = read_settings({"chunk_tier": [f"redis://user:{SECRET}@cache:6379/0"]})
+    assert SECRET not in repr(settings) + str(settings) + settings.model_dump_json()
+    for url in (f"redis://user:{SECRET}@cache:x/0", f"carrier-pigeon://{SECRET}", f"s3://{SECRET}@b/p?{SECRET}=1"):
+        try:
+            read_settings({"chunk_tier": [url]})
+        except InvalidConfig as error:
+            assert str(error).startswith("--chunk-tier ") and SECRET not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"chunk_tier": ["disk:/var/cache/kvmosaic"]}, "--chunk-tier a disk tier needs a quota"),
+        (
+            {"chunk_tier": ["tape:/dev/st0"]},
+            "--chunk-tier there is no tier of kind 'tape'; write one such as host:4GiB",
+        ),
+        ({"chunk_tier": ["host:much"]}, "--chunk-tier 'much' is not a size"),
+        ({"chunk_tier": ["host:1GiB"] * 9}, "--chunk-tier 9 tiers are too many; give at most 8"),
+        ({"chunk_codec": "int2"}, "--chunk-codec is 'int2'; it must be 'none', 'fp8', 'int8' or 'int4'"),
+        ({"chunk_compression": "zip"}, "--chunk-compression is 'zip'; it must be 'none' or 'zstd'"),
+        ({"chunk_pending": "0"}, "--chunk-pending is '0'; a size must be"),
+        ({"chunk_staged": "2PiB"}, "--chunk-staged is '2PiB'; '2PiB' is not a size"),
+        ({"chunk_tier": ["host:1GiB"], "enable_chunk_cache": False}, "--chunk-tier needs the chunk cache"),
+    ],
+)
+def test_tiers_that_cannot_be_are_refused_in_words_of_the_flag(flags: dict[str, object], said: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        read_settings(flags)
+    assert str(caught.value).startswith(said)
+
+
 def test_every_setting_is_an_option_and_is_passed_on() -> None:
     seen: list[ServerSettings] = []
     arguments = ["folder", "--port", "1", "--no-enable-chunk-cache", "--served-model-name", "a,b"]
@@ -202,14 +260,16 @@ def test_help_lists_every_setting_in_its_group_without_torch_and_fastapi() -> No
     )
     assert result.stdout.splitlines()[-1] == "0 set()"
     for name, field in ServerSettings.model_fields.items():
-        assert name == "model" or f" {flag_of(name)} " in result.stdout, name
+        is_flag = name != "model" and not is_variable_only(field)
+        assert (f" {flag_of(name)} " in result.stdout) == is_flag, name
         assert f"─ {panel_of(field)} ─" in result.stdout
 
 
 def test_documentation_lists_every_setting_as_it_is() -> None:
     text = (Path(__file__).parents[2] / "docs" / "server" / "running.md").read_text(encoding="utf-8")
     for name, field in ServerSettings.model_fields.items():
-        row = f"| `{flag_of(name)}` | `{variable_of(name)}` | {default_text(field.default)} | {field.description} |"
+        flag = "" if is_variable_only(field) else f"`{flag_of(name)}`"
+        row = f"| {flag} | `{variable_of(name)}` | {default_text(field.default)} | {field.description} |"
         assert row in text, f"put this row into docs/server/running.md:\n{row}"
 
 

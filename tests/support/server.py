@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from functools import cache
 from types import TracebackType
 from typing import Any
@@ -23,6 +24,7 @@ from kvmosaic.model.quiet import quiet_libraries
 from kvmosaic.server.app import build_app
 from kvmosaic.server.services import Services, build_services
 from kvmosaic.server.settings import ServerSettings
+from kvmosaic.tiers import Tier
 
 
 @cache
@@ -41,11 +43,19 @@ class RunningServer:
     `server.services` are those of the app; use `server.call` to touch what belongs to its event loop.
     """
 
-    def __init__(self, *, loaded: LoadedModel | None = None, self_check: bool = False, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        loaded: LoadedModel | None = None,
+        self_check: bool = False,
+        tiers: Sequence[Tier] | None = None,
+        **settings: Any,
+    ) -> None:
         small = {"dtype": "float32", "device": "cpu", "chunk_cache_size": "32MiB", "request_cache_size": "32MiB"}
         self.settings = ServerSettings(**{**small, **settings})
         self._loaded = loaded
         self._self_check = self_check
+        self._tiers = tiers
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="server-under-test", daemon=True)
@@ -97,6 +107,7 @@ class RunningServer:
             enable_chunk_cache=settings.enable_chunk_cache,
             chunk_cache_config=settings.chunk_cache_config(),
             engine_config=settings.engine_config(),
+            tier_config=settings.tier_config(self._tiers),
             self_check=self._self_check,
         )
         self.services: Services = build_services(settings, self.llm)

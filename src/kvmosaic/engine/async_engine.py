@@ -12,6 +12,7 @@ from kvmosaic.engine.engine import Engine
 from kvmosaic.engine.engine_thread import EngineThread
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.stream import EndedWarmUps, Stream
+from kvmosaic.errors import EngineAsleep, KVMosaicError
 from kvmosaic.layout import PositionStrategy
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams
@@ -77,6 +78,16 @@ class AsyncEngine:
         since = self._thread.failing_since
         return 0.0 if since is None else time.monotonic() - since
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the caches have no memory on the device; see `sleep`."""
+        return self._engine.is_asleep
+
+    @property
+    def refuses(self) -> bool:
+        """Whether the engine sleeps, or is about to, and takes no requests meanwhile."""
+        return bool(self._engine.sleep_level) and self._engine.refuses
+
     def start(self) -> None:
         """Starts the thread; does nothing while it runs.
 
@@ -95,6 +106,39 @@ class AsyncEngine:
             BaseException: whatever the function raises.
         """
         return await asyncio.wrap_future(self._thread.call(function))
+
+    async def sleep(self, level: int = 1, *, refuse: bool = False) -> bool:
+        """Gives the device memory of the caches back when the requests that run have ended; see `Engine.sleep`.
+
+        Cancelled, it only stops waiting: the engine falls asleep all the same, unless it was not told yet.
+
+        Args:
+            level: 1 keeps the caches in the memory of the host, 2 drops them.
+            refuse: whether requests that come meanwhile are refused; otherwise they wait for `wake`.
+
+        Returns:
+            True when it sleeps, False if it was told to wake before it did.
+
+        Raises:
+            InvalidConfig: another level.
+            EngineError: it could not fall asleep, and goes on.
+            EngineStopped: the engine has stopped.
+        """
+        return await asyncio.wrap_future(self._thread.sleep(level, refuse=refuse))
+
+    async def wake(self) -> None:
+        """Takes the memory again and goes on with everything that waits; does nothing while awake.
+
+        Raises:
+            EngineAsleep: there is no memory for it; it sleeps on.
+            EngineStopped: the engine has stopped.
+        """
+        try:
+            await self.call(Engine.wake)
+        except KVMosaicError:
+            raise
+        except Exception as error:
+            raise EngineAsleep(f"the engine could not wake ({type(error).__name__}) and sleeps on") from error
 
     async def generate(
         self,

@@ -140,9 +140,13 @@ class Engine:
         self.sleep_level, self.refuses, self.scheduler.is_paused = 0, False, False
 
     def _fall_asleep(self) -> None:
-        if self.sleep_level == 2:
-            self.planner.reset()
-        self.runner.sleep(*self.planner.used_blocks())
+        try:
+            if self.sleep_level == 2:
+                self.planner.reset()
+            self.runner.sleep(*self.planner.used_blocks())
+        except BaseException:
+            self.wake()  # it must not try again in every step
+            raise
 
     @property
     def unfinished_requests(self) -> list[Request]:

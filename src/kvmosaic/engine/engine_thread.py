@@ -41,7 +41,7 @@ class EngineThread:
         close ──▶ closed streams ──▶ abort ┐
         call ──┬▶ commands ──▶ some of them ┴▶ step ──▶ news ──▶ streams, one wake-up per loop
         add ───┘        ▲                        │
-                        └─── sleep, if idle ◀────┘
+                        └─── wait, if idle ◀─────┘   (or if the engine sleeps)
 
     However it ends, everyone who waits is told: each command is run or refused, each stream ends.
 
@@ -71,6 +71,7 @@ class EngineThread:
         self._has_called = False
         self._num_failures = 0
         self._next_trial = 0.0
+        self._sleepers: list[Future[bool]] = []
 
     @property
     def num_commands(self) -> int:
@@ -140,6 +141,33 @@ class EngineThread:
         self._send(run, refuse)
         return future
 
+    def sleep(self, level: int, *, refuse: bool) -> Future[bool]:
+        """Queues a wish for sleep; its result comes when the engine sleeps, or (False) was told to wake before it did.
+
+        Cancelling the future before its turn takes the wish back; later, nobody waits any more, and the engine sleeps.
+
+        Raises:
+            EngineStopped: the thread has ended, or is about to.
+        """
+        future: Future[bool] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                self.engine.sleep(level, refuse=refuse)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                self._sleepers.append(future)
+
+        def refuse_it(error: EngineStopped) -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+        self._send(run, refuse_it)
+        return future
+
     def add(self, stream: Stream[Any], add: Callable[[Engine], Request]) -> None:
         """Queues a request whose news go to a stream, as does the error of `add`.
 
@@ -189,6 +217,7 @@ class EngineThread:
                     self._try()
                 if self.engine.has_work and not self._is_stopping:
                     self._step()
+                self._tell_sleepers()
         except BaseException as error:
             self.failure = f"the engine has stopped after an error ({type(error).__name__})"
             logger.exception("the engine's thread ends: %s", self.failure)
@@ -206,7 +235,9 @@ class EngineThread:
 
     @property
     def _is_trial_due(self) -> bool:
-        return self.failure is not None and time.monotonic() >= self._next_trial
+        """While the engine sleeps, or is about to, no trial could run."""
+        is_awake = not self.engine.sleep_level
+        return self.failure is not None and is_awake and time.monotonic() >= self._next_trial
 
     def _try(self) -> None:
         """Queues a request of one token, which nobody reads."""
@@ -243,6 +274,11 @@ class EngineThread:
         try:
             news = self.engine.step()
         except Exception as error:
+            if self._sleepers and not self.engine.sleep_level:  # it could not fall asleep, and no request is to blame
+                logger.exception("the engine could not fall asleep")
+                self._tell_sleepers(EngineError("the engine could not fall asleep, and goes on"))
+                self._tell_ended()
+                return
             self._note_failure(error)
             if len(self.engine.unfinished_requests) == len(under_way):  # nobody took part: it would fail for ever
                 self._abort_unfinished(EngineError("a step failed before any request took part in it"))
@@ -261,6 +297,16 @@ class EngineThread:
         if self._num_failures >= MAX_FAILURES:
             self.failure = f"{self._num_failures} steps in a row failed ({type(error).__name__})"
             self.failing_since = self.failing_since or time.monotonic()
+
+    def _tell_sleepers(self, error: EngineError | None = None) -> None:
+        """Tells those who wait for the engine to sleep whether it does, as soon as that is certain."""
+        if self._sleepers and (error or self.engine.is_asleep or not self.engine.sleep_level):
+            sleepers, self._sleepers = self._sleepers, []
+            for sleeper in sleepers:
+                if error is None:
+                    sleeper.set_result(self.engine.is_asleep)
+                else:
+                    sleeper.set_exception(error)
 
     def _tell_ended(self) -> None:
         """Looks for requests that ended without being among the news of a step: in a failed one, or in a call."""
@@ -314,6 +360,7 @@ class EngineThread:
         text = self.failure or "the engine has stopped"
         for stream in self._streams.values():
             self._fail(stream, EngineStopped(text))
+        self._tell_sleepers(EngineStopped(text))
         for _, refuse in commands:
             refuse(EngineStopped(text))
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from kvmosaic.cache import Chunk, Key, Plan, Planner, SpanPlan
 from kvmosaic.engine.chunk_entries import ChunkEntries
+from kvmosaic.engine.kept_keys import KeptKeys
 from kvmosaic.engine.sequence import Sequence
+from kvmosaic.errors import UnknownChunk
 from kvmosaic.memory import BlockStorage, ChunkTensors
 from kvmosaic.tiers import ComputeCost, Fetch, Hierarchy
 
@@ -64,6 +66,8 @@ class Keeper:
             clock: the engine's.
         """
         self.hierarchy = hierarchy
+        self.kept = KeptKeys()
+        """What the chunks are called that are in the tiers, as far as it is known here."""
         self._planner = planner
         self._storage = storage
         self._entries = entries
@@ -129,6 +133,7 @@ class Keeper:
                 continue
             self._planner.load(attachment, index)
             chunk.is_stored = fetch.is_persistent
+            self.kept.note(chunk)
             sequence.loaded(index, fetch.tier_name, self._clock() - begin)
         self.drop(sequence)
 
@@ -145,21 +150,44 @@ class Keeper:
     def keep(self, chunk: Chunk, seconds: float) -> None:
         """Stores a chunk that was just computed, in so many seconds."""
         self._compute.note(chunk.num_tokens, seconds)
+        if self._is_deleted(chunk):
+            return
+        self.kept.note(chunk)
         if self.hierarchy.has_persistent and not chunk.is_stored:
             self._store(chunk, volatile=False)
 
     def leave(self, chunk: Chunk) -> None:
         """Stores a chunk that leaves the device."""
+        self.kept.note(chunk)  # it may have got more names
         if chunk.is_ready and (self.hierarchy.has_volatile or not chunk.is_stored):
             self._store(chunk, volatile=True)
 
     def forget(self, chunk: Chunk) -> None:
         """Removes a chunk from the tiers that was deleted from the device."""
-        self.hierarchy.delete([chunk.key])
+        self.delete([chunk.key])
+
+    def delete(self, keys: Collection[Key]) -> None:
+        """Removes chunks from all tiers, whether or not the device has them."""
+        for key in keys:
+            self.kept.discard(key)
+        self.hierarchy.delete(keys)
+
+    def delete_named(self, name: str, salt: str | None = "", tenant: str = "") -> int:
+        """Removes the chunks with this name that only the tiers have; returns how many are known."""
+        keys = self.kept.named(name, salt, tenant)
+        self.delete(keys)
+        return len(keys)
 
     def wait(self, seconds: float) -> None:
         """Sleeps until a fetch is over, but no longer than this."""
         self.hierarchy.wait(seconds)
+
+    def _is_deleted(self, chunk: Chunk) -> bool:
+        """Whether a chunk was deleted while a request went on computing it: then nobody may find it again."""
+        try:
+            return self._planner.find_chunks(chunk.key, None, chunk.tenant)[0] is not chunk
+        except UnknownChunk:
+            return True
 
     def _fetch(self, span: SpanPlan, start: int) -> Fetch[ChunkTensors] | None:
         num_bytes = span.num_tokens * self._bytes_per_token

@@ -10,6 +10,9 @@ ACTIONS = ("reused", "moved", "computed")
 POOLS = ("request", "chunk_cache")
 STATES = ("free", "idle", "held")
 """Values of the label `state`, each block in one of them: empty; kept, and free to leave; in use or pinned."""
+STORED = ("stored", "dropped", "failed")
+FETCHED = ("fetched", "missed", "late", "invalid", "skipped")
+"""Values of the label `outcome`: what became of chunks on their way to the tiers, and back."""
 
 
 def _family(name: str, kind: Kind, meaning: str, *labels: str, bounds: tuple[float, ...] = ()) -> Family:
@@ -52,6 +55,53 @@ POOL_BYTES = _family("pool_bytes", "gauge", "The same in bytes.", "pool", "tier"
 POOL_SHARED_BLOCKS = _family(
     "pool_shared_blocks", "gauge", "Blocks with more than one reference, each stored once.", "pool", "tier"
 )
+
+TIER_ENTRIES = _family(
+    "tier_entries", "gauge", "Chunks in a tier below the device; of a shared one, as of the last look.", "tier"
+)
+TIER_BYTES = _family("tier_bytes", "gauge", "Bytes of these entries.", "tier")
+TIER_QUOTA = _family(
+    "tier_quota_bytes", "gauge", "Most bytes that a tier keeps; those without a limit of their own have none.", "tier"
+)
+TIER_UP = _family(
+    "tier_up", "gauge", "1 while a tier is asked; 0 while it is left alone because it failed, until it answers.", "tier"
+)
+TIER_HITS = _family("tier_hits", "counter", "Entries that were asked for and found.", "tier")
+TIER_MISSES = _family("tier_misses", "counter", "Entries that were asked for and not found.", "tier")
+TIER_PUTS = _family("tier_puts", "counter", "Entries that were stored.", "tier")
+TIER_WRITTEN_BYTES = _family("tier_written_bytes", "counter", "Bytes of these entries.", "tier")
+TIER_READ_BYTES = _family("tier_read_bytes", "counter", "Bytes of entries that were found.", "tier")
+TIER_EVICTIONS = _family("tier_evictions", "counter", "Entries that left a tier to make room.", "tier")
+TIER_FAILURES = _family("tier_failures", "counter", "Calls of a tier that failed.", "tier")
+TIER_OPENED = _family("tier_breaker_openings", "counter", "Times that a tier was given up after failures.", "tier")
+TIER_SKIPPED = _family(
+    "tier_breaker_skips", "counter", "Calls that were refused without asking a tier that was given up.", "tier"
+)
+TIER_QUARANTINED = _family(
+    "tier_quarantined", "counter", "Entries that were put aside because they were not what they should be.", "tier"
+)
+TIER_LOAD_SPEED = _family(
+    "tier_load_bytes_per_second",
+    "gauge",
+    "How fast chunks come from a tier, verifying and decoding included; none before the first hit.",
+    "tier",
+)
+TIER_STORES = _family(
+    "tier_stores",
+    "counter",
+    "Chunks on their way to the tiers, by `outcome`: stored, dropped (too much waited to be written) or failed.",
+    "outcome",
+)
+TIER_FETCHES = _family(
+    "tier_fetches",
+    "counter",
+    "Chunks that were looked for in the tiers, by `outcome`: fetched or missed. Besides: late (nobody waited any "
+    "longer), invalid (put aside; of the tiers asked), skipped (tiers not asked, because computing is faster).",
+    "outcome",
+)
+TIER_PENDING_BYTES = _family("tier_pending_bytes", "gauge", "Bytes of chunks that wait to be written to the tiers.")
+CHUNK_LOADS = _family("chunk_loads", "counter", "Chunks that were copied to the device from a tier, not computed.")
+CHUNK_LOADED_TOKENS = _family("chunk_loaded_tokens", "counter", "Tokens of these chunks.")
 
 TENANT_BYTES = _family(
     "tenant_chunk_bytes",
@@ -102,6 +152,9 @@ HTTP_REQUESTS = _family(
 )
 ENGINE_UP = _family(
     "engine_up", "gauge", "1 while the engine answers; 0 while its steps fail again and again, and when it has stopped."
+)
+ENGINE_ASLEEP = _family(
+    "engine_asleep", "gauge", "1 while the caches have no memory on the device, until the server is woken."
 )
 DRAINING = _family("draining", "gauge", "1 while the server finishes what is under way and takes no new requests.")
 SNAPSHOT_AGE = _family(

@@ -16,23 +16,25 @@ HOPELESS_SECONDS = 60.0
 class Health(BaseModel):
     """What an orchestrator asks for; the status of the reply says the same."""
 
-    status: Literal["ok", "loading", "draining", "failed"]
+    status: Literal["ok", "asleep", "loading", "draining", "failed"]
 
 
 def router(services: Services) -> APIRouter:
     """/livez, /readyz and /health."""
     routes = APIRouter(tags=["health"])
 
-    def is_ready(response: Response) -> Health:
-        status: Literal["ok", "draining", "failed"] = "ok"
+    def status_now() -> Literal["ok", "asleep", "draining", "failed"]:
         if not services.engine.is_well:
-            status = "failed"
-        elif services.admission.is_draining:
-            status = "draining"
-        if status != "ok":
+            return "failed"
+        if services.admission.is_draining:
+            return "draining"
+        return "asleep" if services.engine.is_asleep or services.engine.refuses else "ok"
+
+    def reply(response: Response, *, is_well: bool) -> Health:
+        if not is_well:
             response.status_code = 503
             response.headers["Retry-After"] = str(services.admission.retry_seconds)
-        return Health(status=status)
+        return Health(status=status_now())
 
     @routes.get("/livez", responses={503: {"model": Health}})
     async def livez(response: Response) -> Health:
@@ -44,12 +46,13 @@ def router(services: Services) -> APIRouter:
 
     @routes.get("/readyz", responses={503: {"model": Health}})
     async def readyz(response: Response) -> Health:
-        """Whether requests are taken: 503 while the model loads and while the server shuts down."""
-        return is_ready(response)
+        """Whether requests are taken: 503 while the model loads, the server shuts down or refuses them asleep."""
+        status = status_now()
+        return reply(response, is_well=status == "ok" or (status == "asleep" and not services.engine.refuses))
 
     @routes.get("/health", responses={503: {"model": Health}})
     async def health(response: Response) -> Health:
-        """The same as /readyz, by the name that other servers have for it."""
-        return is_ready(response)
+        """The same as /readyz, by the name that other servers have for it, but a server that sleeps is well."""
+        return reply(response, is_well=status_now() in ("ok", "asleep"))
 
     return routes

@@ -7,15 +7,17 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from kvmosaic.server.doorway import Doorway
 from kvmosaic.server.listening import address_of, listen, listener_for
-from kvmosaic.server.loading import load_in_thread
+from kvmosaic.server.loading import close_places, load_in_thread, open_places
 from kvmosaic.server.logs import set_up_logs
 from kvmosaic.server.settings import ServerSettings
+from kvmosaic.tiers import Tier, TierStat
 
 if TYPE_CHECKING:
     from kvmosaic.server.services import Services
@@ -35,7 +37,12 @@ def launch(settings: ServerSettings) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     _allow_connections()
     settings.access_keys()  # what is wrong in a file of keys is said before anything is loaded
-    if not asyncio.run(_Launch(settings).run()):
+    tiers = open_places(settings)
+    try:
+        has_ended = asyncio.run(_Launch(settings, tiers).run())
+    finally:
+        close_places(tiers)  # once more, if all went well
+    if not has_ended:
         # a thread still loads the model, or reads a long prompt: it cannot be stopped, and nobody waits for it
         sys.stdout.flush()
         sys.stderr.flush()
@@ -57,8 +64,9 @@ class _Launch:
     listening (not ready) ──▶ loaded (ready) ──▶ told to stop: draining (not ready) ──▶ closed
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, tiers: Sequence[Tier]) -> None:
         self._settings = settings
+        self._tiers = tiers
         self._notices = Console(stderr=True)
         self._doorway = Doorway()
         self._told_to_stop = asyncio.Event()
@@ -98,7 +106,7 @@ class _Launch:
     async def _load(self) -> Services | None:
         """The services of the loaded model, once requests come to them; None if told to stop before."""
         with self._notices.status(f"loading {self._settings.model}"):
-            loading = load_in_thread(self._settings)
+            loading = load_in_thread(self._settings, self._tiers)
             stopping = asyncio.create_task(self._told_to_stop.wait())
             await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
@@ -112,6 +120,8 @@ class _Launch:
     async def _drain(self, services: Services) -> None:
         services.admission.is_draining = True
         under_way, seconds = services.admission.num_under_way, self._settings.drain_seconds
+        if services.engine.is_asleep:  # what waits cannot run
+            seconds = 0.0
         self._say(_stopping(under_way, seconds))
         if not await services.admission.drained(seconds):
             self._say(f"stopping: aborted {_requests(services.admission.num_under_way)}")
@@ -126,10 +136,19 @@ class _Launch:
         cache = f"{size}, {settings.position_strategy} positions, documents saw: {settings.chunk_context}"
         self._say(f"model      {', '.join(settings.model_names)} ({dtype}, {llm.model.device})")
         self._say(f"chunks     {cache if llm.has_chunk_cache else f'off: {llm.chunk_cache_off_reason}'}")
+        if llm.engine.keeper is not None:
+            stats = llm.engine.keeper.hierarchy.tier_stats()
+            self._say(f"tiers      {' ▸ '.join(_shown_tier(stat) for stat in stats)}")
         self._say(f"API key    {'needed' if services.tenants.needs_key else 'not needed'}")
 
     def _say(self, line: str) -> None:
         self._notices.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _shown_tier(tier: TierStat) -> str:
+    """A tier in a few words: its kind, its place without passwords, how much it keeps."""
+    quota = "" if tier.quota_bytes is None else f" ({tier.quota_bytes / 2**30:.3g} GiB)"
+    return f"{tier.name} {tier.address}".strip() + quota
 
 
 def _requests(number: int) -> str:

@@ -7,9 +7,12 @@ import contextlib
 import gc
 import threading
 import warnings
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from kvmosaic.errors import InvalidConfig, TierError
 from kvmosaic.server.settings import ServerSettings
+from kvmosaic.tiers import Tier, open_tier
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -18,8 +21,33 @@ if TYPE_CHECKING:
     from kvmosaic.server.services import Services
 
 
-def load_llm(settings: ServerSettings) -> LLM:
+def open_places(settings: ServerSettings) -> list[Tier]:
+    """Opens the tiers of these settings, fastest first, before any model is loaded.
+
+    Raises:
+        InvalidConfig: a place that cannot be used, or a package that is missing.
+    """
+    with contextlib.ExitStack() as undo:
+        try:
+            tiers = [undo.enter_context(contextlib.closing(open_tier(url))) for url in settings.tier_urls]
+        except TierError as error:
+            raise InvalidConfig(f"--chunk-tier: {error}") from error
+        undo.pop_all()
+    return tiers
+
+
+def close_places(tiers: Iterable[Tier]) -> None:
+    """Gives back what opened tiers hold."""
+    for tier in tiers:
+        tier.close()
+
+
+def load_llm(settings: ServerSettings, tiers: Sequence[Tier] | None = None) -> LLM:
     """The model of these settings with its caches, checked.
+
+    Args:
+        settings: of the server.
+        tiers: those of the settings, opened; None: they are opened here.
 
     Raises:
         KVMosaicError: it cannot be loaded, or a setting does not fit it.
@@ -30,7 +58,7 @@ def load_llm(settings: ServerSettings) -> LLM:
     quiet_libraries()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the chunk cache is off")  # said when the server is ready
-        return LLM(
+        llm = LLM(
             settings.model,
             dtype=settings.dtype,
             device=settings.device,
@@ -39,11 +67,15 @@ def load_llm(settings: ServerSettings) -> LLM:
             enable_chunk_cache=settings.enable_chunk_cache,
             chunk_cache_config=settings.chunk_cache_config(),
             engine_config=settings.engine_config(),
+            tier_config=settings.tier_config(tiers),
             trust_remote_code=settings.trust_remote_code,
         )
+    if llm.engine.keeper is None and tiers:  # the model has no chunks that could be kept
+        close_places(tiers)
+    return llm
 
 
-def load_in_thread(settings: ServerSettings) -> asyncio.Future[tuple[Services, FastAPI]]:
+def load_in_thread(settings: ServerSettings, tiers: Sequence[Tier]) -> asyncio.Future[tuple[Services, FastAPI]]:
     """Loads the model and builds the app over it, in a thread that does not keep the process from ending.
 
     Importing torch alone takes seconds, in which the process answers its first probes already.
@@ -63,7 +95,7 @@ def load_in_thread(settings: ServerSettings) -> asyncio.Future[tuple[Services, F
     def load() -> None:
         result, failure = None, None
         try:
-            result = _load(settings)
+            result = _load(settings, tiers)
         except BaseException as error:
             failure = error
         with contextlib.suppress(RuntimeError):  # the loop may be closed already
@@ -73,13 +105,13 @@ def load_in_thread(settings: ServerSettings) -> asyncio.Future[tuple[Services, F
     return loaded
 
 
-def _load(settings: ServerSettings) -> tuple[Services, FastAPI]:
+def _load(settings: ServerSettings, tiers: Sequence[Tier]) -> tuple[Services, FastAPI]:
     import anyio
 
     from kvmosaic.server.app import build_app
     from kvmosaic.server.services import build_services
 
-    services = build_services(settings, load_llm(settings))
+    services = build_services(settings, load_llm(settings, tiers))
     app = build_app(services)
     app.openapi()  # takes a while the first time, in which no probe would be answered
     anyio.run(anyio.sleep, 0)  # imports its backend here; the first stream would do it on the event loop

@@ -11,10 +11,10 @@ import typer
 from pydantic.fields import FieldInfo
 
 from kvmosaic.server.read import flag_of, read_settings
-from kvmosaic.server.settings import ServerSettings
+from kvmosaic.server.settings import ServerSettings, is_variable_only
 
 _METAVARS: dict[Any, str] = {int: "NUMBER", float: "NUMBER", str: "TEXT", tuple: "TEXT"}
-_SIZES = ("chunk_cache_size", "request_cache_size")
+_SIZES = ("chunk_cache_size", "request_cache_size", "chunk_pending", "chunk_staged")
 
 
 def serve_app(launch: Callable[[ServerSettings], None]) -> typer.Typer:
@@ -33,7 +33,8 @@ def serve_app(launch: Callable[[ServerSettings], None]) -> typer.Typer:
         """
         launch(read_settings({name: value for name, value in given.items() if value not in (None, [])}))
 
-    parameters = [_parameter(name, field) for name, field in ServerSettings.model_fields.items()]
+    fields = ServerSettings.model_fields.items()
+    parameters = [_parameter(name, field) for name, field in fields if not is_variable_only(field)]
     serve.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     serve.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app = typer.Typer(
@@ -82,6 +83,8 @@ def _metavar(name: str, field: FieldInfo) -> str:
     kind = _kind(field)
     if isinstance(kind, tuple):
         return "[" + "|".join(kind) + "]"
+    if name == "chunk_tier":
+        return "URL"
     return "SIZE" if name in _SIZES else _METAVARS.get(kind, "FILE")
 
 

@@ -12,7 +12,7 @@ from kvmosaic.errors import InvalidConfig
 from kvmosaic.server.config_file import nearest
 from kvmosaic.server.settings import ENV_PREFIX, ServerSettings
 
-_SECRETS = {"api_key"}
+_SECRETS = {"api_key", "chunk_secret", "chunk_tier"}
 _LIMITS = {
     "greater_than_equal": "at least {ge:g}",
     "greater_than": "above {gt:g}",

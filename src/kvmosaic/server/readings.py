@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from kvmosaic import __version__
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.metrics import Reading, own_names, vllm_names
+from kvmosaic.server.tier_readings import tier_readings
 
 if TYPE_CHECKING:
     from kvmosaic.cache import ChunkCacheStats
@@ -111,10 +112,12 @@ class ServerReadings:
         yield from _engine(snapshot)
         yield from _chunks(snapshot.caches)
         yield from _pools(snapshot)
+        yield from tier_readings(services.llm.engine.keeper)
         yield from self._tenant_readings(snapshot)
         yield from self._documents()
         yield Reading(own_names.REJECTIONS, services.admission.num_refused)
         yield Reading(own_names.ENGINE_UP, float(services.engine.is_well))
+        yield Reading(own_names.ENGINE_ASLEEP, float(services.engine.is_asleep))
         yield Reading(own_names.DRAINING, float(services.admission.is_draining))
         yield Reading(own_names.SNAPSHOT_AGE, self._snapshots.age_seconds)
         yield Reading(own_names.BUILD, 1, self._versions)
@@ -150,6 +153,8 @@ def _chunks(caches: ChunkCacheStats) -> Iterator[Reading]:
     tokens = (caches.reused_tokens, caches.moved_tokens, caches.computed_tokens)
     for action, count in zip(own_names.ACTIONS, tokens, strict=True):
         yield Reading(own_names.CHUNK_TOKENS, count, {"action": action})
+    yield Reading(own_names.CHUNK_LOADS, caches.loaded_chunks)
+    yield Reading(own_names.CHUNK_LOADED_TOKENS, caches.loaded_tokens)
     yield Reading(own_names.CHUNK_EVICTIONS, caches.evictions)
     yield Reading(own_names.CHUNKS_CACHED, caches.cached_chunks)
     yield Reading(own_names.CHUNKS_PINNED, caches.pinned_chunks)

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from kvmosaic.engine import AnswerDelta, RequestDelta
-from kvmosaic.errors import KVMosaicError
+from kvmosaic.errors import EngineAsleep, KVMosaicError
 from kvmosaic.layout import PositionStrategy
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import RequestMetrics, ReuseReport, SamplingParams
@@ -47,6 +47,7 @@ async def run(
 
     Raises:
         ApiError: 503 while the server drains or the engine fails or has stopped, 429 when too many requests wait.
+        EngineAsleep: the engine sleeps, and does not let requests wait.
         KVMosaicError: what the engine refuses or fails with.
     """
     check_engine(services)
@@ -76,11 +77,13 @@ async def run(
 
 
 def check_engine(services: Services) -> None:
-    """Raises ApiError (503) when the engine no longer runs, or fails again and again."""
+    """Raises ApiError (503) when the engine no longer runs, or fails again and again; EngineAsleep when it sleeps."""
     if not services.engine.is_alive:
         raise services.admission.unavailable("the engine has stopped; the server must be started again")
     if services.engine.failure is not None:
         raise services.admission.unavailable("the engine fails now; it is tried again every second")
+    if services.engine.refuses:
+        raise EngineAsleep("the engine sleeps and takes no requests; ask again when it was woken")
 
 
 def _check_share(services: Services, tenant: Tenant, params: SamplingParams, priority: int) -> None:

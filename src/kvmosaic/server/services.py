@@ -87,6 +87,7 @@ class Services:
         for awaited in list(self._awaited):
             awaited.cancel()
         await self.engine.close()
+        await asyncio.to_thread(self.llm.close)  # writes what the tiers have not got yet
         self.threads.shutdown(wait=False, cancel_futures=True)
 
     def _closing(self) -> ApiError:

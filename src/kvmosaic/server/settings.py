@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -14,10 +16,11 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from kvmosaic.config import ChunkCacheConfig, EngineConfig, parse_bytes
+from kvmosaic.config import MAX_TIERS, ChunkCacheConfig, EngineConfig, TierConfig, parse_bytes
 from kvmosaic.prompt.separator import check_separator
 from kvmosaic.server.config_file import read_config_file
 from kvmosaic.server.key_text import KEY_RULE, is_key_text
+from kvmosaic.tiers import Tier, parse_tier_url
 
 if TYPE_CHECKING:
     from kvmosaic.server.tenants import AccessKey
@@ -26,6 +29,8 @@ ENV_PREFIX = "KVMOSAIC_"
 MAX_SECONDS = 366 * 86_400.0
 MAX_TEXTS = 1_000
 MAX_TEXT_CHARACTERS = 1_024
+VARIABLE_ONLY = "variable_only"
+"""Marks a secret: others can read a command line, and files of settings are passed around."""
 
 Texts = Annotated[tuple[str, ...], NoDecode]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode]
@@ -35,6 +40,11 @@ LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 def _setting(default: Any, panel: str, description: str, **limits: Any) -> Any:
     return Field(default, description=description, json_schema_extra={"panel": panel}, **limits)
+
+
+def is_variable_only(field: FieldInfo) -> bool:
+    """Whether a setting is neither a flag nor a key of a file."""
+    return isinstance(field.json_schema_extra, dict) and VARIABLE_ONLY in field.json_schema_extra
 
 
 class ServerSettings(BaseSettings):
@@ -130,6 +140,30 @@ class ServerSettings(BaseSettings):
     )
     eviction: Literal["lru", "priority"] = _setting("lru", "Chunk cache", "Who leaves first when the cache is full.")
 
+    chunk_tier: Secrets = _setting(
+        (),
+        "Tiers",
+        "Where chunks are kept beyond the device: host:4GiB, disk:/var/cache/kvmosaic?quota=100GiB, redis://…; several "
+        "may be given, the fastest first.",
+    )
+    chunk_codec: Literal["none", "fp8", "int8", "int4"] = _setting(
+        "none", "Tiers", "How numbers are stored there: as they are, or in fewer bits, which changes answers a little."
+    )
+    chunk_compression: Literal["none", "zstd"] = _setting(
+        "none", "Tiers", "Whether entries are compressed further, without loss."
+    )
+    chunk_pending: str = _setting(
+        "512MiB", "Tiers", "Most memory for chunks that wait to be written; more are not stored.", max_length=32
+    )
+    chunk_staged: str = _setting(
+        "512MiB", "Tiers", "Most memory for chunks that were fetched for requests that wait.", max_length=32
+    )
+    chunk_secret: SecretStr | None = Field(
+        None,
+        description="Whoever does not know it can neither make nor change an entry; 8 to 1024 characters.",
+        json_schema_extra={"panel": "Tiers", VARIABLE_ONLY: True},
+    )
+
     max_num_seqs: int = _setting(64, "Engine", "Most sequences that run at once.", ge=1, le=65_536)
     max_num_batched_tokens: int = _setting(2_048, "Engine", "Most tokens in one step.", ge=1, le=2**20)
     request_cache_size: str = _setting(
@@ -164,7 +198,7 @@ class ServerSettings(BaseSettings):
     max_queue_per_tenant: int = _setting(128, "Limits", "Most requests of one tenant that wait.", ge=0, le=10**6)
     max_body_bytes: int = _setting(2**24, "Limits", "Longest body of a request, in bytes.", ge=1_024, le=2**30)
 
-    @field_validator("served_model_name", "allowed_origins", "allowed_hosts", "api_key", mode="before")
+    @field_validator("served_model_name", "allowed_origins", "allowed_hosts", "chunk_tier", "api_key", mode="before")
     @classmethod
     def _several(cls, value: Any) -> Any:
         """A list, or one text with commas as environment variables have it."""
@@ -185,11 +219,28 @@ class ServerSettings(BaseSettings):
             raise ValueError(KEY_RULE)
         return keys
 
-    @field_validator("chunk_cache_size", "request_cache_size")
+    @field_validator("chunk_cache_size", "request_cache_size", "chunk_pending", "chunk_staged")
     @classmethod
     def _size(cls, value: str) -> str:
         parse_bytes(value)
         return value
+
+    @field_validator("chunk_tier")
+    @classmethod
+    def _readable(cls, urls: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        """URLs of tiers, which may hold passwords."""
+        if len(urls) > MAX_TIERS:
+            raise ValueError(f"{len(urls)} tiers are too many; give at most {MAX_TIERS}")
+        for url in urls:
+            parse_tier_url(url.get_secret_value())
+        return urls
+
+    @field_validator("chunk_secret")
+    @classmethod
+    def _long_enough(cls, secret: SecretStr | None) -> SecretStr | None:
+        if secret is not None and not 8 <= len(secret) <= MAX_TEXT_CHARACTERS:
+            raise ValueError(f"must be a text of 8 to {MAX_TEXT_CHARACTERS} characters; leave it out to have none")
+        return secret
 
     @field_validator("chunk_separator")
     @classmethod
@@ -202,6 +253,8 @@ class ServerSettings(BaseSettings):
     def _both_or_neither(self) -> ServerSettings:
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("--ssl-keyfile and --ssl-certfile belong together; give both, or neither")
+        if self.chunk_tier and not self.enable_chunk_cache:
+            raise ValueError("--chunk-tier needs the chunk cache; leave out --no-enable-chunk-cache, or the tiers")
         return self
 
     @classmethod
@@ -217,7 +270,7 @@ class ServerSettings(BaseSettings):
         named = init_settings().get("config") or env_settings().get("config")  # which looks at names in any case
         if not named:
             return init_settings, env_settings
-        names = [name for name in cls.model_fields if name != "config"]
+        names = [name for name, field in cls.model_fields.items() if name != "config" and not is_variable_only(field)]
         content = read_config_file(Path(named), names)
         return init_settings, env_settings, InitSettingsSource(settings_cls, content)
 
@@ -225,6 +278,11 @@ class ServerSettings(BaseSettings):
     def model_names(self) -> tuple[str, ...]:
         """What clients may call the model; the first one stands in the replies."""
         return self.served_model_name or (self.model,)
+
+    @property
+    def tier_urls(self) -> tuple[str, ...]:
+        """Where chunks are kept beyond the device, with passwords."""
+        return tuple(url.get_secret_value() for url in self.chunk_tier)
 
     def chunk_cache_config(self) -> ChunkCacheConfig:
         """The settings of the chunk cache."""
@@ -237,6 +295,17 @@ class ServerSettings(BaseSettings):
             position_strategy=self.position_strategy,
             chunk_context=self.chunk_context,
             eviction=self.eviction,
+        )
+
+    def tier_config(self, tiers: Sequence[Tier] | None = None) -> TierConfig:
+        """The settings of the tiers; `tiers`: those that were opened already."""
+        return TierConfig(
+            tiers=tuple(self.tier_urls if tiers is None else tiers),
+            codec=self.chunk_codec,
+            compression=self.chunk_compression,
+            secret=None if self.chunk_secret is None else self.chunk_secret.get_secret_value(),
+            pending=self.chunk_pending,
+            staged=self.chunk_staged,
         )
 
     def engine_config(self) -> EngineConfig:

@@ -109,6 +109,10 @@ async def _drop(services: Services, tenant: str, labels: Iterable[str]) -> None:
             changes[chunk.key] = "delete"
         elif chunk.pinned and not _is_pinned(services, tenant, chunk):
             changes[chunk.key] = "unpin"
+    kept = await services.engine.call(partial(_kept, tenant=tenant, labels=names))
+    for key, others in kept.items():
+        if key not in changes and not any(services.documents.owner(tenant, name) for name in others):
+            changes[key] = "delete"
     if changes:
         await services.engine.call(partial(_settle, tenant=tenant, changes=changes))
 
@@ -143,6 +147,21 @@ def _look(
     return found
 
 
+def _kept(engine: Engine, *, tenant: str, labels: Sequence[str]) -> dict[Key, tuple[str, ...]]:
+    """The names of chunks with these labels that are in tiers, as far as they are known; on the engine's thread."""
+    if engine.keeper is None:
+        return {}
+    kept = engine.keeper.kept
+    found: dict[Key, tuple[str, ...]] = {}
+    for key in (key for label in labels for key in kept.named(label, None, tenant, with_parts=True)):
+        try:
+            present = engine.planner.find_chunks(key, None, tenant)[0].names
+        except UnknownChunk:
+            present = {}
+        found[key] = (*kept.names(key), *present)
+    return found
+
+
 def _settle(engine: Engine, *, tenant: str, changes: Mapping[Key, Change]) -> None:
     """Deletes, pins and unpins chunks, on the engine's thread. What has gone meanwhile has gone."""
     planner = engine.planner
@@ -155,7 +174,8 @@ def _settle(engine: Engine, *, tenant: str, changes: Mapping[Key, Change]) -> No
             else:
                 planner.unpin(key, None, tenant)
         except UnknownChunk:
-            continue
+            if change == "delete" and engine.keeper is not None:  # only tiers have it
+                engine.keeper.delete([key])
 
 
 def _view(engine: Engine, chunk: Chunk, name: str) -> CachedChunk:

@@ -1,0 +1,106 @@
+"""Sleeping: an engine that gives its memory back for a while, and takes it again."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Query
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvmosaic.engine import Engine
+from kvmosaic.errors import EngineAsleep, EngineError
+from kvmosaic.server.documents.routes import ROUTE
+from kvmosaic.server.errors import ApiError
+from kvmosaic.server.openai.replies import ErrorReply, error_replies
+from kvmosaic.server.services import Services
+from kvmosaic.server.tenants import current_admin
+
+MAX_ACCESSES = 2**40
+MAX_IDLE_SECONDS = 1e12
+NO_TIERS: dict[int | str, dict[str, Any]] = {409: {"model": ErrorReply, "description": "There are no tiers."}}
+
+
+class Sleep(BaseModel):
+    """Whether the caches have no memory on the device."""
+
+    is_sleeping: bool
+
+
+class ColdChunks(BaseModel):
+    """Which chunks are cold."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    min_accesses: int = Field(
+        default=1, ge=0, le=MAX_ACCESSES, description="Chunks that were used less often may leave."
+    )
+    idle_seconds: float = Field(
+        default=600.0, ge=0, le=MAX_IDLE_SECONDS, description="If nobody used them for so long."
+    )
+
+
+class SleepingChunks(BaseModel):
+    """What became of cold chunks."""
+
+    object: Literal["documents.asleep"] = "documents.asleep"
+    num_chunks: int
+    """Chunks that left the device; their next use brings them back."""
+
+
+def router(services: Services) -> APIRouter:
+    """`/sleep`, `/wake_up` and `/is_sleeping`, by the names that vLLM gave them, and the sleep of cold chunks."""
+    routes = APIRouter(tags=["sleep"], responses=error_replies(), dependencies=[Depends(current_admin)])
+
+    @routes.post("/sleep")
+    async def sleep(
+        level: Annotated[int, Query(ge=1, le=2, description="1 keeps the caches in host memory, 2 drops them.")] = 1,
+        mode: Annotated[
+            Literal["wait", "refuse"], Query(description="What happens to prompts that come meanwhile.")
+        ] = "wait",
+    ) -> Sleep:
+        """Gives the device memory of the caches back; replies when the requests that run have ended.
+
+        `is_sleeping` is false in the reply if somebody woke the engine before it slept.
+        """
+        try:
+            return Sleep(is_sleeping=await services.engine.sleep(level, refuse=mode == "refuse"))
+        except EngineError as error:
+            raise _unavailable(services, error) from error
+
+    @routes.post("/wake_up")
+    async def wake_up() -> Sleep:
+        """Takes the memory again and goes on with all that waits. A server that is awake stays so."""
+        try:
+            await services.engine.wake()
+        except EngineError as error:
+            raise _unavailable(services, error) from error
+        return Sleep(is_sleeping=False)
+
+    @routes.get("/is_sleeping")
+    async def is_sleeping() -> Sleep:
+        """Whether the caches have no memory on the device now."""
+        return Sleep(is_sleeping=services.engine.is_asleep)
+
+    @routes.post(ROUTE + ":sleep", responses=NO_TIERS)
+    async def sleep_cold_chunks(body: ColdChunks | None = None) -> SleepingChunks:
+        """Moves chunks of all tenants from the device to the tiers that are idle and were seldom used."""
+        if services.llm.engine.keeper is None:
+            raise ApiError(409, "chunks sleep in tiers, and there are none; see --chunk-tier", code="no_tiers")
+        cold = body or ColdChunks()
+        move = partial(_move, min_accesses=cold.min_accesses, idle_seconds=cold.idle_seconds)
+        return SleepingChunks(num_chunks=await services.engine.call(move))
+
+    return routes
+
+
+def _move(engine: Engine, min_accesses: int, idle_seconds: float) -> int:
+    if engine.is_asleep:
+        raise EngineAsleep("the engine sleeps, and its chunks cannot be moved now; wake it first")
+    return engine.planner.evict_cold(min_accesses, idle_seconds)
+
+
+def _unavailable(services: Services, error: EngineError) -> ApiError:
+    code = "engine_asleep" if services.engine.is_asleep else "unavailable"
+    headers = {"Retry-After": str(services.admission.retry_seconds)}
+    return ApiError(503, str(error), type="service_unavailable", code=code, headers=headers)

@@ -1,0 +1,95 @@
+"""Readings of the tiers: what each holds and does, and what is moved between them and the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvmosaic.metrics import Reading, own_names
+from kvmosaic.tiers import TierStat
+from kvmosaic.tiers.breaker import Breaker, BreakerStat
+
+if TYPE_CHECKING:
+    from kvmosaic.engine import Keeper
+
+
+@dataclass(frozen=True, slots=True)
+class TierMoment:
+    """One moment of one tier."""
+
+    label: str
+    """Its name; the second of a name is called so with a number."""
+    stat: TierStat
+    breaker: BreakerStat | None
+    is_up: bool
+    """Whether it is asked."""
+    bytes_per_second: float | None
+    """How fast chunks come from it; None before the first hit."""
+
+
+def look_at_tiers(keeper: Keeper | None) -> list[TierMoment]:
+    """All tiers, fastest first; none of them is waited for. On any thread."""
+    if keeper is None:
+        return []
+    hierarchy, moments, num_named = keeper.hierarchy, list[TierMoment](), dict[str, int]()
+    for tier in hierarchy.tiers:
+        number = num_named[tier.name] = num_named.get(tier.name, 0) + 1
+        label = tier.name if number == 1 else f"{tier.name}-{number}"
+        breaker = tier.breaker_stat if isinstance(tier, Breaker) else None
+        is_up = not (isinstance(tier, Breaker) and tier.is_open)
+        moments.append(TierMoment(label, tier.stat(), breaker, is_up, hierarchy.bytes_per_second(tier)))
+    return moments
+
+
+def tier_readings(keeper: Keeper | None) -> Iterator[Reading]:
+    """Everything about the tiers; nothing if there are none."""
+    if keeper is None:
+        return
+    for moment in look_at_tiers(keeper):
+        yield from _readings_of(moment)
+    stats = keeper.hierarchy.stats
+    for family, outcomes in ((own_names.TIER_STORES, own_names.STORED), (own_names.TIER_FETCHES, own_names.FETCHED)):
+        for outcome in outcomes:
+            yield Reading(family, getattr(stats, outcome), {"outcome": outcome})
+    yield Reading(own_names.TIER_PENDING_BYTES, keeper.hierarchy.pending_bytes)
+
+
+def tier_view(moment: TierMoment) -> Mapping[str, Any]:
+    """A tier for the dashboard, as names and values for JSON."""
+    stat = moment.stat
+    return {
+        "name": moment.label,
+        "num_entries": stat.num_entries,
+        "num_bytes": stat.num_bytes,
+        "quota_bytes": stat.quota_bytes,
+        "hits": stat.hits,
+        "misses": stat.misses,
+        "is_up": moment.is_up,
+    }
+
+
+def _readings_of(moment: TierMoment) -> Iterator[Reading]:
+    stat, labels = moment.stat, {"tier": moment.label}
+    values = {
+        own_names.TIER_ENTRIES: stat.num_entries,
+        own_names.TIER_BYTES: stat.num_bytes,
+        own_names.TIER_UP: float(moment.is_up),
+        own_names.TIER_HITS: stat.hits,
+        own_names.TIER_MISSES: stat.misses,
+        own_names.TIER_PUTS: stat.puts,
+        own_names.TIER_WRITTEN_BYTES: stat.put_bytes,
+        own_names.TIER_READ_BYTES: stat.get_bytes,
+        own_names.TIER_EVICTIONS: stat.evictions,
+        own_names.TIER_FAILURES: stat.failures,
+        own_names.TIER_QUARANTINED: stat.quarantined,
+    }
+    for family, value in values.items():
+        yield Reading(family, value, labels)
+    if stat.quota_bytes is not None:
+        yield Reading(own_names.TIER_QUOTA, stat.quota_bytes, labels)
+    if moment.bytes_per_second is not None:
+        yield Reading(own_names.TIER_LOAD_SPEED, moment.bytes_per_second, labels)
+    if moment.breaker is not None:
+        yield Reading(own_names.TIER_OPENED, moment.breaker.opened, labels)
+        yield Reading(own_names.TIER_SKIPPED, moment.breaker.skipped, labels)
