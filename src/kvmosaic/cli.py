@@ -1,4 +1,4 @@
-"""The command line: run, demo, check, plan, bench, serve.
+"""The command line: run, plan, check, demo, bench, warm, cache, serve.
 
 Commands import what they need when they run, so that `--help` stays without torch.
 """
@@ -7,54 +7,36 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from kvmosaic.console.cache_commands import cache
+from kvmosaic.console.options import (
+    AsFields,
+    AsJSON,
+    Capacity,
+    ChunkCodec,
+    ChunkCompression,
+    ChunkTiers,
+    ContextKind,
+    Device,
+    Documents,
+    DType,
+    LongChunks,
+    Model,
+    NoChunkCache,
+    Packing,
+    PromptText,
+    Questions,
+    Rounding,
+    Separator,
+    Strategy,
+    System,
+    Threads,
+)
 from kvmosaic.errors import KVMosaicError
-
-Model = Annotated[str, typer.Argument(help="A model folder, a hub name, or 'reader' for the bundled model.")]
-PromptText = Annotated[
-    str | None, typer.Argument(metavar="PROMPT", help="A text with separators; - reads prompts from standard input.")
-]
-Documents = Annotated[
-    Path | None, typer.Option("--documents", metavar="DIR", help="A folder of .txt and .md files, one document each.")
-]
-Questions = Annotated[
-    list[str] | None, typer.Option("--question", "-q", metavar="TEXT", help="What to ask; may be given several times.")
-]
-System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system text that comes before the documents.")]
-Separator = Annotated[str, typer.Option(metavar="TEXT", help="What separates the segments of a prompt text.")]
-Strategy = Annotated[
-    Literal["shared", "sequential"],
-    typer.Option("--position-strategy", help="Documents overlap (shared), or stand one behind the other (sequential)."),
-]
-ContextKind = Annotated[
-    Literal["system", "none"],
-    typer.Option("--chunk-context", help="What a document saw when it was computed: the system text, or nothing."),
-]
-LongChunks = Annotated[
-    Literal["error", "split"],
-    typer.Option("--long-chunks", help="A document that is too long for one chunk: refuse it, or split it."),
-]
-Capacity = Annotated[str, typer.Option(metavar="SIZE", help="Memory for cached documents, such as 512MiB or 2GiB.")]
-DType = Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16, float16 or float64.")]
-Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or for example cuda:1.")]
-Threads = Annotated[
-    int | None,
-    typer.Option("--num-threads", min=1, max=1024, help="Threads that compute on a CPU. Default: one per usable core."),
-]
-Packing = Annotated[
-    Literal["auto", "always", "never"],
-    typer.Option("--prepack", help="Keep bfloat16 weights in the order in which a CPU multiplies them."),
-]
-Rounding = Annotated[
-    Literal["none", "int8"],
-    typer.Option("--quantization", help="int8: linear layers in 8-bit integers, for bfloat16 on a CPU."),
-]
-NoChunkCache = Annotated[bool, typer.Option("--no-chunk-cache", help="Compute every document again for every prompt.")]
-AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON: one object per line and prompt.")]
 
 
 class _Commands(TyperGroup):
@@ -77,6 +59,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+
+
+app.add_typer(cache, name="cache")
 
 
 def main() -> None:
@@ -124,6 +109,9 @@ def run(
     prepack: Packing = "auto",
     quantization: Rounding = "none",
     no_chunk_cache: NoChunkCache = False,
+    chunk_tier: ChunkTiers = None,
+    chunk_codec: ChunkCodec = "none",
+    chunk_compression: ChunkCompression = "none",
     as_json: AsJSON = False,
 ) -> None:
     """Answer questions about documents, and show what was reused.
@@ -156,6 +144,9 @@ def run(
         num_threads,
         prepack,
         quantization,
+        tuple(chunk_tier or ()),
+        chunk_codec,
+        chunk_compression,
     )
     run_prompts(opening, asking, SamplingParams(max_tokens=max_tokens, temperature=temperature), as_json)
 
@@ -197,12 +188,25 @@ def check(
     num_threads: Threads = None,
     prepack: Packing = "auto",
     quantization: Rounding = "none",
+    chunk_tier: ChunkTiers = None,
+    chunk_codec: ChunkCodec = "none",
+    chunk_compression: ChunkCompression = "none",
 ) -> None:
-    """Check that a model's documents can be composed and moved. Exit code 1 when they cannot."""
+    """Check that a model's documents can be composed and moved, and that its tiers answer. Exit code 1 if not."""
     from kvmosaic.console.checking import show_check
     from kvmosaic.console.opening import Opening
 
-    opening = Opening(model, dtype, device, num_threads=num_threads, prepack=prepack, quantization=quantization)
+    opening = Opening(
+        model,
+        dtype,
+        device,
+        num_threads=num_threads,
+        prepack=prepack,
+        quantization=quantization,
+        chunk_tiers=tuple(chunk_tier or ()),
+        chunk_codec=chunk_codec,
+        chunk_compression=chunk_compression,
+    )
     if not show_check(opening):
         raise typer.Exit(1)
 
@@ -329,6 +333,65 @@ def bench(
         model, tuple(dtype or ("auto",)), sizes, preset, tuple(workload or ()), peers, seed, not quick and not workload
     )
     run_bench(campaign, output, as_json=as_json)
+
+
+@app.command()
+def warm(
+    model: Annotated[str, typer.Argument(help="A model folder, a hub name, or 'reader' for the bundled model.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of documents, one per file.")],
+    chunk_tier: ChunkTiers = None,
+    chunk_codec: ChunkCodec = "none",
+    chunk_compression: ChunkCompression = "none",
+    system: System = None,
+    system_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The system text, from a file of UTF-8 text.")
+    ] = None,
+    glob: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="Which files, such as '**/*.md'. Default: .txt and .md, no sub-folders."),
+    ] = None,
+    bundle: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Then write these documents to a bundle for other machines.")
+    ] = None,
+    position_strategy: Strategy = "shared",
+    chunk_context: ContextKind = "system",
+    long_chunks: LongChunks = "error",
+    capacity: Annotated[
+        str, typer.Option(metavar="SIZE", help="Memory for documents under way; the folder may be much larger.")
+    ] = "1GiB",
+    dtype: DType = "auto",
+    device: Device = "auto",
+    num_threads: Threads = None,
+    prepack: Packing = "auto",
+    quantization: Rounding = "none",
+    as_json: AsFields = False,
+) -> None:
+    """Compute a folder of documents ahead, into tiers. Asked again, it goes on where it was interrupted.
+
+    kvmosaic warm reader notes --chunk-tier "disk:/var/cache/kvmosaic?quota=10GiB"
+
+    The system text must be that of the later prompts. The secret of the tiers is read from KVMOSAIC_CHUNK_SECRET.
+    """
+    from kvmosaic.console.opening import Opening
+    from kvmosaic.console.warming import Warming, warm_folder
+
+    opening = Opening(
+        model,
+        dtype,
+        device,
+        position_strategy,
+        chunk_context,
+        long_chunks=long_chunks,
+        capacity=capacity,
+        num_threads=num_threads,
+        prepack=prepack,
+        quantization=quantization,
+        chunk_tiers=tuple(chunk_tier or ()),
+        chunk_codec=chunk_codec,
+        chunk_compression=chunk_compression,
+        chunk_pending=capacity,
+    )
+    raise typer.Exit(warm_folder(opening, Warming(folder, glob, system, system_file, bundle), as_json))
 
 
 @app.command(

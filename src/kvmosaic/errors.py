@@ -24,6 +24,7 @@
     │   ├── ChunkCacheOff             chunks are asked for and the chunk cache is off
     │   ├── UnknownChunk              a name or handle that no chunk has
     │   ├── ChunkInUse                deleting a chunk that a running request reads
+    │   ├── InvalidBundle             a file of stored chunks that is not what `cache export` writes
     │   ├── InvalidEntry              a stored chunk that is not to be used
     │   │   ├── DamagedEntry          its bytes are not those that were written
     │   │   └── ForeignEntry          of another model, format version, secret or shape
@@ -158,6 +159,10 @@ class UnknownChunk(CacheError, KeyError):
 
 class ChunkInUse(CacheError):
     """Deleting a chunk that a running request reads."""
+
+
+class InvalidBundle(CacheError):
+    """A file of stored chunks that is not what `kvmosaic cache export` writes."""
 
 
 class InvalidEntry(CacheError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -9,17 +10,23 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvmosaic.cache.keys import Key
 from kvmosaic.console.model import layer_table
 from kvmosaic.console.opening import Opening, open_llm
 from kvmosaic.console.text import printable, size_text
+from kvmosaic.errors import TierError
 
 if TYPE_CHECKING:
     from kvmosaic.engine.self_check import SelfCheck
     from kvmosaic.model import LoadedModel
+    from kvmosaic.tiers import Tier
+
+_CHECK_SECONDS = 5.0
+"""For one call to a tier."""
 
 
 def show_check(opening: Opening) -> bool:
-    """Prints what was found out about a model; returns whether its self-check passed.
+    """Prints what was found out about a model; returns whether its self-check passed and all tiers answer.
 
     Raises:
         KVMosaicError: the model cannot be loaded.
@@ -34,7 +41,42 @@ def show_check(opening: Opening) -> bool:
         console.print()
         assert llm.self_check is not None, "an LLM is opened with its self-check on"
         console.print(check_text(llm.self_check, llm.model.is_movable))
-        return llm.self_check.passed
+        tiers = llm.engine.keeper.hierarchy.tiers if llm.engine.keeper is not None else ()
+        answers = {tier: tier_answer(tier) for tier in tiers}
+        if answers:
+            console.print()
+            console.print(tier_table(answers))
+        return llm.self_check.passed and not any(answers.values())
+
+
+def tier_answer(tier: Tier) -> str:
+    """Puts an entry into a tier, reads it and removes it; returns what went wrong, or nothing."""
+    from kvmosaic.tiers import Deadline
+
+    key, entry = Key(secrets.token_bytes(32)), b"kvmosaic check"
+    try:
+        if key not in tier.put_many({key: entry}, Deadline(_CHECK_SECONDS)):
+            return "it did not store an entry in time"
+        found = tier.get_many([key], Deadline(_CHECK_SECONDS)).get(key)
+        tier.delete_many([key], Deadline(_CHECK_SECONDS))
+    except TierError as error:
+        return str(error)
+    return "" if found is not None and bytes(found) == entry else "an entry did not come back as it was put"
+
+
+def tier_table(answers: dict[Tier, str]) -> Table:
+    """One row per tier: what it is, what it holds, and whether an entry came back."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("tier", no_wrap=True)
+    table.add_column("at")
+    table.add_column("quota", justify="right", no_wrap=True)
+    table.add_column("one entry, put and read")
+    for tier, problem in answers.items():
+        stat = tier.stat()
+        quota = "no limit" if stat.quota_bytes is None else size_text(stat.quota_bytes)
+        answer = Text(printable(problem), style="red") if problem else Text("came back", style="green")
+        table.add_row(stat.name, Text(printable(stat.address or "this process")), quota, answer)
+    return table
 
 
 def model_table(name: str, model: LoadedModel, attention: str) -> Table:

@@ -29,6 +29,11 @@ class Opening:
     num_threads: int | None = None
     prepack: Literal["auto", "always", "never"] = "auto"
     quantization: Literal["none", "int8"] = "none"
+    chunk_tiers: tuple[str, ...] = ()
+    chunk_codec: Literal["none", "fp8", "int8", "int4"] = "none"
+    chunk_compression: Literal["none", "zstd"] = "none"
+    chunk_pending: str = "512MiB"
+    """Most memory for chunks that wait to be written to the tiers."""
 
 
 def open_llm(opening: Opening, notices: Console) -> LLM:
@@ -38,7 +43,8 @@ def open_llm(opening: Opening, notices: Console) -> LLM:
         KVMosaicError: the model cannot be loaded, or a setting cannot work.
     """
     with notices.status(f"loading {opening.model}"), warnings.catch_warnings():
-        from kvmosaic.config import ChunkCacheConfig, EngineConfig
+        from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
+        from kvmosaic.console.cache_place import secret_from
         from kvmosaic.llm import LLM
         from kvmosaic.model.quiet import quiet_libraries
 
@@ -59,6 +65,13 @@ def open_llm(opening: Opening, notices: Console) -> LLM:
                 capacity=opening.capacity,
             ),
             engine_config=EngineConfig(num_threads=opening.num_threads),
+            tier_config=TierConfig(
+                tiers=opening.chunk_tiers,
+                codec=opening.chunk_codec,
+                compression=opening.chunk_compression,
+                secret=secret_from() if opening.chunk_tiers else None,
+                pending=opening.chunk_pending,
+            ),
         )
     if opening.enable_chunk_cache and not llm.has_chunk_cache:
         notices.print(f"the chunk cache is off: {llm.chunk_cache_off_reason}", style="yellow", markup=False)

@@ -1,0 +1,114 @@
+"""Carrying entries to another machine: out of a tier into a file, and out of a file into a tier."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from kvmosaic.console.cache_place import CALL_SECONDS, all_entries, opened, progress_bar, seal_from
+from kvmosaic.console.cache_selection import Selection
+from kvmosaic.console.cache_verifying import Findings, good_entries
+from kvmosaic.console.text import printable, size_text
+from kvmosaic.memory import Seal
+from kvmosaic.tiers import Deadline, EntryInfo, Tier
+from kvmosaic.tiers.bundle import Bundle, BundleContents, write_bundle
+from kvmosaic.tiers.redis_parts import slices
+
+_AT_ONCE = 256
+
+
+def export_bundle(url: str, path: Path, selection: Selection, variable: str | None, as_json: bool) -> bool:
+    """Writes the entries of a tier that are right and meant to a file; returns whether none was damaged.
+
+    Raises:
+        KVMosaicError: the tier cannot be opened, or fails; or the file cannot be written.
+    """
+    console, notices = Console(), Console(stderr=True)
+    seal = seal_from(variable)
+    with opened(url) as tier:
+        infos = all_entries(tier, notices)
+        if not selection.is_empty:
+            infos = [entry.info for entry in selection.select(tier, infos)]
+        contents, findings = bundled(tier, infos, path, seal, notices)
+    findings.show(notices)
+    if as_json:
+        fields = {
+            "file": str(path),
+            "entries": contents.num_entries,
+            "bytes": contents.num_bytes,
+            "damaged": len(findings.damaged),
+            "foreign": len(findings.foreign),
+        }
+        print(json.dumps(fields))
+    else:
+        left_out = f"; {len(findings.damaged):,} damaged and {len(findings.foreign):,} foreign ones were left out"
+        console.print(
+            f"{printable(str(path))} has {contents.num_entries:,} entries ({size_text(contents.num_bytes)})"
+            f"{left_out if findings.damaged or findings.foreign else ''}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    return not findings.damaged
+
+
+def bundled(
+    tier: Tier, infos: list[EntryInfo], path: Path, seal: Seal, notices: Console
+) -> tuple[BundleContents, Findings]:
+    """Writes those of the entries that are right to a file; returns what is in it, and what was found."""
+    findings = Findings()
+    contents = write_bundle(path, good_entries(tier, infos, seal, findings, notices, "exporting"))
+    return contents, findings
+
+
+def import_bundle(path: Path, url: str, variable: str | None, as_json: bool) -> bool:
+    """Puts the entries of a file into a tier, each after its checksum was checked; those that it has stay as they are.
+
+    Returns:
+        Whether all of them are in the tier now.
+
+    Raises:
+        InvalidBundle: the file is not what `export_bundle` writes. KVMosaicError: the tier cannot be opened, or fails.
+    """
+    console, notices = Console(), Console(stderr=True)
+    seal, findings = seal_from(variable), Findings()
+    num_known = num_stored = num_refused = 0
+    with Bundle(path) as bundle, opened(url, to_write=True) as tier, progress_bar(notices, is_bytes=True) as bar:
+        most_bytes = tier.stat().quota_bytes
+        task = bar.add_task("importing", total=bundle.contents.num_bytes)
+        for member in bundle.members:
+            if tier.exists_many([member.key], Deadline(CALL_SECONDS)):
+                num_known += 1
+            elif most_bytes is not None and member.num_bytes > most_bytes:
+                num_refused += 1
+            elif findings.check(member.key, entry := bundle.read(member), seal):
+                is_stored = member.key in tier.put_many({member.key: entry}, Deadline(CALL_SECONDS))
+                num_stored += is_stored
+                num_refused += not is_stored
+            bar.advance(task, member.num_bytes)
+        num_there = sum(
+            len(tier.exists_many([member.key for member in some], Deadline(CALL_SECONDS)))
+            for some in slices(bundle.members, _AT_ONCE)
+        )
+    num_left = num_known + num_stored - num_there
+    findings.show(notices)
+    if as_json:
+        fields = {
+            "stored": num_stored,
+            "evicted": num_left,
+            "already_there": num_known,
+            "refused": num_refused,
+            "damaged": len(findings.damaged),
+            "foreign": len(findings.foreign),
+        }
+        print(json.dumps(fields))
+    else:
+        parts = [f"{num_stored:,} entries were stored", f"{num_known:,} were there already"]
+        parts += [f"{num_refused:,} are larger than the tier takes, or took too long"] if num_refused else []
+        parts += [f"{num_left:,} of these had to leave for others: its quota is too small"] if num_left else []
+        parts += [f"{len(findings.damaged):,} are damaged"] if findings.damaged else []
+        parts += [f"{len(findings.foreign):,} are of another secret or version"] if findings.foreign else []
+        console.print(", ".join(parts), highlight=False, soft_wrap=True)
+    return not (findings.damaged or findings.foreign or num_refused or num_left)

@@ -1,0 +1,121 @@
+"""Tiers for commands that look at them: opened so that looking changes nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvmosaic.cache.keys import Key
+from kvmosaic.config import TierConfig
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.memory import Claims, EntryHeader, Seal, num_preamble_bytes, read_claims
+from kvmosaic.tiers import Deadline, Entry, EntryInfo, Tier, open_tier, parse_tier_url
+from kvmosaic.tiers.disk_names import MARKER
+from kvmosaic.tiers.peek import peek
+
+SECRET_VARIABLE = "KVMOSAIC_CHUNK_SECRET"  # noqa: S105  the name of a variable
+CALL_SECONDS = 60.0
+"""What one call to a tier may take: nobody's answer waits for it."""
+_NO_QUOTA = 2**50
+_FIRST_BYTES = 2**16
+"""Most headers are shorter, so that one call is enough."""
+
+
+@contextmanager
+def opened(url: str, *, to_write: bool = False) -> Iterator[Tier]:
+    """Opens what a URL asks for, and closes it at the end.
+
+    A tier that is only looked at has no quota here, so that nothing leaves it; a disk tier needs none in its URL then.
+
+    Args:
+        url: of the tier.
+        to_write: whether it is made if it is not there, and keeps to its quota.
+
+    Raises:
+        InvalidConfig: no such place, or one that nobody can look into. TierUnavailable: it fails.
+    """
+    scheme, _, rest = url.strip().partition(":")
+    if scheme.lower() == "host" or url.strip().lower().startswith("memory:"):
+        raise InvalidConfig(
+            f"a {scheme.lower()} tier is memory of one process, and gone with it; look at what outlives a process: "
+            "disk:, redis:, s3:, gs:, az: or file:"
+        )
+    if scheme.lower() == "disk" and not to_write and "quota=" not in rest:
+        url = f"{url.strip()}{'&' if '?' in rest else '?'}quota={_NO_QUOTA}"
+    spec = parse_tier_url(url)
+    if not to_write:
+        if spec.kind == "disk":
+            if not (Path(spec.address) / MARKER).is_file():
+                raise InvalidConfig(f"{spec.address} is not the folder of a disk tier: it has no {MARKER}")
+            spec = replace(spec, quota_bytes=_NO_QUOTA)
+        elif spec.kind == "object" and (place := urlsplit(spec.url)).scheme == "file" and not Path(place.path).is_dir():
+            raise InvalidConfig(f"there is no folder {place.path}")
+    tier = open_tier(spec)
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+def seal_from(variable: str | None) -> Seal:
+    """The seal for the secret in an environment variable; without a name, in the usual one, if it is set.
+
+    Raises:
+        InvalidConfig: the named variable is not set, or its value is no secret.
+    """
+    return Seal(secret_from(variable))
+
+
+def secret_from(variable: str | None = None) -> str | None:
+    """The secret of the tiers from the environment; it is never an argument, which others on the machine could read."""
+    secret = os.environ.get(variable or SECRET_VARIABLE)
+    if secret is None and variable is not None:
+        raise InvalidConfig(f"the environment variable {variable[:100]!r} with the secret of the tier is not set")
+    return TierConfig(secret=secret).secret
+
+
+def header_of(tier: Tier, key: Key) -> EntryHeader | None:
+    """What an entry says it is; None if it is gone. See `claims_of`."""
+    claims = claims_of(tier, key)
+    return None if claims is None else claims.header
+
+
+def claims_of(tier: Tier, key: Key) -> Claims | None:
+    """What an entry says at its beginning, reading no more of it than needed; None if it is gone.
+
+    Raises:
+        InvalidEntry: it cannot be read. TierUnavailable: the place fails.
+    """
+    start = peek(tier, key, _FIRST_BYTES, deadline=Deadline(CALL_SECONDS))
+    if start is None:
+        return None
+    if len(start) == _FIRST_BYTES and (needed := num_preamble_bytes(start)) > _FIRST_BYTES:
+        start = peek(tier, key, needed, deadline=Deadline(CALL_SECONDS))
+        if start is None:
+            return None
+    return read_claims(start)
+
+
+def whole_entry(tier: Tier, key: Key) -> Entry | None:
+    """All bytes of an entry; None if it is gone. Not a use, where the tier can do that."""
+    return peek(tier, key, deadline=Deadline(CALL_SECONDS))
+
+
+def all_entries(tier: Tier, notices: Console) -> list[EntryInfo]:
+    """All entries of a tier, the least recently used first: reading them in this order keeps it, at worst."""
+    with notices.status("looking into the tier"):
+        return sorted(tier.scan(Deadline()), key=lambda info: info.last_used)
+
+
+def progress_bar(notices: Console, *, is_bytes: bool = False) -> Progress:
+    """A bar that is only drawn for people, with numbers of things or of bytes."""
+    amount = DownloadColumn(binary_units=True) if is_bytes else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
+    return Progress(*columns, console=notices, transient=True, disable=not notices.is_terminal)

@@ -1,0 +1,105 @@
+"""Which entries of a tier a command means: by name, by model, by when they were last used."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from kvmosaic.console.cache_place import header_of
+from kvmosaic.errors import InvalidConfig, InvalidEntry
+from kvmosaic.memory import EntryHeader
+from kvmosaic.tiers import EntryInfo, Tier
+
+MAX_DAYS = 36_500
+_FINGERPRINT = re.compile(r"[0-9a-fA-F]{4,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An entry, and what it says of itself."""
+
+    info: EntryInfo
+    header: EntryHeader | None
+    """None if it says nothing that can be read, or was not asked."""
+    problem: str = ""
+
+    @property
+    def last_used(self) -> float:
+        """Seconds since the epoch: the last use, or where the tier does not know it, when it was made; else 0."""
+        return self.info.last_used or (self.header.created if self.header else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """All conditions together; without any, every entry is meant."""
+
+    name: str | None = None
+    """A part of one of its names, in any case."""
+    model: str | None = None
+    """The beginning of the fingerprint."""
+    not_model: str | None = None
+    older_than_days: float | None = None
+    """Not used for so long."""
+
+    def __post_init__(self) -> None:
+        for option, value in (("--model", self.model), ("--not-model", self.not_model)):
+            if value is not None and not _FINGERPRINT.fullmatch(value):
+                raise InvalidConfig(
+                    f"{option} is {value[:100]!r}; give 4 or more digits of a fingerprint, as 'kvmosaic cache ls' "
+                    "shows it"
+                )
+        if self.model is not None and self.not_model is not None:
+            raise InvalidConfig("--model and --not-model exclude each other; leave one out")
+        if self.name is not None and not self.name.strip():
+            raise InvalidConfig("--name is empty; give a part of a name, or leave it out")
+        days = self.older_than_days
+        if days is not None and not 0 <= days <= MAX_DAYS:
+            raise InvalidConfig(f"--older-than is {days:g}; give 0 to {MAX_DAYS} days")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no condition."""
+        return self == Selection()
+
+    @property
+    def asks_headers(self) -> bool:
+        """Whether entries must be asked what they are."""
+        return any(value is not None for value in (self.name, self.model, self.not_model))
+
+    def takes(self, entry: Listed, now: float) -> bool:
+        """Whether an entry is meant. One that cannot be read is meant only if nobody asks what it is."""
+        if self.older_than_days is not None and entry.last_used > now - self.older_than_days * 86_400:
+            return False
+        if not self.asks_headers:
+            return True
+        if (header := entry.header) is None:
+            return False
+        if self.name is not None and not any(self.name.lower() in name.lower() for name in header.names):
+            return False
+        if self.model is not None and not header.fingerprint.startswith(self.model.lower()):
+            return False
+        return self.not_model is None or not header.fingerprint.startswith(self.not_model.lower())
+
+    def select(self, tier: Tier, infos: Iterable[EntryInfo]) -> Iterator[Listed]:
+        """Those of the entries that are meant; asks them what they are only if that matters."""
+        now = time.time()
+        for info in infos:
+            asks = self.asks_headers or (self.older_than_days is not None and not info.last_used)
+            entry = listed(tier, info) if asks else Listed(info, None)
+            if entry is not None and self.takes(entry, now):
+                yield entry
+
+
+def listed(tier: Tier, info: EntryInfo) -> Listed | None:
+    """An entry with what it says of itself; None if it is gone by now.
+
+    Raises:
+        TierUnavailable: the place fails.
+    """
+    try:
+        header = header_of(tier, info.key)
+    except InvalidEntry as error:
+        return Listed(info, None, str(error))
+    return None if header is None else Listed(info, header)

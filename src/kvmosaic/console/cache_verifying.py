@@ -1,0 +1,123 @@
+"""Checking a tier: every byte of every entry against its checksum."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+from rich.console import Console
+
+from kvmosaic.cache.keys import Key
+from kvmosaic.console.cache_place import CALL_SECONDS, all_entries, opened, progress_bar, seal_from, whole_entry
+from kvmosaic.console.text import one_line, size_text
+from kvmosaic.errors import DamagedEntry, InvalidEntry, TierUnavailable
+from kvmosaic.memory import Seal, check_entry
+from kvmosaic.tiers import Deadline, Entry, EntryInfo, Tier
+
+MOST_LINES = 100
+"""Of entries that are not right; more are only counted."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """What was found out about entries."""
+
+    good: int = 0
+    good_bytes: int = 0
+    gone: int = 0
+    """Left while others were checked."""
+    damaged: dict[Key, str] = field(default_factory=dict)
+    """Why their bytes are not those that were written."""
+    foreign: dict[Key, str] = field(default_factory=dict)
+    """Why nobody here can tell: another secret, or another version."""
+
+    def check(self, key: Key, entry: Entry, seal: Seal) -> bool:
+        """Checks one entry and writes down what it is; returns whether it is right."""
+        try:
+            check_entry(entry, key, seal)
+        except DamagedEntry as error:
+            self.damaged[key] = str(error)
+        except InvalidEntry as error:
+            self.foreign[key] = str(error)
+        else:
+            self.good += 1
+            self.good_bytes += len(entry)
+            return True
+        return False
+
+    def show(self, notices: Console) -> None:
+        """Says which entries are not right, and why."""
+        lines = [f"damaged {key.hex()}: {one_line(why, 400)}" for key, why in islice(self.damaged.items(), MOST_LINES)]
+        if len(self.damaged) > MOST_LINES:
+            lines.append(f"… {len(self.damaged) - MOST_LINES:,} more are damaged")
+        reasons = Counter(self.foreign.values())
+        lines += [f"{count:,} foreign: {one_line(why, 400)}" for why, count in reasons.most_common(MOST_LINES)]
+        for line in lines:
+            notices.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def verify(url: str, variable: str | None, quarantine: bool, as_json: bool) -> bool:
+    """Checks every entry of a tier, and puts damaged ones aside if asked; returns whether none is damaged.
+
+    Raises:
+        KVMosaicError: the tier cannot be opened, or fails.
+    """
+    console, notices = Console(), Console(stderr=True)
+    seal, findings = seal_from(variable), Findings()
+    logging.getLogger("kvmosaic").setLevel(logging.ERROR)  # what is put aside is said below
+    with opened(url) as tier:
+        for _ in good_entries(tier, all_entries(tier, notices), seal, findings, notices):
+            pass
+        if quarantine:
+            for key, reason in findings.damaged.items():
+                tier.quarantine(key, reason, Deadline(CALL_SECONDS))
+    findings.show(notices)
+    if as_json:
+        fields = {
+            "good": findings.good,
+            "good_bytes": findings.good_bytes,
+            "damaged": {key.hex(): reason for key, reason in findings.damaged.items()},
+            "foreign": {key.hex(): reason for key, reason in findings.foreign.items()},
+            "quarantined": len(findings.damaged) * quarantine,
+        }
+        print(json.dumps(fields))
+    else:
+        aside = " and put aside" if quarantine and findings.damaged else ""
+        console.print(
+            f"{findings.good:,} entries ({size_text(findings.good_bytes)}) are as they were written, "
+            f"{len(findings.damaged):,} damaged{aside}, {len(findings.foreign):,} of another secret or version",
+            style="red" if findings.damaged else "green",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return not findings.damaged
+
+
+def good_entries(
+    tier: Tier, infos: Iterable[EntryInfo], seal: Seal, findings: Findings, notices: Console, what: str = "checking"
+) -> Iterator[tuple[Key, Entry]]:
+    """Reads entries one by one and gives those that are right; the others are in `findings`.
+
+    Raises:
+        TierUnavailable: the place fails, and not only with this entry.
+    """
+    infos = list(infos)
+    with progress_bar(notices, is_bytes=True) as bar:
+        task = bar.add_task(what, total=sum(info.num_bytes for info in infos))
+        for info in infos:
+            try:
+                entry = whole_entry(tier, info.key)
+            except TierUnavailable as error:
+                if not tier.exists_many([info.key], Deadline(CALL_SECONDS)):
+                    raise
+                findings.damaged[info.key] = f"it cannot be read, though the tier answers: {error}"
+                continue
+            if entry is None:
+                findings.gone += 1
+            elif findings.check(info.key, entry, seal):
+                yield info.key, entry
+            bar.advance(task, info.num_bytes)

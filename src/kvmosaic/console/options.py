@@ -1,0 +1,81 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+Model = Annotated[str, typer.Argument(help="A model folder, a hub name, or 'reader' for the bundled model.")]
+PromptText = Annotated[
+    str | None, typer.Argument(metavar="PROMPT", help="A text with separators; - reads prompts from standard input.")
+]
+Documents = Annotated[
+    Path | None, typer.Option("--documents", metavar="DIR", help="A folder of .txt and .md files, one document each.")
+]
+Questions = Annotated[
+    list[str] | None, typer.Option("--question", "-q", metavar="TEXT", help="What to ask; may be given several times.")
+]
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system text that comes before the documents.")]
+Separator = Annotated[str, typer.Option(metavar="TEXT", help="What separates the segments of a prompt text.")]
+Strategy = Annotated[
+    Literal["shared", "sequential"],
+    typer.Option("--position-strategy", help="Documents overlap (shared), or stand one behind the other (sequential)."),
+]
+ContextKind = Annotated[
+    Literal["system", "none"],
+    typer.Option("--chunk-context", help="What a document saw when it was computed: the system text, or nothing."),
+]
+LongChunks = Annotated[
+    Literal["error", "split"],
+    typer.Option("--long-chunks", help="A document that is too long for one chunk: refuse it, or split it."),
+]
+Capacity = Annotated[str, typer.Option(metavar="SIZE", help="Memory for cached documents, such as 512MiB or 2GiB.")]
+DType = Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16, float16 or float64.")]
+Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or for example cuda:1.")]
+Threads = Annotated[
+    int | None,
+    typer.Option("--num-threads", min=1, max=1024, help="Threads that compute on a CPU. Default: one per usable core."),
+]
+Packing = Annotated[
+    Literal["auto", "always", "never"],
+    typer.Option("--prepack", help="Keep bfloat16 weights in the order in which a CPU multiplies them."),
+]
+Rounding = Annotated[
+    Literal["none", "int8"],
+    typer.Option("--quantization", help="int8: linear layers in 8-bit integers, for bfloat16 on a CPU."),
+]
+NoChunkCache = Annotated[bool, typer.Option("--no-chunk-cache", help="Compute every document again for every prompt.")]
+AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON: one object per line and prompt.")]
+
+AsFields = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+ChunkTiers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--chunk-tier",
+        metavar="URL",
+        help="Where documents are kept when the device lets go of them: disk:FOLDER?quota=SIZE, redis://…, s3://…, "
+        "host:SIZE; several times for several, the fastest first.",
+    ),
+]
+ChunkCodec = Annotated[
+    Literal["none", "fp8", "int8", "int4"],
+    typer.Option("--chunk-codec", help="How tiers store numbers: as they are, or in fewer bits."),
+]
+ChunkCompression = Annotated[
+    Literal["none", "zstd"], typer.Option("--chunk-compression", help="Whether tiers compress entries without loss.")
+]
+Tier = Annotated[str, typer.Argument(metavar="TIER_URL", help="disk:FOLDER, redis://…, s3://… or another tier.")]
+SecretVariable = Annotated[
+    str | None,
+    typer.Option(
+        "--secret-env",
+        metavar="NAME",
+        help="Variable with the tier's secret. Default: KVMOSAIC_CHUNK_SECRET, if set.",
+    ),
+]
+Name = Annotated[str | None, typer.Option("--name", metavar="TEXT", help="Only entries with this in a name.")]
+ModelDigits = Annotated[
+    str | None, typer.Option("--model", metavar="FINGERPRINT", help="Only entries of this model; its first digits do.")
+]

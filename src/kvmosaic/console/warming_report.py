@@ -1,0 +1,106 @@
+"""What warming a folder has done, for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from rich.console import Console
+
+from kvmosaic.cache.keys import Key
+from kvmosaic.console.text import duration_text, one_line, printable, size_text
+from kvmosaic.tiers.bundle import BundleContents
+
+MOST_LINES = 50
+"""Of documents that cannot be computed; more are only counted."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What has been done."""
+
+    documents: int
+    computed: int = 0
+    """Documents that were computed, all of their chunks or some."""
+    skipped: int = 0
+    """Documents that the tiers had already."""
+    tokens: int = 0
+    """That were computed."""
+    chunks: dict[Key, None] = field(default_factory=dict)
+    """All chunks of all documents, in order."""
+    problems: dict[str, str] = field(default_factory=dict)
+    """Why a document cannot be computed, under its name."""
+    missing: list[Key] = field(default_factory=list)
+    """Chunks that some tier does not have in the end."""
+    num_bytes: int = 0
+    """That were written to the tiers."""
+    seconds: float = 0.0
+    is_interrupted: bool = False
+    bundle: BundleContents | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every document is where it should be."""
+        is_bundled = self.bundle is None or self.bundle.num_entries == len(self.chunks)
+        return is_bundled and not (self.missing or self.problems or self.is_interrupted)
+
+    @property
+    def num_left(self) -> int:
+        """Documents that nobody got to."""
+        return self.documents - self.computed - self.skipped - len(self.problems)
+
+
+def show_tally(tally: Tally, bundle: Path | None, as_json: bool) -> None:
+    """Prints what was done, and what is still to do."""
+    console, notices = Console(soft_wrap=True, highlight=False), Console(stderr=True, soft_wrap=True, highlight=False)
+    for name, problem in islice(tally.problems.items(), MOST_LINES):
+        notices.print(f"not computed: {printable(name)}: {one_line(problem, 400)}", markup=False)
+    if len(tally.problems) > MOST_LINES:
+        notices.print(f"… {len(tally.problems) - MOST_LINES:,} more were not computed")
+    if as_json:
+        print(json.dumps(_fields(tally)), flush=True)
+    else:
+        console.print(_summary(tally))
+        if tally.bundle is not None:
+            size = size_text(tally.bundle.num_bytes)
+            console.print(printable(f"{bundle} has {tally.bundle.num_entries:,} entries ({size})"), markup=False)
+    if tally.is_interrupted:
+        notices.print(
+            f"interrupted with {tally.num_left:,} documents left; the same command goes on where this one stopped",
+            style="yellow",
+        )
+    if tally.missing:
+        notices.print(
+            f"{len(tally.missing):,} of {len(tally.chunks):,} chunks are not in every tier: one failed, or its quota "
+            "is too small for all of them",
+            style="red",
+        )
+
+
+def _fields(tally: Tally) -> dict[str, object]:
+    bundle = tally.bundle
+    return {
+        "documents": tally.documents,
+        "computed": tally.computed,
+        "skipped": tally.skipped,
+        "failed": len(tally.problems),
+        "left": tally.num_left,
+        "not_stored": len(tally.missing),
+        "tokens": tally.tokens,
+        "bytes": tally.num_bytes,
+        "seconds": round(tally.seconds, 3),
+        "interrupted": tally.is_interrupted,
+        "bundle": None if bundle is None else {"entries": bundle.num_entries, "bytes": bundle.num_bytes},
+    }
+
+
+def _summary(tally: Tally) -> str:
+    speed = f", {tally.tokens / tally.seconds:,.0f} tokens/s" if tally.tokens and tally.seconds else ""
+    failed = f", {len(tally.problems):,} failed" if tally.problems else ""
+    took = f"{size_text(tally.num_bytes)} written in {duration_text(tally.seconds)}{speed}"
+    return (
+        f"{tally.documents:,} documents: {tally.computed:,} computed, {tally.skipped:,} skipped (stored already)"
+        f"{failed}; {tally.tokens:,} tokens, {took}"
+    )
