@@ -12,7 +12,7 @@ from support.tiers import TroubledTier
 from kvmosaic.cache import Key
 from kvmosaic.errors import DamagedEntry, TierFull, TierUnavailable
 from kvmosaic.tiers import Entry, Fetch, Hierarchy
-from kvmosaic.tiers import hierarchy as hierarchy_module
+from kvmosaic.tiers import prospects as prospects_module
 
 MEBIBYTE = 2**20
 
@@ -176,34 +176,133 @@ def test_what_is_deleted_while_it_waits_or_is_written_does_not_come_back(make: C
     assert hierarchy.flush(5) and set(disk.entries) == {key(3)} and hierarchy.pending_bytes == 0
 
 
+def test_what_is_stored_again_and_again_while_it_is_written_is_stored_and_deleted_in_order(make: Callable) -> None:
+    disk = TroubledTier("disk")
+    disk.gate.clear()
+    hierarchy = make(disk)
+    store(hierarchy, 1, "first")
+    while not disk.calls:
+        time.sleep(0.001)
+    for value in ("second", "third"):
+        store(hierarchy, 1, value)
+    hierarchy.delete([key(1)])
+    disk.gate.set()
+    assert hierarchy.flush(5) and not disk.entries and hierarchy.pending_bytes == 0
+
+
 def test_a_tier_slower_than_computing_is_not_asked_again_but_looked_at_now_and_then(
     make: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = TroubledTier("disk")
-    disk.entries |= {key(number): b"a" for number in range(9)}
+    disk.entries |= {key(number): b"a" for number in range(20)}
     disk.get_seconds = 0.05
     hierarchy = make(disk)
-    assert fetched(hierarchy, key(0), compute_seconds=0.01).value == "a"  # nothing was known
-    skipped = fetched(hierarchy, key(1), compute_seconds=0.01)
-    assert skipped.value is None and hierarchy.stats.skipped == 1 and disk.count("get") == 1
+    for number in range(4):  # nothing was known
+        assert fetched(hierarchy, key(10 + number), compute_seconds=0.01).value == "a"
+    assert hierarchy.fetch(key(1), 1000, accept, 0.01) is None
+    assert hierarchy.stats.skipped == 1 and disk.count("get") == 4
     assert fetched(hierarchy, key(2), compute_seconds=1.0).value == "a"
-    monkeypatch.setattr(hierarchy_module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(prospects_module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(prospects_module, "_LOOK_SHARE", 0.0)
+    hierarchy._prospects._records[id(disk)].next_look = 0.0
     disk.get_seconds = 0.0
-    for number in range(3, 8):
-        looked = fetched(hierarchy, key(number), compute_seconds=0.01)
-    assert looked.value == "a"
-    monkeypatch.setattr(hierarchy_module, "LOOK_SECONDS", 1e9)
+    assert hierarchy.fetch(key(3), 1000, accept, 0.01) is None, "nobody waits for a look"
+    while disk.count("get") < 6 or hierarchy._prospects.bytes_per_second(disk) < 2e5:
+        time.sleep(0.001)
+    assert hierarchy.stats.looked == 1 and hierarchy.stats.fetched == 5
     assert fetched(hierarchy, key(8), compute_seconds=0.01).value == "a", "it is known to be fast by now"
 
 
-def test_nobody_waits_longer_than_it_is_worth_and_progress_renews_patience(make: Callable) -> None:
+def test_nobody_waits_longer_than_it_is_worth_and_progress_renews_the_patience_of_those_behind(make: Callable) -> None:
     disk = TroubledTier("disk")
     disk.gate.clear()
     hierarchy = make(disk)
+    fetches = [hierarchy.fetch(key(number), 1000, accept, None) for number in range(3)]
+    while not all(fetch.begun for fetch in fetches[:2]):
+        time.sleep(0.001)
+    for fetch in fetches[:2]:
+        assert not fetch.is_settled(fetch.begun + 0.1, 0.0) and fetch.is_settled(fetch.begun + 0.2, 0.0)
+        assert fetch.is_settled(fetch.begun + 0.2, fetch.begun + 0.1), "what others do is no progress of it"
+    queued = fetches[2]
+    assert not queued.is_settled(queued.started + 0.1, 0.0) and queued.is_settled(queued.started + 0.2, 0.0)
+    assert not queued.is_settled(queued.started + 0.2, queued.started + 0.1)
+
+
+def test_when_all_readers_hang_nobody_else_waits_for_them(make: Callable) -> None:
+    disk = TroubledTier("disk")
+    disk.entries[key(9)] = b"a"
+    disk.gate.clear()
+    hierarchy = make(disk)
+    for number in range(2):
+        assert hierarchy.fetch(key(number), 1000, accept, None) is not None
+    time.sleep(0.2)
+    assert hierarchy.fetch(key(9), 1000, accept, None) is None
+    disk.gate.set()
+    hierarchy.wait(5)
+    assert fetched(hierarchy, key(9)).value == "a"
+
+
+def test_who_is_first_in_line_is_fetched_first_and_takes_what_it_joins_along(make: Callable) -> None:
+    disk = TroubledTier("disk")
+    disk.gate.clear()
+    hierarchy = make(disk)
+    blocking = [hierarchy.fetch(key(number), 1000, accept, None) for number in range(2)]
+    while not all(fetch.begun for fetch in blocking):
+        time.sleep(0.001)
+    fetches = [hierarchy.fetch(key(number), 1000, accept, None, (rank,)) for number, rank in enumerate([5, 4, 9, 1], 2)]
+    assert hierarchy.fetch(key(4), 1000, accept, None, (0,)) is fetches[2]
+    disk.gate.set()
+    while not all(fetch.is_over for fetch in fetches):
+        hierarchy.wait(0.01)
+    asked = [next(iter(keys)) for what, keys in disk.calls if what == "get"]
+    assert set(asked[2:4]) == {key(4), key(5)} and set(asked[4:]) == {key(2), key(3)}
+
+
+def test_what_nobody_wants_any_more_is_not_read(make: Callable) -> None:
+    disk = TroubledTier("disk")
+    disk.gate.clear()
+    hierarchy = make(disk)
+    fetches = [hierarchy.fetch(key(number), 1000, accept, None) for number in range(5)]
+    while not all(fetch.begun for fetch in fetches[:2]):
+        time.sleep(0.001)
+    for fetch in fetches:
+        hierarchy.cancel(fetch)
+    assert [fetch.is_over for fetch in fetches] == [False, False, True, True, True]
+    disk.gate.set()
+    assert fetched(hierarchy, key(9)).value is None
+    assert disk.count("get") == 3
+
+
+def test_what_is_deleted_while_it_is_fetched_comes_no_more(make: Callable) -> None:
+    disk = TroubledTier("disk")
+    disk.entries[key(1)] = b"a"
+    disk.gate.clear()
+    hierarchy = make(disk)
     fetch = hierarchy.fetch(key(1), 1000, accept, None)
-    assert fetch is not None and not fetch.is_settled(fetch.started + 0.1, 0.0)
-    assert fetch.is_settled(fetch.started + 0.2, 0.0)
-    assert not fetch.is_settled(fetch.started + 0.2, fetch.started + 0.1)
+    while not fetch.begun:
+        time.sleep(0.001)
+    hierarchy.delete([key(1)])
+    assert fetch.is_over
+    disk.gate.set()
+    assert hierarchy.flush(5) and fetch.value is None
+
+
+def test_whoever_waits_is_woken_by_the_end_of_a_fetch_even_if_it_came_before(make: Callable) -> None:
+    disk = TroubledTier("disk")
+    disk.gate.clear()
+    hierarchy = make(disk)
+    first = hierarchy.fetch(key(1), 1000, accept, None)
+    hierarchy.fetch(key(2), 1000, accept, None)
+    hierarchy.fetch(key(3), 1000, accept, None)
+    seen = hierarchy.num_ended
+    hierarchy.wait(0.001, seen)
+    hierarchy.cancel(hierarchy.fetch(key(3), 1000, accept, None))
+    begin = time.monotonic()
+    hierarchy.wait(5, seen)
+    assert time.monotonic() - begin < 2 and not first.is_over
+    threading.Timer(0.05, disk.gate.set).start()
+    hierarchy.wait(5)
+    assert time.monotonic() - begin < 2
 
 
 def test_late_chunks_are_counted(make: Callable) -> None:

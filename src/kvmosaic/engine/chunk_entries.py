@@ -60,8 +60,12 @@ class ChunkEntries:
         )
         return lambda layers: encode_entry(header, layers, self._config.secret)
 
-    def accept(self, span: SpanPlan, start: int) -> Callable[[Entry], ChunkTensors]:
+    def accept(
+        self, span: SpanPlan, start: int, tell: Callable[[int, float], None] = lambda *_: None
+    ) -> Callable[[Entry], ChunkTensors]:
         """What verifies an entry for a planned chunk and decodes it, on any thread.
+
+        It tells how many tokens the chunk has, and in how many seconds it was computed where that was done.
 
         It raises InvalidEntry for one that is damaged or of another model, other tokens, another context or place.
         """
@@ -75,4 +79,10 @@ class ChunkEntries:
             dtype=self._dtype,
             codec=self._config.codec,
         )
-        return lambda entry: decode_entry(entry, expected, self._config.secret).layers
+
+        def accept(entry: Entry) -> ChunkTensors:
+            decoded = decode_entry(entry, expected, self._config.secret)
+            tell(span.num_tokens, decoded.header.compute_seconds)
+            return decoded.layers
+
+        return accept

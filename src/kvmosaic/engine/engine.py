@@ -332,7 +332,11 @@ class Engine:
             request.grammar = self.grammars.compile(params.structured_outputs)
         sequence = self._new_sequence(request, 0)
         self._requests[request_id], self._sequences[request_id] = request, [sequence]
-        self.scheduler.add(sequence)
+        try:
+            self.scheduler.add(sequence)
+        except BaseException:  # an interrupt: whoever does not get the request cannot abort it
+            self._end(request)
+            raise
         return request
 
     def _new_sequence(self, request: Request, index: int) -> Sequence:
@@ -358,6 +362,8 @@ class Engine:
         begin = self.clock()
         logits = self.runner.run(rows, step.copies)
         seconds = (self.clock() - begin) / step.num_tokens
+        if self.keeper is not None:
+            self.keeper.note_step(step.num_tokens, seconds * step.num_tokens)
         for work in step.works:
             spent = work.sequence.span_seconds
             spent[work.span] = spent.get(work.span, 0.0) + seconds * work.num_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from kvmosaic.engine.kept_keys import KeptKeys
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.errors import UnknownChunk
 from kvmosaic.memory import BlockStorage, ChunkTensors
-from kvmosaic.tiers import ComputeCost, Fetch, Hierarchy
+from kvmosaic.tiers import FIRST_PATIENCE_SECONDS, SLOWEST_BYTES_PER_SECOND, ComputeCost, Fetch, Hierarchy, Rank
 
 logger = logging.getLogger("kvmosaic")
 
@@ -24,11 +25,6 @@ class StagedChunk:
 
     fetch: Fetch[ChunkTensors]
     num_holders: int = 0
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it was not found."""
-        return self.fetch.is_over and self.fetch.value is None
 
 
 class Keeper:
@@ -74,10 +70,25 @@ class Keeper:
         self._most_staged_bytes = most_staged_bytes
         self._staged_bytes = 0
         self._staged: dict[Key, StagedChunk] = {}
+        self._crowded_out: Sequence | None = None
+        """It is next and found no room to stage its chunks: until it does, no later one begins to."""
+        self._num_ended = 0
+        """Fetches that were over when it was last looked who need not wait any longer."""
         self._clock = clock
         self._compute = ComputeCost()
         self._bytes_per_token = storage.bytes_per_block // storage.block_size
         planner.notify(evicted=self.leave, deleted=self.forget)
+        weakref.finalize(self, hierarchy.orphan).atexit = False
+
+    def has_room(self, sequence: Sequence, plan: Plan) -> bool:
+        """Whether what a sequence misses, which is next, can be staged beside what was fetched for others.
+
+        If not, those that come later do not begin until it can, so that it has its turn.
+        """
+        num_bytes = self._new_bytes(sequence, self._missing(sequence, plan))
+        has_room = not num_bytes or not self._staged_bytes or self._staged_bytes + num_bytes <= self._most_staged_bytes
+        self._crowded_out = None if has_room else sequence
+        return has_room
 
     def begin(self, sequence: Sequence, plan: Plan | None = None) -> bool:
         """Begins to fetch what a sequence misses; returns whether it should wait.
@@ -88,31 +99,43 @@ class Keeper:
                 happens if too much was fetched for others.
         """
         is_next = plan is not None
+        if not is_next and (self._crowded_out is not None or self._staged_bytes >= self._most_staged_bytes):
+            return False
         if plan is None:
             prompt = sequence.request.prompt
             plan = self._planner.plan(sequence.layout, prompt.salt, prompt.tenant)
-        fetches: dict[Key, StagedChunk] = sequence.fetches or {}
-        missing = {span.key: span for span in plan.spans if span.is_chunk and span.action == "compute"}
-        missing = {key: span for key, span in missing.items() if key not in fetches}
-        new = [span.num_tokens for key, span in missing.items() if key not in self._staged]
-        num_bytes = sum(new) * self._bytes_per_token
-        if not is_next and self._staged_bytes + num_bytes > self._most_staged_bytes:
+        missing = self._missing(sequence, plan)
+        if not is_next and self._staged_bytes + self._new_bytes(sequence, missing) > self._most_staged_bytes:
             return False
+        fetches: dict[Key, StagedChunk] = sequence.fetches or {}
+        sequence.fetches = fetches  # at once, so that whatever happens from here on, `drop` finds them
         for key, span in missing.items():
-            if (staged := self._staged.get(key)) is None or staged.has_failed:
-                if (fetch := self._fetch(span, plan.layout.spans[span.index].start)) is None:
-                    continue
+            fetch = self._fetch(span, plan.layout.spans[span.index].start, sequence.rank)
+            if fetch is None:
+                continue
+            staged = self._staged.get(key)
+            if staged is None or staged.fetch is not fetch:
                 staged = self._staged[key] = StagedChunk(fetch)
                 self._staged_bytes += fetch.num_bytes
             fetches[key] = staged
             staged.num_holders += 1
-        sequence.fetches = fetches
+            sequence.fetching_since = self._clock()
         return not self.is_settled(sequence)
 
     def is_settled(self, sequence: Sequence) -> bool:
-        """Whether a sequence need not wait for fetches any longer."""
+        """Whether a sequence need not wait for fetches any longer.
+
+        It never waits longer than computing all of them takes: what has come by then is used, the rest is computed.
+        """
         now, last_ended = self._clock(), self.hierarchy.last_ended
-        return all(staged.fetch.is_settled(now, last_ended) for staged in (sequence.fetches or {}).values())
+        self._num_ended = self.hierarchy.num_ended
+        fetches = [staged.fetch for staged in (sequence.fetches or {}).values()]
+        if all(fetch.is_settled(now, last_ended) for fetch in fetches):
+            return True
+        num_bytes = sum(fetch.num_bytes for fetch in fetches)
+        compute_seconds = self._compute.estimate(num_bytes // self._bytes_per_token)
+        most = num_bytes / SLOWEST_BYTES_PER_SECOND if compute_seconds is None else compute_seconds
+        return now >= sequence.fetching_since + FIRST_PATIENCE_SECONDS + most
 
     def finish(self, sequence: Sequence) -> None:
         """Copies what was fetched into the blocks of a sequence that was just attached."""
@@ -145,7 +168,15 @@ class Keeper:
                 self._staged_bytes -= staged.fetch.num_bytes
                 if self._staged.get(key) is staged:
                     del self._staged[key]
+                if not staged.fetch.is_over:
+                    self.hierarchy.cancel(staged.fetch)
         sequence.fetches = None
+        if self._crowded_out is sequence:
+            self._crowded_out = None
+
+    def note_step(self, num_tokens: int, seconds: float) -> None:
+        """Learns how fast this machine computes, from any step."""
+        self._compute.note_step(num_tokens, seconds)
 
     def keep(self, chunk: Chunk, seconds: float) -> None:
         """Stores a chunk that was just computed, in so many seconds."""
@@ -170,6 +201,8 @@ class Keeper:
         """Removes chunks from all tiers, whether or not the device has them."""
         for key in keys:
             self.kept.discard(key)
+            if (staged := self._staged.pop(key, None)) is not None:
+                staged.fetch.value = None
         self.hierarchy.delete(keys)
 
     def delete_named(self, name: str, salt: str | None = "", tenant: str = "") -> int:
@@ -180,7 +213,7 @@ class Keeper:
 
     def wait(self, seconds: float) -> None:
         """Sleeps until a fetch is over, but no longer than this."""
-        self.hierarchy.wait(seconds)
+        self.hierarchy.wait(seconds, self._num_ended)
 
     def _is_deleted(self, chunk: Chunk) -> bool:
         """Whether a chunk was deleted while a request went on computing it: then nobody may find it again."""
@@ -189,10 +222,26 @@ class Keeper:
         except UnknownChunk:
             return True
 
-    def _fetch(self, span: SpanPlan, start: int) -> Fetch[ChunkTensors] | None:
+    def _missing(self, sequence: Sequence, plan: Plan) -> dict[Key, SpanPlan]:
+        """Chunks that a plan computes and that were not fetched for this sequence yet."""
+        known = sequence.fetches or {}
+        return {
+            span.key: span
+            for span in plan.spans
+            if span.is_chunk and span.action == "compute" and span.key not in known
+        }
+
+    def _new_bytes(self, sequence: Sequence, missing: dict[Key, SpanPlan]) -> int:
+        """What fetching them adds to what is staged."""
+        new = (span.num_tokens for key, span in missing.items() if key not in self._staged)
+        return sum(new) * self._bytes_per_token
+
+    def _fetch(self, span: SpanPlan, start: int, rank: Rank) -> Fetch[ChunkTensors] | None:
+        if (staged := self._staged.get(span.key)) is not None and staged.fetch.value is not None:
+            return staged.fetch
         num_bytes = span.num_tokens * self._bytes_per_token
-        accept = self._entries.accept(span, start)
-        return self.hierarchy.fetch(span.key, num_bytes, accept, self._compute.estimate(span.num_tokens))
+        accept = self._entries.accept(span, start, self._compute.tell)
+        return self.hierarchy.fetch(span.key, num_bytes, accept, self._compute.estimate(span.num_tokens), rank)
 
     def _store(self, chunk: Chunk, *, volatile: bool) -> None:
         def done(is_stored: bool) -> None:
@@ -204,7 +253,8 @@ class Keeper:
             if not self.hierarchy.has_room(num_bytes):
                 return
             layers = self._storage.read_chunk(chunk.block_ids, chunk.num_tokens)
-            chunk.is_stored = self.hierarchy.store(
+            chunk.is_stored = True  # before anybody can say that it was not
+            is_queued = self.hierarchy.store(
                 chunk.key,
                 layers,
                 num_bytes,
@@ -213,5 +263,7 @@ class Keeper:
                 volatile=volatile,
                 done=done if persistent else lambda _: None,
             )
+            if not is_queued:
+                chunk.is_stored = not persistent
         except Exception:
             logger.exception("a chunk could not be stored")

@@ -105,10 +105,13 @@ class Scheduler:
             begin = self.clock()
             prompt = sequence.request.prompt
             plan = self.planner.plan(sequence.layout, prompt.salt, prompt.tenant)
-            if self.keeper is not None and self.keeper.begin(sequence, plan):
-                self.waiting.remove(sequence)
-                self.fetching.append(sequence)
-                continue
+            if self.keeper is not None:
+                if self.fetching and not self.keeper.has_room(sequence, plan):
+                    return  # those who fetch go on soon, and then it has its turn
+                if self.keeper.begin(sequence, plan):
+                    self.waiting.remove(sequence)
+                    self.fetching.append(sequence)
+                    continue
             try:
                 attachment = self.planner.attach(plan)
             except OutOfBlocks as error:

@@ -47,6 +47,8 @@ class Sequence:
         """By span: tokens that were found when it was attached."""
         self.fetches: dict[Key, Any] | None = None
         """Chunks on their way from the tiers; None before they are asked for, and when all is attached."""
+        self.fetching_since = 0.0
+        """When the last of them were asked for, on the engine's clock."""
         self.tier_names: dict[int, str] = {}
         """By span: the tier that it was loaded from."""
         self._view_reads: dict[int, tuple[RunRead, ...]] = {}

@@ -3,16 +3,20 @@
 from kvmosaic.tiers.cost import ComputeCost, LoadCost
 from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.disk import DiskTier
-from kvmosaic.tiers.fetch import Fetch
-from kvmosaic.tiers.hierarchy import Hierarchy, HierarchyStats
+from kvmosaic.tiers.fetch import Fetch, Rank
+from kvmosaic.tiers.hierarchy import Hierarchy
+from kvmosaic.tiers.hierarchy_stats import HierarchyStats
 from kvmosaic.tiers.host import HostTier
 from kvmosaic.tiers.opening import open_tiers
+from kvmosaic.tiers.prospects import FIRST_PATIENCE_SECONDS, SLOWEST_BYTES_PER_SECOND, Prospects
 from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Entry, EntryInfo, Tier, TierStat
 from kvmosaic.tiers.url import TierSpec, open_tier, parse_tier_url
 
 __all__ = [
+    "FIRST_PATIENCE_SECONDS",
     "MAX_ENTRY_BYTES",
     "MAX_KEY_BYTES",
+    "SLOWEST_BYTES_PER_SECOND",
     "ComputeCost",
     "Deadline",
     "DiskTier",
@@ -23,6 +27,8 @@ __all__ = [
     "HierarchyStats",
     "HostTier",
     "LoadCost",
+    "Prospects",
+    "Rank",
     "Tier",
     "TierSpec",
     "TierStat",

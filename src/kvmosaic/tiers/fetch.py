@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.tiers.tier import Entry
 
 T = TypeVar("T")
 
+Rank: TypeAlias = tuple[float, ...]
+"""Smaller comes first."""
+
 
 @dataclass(slots=True, eq=False)
 class Fetch(Generic[T]):
     """What everybody who misses a chunk waits for, each only as long as it is worth.
 
-    under way ──▶ found: `value` and `tier_name`
-         └──────▶ over without a value: in no tier, or in none that is fast enough
+    queued ──▶ begun ──▶ over with a value: `value` and `tier_name`
+       └─────────┴─────▶ over without one: in no tier, in none that is fast enough, or nobody wants it any more
     """
 
     key: Key
@@ -29,7 +32,12 @@ class Fetch(Generic[T]):
     """What computing it would take; None if nobody knows."""
     started: float
     patience: float
-    """Seconds from the start, or from the last time that any fetch ended, after which nobody waits any longer."""
+    """Seconds after which nobody waits any longer: from the moment it begins, or, while it is queued, from the last
+    time that any fetch ended."""
+    rank: Rank = ()
+    """Of the first in line who waits for it."""
+    begun: float | None = None
+    """When a reader took it up."""
     value: T | None = field(default=None, repr=False)
     tier_name: str = ""
     is_persistent: bool = False
@@ -38,4 +46,5 @@ class Fetch(Generic[T]):
 
     def is_settled(self, now: float, last_ended: float) -> bool:
         """Whether waiting has ended, with a value or without; `last_ended` tells when some fetch was over."""
-        return self.is_over or now >= max(self.started, last_ended) + self.patience
+        since = max(self.started, last_ended) if self.begun is None else self.begun
+        return self.is_over or now >= since + self.patience

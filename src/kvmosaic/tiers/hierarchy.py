@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from kvmosaic.cache.keys import Key
-from kvmosaic.errors import InvalidEntry, TierError
-from kvmosaic.tiers.cost import LoadCost
+from kvmosaic.errors import TierError
 from kvmosaic.tiers.deadline import Deadline
-from kvmosaic.tiers.fetch import Fetch
+from kvmosaic.tiers.fetch import Fetch, Rank
+from kvmosaic.tiers.hierarchy_stats import HierarchyStats
+from kvmosaic.tiers.prospects import Prospects
+from kvmosaic.tiers.readers import Readers
 from kvmosaic.tiers.tier import Entry, Tier, TierStat
 
 logger = logging.getLogger("kvmosaic")
@@ -22,35 +26,8 @@ logger = logging.getLogger("kvmosaic")
 T = TypeVar("T")
 
 PUT_SECONDS = 30.0
-GET_SECONDS = 30.0
-FIRST_PATIENCE_SECONDS = 0.15
-"""To wait for a tier beyond what loading is expected to take: what a tier that hangs costs a request at most."""
-SLOWEST_BYTES_PER_SECOND = 50e6
-"""Of a tier that nothing is known of yet; it is given up when it is slower."""
-LOOK_SECONDS = 5.0
-"""So often a tier that was too slow is measured again, with nobody waiting."""
-
-
-@dataclass(slots=True)
-class HierarchyStats:
-    """What has been moved; counters run since the start."""
-
-    stored: int = 0
-    """Chunks that reached a tier."""
-    dropped: int = 0
-    """Chunks that were not stored because too much waited to be written."""
-    failed: int = 0
-    """Chunks that could not be stored: their tiers failed."""
-    fetched: int = 0
-    """Chunks that were found in a tier, verified and decoded."""
-    missed: int = 0
-    """Chunks that were in no tier that could be asked."""
-    skipped: int = 0
-    """Tiers that were not asked, because computing is faster."""
-    late: int = 0
-    """Chunks that came when nobody waited any longer."""
-    invalid: int = 0
-    """Entries that were not what they should be, and were put aside."""
+IDLE_SECONDS = 2.0
+"""So often a writer without work looks whether anybody may still give it some."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,23 +73,31 @@ class Hierarchy(Generic[T]):
         self.tiers = tuple(tiers)
         self.stats = HierarchyStats()
         self.pending_bytes = 0
-        self.last_ended = clock()
-        """When a fetch was over for the last time: as long as some are, the others are worth waiting for."""
         self._most_pending_bytes = most_pending_bytes
         self._num_readers = num_readers
         self._clock = clock
-        self._costs = {id(tier): LoadCost() for tier in self.tiers}
-        self._looked = dict.fromkeys(self._costs, clock())
+        self._prospects = Prospects(self.tiers, clock)
         # shared by all threads, under `_changed`
         self._changed = threading.Condition()
         self._writes: dict[Key, _Store[T]] = {}
         """In the order in which they came; one stays here until it is written."""
-        self._writing: Key | None = None
+        self._writing: _Store[T] | None = None
         self._deletes: set[Key] = set()
-        self._fetches: dict[Key, Fetch[T]] = {}
-        self._wanted: deque[Fetch[T]] = deque()
+        self._readers: Readers[T] = Readers(self.tiers, self._prospects, self.stats, self._changed, num_readers, clock)
         self._threads: list[threading.Thread] = []
         self._is_closing = False
+        self._is_orphaned = False
+        self._process_id = os.getpid()
+
+    @property
+    def last_ended(self) -> float:
+        """When a fetch was over for the last time; see `Fetch.is_settled`."""
+        return self._readers.last_ended
+
+    @property
+    def num_ended(self) -> int:
+        """Fetches that are over; see `wait`."""
+        return self._readers.num_ended
 
     @property
     def has_persistent(self) -> bool:
@@ -159,7 +144,7 @@ class Hierarchy(Generic[T]):
         with self._changed:
             if self._is_closing:
                 return False
-            if (known := self._writes.get(key)) is not None and key != self._writing:
+            if (known := self._writes.get(key)) is not None and known is not self._writing:
                 known.tiers = tuple(tier for tier in self.tiers if tier in known.tiers or tier in tiers)
                 return True
             if self.pending_bytes + num_bytes > self._most_pending_bytes:
@@ -173,36 +158,52 @@ class Hierarchy(Generic[T]):
         return True
 
     def fetch(
-        self, key: Key, num_bytes: int, accept: Callable[[Entry], T], compute_seconds: float | None
+        self,
+        key: Key,
+        num_bytes: int,
+        accept: Callable[[Entry], T],
+        compute_seconds: float | None,
+        rank: Rank = (),
     ) -> Fetch[T] | None:
-        """Begins to look for a chunk, or joins those who do; None if it cannot be worth it."""
+        """Begins to look for a chunk, or joins those who do; None if it cannot be worth it.
+
+        Args:
+            key: of the chunk.
+            num_bytes: its size on the device.
+            accept: verifies an entry and decodes it, on a reader's thread; raises InvalidEntry.
+            compute_seconds: what computing it would take; None if nobody knows.
+            rank: smaller is fetched first.
+        """
         with self._changed:
             if self._is_closing or key in self._deletes:
                 return None
-            if (known := self._fetches.get(key)) is not None:
+            if (known := self._readers.join(key, rank)) is not None:
                 return known
-            expected = [self._costs[id(tier)].estimate(num_bytes) for tier in self.tiers]
-            slowest = max((seconds for seconds in expected if seconds is not None), default=None)
-            if slowest is None:
-                slowest = num_bytes / SLOWEST_BYTES_PER_SECOND
-            if compute_seconds is not None:
-                slowest = min(slowest, compute_seconds)
-            fetch = Fetch(key, num_bytes, accept, compute_seconds, self._clock(), FIRST_PATIENCE_SECONDS + slowest)
+            fetch = Fetch(key, num_bytes, accept, compute_seconds, self._clock(), 0.0, rank)
             if (queued := self._writes.get(key)) is not None:
                 fetch.value, fetch.tier_name, fetch.is_over = queued.value, "memory", True
                 self.stats.fetched += 1
                 return fetch
-            self._fetches[key] = fetch
-            self._wanted.append(fetch)
             self._start()
-            self._changed.notify_all()
-        return fetch
+            return fetch if self._readers.begin(fetch) else None
 
-    def wait(self, seconds: float) -> None:
-        """Sleeps until a fetch is over, but no longer than this."""
+    def cancel(self, fetch: Fetch[T]) -> None:
+        """Says that nobody waits for a fetch any longer; one that has begun comes to its end, for nobody."""
         with self._changed:
-            if self._fetches:
-                self._changed.wait(seconds)
+            if not fetch.is_over and fetch.begun is None:
+                self._readers.end(fetch)
+
+    def wait(self, seconds: float, num_ended: int | None = None) -> None:
+        """Sleeps until a fetch is over, but no longer than this.
+
+        Args:
+            seconds: at most.
+            num_ended: the number of those that were over when there was nothing to do; None: now.
+        """
+        with self._changed:
+            if self._readers.fetches:
+                num_ended = self._readers.num_ended if num_ended is None else num_ended
+                self._changed.wait_for(lambda: self._readers.num_ended != num_ended, timeout=seconds)
 
     def delete(self, keys: Collection[Key]) -> None:
         """Has chunks removed from all tiers; from now on they are not found, until they are stored again.
@@ -213,8 +214,11 @@ class Hierarchy(Generic[T]):
             if self._is_closing or not keys:
                 return
             for key in keys:
-                if key != self._writing and (store := self._writes.pop(key, None)) is not None:
+                if (store := self._writes.get(key)) is not None and store is not self._writing:
+                    del self._writes[key]
                     self.pending_bytes -= store.num_bytes
+                if (fetch := self._readers.fetches.get(key)) is not None:
+                    self._readers.end(fetch)
             self._deletes.update(keys)
             self._start()
             self._changed.notify_all()
@@ -230,14 +234,27 @@ class Hierarchy(Generic[T]):
         with self._changed:
             if self._is_closing:
                 return
-            self._is_closing = True
+            self._is_closing = self._readers.is_closing = True
             self._writes.clear()
             self._changed.notify_all()
-            threads = list(self._threads)
+            threads = [thread for thread in self._threads if thread is not threading.current_thread()]
         for thread in threads:
             thread.join(timeout=1.0)
         for tier in self.tiers:
             tier.close()
+        atexit.unregister(self._close_at_exit)
+
+    def orphan(self) -> None:
+        """Says that nobody will use this any more: what is queued is written, and it closes itself.
+
+        Takes no lock, since the garbage collector calls it, on any thread and whatever that holds.
+        """
+        self._is_orphaned = True
+
+    def _close_at_exit(self) -> None:
+        """Closes what nobody has closed when the process ends; a forked copy of it has no threads and no say."""
+        if os.getpid() == self._process_id:
+            self.close()
 
     def tier_stats(self) -> list[TierStat]:
         """One for every tier, fastest first."""
@@ -245,24 +262,34 @@ class Hierarchy(Generic[T]):
 
     def bytes_per_second(self, tier: Tier) -> float | None:
         """Measured when loading, verifying and decoding included; None before the first hit."""
-        return self._costs[id(tier)].bytes_per_second
+        return self._prospects.bytes_per_second(tier)
 
     def _start(self) -> None:
-        if self._threads:
+        if len(self._threads) > self._num_readers:
             return
-        runs = [self._write_all, *[self._read_all] * self._num_readers]
-        for number, run in enumerate(runs):
-            thread = threading.Thread(target=run, name=f"kvmosaic-tiers-{number}", daemon=True)
+        if not self._threads:
+            atexit.register(self._close_at_exit)
+        readers = [partial(self._readers.run, number) for number in range(self._num_readers)]
+        runs: list[Callable[[], None]] = [self._write_all, *readers]
+        for number in range(len(self._threads), len(runs)):
+            thread = threading.Thread(target=runs[number], name=f"kvmosaic-tiers-{number}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system gives no more threads now; the next call tries again
+                logger.exception("a thread for the tiers could not be started")
+                return
             self._threads.append(thread)
-            thread.start()
 
     def _write_all(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closing or bool(self._writes or self._deletes))
+                self._changed.wait_for(lambda: self._is_closing or bool(self._writes or self._deletes), IDLE_SECONDS)
                 if self._is_closing:
                     return
-                deletes = frozenset(self._deletes)
+                deletes, has_writes = frozenset(self._deletes), bool(self._writes)
+            if self._is_orphaned and not deletes and not has_writes:
+                self.close()
+                return
             if deletes:
                 self._delete(deletes)
                 continue
@@ -270,7 +297,7 @@ class Hierarchy(Generic[T]):
                 if not self._writes:
                     continue
                 store = next(iter(self._writes.values()))
-                self._writing = store.key
+                self._writing = store
             is_stored = self._write(store)
             with self._changed:
                 self._writing = None
@@ -280,7 +307,10 @@ class Hierarchy(Generic[T]):
                 self.stats.stored += is_stored
                 self.stats.failed += not is_stored
                 self._changed.notify_all()
-            store.done(is_stored)
+            try:
+                store.done(is_stored)
+            except Exception:
+                logger.exception("nobody could be told whether a chunk was stored")
 
     def _delete(self, keys: frozenset[Key]) -> None:
         for tier in self.tiers:
@@ -288,6 +318,8 @@ class Hierarchy(Generic[T]):
                 tier.delete_many(keys, Deadline(PUT_SECONDS))
             except TierError as error:
                 logger.warning("%d chunks could not be deleted from the tier %s: %s", len(keys), tier.name, error)
+            except Exception:  # the writer must live on
+                logger.exception("%d chunks could not be deleted from the tier %s", len(keys), tier.name)
         with self._changed:
             self._deletes -= keys
             self._changed.notify_all()
@@ -310,70 +342,3 @@ class Hierarchy(Generic[T]):
                 is_stored = False
                 logger.exception("a chunk was not stored in the tier %s", tier.name)
         return is_stored
-
-    def _read_all(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_closing or bool(self._wanted))
-                if self._is_closing:
-                    return
-                fetch = self._wanted.popleft()
-            try:
-                self._read(fetch)
-            except Exception:
-                logger.exception("a chunk could not be fetched")
-            with self._changed:
-                now = self._clock()
-                self.stats.late += fetch.value is not None and fetch.is_settled(now, self.last_ended)
-                self.stats.fetched += fetch.value is not None
-                self.stats.missed += fetch.value is None
-                fetch.is_over, self.last_ended = True, now
-                self._fetches.pop(fetch.key, None)
-                self._changed.notify_all()
-
-    def _read(self, fetch: Fetch[T]) -> None:
-        for tier in self.tiers:
-            if not self._is_worth(tier, fetch):
-                self.stats.skipped += 1
-                continue
-            if self._look_into(tier, fetch):
-                return
-
-    def _is_worth(self, tier: Tier, fetch: Fetch[T]) -> bool:
-        """Whether a tier is expected to be faster than computing; now and then it is asked all the same."""
-        expected = self._costs[id(tier)].estimate(fetch.num_bytes)
-        if expected is None or fetch.compute_seconds is None or expected < fetch.compute_seconds:
-            return True
-        now = self._clock()
-        if now - self._looked[id(tier)] < LOOK_SECONDS:
-            return False
-        self._looked[id(tier)] = now
-        fetch.patience = 0.0  # nobody waits for a mere look
-        return True
-
-    def _look_into(self, tier: Tier, fetch: Fetch[T]) -> bool:
-        """Asks one tier; True if it has the chunk."""
-        cost, begin = self._costs[id(tier)], self._clock()
-        try:
-            entry = tier.get_many([fetch.key], Deadline(GET_SECONDS)).get(fetch.key)
-            if entry is None:
-                cost.note_miss(self._clock() - begin)
-                return False
-            value = fetch.accept(entry)
-        except InvalidEntry as error:
-            self.stats.invalid += 1
-            logger.warning("an entry of the tier %s is put aside and not used: %s", tier.name, error)
-            self._put_aside(tier, fetch.key, str(error))
-            return False
-        except TierError as error:
-            logger.debug("the tier %s could not be asked: %s", tier.name, error)
-            return False
-        cost.note_hit(fetch.num_bytes, self._clock() - begin)
-        fetch.value, fetch.tier_name, fetch.is_persistent = value, tier.name, tier.is_persistent
-        return True
-
-    def _put_aside(self, tier: Tier, key: Key, reason: str) -> None:
-        try:
-            tier.quarantine(key, reason, Deadline(PUT_SECONDS))
-        except TierError as error:
-            logger.warning("an entry of the tier %s could not be put aside: %s", tier.name, error)

@@ -1,0 +1,93 @@
+"""Prospects: which tiers are worth asking for a chunk, and how long it is worth waiting for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvmosaic.tiers.cost import LoadCost
+from kvmosaic.tiers.tier import Tier
+
+FIRST_PATIENCE_SECONDS = 0.12
+"""To wait for a tier beyond what loading is expected to take: what a tier that hangs costs a request at most."""
+SLOWEST_BYTES_PER_SECOND = 100e6
+"""Of a tier that nothing is known of yet; it is given up when it is slower."""
+LOOK_SECONDS = 5.0
+"""So often a tier that was too slow is measured again, with nobody waiting."""
+_LOOK_SHARE = 50
+"""A look may take this part of the time between two of them: it takes a processor from those who compute."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is known of one tier."""
+
+    cost: LoadCost = field(default_factory=LoadCost)
+    next_look: float = 0.0
+
+
+class Prospects:
+    """Remembers what asking each tier took, and weighs it against computing.
+
+        worth asking ──is slow, or has nothing──▶ not worth asking ──a look, now and then, was fast──▶ worth asking
+
+    A look asks for a chunk that is being computed meanwhile, so it costs nobody anything but a little processor time.
+    If it finds one, what was known before is forgotten: it is old. All methods are safe on any thread.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], clock: Callable[[], float]) -> None:
+        """Knows nothing of the tiers yet, so that all of them are worth asking."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._records = {id(tier): _Record(next_look=clock() + LOOK_SECONDS) for tier in tiers}
+
+    def bytes_per_second(self, tier: Tier) -> float | None:
+        """Measured when loading, verifying and decoding included; None before the first hit."""
+        return self._records[id(tier)].cost.bytes_per_second
+
+    def is_worth(self, tier: Tier, num_bytes: int, compute_seconds: float | None) -> bool:
+        """Whether asking a tier is expected to be faster than computing."""
+        with self._lock:
+            return self._records[id(tier)].cost.is_worth(num_bytes, compute_seconds)
+
+    def patience(self, tiers: Sequence[Tier], num_bytes: int, compute_seconds: float | None) -> float:
+        """Seconds to wait for a chunk that these tiers are asked for, one after the other."""
+        with self._lock:
+            costs = [self._records[id(tier)].cost for tier in tiers]
+            estimates = [cost.estimate(num_bytes) for cost in costs]
+            unknown = num_bytes / SLOWEST_BYTES_PER_SECOND
+            expected = sum(
+                cost.miss_seconds + unknown if estimate is None else estimate
+                for cost, estimate in zip(costs, estimates, strict=True)
+            )
+        return FIRST_PATIENCE_SECONDS + (expected if compute_seconds is None else min(expected, compute_seconds))
+
+    def is_look_due(self, tier: Tier) -> bool:
+        """Whether a tier that is not worth asking should be looked at now; if so, the caller does it."""
+        with self._lock:
+            record, now = self._records[id(tier)], self._clock()
+            if now < record.next_look:
+                return False
+            record.next_look = now + LOOK_SECONDS
+            return True
+
+    def note_hit(self, tier: Tier, num_bytes: int, seconds: float, *, is_look: bool = False) -> None:
+        """A tier gave an entry, which was verified and decoded."""
+        with self._lock:
+            record = self._records[id(tier)]
+            if is_look:
+                record.cost = LoadCost.looked()
+            record.cost.note_hit(num_bytes, seconds)
+            self._put_off(record, seconds)
+
+    def note_miss(self, tier: Tier, seconds: float) -> None:
+        """A tier has no such entry."""
+        with self._lock:
+            record = self._records[id(tier)]
+            record.cost.note_miss(seconds)
+            self._put_off(record, seconds)
+
+    def _put_off(self, record: _Record, seconds: float) -> None:
+        """What was just measured need not be looked at soon."""
+        record.next_look = max(record.next_look, self._clock() + max(LOOK_SECONDS, _LOOK_SHARE * seconds))
