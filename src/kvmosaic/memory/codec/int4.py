@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvmosaic.memory.codec.codec import Along, Part, Shape
 from kvmosaic.memory.codec.groups import grouped, grouped_scales, scale_shape
-from kvmosaic.memory.codec.scale import SCALE_DTYPE, are_usable, rounded_down, rounded_up
+from kvmosaic.memory.codec.scale import SCALE_DTYPE, are_usable, rounded, rounded_down
 from kvmosaic.memory.header import CodecName
 
 GROUP = 32
@@ -20,9 +20,10 @@ _TOP = 15.0
 class Int4:
     """number = offset + code * scale, with codes from 0 to 15.
 
-    The offset is rounded down and the scale up, so every number of a group lies between the first and the last code,
-    and an error is at most half a scale and the rounding of the dtype. 16 codes are few: codes around zero would waste
-    up to half of them on a channel whose keys all have one sign.
+    The offset is rounded down and the scale to the nearest, which moves the last code by less than half a step. So
+    every number of a group has a code, an error is at most half a scale and the rounding of the dtype, and decoded
+    numbers have the same offset and scale again. 16 codes are few: codes around zero would waste up to half of them on
+    a channel whose keys all have one sign.
 
         byte i   code i of the first half of all codes in the low bits, code i of the second half in the high ones
     """
@@ -55,7 +56,7 @@ class Int4:
             if not are_usable(torch.maximum(high, -low), tensor.dtype):
                 return None
             offset.copy_(rounded_down(low))
-            scale.copy_(rounded_up(high / _TOP - offset.to(torch.float32) / _TOP))
+            scale.copy_(rounded(high / _TOP - offset.to(torch.float32) / _TOP))
             steps = (numbers - offset).div_(scale).round_().clamp_(0, _TOP)
             code.copy_(steps.to(torch.int8))
         return scales, offsets, _packed(codes.view(-1))

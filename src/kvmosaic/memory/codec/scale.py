@@ -1,4 +1,8 @@
-"""Scales: two bytes each, rounded so that codes never run out."""
+"""Scales: two bytes each, rounded so that codes never run out, and so that decoded numbers have the same scale again.
+
+A chunk may leave and come back many times. What is decoded and encoded again must give the same codes, or its error
+would grow with every turn.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,20 @@ from torch import Tensor
 
 SCALE_DTYPE = torch.bfloat16
 """The range of float32, in two bytes. Its coarse steps do no harm: codes are computed with the rounded scale."""
-_WIDEN = 1 + 2.0**-8
-"""A bfloat16 is at most 2**-9 of a number away from it."""
 _SMALLEST = 1e-30
 """A group of zeros has this scale, so that dividing by it is possible."""
 
 
-def rounded_up(scales: Tensor) -> Tensor:
-    """[...] bfloat16, each at least as large as the float32 given, by at most 1%."""
-    return (scales * _WIDEN).clamp_(min=_SMALLEST).to(SCALE_DTYPE)
+def rounded(scales: Tensor) -> Tensor:
+    """[...] bfloat16, the nearest: at most 2**-8 of it away, so the largest code, of up to 127, by less than 0.5."""
+    return scales.clamp(min=_SMALLEST).to(SCALE_DTYPE)
 
 
 def rounded_down(offsets: Tensor) -> Tensor:
-    """[...] bfloat16, each at most the float32 given, by at most 1% of its size."""
-    return (offsets - offsets.abs() * (_WIDEN - 1)).to(SCALE_DTYPE)
+    """[...] bfloat16, each the largest that is at most the float32 given."""
+    nearest = offsets.to(SCALE_DTYPE)
+    lower = torch.nextafter(nearest, torch.tensor(-torch.inf, dtype=SCALE_DTYPE))
+    return torch.where(nearest.to(torch.float32) > offsets, lower, nearest)
 
 
 def are_usable(largest: Tensor, dtype: torch.dtype) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvmosaic.memory.codec.codec import Along, Part, Shape
 from kvmosaic.memory.codec.groups import grouped, grouped_scales, scale_shape
-from kvmosaic.memory.codec.scale import SCALE_DTYPE, are_usable, rounded_up
+from kvmosaic.memory.codec.scale import SCALE_DTYPE, are_usable, rounded
 from kvmosaic.memory.header import CodecName
 
 GROUP = 64
@@ -21,8 +21,9 @@ GROUP = 64
 class Symmetric:
     """number = code * scale, where the largest number of a group has the code `top`.
 
-    Scales are rounded before codes are computed, and upwards, so no code is cut off. An error is at most half a step of
-    the codes, times the scale, and the rounding of the dtype.
+    Scales are rounded before codes are computed, so the largest code may miss `top` by less than half a step, and is
+    rounded to it: no code is cut off, and decoded numbers have the same scale and codes again. An error is at most half
+    a step of the codes, times the scale, and the rounding of the dtype.
     """
 
     name: CodecName
@@ -50,7 +51,7 @@ class Symmetric:
             largest = torch.maximum(numbers.amax(1, keepdim=True), -numbers.amin(1, keepdim=True))
             if not are_usable(largest, tensor.dtype):
                 return None
-            scale.copy_(rounded_up(largest / self.top))
+            scale.copy_(rounded(largest / self.top))
             code.copy_(self.to_codes(numbers / scale.to(torch.float32)))
         return scales, codes
 
