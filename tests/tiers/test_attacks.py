@@ -1,0 +1,215 @@
+"""Attacks on the hierarchy: tiers that raise what no tier may, threads that cannot start, processes that just end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiers import TroubledTier
+
+from kvmosaic.cache import Key
+from kvmosaic.errors import TierUnavailable
+from kvmosaic.memory.codec import CODECS
+from kvmosaic.tiers import Deadline, Entry, Hierarchy
+
+KEYS = [Key(bytes([number]) * 32) for number in range(8)]
+
+
+class Bug(Exception):
+    """What no tier says it raises."""
+
+
+class BuggyTier(TroubledTier):
+    """Raises what it must not, from the methods that it is told."""
+
+    def __init__(self, *methods: str, name: str = "buggy") -> None:
+        super().__init__(name)
+        self.methods = methods
+
+    def _call(self, what: str, keys: Any, seconds: float = 0.0) -> None:
+        super()._call(what, keys, seconds)
+        if what in self.methods:
+            raise Bug(what)
+
+
+def store(hierarchy: Hierarchy[bytes], key: Key, **more: Any) -> bool:
+    return hierarchy.store(key, b"value", 5, bytes, persistent=True, volatile=True, **more)
+
+
+def fetched(hierarchy: Hierarchy[bytes], key: Key) -> bytes | None:
+    fetch = hierarchy.fetch(key, 5, bytes, None)
+    assert fetch is not None
+    end = time.monotonic() + 10
+    while not fetch.is_over and time.monotonic() < end:
+        hierarchy.wait(0.01)
+    assert fetch.is_over
+    return fetch.value
+
+
+def test_a_tier_with_a_bug_does_not_end_the_writer() -> None:
+    tier, other = BuggyTier("delete", "exists"), TroubledTier("other")
+    hierarchy: Hierarchy[bytes] = Hierarchy([tier, other], most_pending_bytes=100)
+    hierarchy.delete(KEYS[:1])
+    assert hierarchy.flush(5)
+    told: list[bool] = []
+
+    def done(is_stored: bool) -> None:
+        told.append(is_stored)
+        raise Bug("done")
+
+    store(hierarchy, KEYS[1], done=done)
+    store(hierarchy, KEYS[2])
+    assert hierarchy.flush(5) and hierarchy.pending_bytes == 0
+    assert set(other.entries) == {KEYS[1], KEYS[2]} and told == [False]
+    hierarchy.close()
+
+
+@pytest.mark.parametrize("method", ["get", "quarantine"])
+def test_a_tier_with_a_bug_does_not_hide_the_next_one(method: str) -> None:
+    tier, other = BuggyTier(method), TroubledTier("other")
+    tier.entries[KEYS[0]] = b"bad"
+    other.entries[KEYS[0]] = b"good"
+    hierarchy: Hierarchy[bytes] = Hierarchy([tier, other], most_pending_bytes=100)
+
+    def accept(entry: Entry) -> bytes:
+        if bytes(entry) != b"good":
+            from kvmosaic.errors import DamagedEntry
+
+            raise DamagedEntry("bad")
+        return bytes(entry)
+
+    fetch = hierarchy.fetch(KEYS[0], 5, accept, None)
+    assert fetch is not None
+    end = time.monotonic() + 10
+    while not fetch.is_over and time.monotonic() < end:
+        time.sleep(0.005)
+    assert fetch.value == b"good"
+    hierarchy.close()
+
+
+def test_threads_that_could_not_start_are_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = TroubledTier()
+    tier.entries[KEYS[0]] = b"there"
+    hierarchy: Hierarchy[bytes] = Hierarchy([tier], most_pending_bytes=100)
+    starts: list[int] = []
+    start = threading.Thread.start
+
+    def sometimes(thread: threading.Thread) -> None:
+        starts.append(1)
+        if len(starts) in (1, 3):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", sometimes)
+    assert store(hierarchy, KEYS[1])
+    assert store(hierarchy, KEYS[2])
+    assert fetched(hierarchy, KEYS[0]) == b"there"
+    assert hierarchy.flush(5) and set(tier.entries) == set(KEYS[:3])
+    hierarchy.close()
+    assert tier.is_closed
+
+
+def test_a_hierarchy_that_nobody_uses_any_more_writes_what_it_has_and_ends() -> None:
+    tier = TroubledTier()
+    hierarchy: Hierarchy[bytes] = Hierarchy([tier], most_pending_bytes=100)
+    tier.gate.clear()
+    store(hierarchy, KEYS[0])
+    store(hierarchy, KEYS[1])
+    alive, threads = weakref.ref(hierarchy), list(hierarchy._threads)
+    hierarchy.orphan()
+    del hierarchy
+    tier.gate.set()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    del threads, thread
+    gc.collect()
+    assert set(tier.entries) == {KEYS[0], KEYS[1]} and tier.is_closed and alive() is None
+
+
+ENDS = """
+import sys, time
+sys.path.insert(0, {tests!r})
+from kvmosaic.tiers import Deadline, Hierarchy, open_tier
+class Slow:
+    name, is_persistent = "slow", True
+    def __init__(self, tier): self.tier = tier
+    def __getattr__(self, name): return getattr(self.tier, name)
+    def put_many(self, entries, deadline):
+        time.sleep(0.02)
+        return self.tier.put_many(entries, deadline)
+hierarchy = Hierarchy([Slow(open_tier("disk:{folder}?quota=1GiB"))], most_pending_bytes=10**6)
+for number in range(20):
+    hierarchy.store(bytes([number]) * 32, b"value", 5, bytes, persistent=True, volatile=False)
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(0)", "del hierarchy", "hierarchy.orphan(); del hierarchy"])
+def test_a_process_that_ends_without_closing_has_everything_written(tmp_path: Path, end: str) -> None:
+    script = ENDS.format(tests=str(Path(__file__).parents[1]), folder=tmp_path / "disk", end=end)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    assert len(_stored(tmp_path / "disk")) == 20
+
+
+def test_a_forked_process_ends_at_once_and_leaves_the_tiers_alone() -> None:
+    tier = TroubledTier()
+    tier.put_seconds = 0.2
+    hierarchy: Hierarchy[bytes] = Hierarchy([tier], most_pending_bytes=100)
+    for key in KEYS:
+        store(hierarchy, key)
+    script_is_child = os.fork() == 0
+    if script_is_child:
+        begin = time.monotonic()
+        hierarchy._close_at_exit()
+        os._exit(0 if time.monotonic() - begin < 1.0 and not tier.is_closed else 1)
+    _, status = os.wait()
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert hierarchy.flush(10)
+    hierarchy.close()
+
+
+def _stored(folder: Path) -> set[Key]:
+    from kvmosaic.tiers import open_tier
+
+    tier = open_tier(f"disk:{folder}?quota=1GiB")
+    try:
+        return {info.key for info in tier.scan(Deadline(10))}
+    finally:
+        tier.close()
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("along", ["tokens", "channels"])
+@pytest.mark.parametrize(("size", "shift"), [(1.0, 0.0), (3.0, 1.0), (0.2, 40.0), (1e-3, 0.0)])
+def test_errors_do_not_grow_however_often_a_chunk_leaves(codec, dtype, along, size, shift) -> None:
+    generator = torch.Generator().manual_seed(7)
+    numbers = (torch.randn(70, 2, 64, generator=generator) * size + shift).to(dtype)
+    chosen = CODECS[codec]
+    found, errors = numbers, []
+    for _ in range(40):
+        parts = chosen.encode(found, along)
+        assert parts is not None
+        found = chosen.decode(parts, (70, 2, 64), dtype, along)
+        errors.append((found.double() - numbers.double()).abs().mean().item())
+    assert errors[-1] <= errors[0] * 1.05, f"from {errors[0]} to {errors[-1]}"
+
+
+def test_a_tier_that_is_down_does_not_make_flush_wait() -> None:
+    tier = TroubledTier()
+    tier.error = TierUnavailable("down")
+    hierarchy: Hierarchy[bytes] = Hierarchy([tier], most_pending_bytes=100)
+    for key in KEYS:
+        store(hierarchy, key)
+    assert hierarchy.flush(5) and hierarchy.stats.failed == len(KEYS) and hierarchy.pending_bytes == 0
+    hierarchy.close()
