@@ -195,9 +195,11 @@ class ChunkIndex:
     def evict(self, chunk: Chunk) -> None:
         """Lets a chunk leave that nobody uses."""
         assert chunk.users == 0 and chunk.is_ready and not chunk.pinned
-        self.on_evict(chunk)
-        self._drop(chunk)
-        self.num_evictions += 1
+        try:
+            self.on_evict(chunk)
+        finally:  # an interrupt while it is copied must not leave it in the index, but in no line
+            self._drop(chunk)
+            self.num_evictions += 1
 
     def clear(self) -> None:
         """Forgets all chunks that nobody uses, pinned ones too, as if they had never been."""
