@@ -15,7 +15,8 @@ turns. The cost model is off here: a tier is waited for, however slow it is. Com
     compute           no tier
 
 and, with the cost model on and new documents each time, engines with a tier against one without: first token and time
-per later token while the documents are written behind. Wall time, medians and quartiles. Results: results/tiers.*
+per later token while the documents are written behind, also in CPU time of the engine's thread. Medians and quartiles
+of wall time. Results: results/tiers.*
 """
 
 from __future__ import annotations
@@ -155,7 +156,9 @@ def known_documents(
         for length in lengths:
             first_token(writer, chance.prompt(documents[length]))
             put_out(writer)
-    tiers = {"device": [], "host": ["host:2GiB"], **{name: [url] for name, url in persistent.items()}, "compute": []}
+    filled = [persistent["disk"]]  # where device and host get the documents from, before anything is measured
+    tiers = {"device": filled, "host": ["host:2GiB", *filled]}
+    tiers |= {name: [url] for name, url in persistent.items()} | {"compute": []}
     found: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         llms = {
@@ -168,8 +171,8 @@ def known_documents(
             first_token(llms["host"], chance.prompt(documents[length]))
             for number in range(rounds + 1):
                 for name, llm in llms.items():
-                    if name == "compute" and number > max(1, min(rounds, 4_096 // length)):
-                        continue
+                    if name == "compute" and not 1 <= number <= max(1, min(rounds, 2_048 // length)):
+                        continue  # the longer, the less they differ
                     if name != "device":
                         put_out(llm)
                     if name == "disk, cold":
@@ -194,8 +197,8 @@ def new_documents(model: LoadedModel, rounds: int, folder: Path, redis_url: str 
     objects.mkdir()
     tiers = {"none": [], "disk": [f"disk:{folder}/disk-new?quota=8GiB"], "object": [objects.as_uri()]}
     tiers |= {"host": ["host:1GiB"]} | ({"redis": [f"{redis_url}?prefix=new"]} if redis_url else {})
-    first: dict[str, list[float]] = {name: [] for name in tiers}
-    later: dict[str, list[float]] = {name: [] for name in tiers}
+    figures = ("first", "later", "first_cpu", "later_cpu")
+    seconds: dict[str, dict[str, list[float]]] = {figure: {name: [] for name in tiers} for figure in figures}
     params = SamplingParams(temperature=0, max_tokens=NUM_DECODED, ignore_eos=True)
     with contextlib.ExitStack() as stack:
         llms = {name: stack.enter_context(open_llm(model, urls)) for name, urls in tiers.items()}
@@ -203,14 +206,15 @@ def new_documents(model: LoadedModel, rounds: int, folder: Path, redis_url: str 
         for number in range(rounds + 1):
             order = [*order[1:], order[0]]
             for name in order:
-                times = [time.perf_counter()]
                 prompt = chance.prompt(chance.documents(NUM_NEW))
-                times += [time.perf_counter() for _ in llms[name].stream(prompt, params)]
+                times = [(time.perf_counter(), time.thread_time())]
+                times += [(time.perf_counter(), time.thread_time()) for _ in llms[name].stream(prompt, params)]
                 put_out(llms[name])
-                if number:
-                    first[name].append(times[1] - times[0])
-                    later[name].append(statistics.fmean(b - a for a, b in pairwise(times[1:])))
-    return {"tokens": NUM_NEW, "first": first, "later": later}
+                for clock, kind in enumerate(("", "_cpu")) if number else ():
+                    gaps = [later[clock] - earlier[clock] for earlier, later in pairwise(times)]
+                    seconds[f"first{kind}"][name].append(gaps[0])
+                    seconds[f"later{kind}"][name].append(statistics.fmean(gaps[1:]))
+    return {"tokens": NUM_NEW, "seconds": seconds}
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -236,16 +240,14 @@ def written(runs: Mapping[str, Any]) -> str:
         for row in run["known"]:
             cells = [shown(row["seconds"][name]) for name in names]
             lines.append(f"| {row['codec']} | {row['tokens']} | {row['bytes'] / 1e6:.3g} | {' | '.join(cells)} |")
-        new = run["new"]
-        lines += ["", f"New documents of {new['tokens']} tokens, ratio to no tier in the same round:", ""]
-        lines += ["| tier | first token | later tokens |", "|---|---|---|"]
-        for name in new["first"]:
+        seconds = run["new"]["seconds"]
+        lines += ["", f"New documents of {run['new']['tokens']} tokens each, by no tier in the same round:", ""]
+        lines += ["| tier | first token | its CPU time | later tokens | their CPU time |", "|---" * 5 + "|"]
+        for name in seconds["first"]:
             if name != "none":
-                cells = [
-                    shown([one / other for one, other in zip(times[name], times["none"], strict=True)], 1)
-                    for times in (new["first"], new["later"])
-                ]
-                lines.append(f"| {name} | {' | '.join(cells)} |")
+                pairs = [zip(times[name], times["none"], strict=True) for times in seconds.values()]
+                cells = [shown([one / other for one, other in pair], 1) for pair in pairs]
+                lines.append(f"| {name} | {' | '.join(cells[index] for index in (0, 2, 1, 3))} |")
     return "\n".join(lines) + "\n"
 
 
