@@ -183,6 +183,8 @@ class Bundle:
             raise self._refused(f"has something at byte {at:,} that is no entry: {found.name!r:.100}")
         if begin + _padded(num_bytes) > file_bytes:
             raise self._refused(f"has {file_bytes:,} bytes, fewer than its entries: it was cut short")
+        if any(self._read(begin + num_bytes, _padded(num_bytes) - num_bytes)):
+            raise self._refused(f"has bytes behind the entry at byte {at:,} that nobody wrote")
         return Member(key, num_bytes, begin)
 
     def _read(self, begin: int, num_bytes: int) -> bytes:

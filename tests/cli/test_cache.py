@@ -1,0 +1,387 @@
+"""`kvmosaic cache` on real tiers: what is shown, found out, removed, carried away and explained."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.redis import RedisServer
+from typer.testing import CliRunner, Result
+
+from kvmosaic import LLM, ChunkCacheConfig, TierConfig
+from kvmosaic.cli import app
+from kvmosaic.errors import TierUnavailable
+from kvmosaic.tiers import Deadline, open_tier
+from kvmosaic.tiers.bundle import write_bundle
+from kvmosaic.tiers.disk import DiskTier
+
+SYSTEM = "Answer."
+TEXTS = {"ferry": "The ferry goes to Oak Island.", "kiln": "The kiln of Brackwater burns lime.", "mill": "Oats."}
+
+
+def run(*arguments: str | Path, **environment: str) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=dict(environment))
+
+
+def fields(result: Result) -> dict:
+    return json.loads(result.stdout)
+
+
+def fill(model: Path, url: str, *, system: str = SYSTEM, tenant: str = "", **options: object) -> None:
+    config = TierConfig(tiers=(url,), **options)
+    with LLM(str(model), tier_config=config, chunk_cache_config=ChunkCacheConfig(capacity="8MiB")) as llm:
+        llm.warm([{"id": name, "text": text} for name, text in TEXTS.items()], system=system)
+
+
+@pytest.fixture(scope="module")
+def filled(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with three entries, not to be changed."""
+    folder = tmp_path_factory.mktemp("filled") / "tier"
+    fill(tiny_model, f"disk:{folder}?quota=1GiB")
+    return folder
+
+
+@pytest.fixture
+def tier(filled: Path, tmp_path: Path) -> Path:
+    """The same, to be changed. The last use of each file is another one."""
+    folder = tmp_path / "tier"
+    subprocess.run(["cp", "-a", str(filled), str(folder)], check=True)
+    for age, path in enumerate(files(folder)):
+        os.utime(path, (time.time() - age * 86_400 - 60,) * 2)
+    return folder
+
+
+def files(folder: Path) -> list[Path]:
+    """The files of the entries."""
+    return sorted(folder.glob("??/*.safetensors"))
+
+
+def listed(url: str) -> list[dict]:
+    return [json.loads(line) for line in run("cache", "ls", url, "--json").stdout.splitlines()]
+
+
+def flip(path: Path, place: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def test_looking_needs_no_torch(filled: Path) -> None:
+    code = (
+        "import sys; from kvmosaic.cli import app\n"
+        "for command in ('ls', 'stat', 'verify'):\n"
+        f"    try: app(['cache', command, 'disk:{filled}'])\n"
+        "    except SystemExit as done: assert done.code in (0, None), done.code\n"
+        "print({'torch', 'numpy', 'transformers'} & set(sys.modules))"
+    )
+    output = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-1] == "set()"
+
+
+def test_ls_shows_every_entry_and_changes_nothing(tier: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in files(tier)}
+    result = run("cache", "ls", f"disk:{tier}", COLUMNS="120")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == ["key", "names", "tokens", "size", "codec", "model", "tenant", "age"]
+    assert {line.split()[1] for line in lines[1:]} == set(TEXTS)
+    assert [line.split()[0] for line in lines[1:]] == [path.stem[:12] for path in files(tier)]  # the last used first
+    assert run("cache", "verify", f"disk:{tier}").exit_code == 0
+    assert {path: path.stat().st_mtime_ns for path in files(tier)} == before
+
+
+def test_ls_takes_a_limit_and_a_name(tier: Path) -> None:
+    result = run("cache", "ls", f"disk:{tier}", "--limit", "1", "--json")
+    entry = fields(result)
+    assert entry["key"] == files(tier)[0].stem
+    assert entry["tokens"] == len(TEXTS[entry["names"][0]]) and entry["bytes"] == files(tier)[0].stat().st_size
+    assert (entry["codec"], entry["compression"], entry["dtype"], entry["tenant"]) == ("none", "none", "float32", "")
+    named = run("cache", "ls", f"disk:{tier}", "--name", "KIL", "--json")
+    assert fields(named)["names"] == ["kiln"]
+    assert "no such entry" in run("cache", "ls", f"disk:{tier}", "--name", "nobody").stdout
+    shown = run("cache", "ls", f"disk:{tier}", "--limit", "2")
+    assert "the last used 2 are shown; the tier has 3" in shown.stderr
+    model = entry["model"][:8]
+    assert len(run("cache", "ls", f"disk:{tier}", "--model", model, "--json").stdout.splitlines()) == 3
+    assert "4 or more digits" in run("cache", "ls", f"disk:{tier}", "--model", "xyz").stderr
+
+
+def test_ls_shows_what_cannot_be_read(tier: Path) -> None:
+    files(tier)[0].write_bytes(b"not an entry")
+    assert sorted("problem" in each for each in listed(f"disk:{tier}")) == [False, False, True]
+
+
+def test_names_in_a_list_cannot_steer_the_terminal(tiny_model: Path, tmp_path: Path) -> None:
+    config = TierConfig(tiers=(f"disk:{tmp_path}/tier?quota=1GiB",))
+    with LLM(str(tiny_model), tier_config=config, self_check=False) as llm:
+        llm.warm([{"id": "\x1b[2Jboo [red]", "text": "Text."}], system=SYSTEM)
+    result = run("cache", "ls", f"disk:{tmp_path}/tier", COLUMNS="120")
+    assert "\x1b" not in result.stdout and "[2Jboo [red]" in result.stdout
+
+
+def test_stat_counts(tier: Path) -> None:
+    sizes = [path.stat().st_size for path in files(tier)]
+    found = fields(run("cache", "stat", f"disk:{tier}?quota=1GiB", "--json"))
+    assert (found["entries"], found["bytes"], found["quota_bytes"]) == (3, sum(sizes), 2**30)
+    assert found["largest_bytes"] == max(sizes)
+    assert "3" in run("cache", "stat", f"disk:{tier}").stdout
+
+
+def test_a_small_quota_in_the_url_removes_nothing_when_one_only_looks(tier: Path) -> None:
+    for command in ("ls", "stat", "verify"):
+        assert run("cache", command, f"disk:{tier}?quota=1KiB").exit_code == 0
+    assert len(files(tier)) == 3
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("host:4GiB", "a host tier is memory of one process"),
+        ("memory:///", "a memory tier is memory of one process"),
+        ("disk:/no/such/folder", "is not the folder of a disk tier"),
+        ("file:///no/such/folder", "there is no folder /no/such/folder"),
+        ("nonsense", "named by a URL"),
+    ],
+)
+def test_places_without_entries_are_one_message(url: str, said: str) -> None:
+    result = run("cache", "ls", url)
+    assert result.exit_code == 2 and said in result.stderr
+    assert not Path("/no/such").exists()
+
+
+def test_verify_finds_damage_and_puts_it_aside(tier: Path) -> None:
+    damaged = files(tier)[1]
+    flip(damaged, 3000)
+    result = run("cache", "verify", f"disk:{tier}", "--json")
+    assert result.exit_code == 1
+    assert list(fields(result)["damaged"]) == [damaged.stem] and fields(result)["good"] == 2
+    assert damaged.exists() and f"damaged {damaged.stem}: the checksum" in result.stderr
+    result = run("cache", "verify", f"disk:{tier}", "--quarantine")
+    assert result.exit_code == 1 and "1 damaged and put aside" in result.stdout
+    assert not damaged.exists() and len(list((tier / "quarantine").iterdir())) == 1
+    assert run("cache", "verify", f"disk:{tier}").exit_code == 0
+
+
+def test_verify_finds_swapped_and_cut_entries(tier: Path) -> None:
+    first, second, third = files(tier)
+    one, other = first.read_bytes(), second.read_bytes()
+    first.write_bytes(other)
+    second.write_bytes(one)
+    third.write_bytes(third.read_bytes()[:-64])
+    result = run("cache", "verify", f"disk:{tier}", "--json")
+    assert result.exit_code == 1 and set(fields(result)["damaged"]) == {path.stem for path in files(tier)}
+
+
+def test_one_spot_that_cannot_be_read_is_damage_and_not_the_end(tier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad, peek = bytes.fromhex(files(tier)[0].stem), DiskTier.peek
+
+    def failing(self: DiskTier, key: bytes, *rest: object) -> object:
+        if key == bad:
+            raise TierUnavailable("Input/output error")
+        return peek(self, key, *rest)
+
+    monkeypatch.setattr(DiskTier, "peek", failing)
+    result = run("cache", "verify", f"disk:{tier}", "--json")
+    assert list(fields(result)["damaged"]) == [bad.hex()] and fields(result)["good"] == 2
+
+
+def test_secrets_come_from_the_environment(tiny_model: Path, tmp_path: Path) -> None:
+    url = f"disk:{tmp_path}/tier"
+    fill(tiny_model, f"{url}?quota=1GiB", secret="a long secret")
+    assert fields(run("cache", "verify", url, "--json", KVMOSAIC_CHUNK_SECRET="a long secret"))["good"] == 3
+    assert fields(run("cache", "verify", url, "--json", "--secret-env", "MINE", MINE="a long secret"))["good"] == 3
+    for environment in ({}, {"KVMOSAIC_CHUNK_SECRET": "another secret"}):
+        result = run("cache", "verify", url, "--json", **environment)
+        assert result.exit_code == 0 and len(fields(result)["foreign"]) == 3
+        assert result.stderr.startswith("3 foreign: the entry is sealed with")
+    result = run("cache", "verify", url, "--secret-env", "NOWHERE")
+    assert result.exit_code == 2 and "'NOWHERE' with the secret of the tier is not set" in result.stderr
+    assert "a long secret" not in run("cache", "verify", url, KVMOSAIC_CHUNK_SECRET="short").output
+    assert len(run("cache", "ls", url, "--json").stdout.splitlines()) == 3
+
+
+def test_gc_keeps_a_quota_by_last_use(tier: Path) -> None:
+    youngest, middle, oldest = files(tier)
+    quota = str(youngest.stat().st_size + middle.stat().st_size)
+    dry = fields(run("cache", "gc", f"disk:{tier}", "--quota", quota, "--dry-run", "--json"))
+    assert dry["keys"] == [oldest.stem] and len(files(tier)) == 3
+    result = fields(run("cache", "gc", f"disk:{tier}", "--quota", quota, "--json"))
+    assert (result["removed"], result["left"]) == (1, 2) and files(tier) == [youngest, middle]
+
+
+def test_gc_removes_what_meets_all_conditions(tier: Path) -> None:
+    url = f"disk:{tier}"
+    names = {each["key"]: each["names"][0] for each in listed(url)}
+    youngest, middle, oldest = files(tier)
+    model = fields(run("cache", "ls", url, "--limit", "1", "--json"))["model"]
+    assert fields(run("cache", "gc", url, "--not-model", model[:12], "--json"))["removed"] == 0
+    assert fields(run("cache", "gc", url, "--model", "00000000", "--json"))["removed"] == 0
+    young = ("--older-than", "0.5", "--name", names[youngest.stem])
+    assert fields(run("cache", "gc", url, *young, "--json"))["removed"] == 0
+    assert fields(run("cache", "gc", url, "--older-than", "1.5", "--json"))["keys"] == [oldest.stem]
+    result = run("cache", "gc", url, "--name", names[middle.stem], "--model", model[:4])
+    assert "removed 1 entries" in result.stdout and files(tier) == [youngest]
+    assert fields(run("cache", "gc", url, "--not-model", "00000000", "--json"))["left"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "nothing says what is to be removed"),
+        (("--quota", "9 apples"), "is not a size"),
+        (("--older-than", "-1"), "--older-than is -1"),
+        (("--older-than", "nan"), "--older-than is nan"),
+        (("--name", " "), "--name is empty"),
+        (("--model", "abcd", "--not-model", "abce"), "exclude each other"),
+    ],
+)
+def test_gc_refuses_what_it_cannot_understand(options: tuple[str, ...], said: str, tier: Path) -> None:
+    result = run("cache", "gc", f"disk:{tier}", *options)
+    assert result.exit_code == 2 and said in result.stderr
+    assert len(files(tier)) == 3
+
+
+@pytest.mark.parametrize("scheme", ["disk", "redis", "file"])
+def test_a_bundle_carries_entries_from_tier_to_tier(scheme: str, tier: Path, tmp_path: Path, request) -> None:
+    bundle = tmp_path / "notes.bundle"
+    result = run("cache", "export", f"disk:{tier}", bundle, "--json")
+    assert result.exit_code == 0 and fields(result)["entries"] == 3
+    if scheme == "redis":
+        (tmp_path / "redis").mkdir()
+        server = RedisServer(tmp_path / "redis")
+        request.addfinalizer(server.close)
+        url = look = server.url
+    else:
+        url = f"disk:{tmp_path}/other?quota=1GiB" if scheme == "disk" else f"file://{tmp_path}/other"
+        look = url
+    expected = {"stored": 3, "already_there": 0, "refused": 0, "evicted": 0, "damaged": 0, "foreign": 0}
+    result = run("cache", "import", bundle, url, "--json")
+    assert result.exit_code == 0 and fields(result) == expected
+    assert fields(run("cache", "import", bundle, url, "--json")) == expected | {"stored": 0, "already_there": 3}
+    assert run("cache", "verify", look).exit_code == 0
+    other = open_tier(url)
+    for path in files(tier):
+        key = bytes.fromhex(path.stem)
+        assert bytes(other.get_many([key], Deadline(5.0))[key]) == path.read_bytes()
+    other.close()
+    assert {json.loads(line)["names"][0] for line in run("cache", "ls", look, "--json").stdout.splitlines()} == set(
+        TEXTS
+    )
+
+
+def test_export_leaves_damage_out_and_says_so(tier: Path, tmp_path: Path) -> None:
+    flip(files(tier)[0])
+    bundle = tmp_path / "notes.bundle"
+    result = run("cache", "export", f"disk:{tier}", bundle)
+    assert result.exit_code == 1 and "has 2 entries" in result.stdout and "1 damaged" in result.stdout
+    assert fields(run("cache", "import", bundle, f"disk:{tmp_path}/other?quota=1GiB", "--json"))["stored"] == 2
+    assert fields(run("cache", "export", f"disk:{tier}", bundle, "--name", "nobody", "--json"))["entries"] == 0
+
+
+def test_import_says_what_a_quota_made_leave(tier: Path, tmp_path: Path) -> None:
+    bundle = tmp_path / "notes.bundle"
+    run("cache", "export", f"disk:{tier}", bundle)
+    sizes = sorted(path.stat().st_size for path in files(tier))
+    result = run("cache", "import", bundle, f"disk:{tmp_path}/small?quota={sizes[-1] + 1}", "--json")
+    assert result.exit_code == 1 and fields(result)["evicted"] == 2
+    result = run("cache", "import", bundle, f"disk:{tmp_path}/tiny?quota={sizes[0] - 1}", "--json")
+    assert result.exit_code == 1 and fields(result)["refused"] == 3
+
+
+def test_import_takes_nothing_of_another_secret(tier: Path, tmp_path: Path) -> None:
+    bundle, url = tmp_path / "notes.bundle", f"disk:{tmp_path}/other?quota=1GiB"
+    run("cache", "export", f"disk:{tier}", bundle)
+    result = run("cache", "import", bundle, url, "--json", KVMOSAIC_CHUNK_SECRET="a long secret")
+    assert result.exit_code == 1 and (fields(result)["stored"], fields(result)["foreign"]) == (0, 3)
+
+
+def test_import_checks_every_entry_before_it_is_put(tier: Path, tmp_path: Path) -> None:
+    """Two entries have each other's name, and one bit of the third is wrong; the frame is right."""
+    keys = [bytes.fromhex(path.stem) for path in files(tier)]
+    first, second, third = (path.read_bytes() for path in files(tier))
+    bundle, url = tmp_path / "a.bundle", f"disk:{tmp_path}/other?quota=1GiB"
+    broken = third[:-1] + bytes([third[-1] ^ 1])
+    write_bundle(bundle, zip(keys, (second, first, broken), strict=True))
+    result = run("cache", "import", bundle, url, "--json")
+    assert result.exit_code == 1 and (fields(result)["stored"], fields(result)["damaged"]) == (0, 3)
+    assert files(tmp_path / "other") == [] and result.stderr.count("was a file renamed or swapped?") == 2
+
+
+def test_import_of_half_a_bundle_stores_nothing(tier: Path, tmp_path: Path) -> None:
+    bundle, url = tmp_path / "a.bundle", f"disk:{tmp_path}/other?quota=1GiB"
+    run("cache", "export", f"disk:{tier}", bundle)
+    os.truncate(bundle, bundle.stat().st_size // 2)
+    result = run("cache", "import", bundle, url)
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1 and "is not a bundle" in result.stderr
+    assert not (tmp_path / "other").exists()
+
+
+def explained(model: Path, url: str, *options: str | Path, **environment: str) -> dict[str, str]:
+    """What is said of each segment."""
+    result = run("cache", "explain", model, "-q", "Where?", "--chunk-tier", url, "--json", *options, **environment)
+    assert result.exit_code == 0, result.output
+    return {each["name"]: " ".join(each["reasons"]) for each in fields(result)["segments"]}
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for name, text in TEXTS.items():
+        (folder / f"{name}.txt").write_text(text)
+    return folder
+
+
+def test_explain_says_why_a_document_is_found_or_not(tiny_model: Path, tier: Path, documents: Path) -> None:
+    url, here = f"disk:{tier}", ("--documents", documents, "--system", SYSTEM)
+    found = explained(tiny_model, url, *here)
+    assert "as it was written" in found["ferry"] and "only documents" in found["system"] and len(found) == 5
+    (documents / "mill.txt").write_text("Barley.")
+    (documents / "new.txt").write_text("Something else.")
+    flip(next(path for path in files(tier) if named(tier, path) == "kiln"))
+    found = explained(tiny_model, url, *here)
+    assert "there, but cannot be used: the checksum" in found["kiln"]
+    assert "a document of this name is there with another text (5 tokens)" in found["mill"]
+    assert "nothing of the same text is" in found["new"]
+    longer = explained(tiny_model, url, "--documents", documents, "--system", "Another text.")
+    assert "behind another system text: from position 7, not 13" in longer["ferry"]
+    other = explained(tiny_model, url, "--documents", documents, "--system", "Answer!")
+    assert "another system text of this length, or for another salt or tenant" in other["ferry"]
+    blind = explained(tiny_model, url, *here, "--chunk-context", "none")
+    assert "computed with --chunk-context system" in blind["ferry"]
+    rounded = explained(tiny_model, url, *here, "--dtype", "bfloat16")
+    assert "another model, other weights or dtype" in rounded["ferry"] and "(float32)" in rounded["ferry"]
+    sealed = explained(tiny_model, url, *here, KVMOSAIC_CHUNK_SECRET="a long secret")
+    assert "cannot be used: the entry is sealed with no secret" in sealed["ferry"]
+
+
+def named(tier: Path, path: Path) -> str:
+    return next(each["names"][0] for each in listed(f"disk:{tier}") if each["key"] == path.stem)
+
+
+def test_explain_needs_a_tier_and_shows_a_table(tiny_model: Path, tier: Path, documents: Path) -> None:
+    asked = ("cache", "explain", tiny_model, "--documents", documents, "-q", "Where?", "--system", SYSTEM)
+    assert "no tier is asked" in run(*asked).stderr
+    result = run(*asked, "--chunk-tier", f"disk:{tier}", COLUMNS="120")
+    assert result.exit_code == 0 and result.stdout.count("loaded") == 3
+
+
+def test_run_and_check_use_tiers(tiny_model: Path, documents: Path, tmp_path: Path) -> None:
+    tiers = ("--chunk-tier", f"disk:{tmp_path}/tier?quota=1GiB", "--chunk-codec", "int8", "--chunk-compression", "zstd")
+    asked = ("run", tiny_model, "--documents", documents, "-q", "Where?", "--max-tokens", "2", "--json")
+    first = run(*asked, *tiers, KVMOSAIC_CHUNK_SECRET="a long secret")
+    assert first.exit_code == 0, first.output
+    assert len(files(tmp_path / "tier")) == 3
+    assert fields(run("cache", "ls", f"disk:{tmp_path}/tier", "--limit", "1", "--json"))["codec"] == "int8"
+    verified = run("cache", "verify", f"disk:{tmp_path}/tier", "--json", KVMOSAIC_CHUNK_SECRET="a long secret")
+    assert fields(verified)["good"] == 3
+    result = run("check", tiny_model, *tiers, COLUMNS="200")
+    assert result.exit_code == 0 and "came back" in result.stdout and len(files(tmp_path / "tier")) == 3
+    result = run("check", tiny_model, "--chunk-tier", "redis://localhost:1/0")
+    assert result.exit_code == 1 and "fails" in result.stdout
+    assert "no tier of kind" in run("check", tiny_model, "--chunk-tier", "tape:0").stderr

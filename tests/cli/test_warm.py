@@ -1,0 +1,210 @@
+"""`kvmosaic warm`: a folder in tiers, whatever interrupts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvmosaic.cli import app
+
+TEXT = "House {0} has {0} doors and {1} windows, and stands in street {2}. " * 4
+
+
+def run(*arguments: str | Path, **environment: str) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=dict(environment))
+
+
+def write(folder: Path, num_documents: int, text: str = TEXT) -> Path:
+    folder.mkdir(exist_ok=True)
+    for number in range(num_documents):
+        (folder / f"house {number:03}.txt").write_text(text.format(number, number * 7, number % 5))
+    return folder
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("??/*.safetensors"))
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"disk:{tmp_path}/tier?quota=1GiB"
+
+
+def warm(model: Path, folder: Path, *options: str | Path, exit_code: int = 0, **environment: str) -> dict:
+    result = run("warm", model, folder, "--json", *options, **environment)
+    assert result.exit_code == exit_code, result.output
+    return json.loads(result.stdout)
+
+
+def test_a_folder_is_computed_once_and_found_by_run(tiny_model: Path, tmp_path: Path, url: str) -> None:
+    folder, bundle = write(tmp_path / "texts", 5), tmp_path / "texts.bundle"
+    done = warm(tiny_model, folder, "--chunk-tier", url, "--system", "Answer.", "--bundle", bundle)
+    num_tokens = sum(path.stat().st_size for path in folder.iterdir()) - 5  # one per byte; the last space is cut
+    assert (done["documents"], done["computed"], done["skipped"], done["tokens"]) == (5, 5, 0, num_tokens)
+    assert done["bytes"] == sum(path.stat().st_size for path in files(tmp_path / "tier"))
+    assert done["bundle"] == {"entries": 5, "bytes": done["bytes"]} and bundle.exists()
+    again = warm(tiny_model, folder, "--chunk-tier", url, "--system", "Answer.")
+    assert (again["computed"], again["skipped"], again["tokens"], again["bytes"]) == (0, 5, 0, 0)
+    asked = ("-q", "Where?", "--documents", folder, "--system", "Answer.", "--chunk-tier", url)
+    result = run("cache", "explain", tiny_model, "--json", *asked)
+    segments = json.loads(result.stdout)["segments"]
+    assert [each["hit"] for each in segments] == [False, *[True] * 5, False]
+    other = f"disk:{tmp_path}/other?quota=1GiB"
+    assert run("cache", "import", bundle, other).exit_code == 0
+    assert warm(tiny_model, folder, "--chunk-tier", other, "--system", "Answer.")["skipped"] == 5
+
+
+def test_only_what_is_new_is_computed(tiny_model: Path, tmp_path: Path, url: str) -> None:
+    folder = write(tmp_path / "texts", 4)
+    warm(tiny_model, folder, "--chunk-tier", url)
+    write(folder, 6)
+    (folder / "house 000.txt").write_text("Changed.")
+    files(tmp_path / "tier")[0].unlink()
+    done = warm(tiny_model, folder, "--chunk-tier", url)
+    assert done["computed"] in (3, 4) and done["computed"] + done["skipped"] == 6  # the lost file may be house 0
+    assert len(files(tmp_path / "tier")) in (6, 7)
+
+
+def test_a_small_pool_is_enough_for_a_large_folder(tiny_model: Path, tmp_path: Path, url: str) -> None:
+    folder = write(tmp_path / "texts", 40)  # 256 bytes per token and 250 tokens each: 2.5 MiB
+    done = warm(tiny_model, folder, "--chunk-tier", url, "--capacity", "300KiB")
+    assert (done["computed"], done["not_stored"], done["failed"]) == (40, 0, 0)
+    assert len(files(tmp_path / "tier")) == 40
+    assert run("cache", "verify", url).exit_code == 0
+
+
+def test_long_documents_are_parts_and_equal_ones_are_one(tiny_model: Path, tmp_path: Path, url: str) -> None:
+    folder = write(tmp_path / "texts", 1)
+    (folder / "long.txt").write_text("".join(f"Kiln {n} burns lime. " for n in range(115)))  # more than 2,048 tokens
+    (folder / "twin.txt").write_text((folder / "house 000.txt").read_text())
+    done = warm(tiny_model, folder, "--chunk-tier", url, "--long-chunks", "split")
+    assert (done["computed"], done["failed"]) == (3, 0) and len(files(tmp_path / "tier")) == 4
+    assert warm(tiny_model, folder, "--chunk-tier", url, "--long-chunks", "split")["skipped"] == 3
+
+
+def test_documents_that_cannot_be_computed_do_not_stop_the_others(tiny_model: Path, tmp_path: Path, url: str) -> None:
+    folder = write(tmp_path / "texts", 3)
+    (folder / "broken.txt").write_bytes(b"caf\xe9")
+    (folder / "empty.txt").write_text(" ")
+    (folder / "huge.txt").write_text("The kiln burns lime. " * 60)  # fits the model, but not into the pool
+    (folder / "long.txt").write_text("The kiln burns lime. " * 120)
+    result = run("warm", tiny_model, folder, "--chunk-tier", url, "--capacity", "200KiB", "--json")
+    done = json.loads(result.stdout)
+    assert result.exit_code == 1 and (done["computed"], done["failed"], done["left"]) == (3, 4, 0)
+    for name, why in {"broken": "not UTF-8", "empty": "is empty", "huge": "", "long": "2048"}.items():
+        assert any(f"not computed: {name}: " in line and why in line for line in result.stderr.splitlines()), why
+
+
+def test_patterns_choose_files_in_sub_folders(tiny_model: Path, tmp_path: Path, url: str) -> None:
+    write(tmp_path / "texts", 1)
+    (tmp_path / "texts" / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "texts" / "deep" / "er" / "page.html").write_text("A page.")
+    (tmp_path / "texts" / ".hidden").mkdir()
+    (tmp_path / "texts" / ".hidden" / "page.html").write_text("Hidden.")
+    assert warm(tiny_model, tmp_path / "texts", "--chunk-tier", url, "--glob", "**/*.html")["documents"] == 1
+    line = json.loads(run("cache", "ls", url, "--json").stdout)
+    assert line["names"] == ["deep/er/page"]
+    for pattern, said in {
+        "../*.txt": "leads out of",
+        "/*.txt": "leads out of",
+        "*.pdf": "no file that matches",
+    }.items():
+        result = run("warm", tiny_model, tmp_path / "texts", "--chunk-tier", url, "--glob", pattern)
+        assert result.exit_code == 2 and said in result.stderr, result.stderr
+
+
+def test_the_system_text_may_be_a_file(tiny_model: Path, tmp_path: Path, url: str) -> None:
+    folder, system = write(tmp_path / "texts", 2), tmp_path / "system.txt"
+    system.write_text("Answer from the documents.\n")
+    warm(tiny_model, folder, "--chunk-tier", url, "--system-file", system)
+    text = ("--system", "Answer from the documents.")
+    assert warm(tiny_model, folder, "--chunk-tier", url, *text)["skipped"] == 2
+    result = run("warm", tiny_model, folder, "--chunk-tier", url, *text, "--system-file", system)
+    assert result.exit_code == 2 and "exclude each other" in result.stderr
+
+
+def test_every_tier_gets_what_one_has(tiny_model: Path, tmp_path: Path, url: str) -> None:
+    folder = write(tmp_path / "texts", 3)
+    warm(tiny_model, folder, "--chunk-tier", url)
+    write(folder, 4)
+    done = warm(tiny_model, folder, "--chunk-tier", url, "--chunk-tier", f"disk:{tmp_path}/other?quota=1GiB")
+    assert (done["computed"], done["skipped"], done["not_stored"]) == (1, 3, 0)
+    assert [path.read_bytes() for path in files(tmp_path / "other")] == [
+        path.read_bytes() for path in files(tmp_path / "tier")
+    ]
+
+
+def test_entries_that_could_not_be_used_are_computed_again(tiny_model: Path, tmp_path: Path, url: str) -> None:
+    folder, secret = write(tmp_path / "texts", 2), {"KVMOSAIC_CHUNK_SECRET": "a long secret"}
+    assert warm(tiny_model, folder, "--chunk-tier", url, "--chunk-codec", "int4")["computed"] == 2
+    assert warm(tiny_model, folder, "--chunk-tier", url, "--chunk-codec", "int4")["skipped"] == 2
+    assert warm(tiny_model, folder, "--chunk-tier", url)["computed"] == 2
+    assert warm(tiny_model, folder, "--chunk-tier", url, "--chunk-codec", "int4")["skipped"] == 2  # less loss is fine
+    assert warm(tiny_model, folder, "--chunk-tier", url, **secret)["computed"] == 2
+    assert warm(tiny_model, folder, "--chunk-tier", url, **secret)["skipped"] == 2
+    assert run("cache", "verify", url, **secret).exit_code == 0
+
+
+def test_a_quota_that_is_too_small_is_told(tiny_model: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path / "texts", 4)
+    result = run("warm", tiny_model, folder, "--chunk-tier", f"disk:{tmp_path}/tier?quota=150KiB")
+    assert result.exit_code == 1 and "2 of 4 chunks are not in every tier" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("tiers", "said"),
+    [
+        ((), "warmed documents are kept in tiers"),
+        (("host:1GiB",), "what a host tier has is gone with this process"),
+        (("disk:cache",), "a disk tier needs a quota"),
+        (("redis://localhost:1/0",), "fails"),
+    ],
+)
+def test_tiers_that_keep_nothing_are_refused(tiers: tuple[str, ...], said: str, tiny_model: Path, notes: Path) -> None:
+    result = run("warm", tiny_model, notes, *(part for tier in tiers for part in ("--chunk-tier", tier)))
+    assert result.exit_code == 2 and said in result.stderr
+    assert "Traceback" not in result.output
+
+
+def started(model: Path, folder: Path, url: str) -> subprocess.Popen[str]:
+    """The real command, in a process of its own, on one thread."""
+    command = [sys.executable, "-m", "kvmosaic", "warm", str(model), str(folder), "--chunk-tier", url, "--json"]
+    return subprocess.Popen([*command, "--num-threads", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_files(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 120
+    while len(files(folder)) < count:
+        assert process.poll() is None and time.monotonic() < end, process.communicate()
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
+def test_what_is_interrupted_goes_on_where_it_was(
+    kill: signal.Signals, tiny_model: Path, tmp_path: Path, url: str
+) -> None:
+    folder, tier = write(tmp_path / "texts", 160), tmp_path / "tier"
+    with started(tiny_model, folder, url) as process:
+        wait_for_files(tier, 5, process)
+        os.kill(process.pid, kill)
+        output, notices = process.communicate(timeout=60)
+    stored = len(files(tier))
+    assert 5 <= stored < 160, "it was done before it was interrupted; give it more to do"
+    if kill is signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+    else:
+        assert process.returncode == 130
+        assert "the same command goes on where this one stopped" in notices and "Traceback" not in notices
+        told = json.loads(output)
+        assert told["interrupted"] and told["computed"] == stored and told["left"] == 160 - stored
+    done = warm(tiny_model, folder, "--chunk-tier", url)
+    assert (done["skipped"], done["computed"], done["not_stored"]) == (stored, 160 - stored, 0)
+    assert run("cache", "verify", url).exit_code == 0
