@@ -145,8 +145,11 @@ class BlockStorage:
     def read_chunk(self, block_ids: Sequence[int], num_tokens: int) -> ChunkTensors:
         """Copies of the first `num_tokens` slots of these blocks, contiguous and on the CPU, all in one allocation.
 
-        A run of neighbouring blocks is copied as one; from a device, every layer is one transfer.
+        A run of neighbouring blocks is copied as one; from a device, every layer is one transfer. While asleep, blocks
+        that are kept can be read, too.
         """
+        if self._kept is not None:
+            return self._read_kept(*self._kept, block_ids, num_tokens)
         slots = _slots(block_ids, num_tokens, self.block_size, self.device)
         per_token = self.bytes_per_block // self.block_size
         buffer = new_bytes(per_token * num_tokens).view(self.dtype)
@@ -177,6 +180,13 @@ class BlockStorage:
             for target, source in zip(targets, sources, strict=True):
                 assert source.shape[1:] == target.shape[1:] and source.dtype == target.dtype
                 target[slots] = source.to(self.device)
+
+    def _read_kept(
+        self, kept_ids: Sequence[int], kept: ChunkTensors, block_ids: Sequence[int], num_tokens: int
+    ) -> ChunkTensors:
+        place = {block_id: number for number, block_id in enumerate(kept_ids)}
+        slots = _slots([place[block_id] for block_id in block_ids], num_tokens, self.block_size, torch.device("cpu"))
+        return [(keys[slots].clone(), None if values is None else values[slots].clone()) for keys, values in kept]
 
     def _stored(self, index: int) -> tuple[Tensor, ...]:
         """The tensors that a layer owns: keys and values, keys only, or nothing."""
