@@ -43,6 +43,34 @@ def test_a_merged_adapter_changes_the_fingerprint(dtype) -> None:
     assert _fingerprint(model) != before
 
 
+def test_weights_in_buffers_count() -> None:
+    """As in layers of 4 or 8 bits."""
+
+    class Quantized(torch.nn.Module):
+        def __init__(self, linear: torch.nn.Linear) -> None:
+            super().__init__()
+            self.register_buffer("qweight", linear.weight.detach().clone())
+
+    first, second = build("llama"), build("llama")
+    second.model.layers[0].self_attn.k_proj.weight.add_(0.1)
+    for model in (first, second):
+        attention = model.model.layers[0].self_attn
+        attention.k_proj = Quantized(attention.k_proj)
+    assert _fingerprint(first) != _fingerprint(second)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("_active_adapter", ["b"]), ("_disable_adapters", True), ("scaling", {"a": 2.0})]
+)
+def test_an_adapter_that_is_switched_changes_the_fingerprint(name, value) -> None:
+    model = build("llama")
+    layer = model.model.layers[0].self_attn.k_proj
+    layer._active_adapter, layer._disable_adapters, layer.scaling = ["a"], False, {"a": 1.0}
+    before = _fingerprint(model)
+    setattr(layer, name, value)
+    assert _fingerprint(model) != before
+
+
 def test_where_a_model_came_from_does_not_matter(tmp_path) -> None:
     model = build("llama", torch.float32)
     model.save_pretrained(tmp_path)

@@ -2,15 +2,17 @@
 
 What it guarantees: the same configuration, weights, dtype and pinned frequencies give the same fingerprint on every
 machine and in every process; another architecture, shape, dtype, training run, fine-tune or merged adapter gives
-another one. What it does not: every tensor is sampled (all of a small one, evenly spread numbers of a large one), so an
-edit of single weights made to avoid the samples goes unnoticed. It is an identity, not a signature against an attacker.
+another one, and so does an adapter that is switched on or off before the model is loaded. What it does not: weights
+that change later go unnoticed, and every tensor is sampled (all of a small one, evenly spread numbers of a large one),
+so that an edit of single weights made to avoid the samples does, too. It is an identity, not a signature against an
+attacker.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,16 +27,34 @@ _IGNORED = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "_a
 """Configuration entries that say where a model came from, not what it computes."""
 
 
+_ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+
+
 def fingerprint(module: nn.Module, config: Any) -> str:
-    """SHA-256 (hex) of a transformers model in memory: configuration, sampled weights, frequencies and dtypes."""
+    """SHA-256 (hex) of a transformers model in memory: configuration, sampled weights, buffers, adapters and dtypes."""
     digest = hashlib.sha256(_FORMAT.encode())
     settings = _without_origin(config.to_dict())
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-    frequencies = [(name, buffer) for name, buffer in module.named_buffers() if name.endswith("inv_freq")]
-    for name, tensor in sorted([*weights(module), *frequencies], key=lambda item: item[0]):
+    digest.update(json.dumps(list(_adapters(module)), sort_keys=True, default=str).encode())
+    for name, tensor in sorted([*weights(module), *_buffers(module)], key=lambda item: item[0]):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(_sample(tensor))
     return digest.hexdigest()
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Frequencies, and what is saved with the weights: layers in 8 or 4 bits keep theirs there."""
+    for place, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name.endswith("inv_freq") or name not in part._non_persistent_buffers_set:
+                yield f"{place}.{name}", buffer
+
+
+def _adapters(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Which adapters of PEFT are switched on where, and how strong they are: their weights are there in any case."""
+    for place, part in module.named_modules():
+        if hasattr(part, "_active_adapter"):
+            yield place, {name: getattr(part, name, None) for name in _ADAPTER_STATE}
 
 
 def _sample(tensor: Tensor) -> bytes:
