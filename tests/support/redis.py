@@ -95,9 +95,14 @@ class Wire:
         while not self._is_closed.is_set():
             try:
                 near, _ = self._listener.accept()
-                far = socket.socket(socket.AF_UNIX if isinstance(self.target, str) else socket.AF_INET)
+            except OSError:
+                continue
+            far = socket.socket(socket.AF_UNIX if isinstance(self.target, str) else socket.AF_INET)
+            try:
                 far.connect(self.target)
             except OSError:
+                near.close()
+                far.close()
                 continue
             self._open |= {near, far}
             threading.Thread(target=self._pump, args=(near, far, False), daemon=True).start()
