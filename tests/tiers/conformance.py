@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from kvmosaic.cache.keys import Key
-from kvmosaic.tiers import Deadline, Entry, Tier
+from kvmosaic.tiers import MAX_ENTRY_BYTES, Deadline, Entry, Tier
+from kvmosaic.tiers.peek import Peeking, peek
 
 QUOTA = 1000
 KEYS = [Key(bytes([number, 7]) * 16) for number in range(8)]
@@ -172,6 +173,26 @@ class TierConformance:
         assert {key: info.num_bytes for key, info in found.items()} == {key: 10 + i for i, key in enumerate(KEYS)}
         now = time.time()
         assert all(info.last_used == 0.0 or abs(info.last_used - now) < 60 for info in found.values())
+
+    @pytest.mark.parametrize("num_bytes", [0, 1, 100])
+    def test_peeking_shows_the_beginning(self, tier: Tier, num_bytes: int) -> None:
+        entry = entry_of(KEYS[0], num_bytes)
+        tier.put_many({KEYS[0]: entry}, Deadline())
+        for most in (10, 2**20, MAX_ENTRY_BYTES):
+            found = peek(tier, KEYS[0], most, deadline=Deadline())
+            assert found is not None and bytes(found).startswith(entry[:most])
+            assert peek(tier, KEYS[1], most, deadline=Deadline()) is None
+        tier.quarantine(KEYS[0], "a test", Deadline())
+        assert peek(tier, KEYS[0], 10, deadline=Deadline()) is None
+
+    def test_peeking_is_no_use(self, tier: Tier) -> None:
+        if not (isinstance(tier, Peeking) and self.keeps_order and self.has_quota):
+            pytest.skip("it cannot peek, or keeps no order")
+        for key in KEYS[:2]:
+            tier.put_many({key: entry_of(key, 400)}, Deadline())
+        assert peek(tier, KEYS[0], deadline=Deadline()) == entry_of(KEYS[0], 400)
+        tier.put_many({KEYS[2]: entry_of(KEYS[2], 400)}, Deadline())
+        assert tier.exists_many(KEYS[:3], Deadline()) == set(KEYS[1:3])
 
     def test_an_entry_in_quarantine_is_found_by_nobody(self, tier: Tier) -> None:
         tier.put_many({key: entry_of(key, 30) for key in KEYS[:2]}, Deadline(30))

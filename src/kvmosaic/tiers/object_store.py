@@ -174,6 +174,20 @@ class ObjectTier:
             with self._lock:
                 self._num_entries, self._num_bytes = num_entries, num_bytes
 
+    def peek(self, key: Key, num_bytes: int, deadline: Deadline) -> Entry | None:
+        """See `Peeking.peek`."""
+        found: list[memoryview] = []
+
+        async def get(key: Key) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                if num_bytes > _PART_BYTES or not await self._size(key):
+                    return
+                result = await obstore.get_async(self._store, _path(key), options={"range": (0, num_bytes)})
+                found.append(memoryview(await result.bytes_async()))
+
+        self._for_each([key], get, deadline)
+        return found[0] if found else self.get_many([key], deadline).get(key)
+
     def stat(self) -> TierStat:
         """See `Tier.stat`: as of the last complete `scan`, and what this process has changed since."""
         with self._lock:
