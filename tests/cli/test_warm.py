@@ -150,6 +150,8 @@ def test_entries_that_could_not_be_used_are_computed_again(tiny_model: Path, tmp
     assert warm(tiny_model, folder, "--chunk-tier", url, "--chunk-codec", "int4")["skipped"] == 2  # less loss is fine
     assert warm(tiny_model, folder, "--chunk-tier", url, **secret)["computed"] == 2
     assert warm(tiny_model, folder, "--chunk-tier", url, **secret)["skipped"] == 2
+    result = run("warm", tiny_model, folder, "--chunk-tier", url)  # forgotten, more likely than meant
+    assert result.exit_code == 2 and "KVMOSAIC_CHUNK_SECRET is not set" in result.stderr
     assert run("cache", "verify", url, **secret).exit_code == 0
 
 

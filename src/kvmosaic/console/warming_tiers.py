@@ -10,11 +10,12 @@ from rich.console import Console
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
-from kvmosaic.console.cache_place import CALL_SECONDS, claims_of, whole_entry
+from kvmosaic.console.cache_place import CALL_SECONDS, SECRET_VARIABLE, claims_of, whole_entry
 from kvmosaic.console.cache_verifying import Findings, good_entries
 from kvmosaic.console.opening import Opening
 from kvmosaic.errors import InvalidConfig, InvalidEntry
 from kvmosaic.memory import Seal, check_entry
+from kvmosaic.memory.seal import NO_LABEL
 from kvmosaic.tiers import Deadline, Entry, Tier
 from kvmosaic.tiers.breaker import Breaker
 from kvmosaic.tiers.bundle import BundleContents, write_bundle
@@ -54,7 +55,7 @@ class StoredKeys:
         that the chunk can be stored again.
 
         Raises:
-            TierError: a tier fails.
+            InvalidConfig: there is a secret, and none was given. TierError: a tier fails.
         """
         found = [self._usable(tier, keys) for tier in self.tiers]
         for key in set().union(*found):
@@ -127,6 +128,11 @@ class StoredKeys:
             return False
         if claims is None:
             return False
+        if self._seal.label == NO_LABEL != claims.label:
+            raise InvalidConfig(
+                f"the {tier.name} tier has entries that are sealed with a secret, and {SECRET_VARIABLE} is not set; "
+                "set it, or give another place"
+            )
         return claims.header.key == key and claims.header.codec in self._codecs and claims.label == self._seal.label
 
     def _copy(self, key: Key, found: Sequence[set[Key]]) -> None:
