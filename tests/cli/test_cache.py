@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -358,6 +359,21 @@ def test_explain_says_why_a_document_is_found_or_not(tiny_model: Path, tier: Pat
     assert "another model, other weights or dtype" in rounded["ferry"] and "(float32)" in rounded["ferry"]
     sealed = explained(tiny_model, url, *here, KVMOSAIC_CHUNK_SECRET="a long secret")
     assert "cannot be used: the entry is sealed with no secret" in sealed["ferry"]
+
+
+def test_explain_knows_entries_of_others_and_entries_that_were_renamed(
+    tiny_model: Path, documents: Path, tmp_path: Path
+) -> None:
+    config = TierConfig(tiers=(f"disk:{tmp_path}/tier?quota=1GiB",))
+    with LLM(str(tiny_model), tier_config=config, self_check=False) as llm:
+        prompt = llm.encoder.encode_documents([{"id": "ferry", "text": TEXTS["ferry"]}], SYSTEM)
+        llm.chunks.warm([replace(prompt, tenant="acme")])
+    here = ("--documents", documents, "--system", SYSTEM)
+    assert "belongs to the tenant 'acme'" in explained(tiny_model, f"disk:{tmp_path}/tier", *here)["ferry"]
+    fill(tiny_model, f"disk:{tmp_path}/other?quota=1GiB")
+    for path in files(tmp_path / "other"):
+        path.rename(path.with_name(path.name[:2] + "0" * 62 + ".safetensors"))
+    assert "lies under another key" in explained(tiny_model, f"disk:{tmp_path}/other", *here)["ferry"]
 
 
 def named(tier: Path, path: Path) -> str:
