@@ -20,6 +20,7 @@ from kvmosaic.cache import Key
 from kvmosaic.errors import TierUnavailable
 from kvmosaic.memory.codec import CODECS
 from kvmosaic.tiers import Deadline, Entry, Hierarchy
+from kvmosaic.tiers.breaker import Breaker
 
 KEYS = [Key(bytes([number]) * 32) for number in range(8)]
 
@@ -116,6 +117,23 @@ def test_threads_that_could_not_start_are_started_later(monkeypatch: pytest.Monk
     assert hierarchy.flush(5) and set(tier.entries) == set(KEYS[:3])
     hierarchy.close()
     assert tier.is_closed
+
+
+def test_a_breaker_that_could_not_start_its_probe_does_not_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = TroubledTier()
+    breaker = Breaker(tier, interval_seconds=0.01)
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        tier.error = TierUnavailable("down")
+        with pytest.raises(TierUnavailable):
+            breaker.get_many(KEYS[:1], Deadline(1))
+    tier.error = None
+    assert breaker.get_many(KEYS[:1], Deadline(1)) == {}
+    breaker.close()
 
 
 def test_a_hierarchy_that_nobody_uses_any_more_writes_what_it_has_and_ends() -> None:

@@ -243,7 +243,12 @@ class Breaker:
             self._next_probe = self._clock() + self._pause()
         logger.warning("the %s tier is left alone until it answers again: %s", self.name, reason)
         if self._in_background and not self._ended.is_set():
-            threading.Thread(target=self._probe, name=f"kvmosaic-probe-{self.name}", daemon=True).start()
+            try:
+                threading.Thread(target=self._probe, name=f"kvmosaic-probe-{self.name}", daemon=True).start()
+            except RuntimeError:  # the system gives no more threads: nobody would ever probe it
+                logger.exception("the %s tier is asked again at once", self.name)
+                with self._lock:
+                    self._state = BreakerState.CLOSED
 
     def _probe(self) -> None:
         while not self._ended.wait(max(0.001, self._next_probe - self._clock())):
