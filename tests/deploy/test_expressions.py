@@ -61,6 +61,11 @@ def series() -> dict[str, dict[str, set[str]]]:
         body["documents"] = [{"id": "a", "text": "Corlow Lighthouse was built in 1820."}]
         for _ in range(2):
             assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+        body["documents"] = [{"id": "b", "text": "Corlow Lighthouse was built in 1820. " * 50}]
+        for _ in range(3):  # computed, then loaded from the tier
+            assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+            cold = {"min_accesses": 2**20, "idle_seconds": 0}
+            assert httpx.post(f"{server.url}/v1/documents:sleep", json=cold).status_code == 200
         text = httpx.get(f"{server.url}/metrics").text
     found: dict[str, dict[str, set[str]]] = {}
     for family in text_string_to_metric_families(text):

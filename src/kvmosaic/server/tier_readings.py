@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvmosaic.metrics import Reading, own_names
 from kvmosaic.tiers import TierStat
@@ -53,20 +53,6 @@ def tier_readings(keeper: Keeper | None) -> Iterator[Reading]:
         for outcome in outcomes:
             yield Reading(family, getattr(stats, outcome), {"outcome": outcome})
     yield Reading(own_names.TIER_PENDING_BYTES, keeper.hierarchy.pending_bytes)
-
-
-def tier_view(moment: TierMoment) -> Mapping[str, Any]:
-    """A tier for the dashboard, as names and values for JSON."""
-    stat = moment.stat
-    return {
-        "name": moment.label,
-        "num_entries": stat.num_entries,
-        "num_bytes": stat.num_bytes,
-        "quota_bytes": stat.quota_bytes,
-        "hits": stat.hits,
-        "misses": stat.misses,
-        "is_up": moment.is_up,
-    }
 
 
 def _readings_of(moment: TierMoment) -> Iterator[Reading]:

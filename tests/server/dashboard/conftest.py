@@ -12,7 +12,7 @@ from support.server import RunningServer
 
 @pytest.fixture(scope="package")
 def own_server() -> Iterator[RunningServer]:
-    with RunningServer() as running:
+    with RunningServer(chunk_tier=["host:64MiB"]) as running:
         yield running
 
 

@@ -20,6 +20,7 @@ from kvmosaic.server.dashboard.views import (
     document_view,
     pool_view,
     record_view,
+    tier_view,
     usage_view,
 )
 from kvmosaic.server.documents import StoredDocument
@@ -27,6 +28,7 @@ from kvmosaic.server.errors import ApiError
 from kvmosaic.server.record import MAX_RECORDS, RequestRecord
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
+from kvmosaic.server.tier_readings import look_at_tiers
 
 logger = logging.getLogger("kvmosaic.server")
 
@@ -185,9 +187,11 @@ class Feed:
             "running": services.engine.num_running,
             "waiting": services.engine.num_waiting,
             "is_alive": services.engine.is_well,
+            "is_asleep": services.engine.is_asleep,
             "chunks": chunks_view(glance.statistics) if glance and tenant.is_admin else None,
             "tenant": usage_view(usage) if usage else None,
             "pools": [pool_view(pool) for pool in glance.pools] if glance else [],
+            "tiers": [tier_view(tier) for tier in look_at_tiers(services.llm.engine.keeper)] if tenant.is_admin else [],
         }
 
     def _documents(self, tenant: str) -> list[StoredDocument]:

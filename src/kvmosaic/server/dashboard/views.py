@@ -11,6 +11,7 @@ from kvmosaic.sampling import SegmentAction, SegmentReuse
 from kvmosaic.server.dashboard.glance import CachedText, Glance, PoolGlance
 from kvmosaic.server.documents import StoredDocument, shown_name
 from kvmosaic.server.record import RequestRecord
+from kvmosaic.server.tier_readings import TierMoment
 
 MAX_SEGMENTS = 256
 """Segments of one record that are sent; the rest are summed up."""
@@ -76,6 +77,20 @@ def pool_view(pool: PoolGlance) -> dict[str, Any]:
         "num_blocks": pool.num_blocks,
         "used": pool.num_used,
         "block_bytes": pool.block_bytes,
+    }
+
+
+def tier_view(moment: TierMoment) -> dict[str, Any]:
+    """What a tier below the device holds, and whether it answers."""
+    stat = moment.stat
+    return {
+        "name": moment.label,
+        "num_entries": stat.num_entries,
+        "num_bytes": stat.num_bytes,
+        "quota_bytes": stat.quota_bytes,
+        "hits": stat.hits,
+        "misses": stat.misses,
+        "is_up": moment.is_up,
     }
 
 
