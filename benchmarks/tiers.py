@@ -45,6 +45,7 @@ from rich.console import Console
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams, TierConfig
 from kvmosaic.model import LoadedModel
+from kvmosaic.tiers import prospects
 
 NUM_DOCUMENTS, NUM_SYSTEM, NUM_QUESTION, NUM_DECODED, NUM_NEW = 4, 64, 32, 24, 256
 SIZES = {
@@ -114,6 +115,7 @@ def open_llm(model: LoadedModel, tiers: Sequence[str], codec: str = "none", *, b
     )
     if believes_tiers and llm.engine.keeper is not None:
         llm.engine.keeper._compute.estimate = lambda num_tokens: 3_600.0
+        prospects.FIRST_PATIENCE_SECONDS = 3_600.0
     return llm
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from support.tiers import TroubledTier
 
 from kvmosaic.config import TierConfig
 from kvmosaic.engine import ChunkEntries, Engine, Keeper
-from kvmosaic.errors import TierUnavailable
+from kvmosaic.errors import QueueFull, TierUnavailable
 from kvmosaic.layout import PositionStrategy
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
+from kvmosaic.sampling import SamplingParams
 from kvmosaic.tiers import Hierarchy
 
 MEBIBYTE = 2**20
@@ -250,3 +252,117 @@ def test_a_queue_that_is_full_costs_a_copy_in_the_tier_and_nothing_else(model, d
     empty(engine)
     [found] = answer(engine, random_prompt())
     assert found.outputs == expected.outputs
+
+
+def known_to(disk: TroubledTier, model: LoadedModel, *prompts: Prompt) -> None:
+    """Has an engine that is gone by now put the documents of these prompts into the tier."""
+    first = build_engine(model, blocks=(256, 512))
+    with_tiers(first, disk)
+    answer(first, *prompts)
+    first.close()
+    disk.calls.clear()
+
+
+def test_a_large_request_has_its_turn_though_small_ones_keep_coming(model, disk) -> None:
+    large, small = random_prompt(1, chunks=(60, 60, 60)), [random_prompt(seed, chunks=(9,)) for seed in range(2, 40)]
+    known_to(disk, model, large, *small)
+    engine = build_engine(model, blocks=(128, 256))
+    per_token = engine.runner.storages["chunk_cache"].bytes_per_block // 4
+    keeper = with_tiers(engine, disk, staged=100 * per_token)
+    disk.get_seconds = 0.002
+    coming = iter(small)
+    for _ in range(4):
+        engine.add_request(next(coming), GREEDY)
+    asked = engine.add_request(large, GREEDY)
+    others = 0
+    while not asked.is_finished:
+        engine.step()
+        assert keeper._staged_bytes <= 280 * per_token, "what fits, and one request that does not"
+        if engine.scheduler.num_waiting < 5:
+            engine.add_request(next(coming), GREEDY)
+            others += 1
+    assert others < 30
+    engine.abort_all(engine.unfinished_requests)
+    assert keeper._staged_bytes == 0 and keeper._crowded_out is None
+
+
+def test_chunks_of_an_urgent_request_are_fetched_before_those_of_others(model, disk) -> None:
+    patient, urgent = random_prompt(1, chunks=(5,) * 6), random_prompt(2, chunks=(7,) * 2)
+    known_to(disk, model, patient, urgent)
+    engine = build_engine(model)
+    keeper = with_tiers(engine, disk)
+    disk.gate.clear()
+    engine.add_request(patient, GREEDY)
+    while disk.count("get") < 2:
+        time.sleep(0.001)
+    engine.add_request(urgent, GREEDY, priority=1)
+    keys = set(engine.scheduler.fetching[1].fetches)
+    disk.gate.set()
+    while disk.count("get") < 8:
+        keeper.wait(0.01)
+    asked = [next(iter(wanted)) for what, wanted in disk.calls if what == "get"]
+    assert set(asked[2:4]) == keys
+    engine.abort_all(engine.unfinished_requests)
+
+
+def test_requests_that_wait_for_chunks_count_as_waiting(model, disk) -> None:
+    disk.gate.clear()
+    engine = build_engine(model)
+    with_tiers(engine, disk)
+    engine.config = replace(engine.config, max_waiting=2)
+    requests = [engine.add_request(random_prompt(seed), GREEDY) for seed in range(2)]
+    assert len(engine.scheduler.fetching) == 2
+    with pytest.raises(QueueFull, match="2 requests wait already"):
+        engine.add_request(random_prompt(9), GREEDY)
+    engine.abort_all(requests)
+    engine.abort_all([engine.add_request(random_prompt(9), GREEDY)])
+    disk.gate.set()
+
+
+def test_what_only_an_aborted_request_wanted_is_not_read(model, disk) -> None:
+    disk.gate.clear()
+    engine = build_engine(model)
+    keeper = with_tiers(engine, disk)
+    request = engine.add_request(random_prompt(chunks=(5,) * 10), GREEDY)
+    other = engine.add_request(random_prompt(chunks=(5,) * 10), GREEDY)
+    while disk.count("get") < 2:
+        time.sleep(0.001)
+    engine.abort(request.request_id)
+    assert keeper._staged_bytes > 0, "another waits for the same"
+    engine.abort(other.request_id)
+    assert keeper._staged_bytes == 0
+    disk.gate.set()
+    answer(engine, random_prompt(5, chunks=(4,)))
+    assert disk.count("get") == 3
+
+
+def test_what_is_deleted_after_it_was_fetched_is_computed(model, disk) -> None:
+    prompt = random_prompt()
+    known_to(disk, model, prompt)
+    engine = build_engine(model)
+    keeper = with_tiers(engine, disk)
+    request = engine.add_request(prompt, GREEDY)
+    staged = dict(engine.scheduler.fetching[0].fetches)
+    while not all(each.fetch.is_over for each in staged.values()):
+        keeper.wait(0.01)
+    keeper.delete([next(iter(staged))])
+    engine.run([request])
+    assert engine.planner.statistics().loaded_chunks == 2 and keeper._staged_bytes == 0
+
+
+def test_a_preempted_request_gets_its_evicted_chunks_from_the_tiers_again(model, disk) -> None:
+    prompts = [random_prompt(seed, chunks=(9, 12)) for seed in range(4)]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    large = build_engine(model)
+    expected = [large.add_request(prompt, params) for prompt in prompts]
+    large.run(expected)
+    engine = build_engine(model, blocks=(24, 128))
+    keeper = with_tiers(engine, disk)
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
+    while engine.has_unfinished_requests:
+        engine.step()
+        engine.check_invariants()
+        engine.planner.evict_cold(2**40, 0.0)
+    assert engine.scheduler.num_preemptions > 0 and engine.planner.statistics().loaded_chunks > 0
+    assert [request.output().outputs for request in requests] == [request.output().outputs for request in expected]
+    assert keeper._staged_bytes == 0

@@ -6,10 +6,12 @@ import math
 
 _WEIGHT = 0.3
 """Of the newest measurement; the rest is what was known before."""
-_RATE_WEIGHT = 0.1
+_RATE_WEIGHT = 0.05
 """The same for hits and misses, which tell little one by one."""
 LEAST_HIT_RATE = 0.02
 """What a tier is believed to have even if it never has anything: asking in vain may cost a fiftieth of computing."""
+_MARGIN = 0.9
+"""Of computing, what loading may take: measurements vary, and being wrong costs more than it could have saved."""
 _FIRST_HITS = 4
 """Of a tier, of which the fastest counts: connecting, importing and touching memory make first ones slow."""
 _UNSURE_SECONDS = 0.01
@@ -69,12 +71,9 @@ class LoadCost:
         self.hit_rate = 1.0
         """Of late; a tier that was never asked is believed to have everything."""
 
-    @classmethod
-    def looked(cls) -> LoadCost:
-        """Of a tier that was asked before, but long ago: its next hit tells all that is known."""
-        cost = cls()
-        cost._num_hits = _FIRST_HITS
-        return cost
+    def forget_times(self) -> None:
+        """The tier was not asked for long: the next hit tells all that is known of its speed."""
+        self._hits, self._miss, self._num_hits = Line(), Average(), _FIRST_HITS
 
     @property
     def miss_seconds(self) -> float:
@@ -124,7 +123,7 @@ class LoadCost:
         hit_seconds = self.estimate(num_bytes) if self.is_sure else None
         hit_seconds = self.miss_seconds if hit_seconds is None else hit_seconds
         rate = max(self.hit_rate, LEAST_HIT_RATE)
-        return (1 - rate) * self.miss_seconds < rate * (compute_seconds - hit_seconds)
+        return (1 - rate) * self.miss_seconds < rate * (_MARGIN * compute_seconds - hit_seconds)
 
     def _count(self, *, is_hit: bool) -> None:
         self.hit_rate += _RATE_WEIGHT * (is_hit - self.hit_rate)

@@ -15,8 +15,10 @@ SLOWEST_BYTES_PER_SECOND = 100e6
 """Of a tier that nothing is known of yet; it is given up when it is slower."""
 LOOK_SECONDS = 5.0
 """So often a tier that was too slow is measured again, with nobody waiting."""
-_LOOK_SHARE = 50
-"""A look may take this part of the time between two of them: it takes a processor from those who compute."""
+_LOOK_SHARE = 20
+"""A look may take this part of the time between two of them: it may take a processor from those who compute."""
+_MOST_LOOK_SECONDS = 60.0
+"""So often a tier is measured again, however slow it was."""
 
 
 @dataclass(slots=True)
@@ -33,7 +35,7 @@ class Prospects:
         worth asking ──is slow, or has nothing──▶ not worth asking ──a look, now and then, was fast──▶ worth asking
 
     A look asks for a chunk that is being computed meanwhile, so it costs nobody anything but a little processor time.
-    If it finds one, what was known before is forgotten: it is old. All methods are safe on any thread.
+    If it finds one, the times that were known before are forgotten: they are old. All methods are safe on any thread.
     """
 
     def __init__(self, tiers: Sequence[Tier], clock: Callable[[], float]) -> None:
@@ -77,7 +79,7 @@ class Prospects:
         with self._lock:
             record = self._records[id(tier)]
             if is_look:
-                record.cost = LoadCost.looked()
+                record.cost.forget_times()
             record.cost.note_hit(num_bytes, seconds)
             self._put_off(record, seconds)
 
@@ -90,4 +92,5 @@ class Prospects:
 
     def _put_off(self, record: _Record, seconds: float) -> None:
         """What was just measured need not be looked at soon."""
-        record.next_look = max(record.next_look, self._clock() + max(LOOK_SECONDS, _LOOK_SHARE * seconds))
+        pause = min(max(LOOK_SECONDS, _LOOK_SHARE * seconds), _MOST_LOOK_SECONDS)
+        record.next_look = max(record.next_look, self._clock() + pause)
