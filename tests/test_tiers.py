@@ -15,6 +15,8 @@ from kvmosaic.errors import EngineAsleep, InvalidConfig
 from kvmosaic.model import LoadedModel
 from kvmosaic.tiers import Deadline
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 DOCUMENTS = [
     {"id": f"ferry {number}", "text": f"Ferry {number} goes to Oak Island at {number} o'clock and is painted green."}
@@ -44,6 +46,10 @@ def test_another_process_answers_from_the_same_folder(tmp_path, codec, compressi
         expected = ask(first)
     with open_llm(url, codec=codec, compression=compression) as second:
         found = ask(second, DOCUMENTS[::-1])
+        notes = [segment.note for segment in found.reuse.segments if segment.kind == "chunk"]
+        assert set(notes) == {"loaded from disk" if codec == "none" else f"loaded from disk, {codec}"}
+        again = [segment.note for segment in ask(second).reuse.segments if segment.kind == "chunk"]
+        assert set(again) == {"" if codec == "none" else f"stored as {codec}"}, "what was lost stays lost"
         assert loaded(second) == 6 and second.get_chunk_cache_stats().computed_tokens == 0
     if codec != "int4":
         assert found.outputs[0].text == expected.outputs[0].text

@@ -21,6 +21,8 @@ from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams
 from kvmosaic.tiers import Hierarchy
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 MEBIBYTE = 2**20
 
 

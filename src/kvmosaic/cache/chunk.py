@@ -66,6 +66,8 @@ class Chunk:
     """Milliseconds that computing it took, as reported by the engine."""
     completed_step: int = -1
     """The step that completed it."""
+    codec: str = ""
+    """If it came from a tier in fewer bits than the model's: the codec that lost them."""
     is_stored: bool = False
     """Whether the tiers that outlive the process have it, or will soon."""
 

@@ -41,6 +41,11 @@ class ChunkEntries:
         self._dtype = cast(DtypeName, str(storage.dtype).removeprefix("torch."))
         self._config = config
 
+    @property
+    def lossy_codec(self) -> str:
+        """The codec, if it changes numbers."""
+        return "" if self._config.codec == "none" else self._config.codec
+
     def encode(self, chunk: Chunk) -> Callable[[ChunkTensors], Entry]:
         """What makes an entry of the tensors of a chunk, on any thread, later."""
         header = EntryHeader(

@@ -155,7 +155,7 @@ class Keeper:
                 logger.exception("a chunk from the tier %s could not be copied to the device", fetch.tier_name)
                 continue
             self._planner.load(attachment, index)
-            chunk.is_stored = fetch.is_persistent
+            chunk.is_stored, chunk.codec = fetch.is_persistent, self._entries.lossy_codec
             self.kept.note(chunk)
             sequence.loaded(index, fetch.tier_name, self._clock() - begin)
         self.drop(sequence)

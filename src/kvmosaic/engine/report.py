@@ -54,8 +54,11 @@ def _action(num_reused: int, num_tokens: int, distance: int) -> SegmentAction:
 
 
 def _note(attached: AttachedSpan, attachment: Attachment, tier_name: str | None) -> str:
+    codec = attached.chunk.codec if attached.chunk is not None else ""
     if tier_name is not None:
-        return f"loaded from {tier_name}"
+        return f"loaded from {tier_name}, {codec}" if codec else f"loaded from {tier_name}"
+    if codec:
+        return f"stored as {codec}"
     if attached.has_twin:
         return "cached behind another system text"
     if attached.action != "wait":
