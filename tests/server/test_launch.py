@@ -142,6 +142,9 @@ def _read_all(url: str) -> None:
         (("--keys-file", "none.yaml"), "cannot read none.yaml: No such file or directory"),
         (("--config", "none.yaml"), "cannot read none.yaml: No such file or directory"),
         (("--device", "quantum", "--port", "0"), "quantum"),
+        (("nowhere", "--chunk-tier", "disk:/dev/null/cache?quota=1GiB"), "/dev/null/cache is a file"),
+        (("nowhere", "--chunk-tier", "disk:/etc?quota=1GiB"), "/etc"),
+        (("nowhere", "--chunk-tier", "redis://:pass-word@cache:port/0"), "its port is no number"),
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_exit_code_2(arguments: tuple[str, ...], said: str) -> None:
@@ -183,3 +186,13 @@ def test_missing_packages_are_named_with_the_way_to_get_them(monkeypatch: pytest
     monkeypatch.setattr(server_package, "_PACKAGES", ("fastapi", "no_such_package"))
     with pytest.raises(InvalidConfig, match=r"the server needs no_such_package; .* pip install 'kvmosaic\[server\]'"):
         server_package.check_installed()
+
+
+def test_a_tier_that_does_not_answer_keeps_no_server_from_starting_and_its_password_is_not_said() -> None:
+    with ServeCommand("--chunk-tier", "redis://:pass-word@127.0.0.1:1/0") as command:
+        command.until_ready()
+        assert "tiers      redis redis://127.0.0.1:1/0" in command.log
+        body = {"model": "reader", "prompt": "a", "max_tokens": 1}
+        assert httpx.post(command.url + "/v1/completions", json=body, timeout=60).status_code == 200
+        command.stop()
+        assert command.wait() == 0 and "pass-word" not in command.log
