@@ -266,24 +266,25 @@ def known_to(disk: TroubledTier, model: LoadedModel, *prompts: Prompt) -> None:
 
 
 def test_a_large_request_has_its_turn_though_small_ones_keep_coming(model, disk) -> None:
-    large, small = random_prompt(1, chunks=(60, 60, 60)), [random_prompt(seed, chunks=(9,)) for seed in range(2, 40)]
-    known_to(disk, model, large, *small)
+    large = [random_prompt(seed, chunks=(60, 60, 60)) for seed in range(2)]
+    small = [random_prompt(seed, chunks=(9,)) for seed in range(2, 60)]
+    known_to(disk, model, *large, *small)
     engine = build_engine(model, blocks=(128, 256))
     per_token = engine.runner.storages["chunk_cache"].bytes_per_block // 4
     keeper = with_tiers(engine, disk, staged=100 * per_token)
-    disk.get_seconds = 0.002
+    disk.get_seconds = 0.02
     coming = iter(small)
     for _ in range(4):
         engine.add_request(next(coming), GREEDY)
-    asked = engine.add_request(large, GREEDY)
+    asked = [engine.add_request(prompt, GREEDY) for prompt in large]
     others = 0
-    while not asked.is_finished:
+    while not all(request.is_finished for request in asked):
         engine.step()
         assert keeper._staged_bytes <= 280 * per_token, "what fits, and one request that does not"
-        if engine.scheduler.num_waiting < 5:
+        if engine.scheduler.num_waiting < 9:
             engine.add_request(next(coming), GREEDY)
             others += 1
-    assert others < 30
+    assert others < 50
     engine.abort_all(engine.unfinished_requests)
     assert keeper._staged_bytes == 0 and keeper._crowded_out is None
 
@@ -367,4 +368,26 @@ def test_a_preempted_request_gets_its_evicted_chunks_from_the_tiers_again(model,
         engine.planner.evict_cold(2**40, 0.0)
     assert engine.scheduler.num_preemptions > 0 and engine.planner.statistics().loaded_chunks > 0
     assert [request.output().outputs for request in requests] == [request.output().outputs for request in expected]
+    assert keeper._staged_bytes == 0
+
+
+def test_while_a_large_request_waits_for_room_no_later_one_takes_it(model, disk) -> None:
+    disk.gate.clear()
+    engine = build_engine(model, blocks=(128, 256))
+    per_token = engine.runner.storages["chunk_cache"].bytes_per_block // 4
+    keeper = with_tiers(engine, disk, staged=100 * per_token)
+    first, large, later = (
+        engine.add_request(random_prompt(seed, chunks=chunks), GREEDY)
+        for seed, chunks in enumerate([(9,), (60, 60), (8,)])
+    )
+    assert len(engine.scheduler.fetching) == 2, "what comes before it is its turn may begin"
+    engine.abort(later.request_id)
+    engine.step()
+    later = engine.add_request(random_prompt(4, chunks=(8,)), GREEDY)
+    assert len(engine.scheduler.fetching) == 1 and engine.scheduler.num_waiting == 3
+    engine.abort(large.request_id)
+    last = engine.add_request(random_prompt(5, chunks=(7,)), GREEDY)
+    assert len(engine.scheduler.fetching) == 2
+    disk.gate.set()
+    engine.run([first, later, last])
     assert keeper._staged_bytes == 0
