@@ -217,13 +217,13 @@ def test_patience_is_what_loading_is_expected_to_take_but_no_more_than_computing
     fast, unknown = TroubledTier("host"), TroubledTier("disk")
     prospects = Prospects([fast, unknown], FakeClock())
     prospects.note_miss(fast, 0.001)
-    assert prospects.patience([fast], 0, None) == pytest.approx(0.121)
-    assert prospects.patience([fast, unknown], 10**8, None) == pytest.approx(0.12 + 0.001 + 1.0 + 1.0), (
+    assert prospects.patience([fast], 0, None) == pytest.approx(0.151)
+    assert prospects.patience([fast, unknown], 10**8, None) == pytest.approx(0.15 + 0.001 + 1.0 + 1.0), (
         "host is unknown"
     )
     prospects.note_hit(fast, 10**8, 0.02)
-    assert prospects.patience([fast, unknown], 10**8, None) == pytest.approx(0.12 + 0.02 + 1.0)
-    assert prospects.patience([fast, unknown], 10**8, 0.3) == pytest.approx(0.42)
+    assert prospects.patience([fast, unknown], 10**8, None) == pytest.approx(0.15 + 0.02 + 1.0)
+    assert prospects.patience([fast, unknown], 10**8, 0.3) == pytest.approx(0.45)
 
 
 # the real thing

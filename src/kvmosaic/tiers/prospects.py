@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvmosaic.tiers.cost import LoadCost
 from kvmosaic.tiers.tier import Tier
 
-FIRST_PATIENCE_SECONDS = 0.12
+FIRST_PATIENCE_SECONDS = 0.15
 """To wait for a tier beyond what loading is expected to take: what a tier that hangs costs a request at most."""
 SLOWEST_BYTES_PER_SECOND = 100e6
 """Of a tier that nothing is known of yet; it is given up when it is slower."""
