@@ -144,14 +144,19 @@ class TierConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.tiers, str) or not isinstance(self.tiers, tuple | list):
-            raise InvalidConfig(f"tiers must be a list such as ('host:4GiB', 'disk:/path'), got {self.tiers!r}")
+            raise InvalidConfig(
+                f"tiers must be a list such as ('host:4GiB', 'disk:/path?quota=100GiB'), got {self.tiers!r}"
+            )
         if len(self.tiers) > MAX_TIERS:
             raise InvalidConfig(f"{len(self.tiers)} tiers are too many; give at most {MAX_TIERS}")
         object.__setattr__(self, "tiers", tuple(self.tiers))
         _check_choice("codec", self.codec, ("none", "fp8", "int8", "int4"))
         _check_choice("compression", self.compression, ("none", "zstd"))
         if self.secret is not None and (not isinstance(self.secret, str) or not 8 <= len(self.secret) <= 1024):
-            raise InvalidConfig("secret must be a text of 8 to 1024 characters; leave it out to have none")
+            given = f"{len(self.secret):,} characters" if isinstance(self.secret, str) else type(self.secret).__name__
+            raise InvalidConfig(
+                f"secret must be a text of 8 to 1024 characters, got {given}; leave it out to have none"
+            )
         parse_bytes(self.pending)
         parse_bytes(self.staged)
 

@@ -144,7 +144,7 @@ def test_a_small_quota_in_the_url_removes_nothing_when_one_only_looks(tier: Path
     [
         ("host:4GiB", "a host tier is memory of one process"),
         ("memory:///", "a memory tier is memory of one process"),
-        ("disk:/no/such/folder", "is not the folder of a disk tier"),
+        ("disk:/no/such/folder", "there is no folder /no/such/folder"),
         ("file:///no/such/folder", "there is no folder /no/such/folder"),
         ("nonsense", "named by a URL"),
     ],
@@ -281,7 +281,24 @@ def test_export_leaves_damage_out_and_says_so(tier: Path, tmp_path: Path) -> Non
     result = run("cache", "export", f"disk:{tier}", bundle)
     assert result.exit_code == 1 and "has 2 entries" in result.stdout and "1 damaged" in result.stdout
     assert fields(run("cache", "import", bundle, f"disk:{tmp_path}/other?quota=1GiB", "--json"))["stored"] == 2
-    assert fields(run("cache", "export", f"disk:{tier}", bundle, "--name", "nobody", "--json"))["entries"] == 0
+
+
+def test_an_export_of_nothing_leaves_an_earlier_bundle_as_it_is(tier: Path, tmp_path: Path) -> None:
+    bundle = tmp_path / "out.bundle"
+    run("cache", "export", f"disk:{tier}", bundle)
+    before = bundle.read_bytes()
+    result = run("cache", "export", f"disk:{tier}", bundle, "--name", "nobody")
+    assert result.exit_code == 2 and "no such entries" in result.stderr
+    result = run("cache", "export", f"disk:{tier}", bundle, KVMOSAIC_CHUNK_SECRET="another secret")
+    assert result.exit_code == 2 and "3 foreign" in result.stderr and "is not written" in result.stderr
+    assert bundle.read_bytes() == before
+
+
+@pytest.mark.parametrize("secret", ["", "short"])
+def test_a_secret_that_is_none_is_named_with_its_variable(tier: Path, secret: str) -> None:
+    result = run("cache", "verify", f"disk:{tier}", KVMOSAIC_CHUNK_SECRET=secret)
+    assert result.exit_code == 2
+    assert f"KVMOSAIC_CHUNK_SECRET has {len(secret)} characters; give it 8 to 1024" in result.stderr
 
 
 def test_import_says_what_a_quota_made_leave(tier: Path, tmp_path: Path) -> None:

@@ -196,13 +196,18 @@ def test_tiers_are_urls_in_order_with_their_settings(monkeypatch: pytest.MonkeyP
 
 
 def test_secret_of_the_tiers_is_a_variable_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match="no setting is called 'chunk_secret'"):
+    with pytest.raises(InvalidConfig, match="'chunk_secret' is no setting of a file; set the variable KVMOSAIC_C"):
         read_settings(file(tmp_path, f"chunk_secret: {SECRET}"))
     result = CliRunner().invoke(serve_app(lambda settings: None), ["--chunk-secret", SECRET])
     assert result.exit_code == 2 and "No such option" in result.output
     monkeypatch.setenv("KVMOSAIC_CHUNK_SECRET", "short")
     with pytest.raises(InvalidConfig, match=r"^KVMOSAIC_CHUNK_SECRET must be a text of 8 to 1024 characters"):
         read_settings()
+
+
+def test_variables_of_the_bench_do_not_stop_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVMOSAIC_BENCH_VLLM_PYTHON", "/usr/bin/python3")
+    assert read_settings().model == "reader"
 
 
 def test_passwords_and_the_secret_of_tiers_are_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,19 +218,19 @@ def test_passwords_and_the_secret_of_tiers_are_never_shown(monkeypatch: pytest.M
         try:
             read_settings({"chunk_tier": [url]})
         except InvalidConfig as error:
-            assert str(error).startswith("--chunk-tier ") and SECRET not in str(error)
+            assert str(error).startswith("--chunk-tier: ") and SECRET not in str(error)
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"chunk_tier": ["disk:/var/cache/kvmosaic"]}, "--chunk-tier a disk tier needs a quota"),
+        ({"chunk_tier": ["disk:/var/cache/kvmosaic"]}, "--chunk-tier: a disk tier needs a quota"),
         (
             {"chunk_tier": ["tape:/dev/st0"]},
-            "--chunk-tier there is no tier of kind 'tape'; write one such as host:4GiB",
+            "--chunk-tier: there is no tier of kind 'tape'; write one such as host:4GiB",
         ),
-        ({"chunk_tier": ["host:much"]}, "--chunk-tier 'much' is not a size"),
-        ({"chunk_tier": ["host:1GiB"] * 9}, "--chunk-tier 9 tiers are too many; give at most 8"),
+        ({"chunk_tier": ["host:much"]}, "--chunk-tier: 'much' is not a size"),
+        ({"chunk_tier": ["host:1GiB"] * 9}, "--chunk-tier: 9 tiers are too many; give at most 8"),
         ({"chunk_codec": "int2"}, "--chunk-codec is 'int2'; it must be 'none', 'fp8', 'int8' or 'int4'"),
         ({"chunk_compression": "zip"}, "--chunk-compression is 'zip'; it must be 'none' or 'zstd'"),
         ({"chunk_pending": "0"}, "--chunk-pending is '0'; a size must be"),

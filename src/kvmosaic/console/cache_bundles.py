@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rich.console import Console
 
+from kvmosaic.cache.keys import Key
 from kvmosaic.console.cache_place import CALL_SECONDS, all_entries, opened, progress_bar, seal_from
 from kvmosaic.console.cache_selection import Selection
 from kvmosaic.console.cache_verifying import Findings, good_entries
 from kvmosaic.console.text import printable, size_text
-from kvmosaic.memory import Seal
-from kvmosaic.tiers import Deadline, EntryInfo, Tier
-from kvmosaic.tiers.bundle import Bundle, BundleContents, write_bundle
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.tiers import Deadline, Entry
+from kvmosaic.tiers.bundle import Bundle, write_bundle
 from kvmosaic.tiers.redis_parts import slices
 
 _AT_ONCE = 256
@@ -23,6 +25,7 @@ def export_bundle(url: str, path: Path, selection: Selection, variable: str | No
     """Writes the entries of a tier that are right and meant to a file; returns whether none was damaged.
 
     Raises:
+        InvalidConfig: there is none. A bundle that has the name already stays.
         KVMosaicError: the tier cannot be opened, or fails; or the file cannot be written.
     """
     console, notices = Console(), Console(stderr=True)
@@ -31,8 +34,14 @@ def export_bundle(url: str, path: Path, selection: Selection, variable: str | No
         infos = all_entries(tier, notices)
         if not selection.is_empty:
             infos = [entry.info for entry in selection.select(tier, infos)]
-        contents, findings = bundled(tier, infos, path, seal, notices)
-    findings.show(notices)
+        if not infos:
+            which = "the tier has no entries" if selection.is_empty else "the tier has no such entries"
+            raise InvalidConfig(f"{which}, so {path} is not written")
+        findings = Findings()
+        try:
+            contents = write_bundle(path, _some(good_entries(tier, infos, seal, findings, notices, "exporting"), path))
+        finally:
+            findings.show(notices)
     if as_json:
         fields = {
             "file": str(path),
@@ -54,13 +63,14 @@ def export_bundle(url: str, path: Path, selection: Selection, variable: str | No
     return not findings.damaged
 
 
-def bundled(
-    tier: Tier, infos: list[EntryInfo], path: Path, seal: Seal, notices: Console
-) -> tuple[BundleContents, Findings]:
-    """Writes those of the entries that are right to a file; returns what is in it, and what was found."""
-    findings = Findings()
-    contents = write_bundle(path, good_entries(tier, infos, seal, findings, notices, "exporting"))
-    return contents, findings
+def _some(entries: Iterable[tuple[Key, Entry]], path: Path) -> Iterator[tuple[Key, Entry]]:
+    """The entries; if there are none, nothing is written, least of all over an earlier bundle."""
+    is_empty = True
+    for entry in entries:
+        is_empty = False
+        yield entry
+    if is_empty:
+        raise InvalidConfig(f"no entry of the tier can be exported, so {path} is not written")
 
 
 def import_bundle(path: Path, url: str, variable: str | None, as_json: bool) -> bool:

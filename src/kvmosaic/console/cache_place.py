@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvmosaic.cache.keys import Key
-from kvmosaic.config import TierConfig
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.memory import Claims, EntryHeader, Seal, num_preamble_bytes, read_claims
 from kvmosaic.tiers import Deadline, Entry, EntryInfo, Tier, open_tier, parse_tier_url
@@ -23,6 +22,7 @@ from kvmosaic.tiers.peek import peek
 SECRET_VARIABLE = "KVMOSAIC_CHUNK_SECRET"  # noqa: S105  the name of a variable
 CALL_SECONDS = 60.0
 """What one call to a tier may take: nobody's answer waits for it."""
+MIN_SECRET_CHARACTERS, MAX_SECRET_CHARACTERS = 8, 1024
 _NO_QUOTA = 2**50
 _FIRST_BYTES = 2**16
 """Most headers are shorter, so that one call is enough."""
@@ -52,6 +52,8 @@ def opened(url: str, *, to_write: bool = False) -> Iterator[Tier]:
     spec = parse_tier_url(url)
     if not to_write:
         if spec.kind == "disk":
+            if not Path(spec.address).is_dir():
+                raise InvalidConfig(f"there is no folder {spec.address}")
             if not (Path(spec.address) / MARKER).is_file():
                 raise InvalidConfig(f"{spec.address} is not the folder of a disk tier: it has no {MARKER}")
             spec = replace(spec, quota_bytes=_NO_QUOTA)
@@ -75,10 +77,16 @@ def seal_from(variable: str | None) -> Seal:
 
 def secret_from(variable: str | None = None) -> str | None:
     """The secret of the tiers from the environment; it is never an argument, which others on the machine could read."""
-    secret = os.environ.get(variable or SECRET_VARIABLE)
+    name = variable or SECRET_VARIABLE
+    secret = os.environ.get(name)
     if secret is None and variable is not None:
         raise InvalidConfig(f"the environment variable {variable[:100]!r} with the secret of the tier is not set")
-    return TierConfig(secret=secret).secret
+    if secret is not None and not MIN_SECRET_CHARACTERS <= len(secret) <= MAX_SECRET_CHARACTERS:
+        raise InvalidConfig(
+            f"the secret in the environment variable {name[:100]} has {len(secret):,} characters; give it "
+            f"{MIN_SECRET_CHARACTERS} to {MAX_SECRET_CHARACTERS}, or unset it to have none"
+        )
+    return secret
 
 
 def header_of(tier: Tier, key: Key) -> EntryHeader | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,13 @@ def read_yaml(path: Path) -> Any:
         raise InvalidConfig(f"{path}{where} is not YAML; write for example 'port: 8000'") from None
 
 
-def read_config_file(path: Path, names: Iterable[str]) -> dict[str, Any]:
+def read_config_file(path: Path, names: Iterable[str], variables: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Settings by name; dashes in names are read as underscores.
+
+    Args:
+        path: of the file.
+        names: what may stand in it.
+        variables: settings that may not, with the environment variable where each is given instead.
 
     Raises:
         InvalidConfig: not a mapping, or a name that no setting has.
@@ -59,6 +64,8 @@ def read_config_file(path: Path, names: Iterable[str]) -> dict[str, Any]:
         raise InvalidConfig(f"{path} must map names of settings to values, such as 'port: 8000'")
     settings = {key.replace("-", "_"): value for key, value in content.items()}
     if unknown := next((name for name in settings if name not in set(names)), None):
+        if variable := (variables or {}).get(unknown):
+            raise InvalidConfig(f"{path}: {unknown!r} is no setting of a file; set the variable {variable}")
         raise InvalidConfig(f"{path}: no setting is called {unknown!r}{nearest(unknown, names)}")
     return settings
 

@@ -147,8 +147,11 @@ class _Launch:
 
 def _shown_tier(tier: TierStat) -> str:
     """A tier in a few words: its kind, its place without passwords, how much it keeps."""
-    quota = "" if tier.quota_bytes is None else f" ({tier.quota_bytes / 2**30:.3g} GiB)"
-    return f"{tier.name} {tier.address}".strip() + quota
+    size = tier.quota_bytes
+    if size is None:
+        return f"{tier.name} {tier.address}"
+    shown = f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:.3g} MiB"
+    return f"{tier.name} {tier.address}".strip() + f" ({shown})"
 
 
 def _requests(number: int) -> str:

@@ -59,6 +59,8 @@ def variable_of(name: str) -> str:
 def _check_environment() -> None:
     known = [variable_of(name) for name in (*ServerSettings.model_fields, "attention")]  # attention: read by `LLM`
     for variable in os.environ:
+        if variable.upper().startswith(f"{ENV_PREFIX}BENCH_"):  # read by `kvmosaic bench`
+            continue
         if variable.upper().startswith(ENV_PREFIX) and variable.upper() not in known:
             raise InvalidConfig(f"no setting is called {variable}{nearest(variable.upper(), known)}")
 
@@ -72,8 +74,9 @@ def _message(error: Any, flags: Mapping[str, Any]) -> str:
     if error["type"] in _LIMITS:
         limit = _LIMITS[error["type"]].format_map(error.get("ctx", {}))
         return f"{source}{shown} it must be {limit}"
-    cause = error.get("ctx", {}).get("error")
-    return f"{source}{shown} {cause or error['msg']}"
+    cause = str(error.get("ctx", {}).get("error") or error["msg"])
+    colon = "" if shown or cause.startswith("must ") else ":"
+    return f"{source}{shown}{colon} {cause}"
 
 
 def _is_in_environment(name: str) -> bool:

@@ -271,7 +271,9 @@ class ServerSettings(BaseSettings):
         if not named:
             return init_settings, env_settings
         names = [name for name, field in cls.model_fields.items() if name != "config" and not is_variable_only(field)]
-        content = read_config_file(Path(named), names)
+        fields = cls.model_fields.items()
+        variables = {name: ENV_PREFIX + name.upper() for name, field in fields if is_variable_only(field)}
+        content = read_config_file(Path(named), names, variables)
         return init_settings, env_settings, InitSettingsSource(settings_cls, content)
 
     @property
