@@ -16,7 +16,7 @@ from kvmosaic.memory import blocks_within, check_fits, device_memory_bytes
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
-from kvmosaic.tiers import Hierarchy, open_tiers
+from kvmosaic.tiers import Hierarchy, open_tiers, parse_tier_url
 
 PromptLike = str | Prompt | Sequence[int] | Mapping[str, Any]
 """A text, a prompt, token ids, or a mapping with "prompt" or "prompt_token_ids"."""
@@ -30,8 +30,22 @@ def checked(settings: Settings, kind: type[Settings]) -> Settings:
         InvalidConfig: something else was given.
     """
     if not isinstance(settings, kind):
-        raise InvalidConfig(f"settings must be a {kind.__name__}, got {type(settings).__name__}")
+        name = kind.__name__
+        raise InvalidConfig(f"settings must be a {name}, got {type(settings).__name__}; write {name}(name=value, …)")
     return settings
+
+
+def check_tiers(config: TierConfig, enable_chunk_cache: bool) -> None:
+    """Looks at the tiers before anything is loaded; opens none.
+
+    Raises:
+        InvalidConfig: a URL that says nothing sensible, or tiers without a chunk cache.
+    """
+    if config.tiers and not enable_chunk_cache:
+        raise InvalidConfig("tiers keep what is in the chunk cache, which is switched off; leave out one of the two")
+    for place in config.tiers:
+        if isinstance(place, str):
+            parse_tier_url(place)
 
 
 def prompts_of(prompts: PromptLike | Sequence[PromptLike]) -> list[str | Prompt | Sequence[int]]:

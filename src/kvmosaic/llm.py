@@ -15,6 +15,7 @@ from kvmosaic.assembly import (
     build_engine,
     bundled_reader,
     check_movable,
+    check_tiers,
     checked,
     joined,
     prompts_of,
@@ -100,6 +101,7 @@ class LLM:
         self.chunk_cache_config = checked(chunk_cache_config or ChunkCacheConfig(), ChunkCacheConfig)
         self.engine_config = checked(engine_config or EngineConfig(), EngineConfig)
         self.tier_config = checked(tier_config or TierConfig(), TierConfig)
+        check_tiers(self.tier_config, enable_chunk_cache)
         if self.engine_config.num_threads is not None:
             torch.set_num_threads(self.engine_config.num_threads)
         if isinstance(model, LoadedModel):

@@ -49,7 +49,9 @@ def warm(llm: LLM, documents: list[dict[str, str]], system: str | None, notices:
         task = bar.add_task("reading documents", total=len(documents))
         llm.warm(documents, system=system, progress=lambda done, total: bar.update(task, completed=done, total=total))
     seconds = duration_text(time.perf_counter() - began)
-    notices.print(f"read {len(documents)} documents in {seconds}; every question reuses them", style="dim")
+    loaded = llm.get_chunk_cache_stats().loaded_chunks
+    origin = f" ({loaded} from tiers)" if loaded else ""
+    notices.print(f"read {len(documents)} documents in {seconds}{origin}; every question reuses them", style="dim")
 
 
 def show_answer(heading: str, outputs: Iterator[RequestOutput], console: Console, notices: Console) -> RequestOutput:

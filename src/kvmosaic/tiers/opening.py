@@ -28,7 +28,9 @@ def open_tiers(places: Sequence[str | Any]) -> list[Tier]:
             elif isinstance(place, Tier):
                 tier = place
             else:
-                raise InvalidConfig(f"a tier is a URL such as 'disk:/var/cache/kvmosaic', or a Tier; got {place!r:.80}")
+                raise InvalidConfig(
+                    f"a tier is a URL such as 'disk:/var/cache/kvmosaic?quota=100GiB', or a Tier; got {place!r:.80}"
+                )
             opened.append(Breaker(tier))
     except BaseException:
         for tier in opened:
