@@ -135,6 +135,7 @@ class Planner:
         chunk = span.chunk
         assert chunk is not None and span.is_owner and not chunk.num_computed, "what is begun is computed to its end"
         chunk.num_computed = chunk.num_tokens
+        self._counters.hits += 1  # counted as a miss when it was attached
         self._counters.loaded_chunks += 1
         self._counters.loaded_chunk_tokens += chunk.num_tokens
         self._chunks.complete(chunk, self._step)

@@ -17,7 +17,7 @@ class ChunkCacheStats:
     lookups: int
     """Chunk spans of prompts that were attached; a prompt that waits for room counts once, however often it tries."""
     hits: int
-    """Of these, found ready or being computed."""
+    """Of these, found ready, being computed, or in a tier."""
     misses: int
     cached_chunks: int
     """Chunks in the index, those being computed included."""
