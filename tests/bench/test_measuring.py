@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from support.fake_peer import FakePeer
 
 from kvmosaic.bench.limits import Limits, measure_limits
@@ -41,6 +43,22 @@ def report() -> Report:
     found = targets(rows, LIMITS, {"float32": WEIGHT}, 2)
     facts = {"processor": "a | b", "cores": 2, "threads": 1, "load_average": [0.0] * 3, "commit": "abc"}
     return Report("fake", "quick", 0, facts, SIZES, LIMITS, {"float32": WEIGHT}, rows, [], found, ["A note."], 1.0)
+
+
+def test_tables_fit_into_80_columns_and_cut_no_word(report: Report) -> None:
+    texts = []
+    for row in report.rows:
+        row.first_share, row.token_share = 0.123, 0.456  # no real engine is faster than the limit
+    for width in (80, 160):
+        console = Console(width=width, file=io.StringIO(), color_system=None)
+        console.print(report.to_tables(width))
+        texts.append(console.file.getvalue())
+    narrow, wide = texts
+    assert "…" not in narrow + wide
+    table = narrow[narrow.index("\nworkload ") : narrow.index("\ntarget ")].strip()
+    assert len(table.splitlines()) == 1 + len(report.rows), "a row is one line"
+    assert "with --output all of it is shown" in " ".join(narrow.split())
+    assert "peak memory" in wide.split(OWN)[0]
 
 
 def test_engines_take_turns_and_another_one_begins_every_batch() -> None:

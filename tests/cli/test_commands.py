@@ -178,6 +178,13 @@ def test_check_says_whether_layers_are_packed() -> None:
     assert packed == [False, True]
 
 
+def test_check_says_whether_layers_have_eight_bits() -> None:
+    result = run("check", "--quantization", "int8")
+    if result.exit_code == 2:
+        pytest.skip(result.stderr)
+    assert "8-bit linear layers" in result.stdout and "packed" not in result.stdout
+
+
 @pytest.mark.parametrize("command", ["plan", "check"])
 def test_tables_on_60_columns_keep_their_numbers_whole(
     command: str, tiny_model: Path, notes: Path, monkeypatch: pytest.MonkeyPatch

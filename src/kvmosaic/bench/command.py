@@ -27,7 +27,7 @@ def bench(campaign: Campaign, output: Path | None, *, as_json: bool = False) -> 
     if as_json:
         console.file.write(report.to_json())
     else:
-        console.print(report.to_tables())
+        console.print(report.to_tables(console.width))
     if output is not None:
         name = f"bench-{Path(campaign.model).resolve().name}-{campaign.preset}"
         paths = report.save(output, name)

@@ -34,6 +34,9 @@ _HEADINGS = (
     "KV held",
     "peak memory",
 )
+_NARROW_HEADINGS = ("workload", "engine", "first token", "per token", "computed", "of the limit")
+_WIDE_COLUMNS = 140
+"""Columns of a terminal from which on all headings have room."""
 LEGEND = (
     "first token, per token: median, and in brackets the quarter and three quarters of the sorted values; tokens/s: "
     "answered tokens by all time; computed: prompt tokens that went through the model, on average; of the limit: least "
@@ -90,12 +93,14 @@ class Report:
         parts += [_markdown_table(_HEADINGS, [_cells(row) for row in self.rows]), LEGEND[0].upper() + LEGEND[1:] + "."]
         return "\n\n".join(parts) + "\n"
 
-    def to_tables(self) -> Group:
-        """Tables for a terminal."""
-        rows = Table(*_HEADINGS, box=None, pad_edge=False, header_style="dim")
+    def to_tables(self, width: int = _WIDE_COLUMNS) -> Group:
+        """Tables for a terminal of this many columns; in a narrow one, what matters most."""
+        is_narrow = width < _WIDE_COLUMNS
+        rows = Table(*(_NARROW_HEADINGS if is_narrow else _HEADINGS), box=None, pad_edge=False, header_style="dim")
         before = ""
         for row in self.rows:
-            first, *others = map(printable, _cells(row))
+            cells = _narrow_cells(row, len(self.weights) > 1) if is_narrow else _cells(row)
+            first, *others = map(printable, cells)
             rows.add_row(first if row.workload != before else "", *others)
             before = row.workload
         parts: list[Any] = [
@@ -109,7 +114,8 @@ class Report:
             for cells in _target_cells(self.targets):
                 wanted.add_row(*cells)
             parts += [Text(), wanted]
-        return Group(*parts, Text("\n" + LEGEND, style="dim"))
+        legend = f"{LEGEND}; in {_WIDE_COLUMNS} columns or with --output all of it is shown" if is_narrow else LEGEND
+        return Group(*parts, Text("\n" + legend, style="dim"))
 
     def save(self, folder: Path, name: str) -> list[Path]:
         """Writes JSON and Markdown, and returns their paths."""
@@ -155,6 +161,13 @@ def _cells(row: Row) -> tuple[str, ...]:
         "–" if row.kv_bytes is None else size_text(row.kv_bytes),
         "–" if row.peak_bytes is None else size_text(row.peak_bytes),
     )
+
+
+def _narrow_cells(row: Row, has_dtypes: bool) -> tuple[str, ...]:
+    workload, engine, dtype, _, _, _, computed, limit, _, _ = _cells(row)
+    first, token = (duration_text(spread.median if spread else None) for spread in (row.first, row.token))
+    engine = engine.replace("chunk cache off", "cache off")
+    return workload, f"{engine}, {dtype}" if has_dtypes else engine, first, token, computed, limit
 
 
 def _spread_text(spread: Spread | None) -> str:

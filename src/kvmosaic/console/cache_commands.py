@@ -22,6 +22,7 @@ from kvmosaic.console.options import (
     Name,
     PromptText,
     Questions,
+    Rounding,
     SecretVariable,
     Separator,
     Strategy,
@@ -151,6 +152,7 @@ def explain(
     capacity: Capacity = "2GiB",
     dtype: DType = "auto",
     device: Device = "auto",
+    quantization: Rounding = "none",
     as_json: AsJSON = False,
 ) -> None:
     """Say for every segment of a prompt whether a tier has it, and if not, why.
@@ -178,6 +180,7 @@ def explain(
         separator,
         long_chunks,
         capacity,
+        quantization=quantization,
         chunk_codec=chunk_codec,
     )
     explain(opening, asking, chunk_tier, as_json)

@@ -81,12 +81,15 @@ def tier_table(answers: dict[Tier, str]) -> Table:
 
 def model_table(name: str, model: LoadedModel, attention: str) -> Table:
     """Name, kind and size of a model, and who computes its attention."""
+    from kvmosaic.model.int8 import Int8Linear
+
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     limit = "no limit" if model.max_positions is None else f"{model.max_positions:,}"
     dtype = str(model.dtype).removeprefix("torch.")
-    packed = ", packed linear layers" if model.is_prepacked else ""
+    rounded = any(isinstance(part, Int8Linear) for part in model.module.modules())
+    packed = ", 8-bit linear layers" if rounded else ", packed linear layers" if model.is_prepacked else ""
     table.add_row("model", Text(f"{printable(name)} ({type(model.module).__name__})"))
     table.add_row("parameters", Text(f"{model.num_parameters:,} in {dtype} on {model.device}{packed}"))
     if model.num_fused:
