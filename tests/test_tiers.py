@@ -121,9 +121,12 @@ def test_a_secret_keeps_others_out(tmp_path) -> None:
     with open_llm(url, secret="battery staple") as second:
         ask(second)
         assert loaded(second) == 0 and second.engine.keeper.hierarchy.stats.invalid == 6
-    with open_llm(url, secret="battery staple") as third:
+    with open_llm(url) as third:
         ask(third)
-        assert loaded(third) == 6
+        assert loaded(third) == 0
+    with open_llm(url, secret="correct horse") as fourth:
+        ask(fourth)
+        assert loaded(fourth) == 6, "nobody has put them aside"
 
 
 def test_deleted_documents_are_gone_from_the_disk(tmp_path) -> None:

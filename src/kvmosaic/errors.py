@@ -28,6 +28,7 @@
     │   ├── InvalidEntry              a stored chunk that is not to be used
     │   │   ├── DamagedEntry          its bytes are not those that were written
     │   │   └── ForeignEntry          of another model, format version, secret or shape
+    │   │       └── OtherSecret       sealed with a secret that is not ours
     │   └── TierError                 a tier that cannot do what was asked now
     │       ├── TierUnavailable       its place fails, or does not answer in time
     │       └── TierFull              its place has no room
@@ -175,6 +176,10 @@ class DamagedEntry(InvalidEntry):
 
 class ForeignEntry(InvalidEntry):
     """A stored chunk of another model, format version, secret or shape."""
+
+
+class OtherSecret(ForeignEntry):
+    """A stored chunk that is sealed with a secret that is not ours: it may be good for others, and is left alone."""
 
 
 class TierError(CacheError):

@@ -157,7 +157,7 @@ def test_places_without_entries_are_one_message(url: str, said: str) -> None:
 
 def test_verify_finds_damage_and_puts_it_aside(tier: Path) -> None:
     damaged = files(tier)[1]
-    flip(damaged, 3000)
+    flip(damaged, damaged.stat().st_size - 100)
     result = run("cache", "verify", f"disk:{tier}", "--json")
     assert result.exit_code == 1
     assert list(fields(result)["damaged"]) == [damaged.stem] and fields(result)["good"] == 2

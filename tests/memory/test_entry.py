@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from memory.entries import LAYERS, expectation, header, same_bits, stored, tensors
 from safetensors import safe_open
 
-from kvmosaic.errors import DamagedEntry, ForeignEntry, InvalidConfig
+from kvmosaic.errors import DamagedEntry, ForeignEntry, InvalidConfig, OtherSecret
 from kvmosaic.memory import LayerGeometry, decode_entry, encode_entry, num_preamble_bytes, read_header
 from kvmosaic.memory.header import MAX_NAMES, MAX_TEXT
 
@@ -136,8 +136,18 @@ def test_more_loss_than_allowed_is_foreign_and_less_is_welcome():
 @pytest.mark.parametrize(("written", "read"), [("a", "b"), ("a", None), (None, "a")])
 def test_an_entry_with_another_secret_is_foreign(written, read):
     chunk = stored(secret=written)
-    with pytest.raises(ForeignEntry, match=r"sealed with .* secret"):
+    with pytest.raises(OtherSecret, match=r"sealed with .* secret"):
         decode_entry(chunk.entry, expectation(chunk.header), read)
+
+
+@pytest.mark.parametrize("secret", ["a", None])
+@pytest.mark.parametrize("place", range(111, 127))
+def test_a_changed_label_is_damage_and_not_the_secret_of_others(secret, place):
+    chunk = stored(secret=secret)
+    changed = bytearray(chunk.entry)
+    changed[place] ^= 1
+    with pytest.raises(DamagedEntry, match="it was changed"):
+        decode_entry(bytes(changed), expectation(chunk.header), secret)
 
 
 def test_without_the_secret_nobody_can_make_an_entry():

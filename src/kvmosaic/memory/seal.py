@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from blake3 import blake3
 
-from kvmosaic.errors import DamagedEntry, ForeignEntry, InvalidConfig
+from kvmosaic.errors import DamagedEntry, InvalidConfig, OtherSecret
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
@@ -48,12 +48,14 @@ class Seal:
             self.label = blake3(text, derive_key_context="kvmosaic 2026-11-21 secret label").hexdigest(8)
 
     def digest(self, entry: Bytes) -> bytes:
-        """The checksum (64 hexadecimal digits) that belongs into an entry, whatever stands there now."""
+        """The checksum (64 hexadecimal digits) of an entry with our label, whatever stands in either place now."""
         view = memoryview(entry)
         hasher = blake3(key=self._key) if self._key is not None else blake3()
         hasher.update(view[:_DIGEST_AT])
         hasher.update(NO_DIGEST.encode())
-        hasher.update(view[_DIGEST_END:])
+        hasher.update(view[_DIGEST_END:_LABEL_AT])
+        hasher.update(self.label.encode())
+        hasher.update(view[_LABEL_END:])
         return hasher.hexdigest().encode()
 
     def close(self, entry: bytearray | memoryview) -> None:
@@ -64,16 +66,22 @@ class Seal:
         """Checks every byte of an entry.
 
         Raises:
-            ForeignEntry: sealed with another secret.
+            OtherSecret: sealed with another secret, or with none.
             DamagedEntry: not the bytes that were sealed.
         """
         view = memoryview(entry)
         found, digest = bytes(view[_DIGEST_AT:_DIGEST_END]), self.digest(entry)
-        if found == digest:
-            return
         label = bytes(view[_LABEL_AT:_LABEL_END])
-        if label != self.label.encode():
-            raise ForeignEntry(
+        is_ours = label == self.label.encode()
+        if found == digest and is_ours:
+            return
+        if found == digest:
+            raise DamagedEntry(
+                f"the entry is sealed as ours, but names {_named(label)}: it was changed; "
+                "it is left out and computed again"
+            )
+        if not is_ours:
+            raise OtherSecret(
                 f"the entry is sealed with {_named(label)}, expected {_named(self.label.encode())}; give all processes "
                 "that share this cache the same secret, or each its own place"
             )

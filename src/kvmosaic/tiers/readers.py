@@ -11,7 +11,7 @@ from itertools import count
 from typing import Generic, TypeVar
 
 from kvmosaic.cache.keys import Key
-from kvmosaic.errors import InvalidEntry, TierError
+from kvmosaic.errors import InvalidEntry, OtherSecret, TierError
 from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.fetch import Fetch, Rank
 from kvmosaic.tiers.hierarchy_stats import HierarchyStats
@@ -53,6 +53,7 @@ class Readers(Generic[T]):
         self.is_closing = False
         self._tiers = tiers
         self._prospects = prospects
+        self._warned: list[Tier] = []
         self._stats = stats
         self._changed = changed
         self._clock = clock
@@ -140,6 +141,12 @@ class Readers(Generic[T]):
                 self._prospects.note_miss(tier, self._clock() - begin)
                 return None
             value = fetch.accept(entry)
+        except OtherSecret as error:
+            self._stats.invalid += 1
+            if tier not in self._warned:
+                self._warned.append(tier)
+                logger.warning("entries of the tier %s are not used, and left alone: %s", tier.name, error)
+            return None
         except InvalidEntry as error:
             self._stats.invalid += 1
             logger.warning("an entry of the tier %s is put aside and not used: %s", tier.name, error)
