@@ -197,6 +197,22 @@ def test_a_tier_of_ones_own_may_be_given(tmp_path) -> None:
     assert own.exists_many(list(own.entries), Deadline()) == set(own.entries)
 
 
+def test_a_host_tier_takes_its_memory_from_where_it_is_told() -> None:
+    """On a GPU that is pinned memory, which cannot be had here."""
+    from kvmosaic.tiers import open_tiers
+
+    taken: list[int] = []
+
+    def allocate(count: int) -> memoryview:
+        taken.append(count)
+        return memoryview(bytearray(count))
+
+    tier, _ = open_tiers(["host:1MiB", "memory:"], allocate=allocate)
+    key = bytes(32)
+    tier.put_many({key: b"entry"}, Deadline())
+    assert taken == [5] and bytes(tier.get_many([key], Deadline())[key]) == b"entry"
+
+
 def test_a_folder_that_cannot_be_used_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(InvalidConfig, match="file"):

@@ -13,6 +13,7 @@ from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig, parse_by
 from kvmosaic.engine import ChunkEntries, Engine, Keeper, not_movable
 from kvmosaic.errors import InvalidConfig, InvalidPrompt
 from kvmosaic.memory import blocks_within, check_fits, device_memory_bytes
+from kvmosaic.memory.buffer import pinned_bytes
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
@@ -131,10 +132,11 @@ def build_engine(
 def _build_keeper(model: LoadedModel, engine: Engine, config: TierConfig) -> Keeper:
     storage = engine.runner.storages["chunk_cache"]
     entries = ChunkEntries(model.fingerprint, storage, config)
+    allocate = pinned_bytes if model.device.type == "cuda" else None
     return Keeper(
         engine.planner,
         storage,
-        Hierarchy(open_tiers(config.tiers), most_pending_bytes=parse_bytes(config.pending)),
+        Hierarchy(open_tiers(config.tiers, allocate=allocate), most_pending_bytes=parse_bytes(config.pending)),
         entries,
         most_staged_bytes=parse_bytes(config.staged),
         clock=engine.clock,

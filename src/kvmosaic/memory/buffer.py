@@ -17,6 +17,11 @@ def new_bytes(count: int) -> Tensor:
     return torch.from_numpy(np.empty(count, np.uint8))
 
 
+def pinned_bytes(count: int) -> memoryview:
+    """Bytes that a GPU reads directly, so that copies to it are fast; they are never swapped out."""
+    return memory_of(torch.empty(count, dtype=torch.uint8, pin_memory=True))
+
+
 def bytes_of(tensor: Tensor) -> Tensor:
     """[bytes] uint8: the memory of a tensor on the CPU, a view if it is contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
