@@ -1,4 +1,4 @@
-"""The command line: run, plan, check, demo, bench, warm, cache, serve.
+"""The command line: run, plan, check, demo, bench, warm, cache, serve, sleep, wake.
 
 Commands import what they need when they run, so that `--help` stays without torch.
 """
@@ -32,9 +32,11 @@ from kvmosaic.console.options import (
     Questions,
     Rounding,
     Separator,
+    ServerURL,
     Strategy,
     System,
     Threads,
+    Timeout,
 )
 from kvmosaic.errors import KVMosaicError
 
@@ -392,6 +394,51 @@ def warm(
         chunk_pending=capacity,
     )
     raise typer.Exit(warm_folder(opening, Warming(folder, glob, system, system_file, bundle), as_json))
+
+
+@app.command()
+def sleep(
+    level: Annotated[
+        int | None, typer.Option(min=1, max=2, help="1 (the default) keeps the caches in host memory, 2 drops them.")
+    ] = None,
+    refuse: Annotated[
+        bool, typer.Option("--refuse", help="Refuse prompts that come meanwhile; else they wait.")
+    ] = False,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Only move documents to the tiers that are seldom used, and stay awake.")
+    ] = False,
+    min_accesses: Annotated[
+        int | None, typer.Option(min=0, max=2**40, help="With --cold: those used less often (1).")
+    ] = None,
+    idle_seconds: Annotated[
+        float | None, typer.Option(min=0, max=1e12, help="With --cold: if nobody used them for so long (600).")
+    ] = None,
+    url: ServerURL = "http://127.0.0.1:8000",
+    timeout: Timeout = 600.0,
+) -> None:
+    """Let a running server give the memory of its caches back, when what runs has ended. Exit code 1 if it was woken.
+
+    kvmosaic sleep --level 2
+
+    kvmosaic sleep --cold --min-accesses 2 --idle-seconds 3600
+
+    The key of an admin, if the server has keys, is read from KVMOSAIC_API_KEY.
+    """
+    from kvmosaic.console import sleeping
+
+    chunks = sleeping.cold_chunks(cold, min_accesses, idle_seconds, others=refuse or level is not None)
+    if chunks is not None:
+        sleeping.sleep_cold(url, chunks, timeout)
+    elif not sleeping.sleep(url, level or 1, refuse, timeout):
+        raise typer.Exit(1)
+
+
+@app.command()
+def wake(url: ServerURL = "http://127.0.0.1:8000", timeout: Timeout = 600.0) -> None:
+    """Let a running server take its memory again and go on with all that waits."""
+    from kvmosaic.console import sleeping
+
+    sleeping.wake(url, timeout)
 
 
 @app.command(

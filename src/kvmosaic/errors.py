@@ -42,13 +42,14 @@
     │   ├── ModelNotFound             no folder and no hub name
     │   ├── UnsupportedModel          a model whose attention cannot be reached
     │   └── NotMovable                moved chunks on a model that does not allow them
-    └── EngineError
-        ├── UnknownRequest            a request id the engine does not have
-        ├── RequestTooLarge           a request that could never run in the given memory
-        ├── QueueFull                 a request more than may wait
-        ├── EngineAsleep              asked while it sleeps
-        ├── EngineFailing             steps fail again and again; it may pass
-        └── EngineStopped             use after `close`
+    ├── EngineError
+    │   ├── UnknownRequest            a request id the engine does not have
+    │   ├── RequestTooLarge           a request that could never run in the given memory
+    │   ├── QueueFull                 a request more than may wait
+    │   ├── EngineAsleep              asked while it sleeps
+    │   ├── EngineFailing             steps fail again and again; it may pass
+    │   └── EngineStopped             use after `close`
+    └── ServerError                   a running server that cannot be asked, or does not do what it is asked
 
 A message states the value, the limit and the way out. After any of them the cache is as it was before the call.
 """
@@ -266,3 +267,7 @@ class EngineFailing(EngineError):
 
 class EngineStopped(EngineError):
     """The engine was used after it was closed."""
+
+
+class ServerError(KVMosaicError):
+    """A running server cannot be asked, or does not do what it is asked."""

@@ -148,6 +148,14 @@ def test_other_levels_and_modes_are_refused(server: RunningServer, query: str) -
     assert get(server, "/is_sleeping") == (200, {"is_sleeping": False})
 
 
+@pytest.mark.parametrize("path", ["/sleep?levle=2", "/sleep?level=1&levle=2", "/wake_up?levle=2"])
+def test_unknown_parameters_are_refused_by_their_name(server: RunningServer, path: str) -> None:
+    reply = post(server, path)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "levle")
+    assert "unknown field 'levle'" in reply.json()["error"]["message"]
+    assert get(server, "/is_sleeping") == (200, {"is_sleeping": False})
+
+
 def test_cold_chunks_move_to_the_tiers_and_come_back(server: RunningServer) -> None:
     post(server, "/sleep?level=2")
     post(server, "/wake_up")

@@ -79,3 +79,9 @@ Name = Annotated[str | None, typer.Option("--name", metavar="TEXT", help="Only e
 ModelDigits = Annotated[
     str | None, typer.Option("--model", metavar="FINGERPRINT", help="Only entries of this model; its first digits do.")
 ]
+ServerURL = Annotated[
+    str, typer.Option("--url", metavar="URL", help="Where the server is, with its --root-path if it has one.")
+]
+Timeout = Annotated[
+    float, typer.Option("--timeout", min=0.1, max=86_400, help="Longest wait for an answer, in seconds.")
+]

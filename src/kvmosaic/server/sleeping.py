@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvmosaic.engine import Engine
@@ -25,6 +25,15 @@ class Sleep(BaseModel):
     """Whether the caches have no memory on the device."""
 
     is_sleeping: bool
+
+
+class SleepWish(BaseModel):
+    """How deeply, and what becomes of prompts; the query of `/sleep`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    level: int = Field(default=1, ge=1, le=2, description="1 keeps the caches in host memory, 2 drops them.")
+    mode: Literal["wait", "refuse"] = Field(default="wait", description="What happens to prompts that come meanwhile.")
 
 
 class ColdChunks(BaseModel):
@@ -53,22 +62,17 @@ def router(services: Services) -> APIRouter:
     routes = APIRouter(tags=["sleep"], responses=error_replies(), dependencies=[Depends(current_admin)])
 
     @routes.post("/sleep")
-    async def sleep(
-        level: Annotated[int, Query(ge=1, le=2, description="1 keeps the caches in host memory, 2 drops them.")] = 1,
-        mode: Annotated[
-            Literal["wait", "refuse"], Query(description="What happens to prompts that come meanwhile.")
-        ] = "wait",
-    ) -> Sleep:
+    async def sleep(wish: Annotated[SleepWish, Query()]) -> Sleep:
         """Gives the device memory of the caches back; replies when the requests that run have ended.
 
         `is_sleeping` is false in the reply if somebody woke the engine before it slept.
         """
         try:
-            return Sleep(is_sleeping=await services.engine.sleep(level, refuse=mode == "refuse"))
+            return Sleep(is_sleeping=await services.engine.sleep(wish.level, refuse=wish.mode == "refuse"))
         except EngineError as error:
             raise _unavailable(services, error) from error
 
-    @routes.post("/wake_up")
+    @routes.post("/wake_up", dependencies=[Depends(_no_query)])
     async def wake_up() -> Sleep:
         """Takes the memory again and goes on with all that waits. A server that is awake stays so."""
         try:
@@ -92,6 +96,12 @@ def router(services: Services) -> APIRouter:
         return SleepingChunks(num_chunks=await services.engine.call(move))
 
     return routes
+
+
+async def _no_query(request: Request) -> None:
+    """Refuses every query parameter: somebody meant something by it, and it would mean nothing."""
+    if names := list(request.query_params):
+        raise ApiError(400, f"unknown field {names[0]!r}; remove it, or look at how it is spelled", param=names[0])
 
 
 def _move(engine: Engine, min_accesses: int, idle_seconds: float) -> int:
