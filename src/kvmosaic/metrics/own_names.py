@@ -20,7 +20,9 @@ def _family(name: str, kind: Kind, meaning: str, *labels: str, bounds: tuple[flo
 
 
 CHUNK_LOOKUPS = _family("chunk_lookups", "counter", "Documents of prompts, each looked up in the chunk cache.")
-CHUNK_HITS = _family("chunk_hits", "counter", "Of these, found: ready, being computed for another request, or in a tier.")
+CHUNK_HITS = _family(
+    "chunk_hits", "counter", "Of these, found: ready, being computed for another request, or in a tier."
+)
 CHUNK_MISSES = _family("chunk_misses", "counter", "Of these, not found, and computed.")
 CHUNK_TOKENS = _family(
     "chunk_tokens",
