@@ -198,7 +198,7 @@ def test_a_sleeper_that_is_told_to_stop_ends_at_once_and_its_tiers_are_written(t
     arguments = ("--drain-seconds", "3600", "--chunk-tier", f"disk:{tmp_path / 'cache'}?quota=64MiB")
     with ServeCommand(*arguments) as command, ThreadPoolExecutor(1) as pool:
         command.until_ready()
-        command.until(r"tiers +disk .*cache \(0.0625 GiB\)")
+        command.until(r"tiers +disk .*cache \(64 MiB\)")
         assert httpx.post(command.url + "/v1/chat/completions", json=CHAT, timeout=60).status_code == 200
         httpx.post(command.url + "/sleep", timeout=60)
         waiting = pool.submit(httpx.post, command.url + "/v1/completions", json=ASK, timeout=60)
