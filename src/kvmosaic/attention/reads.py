@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 PoolName = Literal["request", "chunk_cache"]
+POOLS: tuple[PoolName | None, ...] = (None, "request", "chunk_cache")
+"""All that calls may read, in the order in which kernels number them; None: the step's own rows."""
 
 
 class Mask(Protocol):
@@ -88,6 +90,13 @@ class ReadPlan:
     """Every row has exactly one call, in order: nothing to stack, nothing to merge."""
     row_numbers: tuple[int, ...]
     """`rows` once more, on the host: reading them back from a GPU would wait for it."""
+
+    def needed_slots(self) -> dict[PoolName | None, int]:
+        """Slots that every pool must have at least, so that all reads lie inside it; 0: the pool is not read."""
+        return {
+            pool: max((call.first_slot + call.num_tokens for call in self.calls if call.pool == pool), default=0)
+            for pool in POOLS
+        }
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.model.fuse import fuse_operations
 from kvmosaic.model.loaded import LoadedModel
-from kvmosaic.model.prepack import PackedLinear, _places
+from kvmosaic.model.prepack import PackedLinear, places_of
 
 Quantization = Literal["none", "int8"]
 """How the weights of linear layers are rounded when a model is loaded."""
@@ -107,7 +107,7 @@ def quantize(model: LoadedModel) -> LoadedModel:
     plain one, so the fingerprint changes.
     """
     embedding = model.module.get_input_embeddings().weight
-    for shared in _places(model.module, embedding):
+    for shared in places_of(model.module, embedding):
         linear = getattr(*shared[0])
         layer = Int8Linear(linear, is_copy=linear.weight is embedding)
         for parent, name in shared:

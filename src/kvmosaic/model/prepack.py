@@ -79,7 +79,7 @@ def prepack_linears(model: Any, wanted: Prepack) -> int:
         return 0
     if wanted in (False, "never") or (wanted == "auto" and not cpu_has_bfloat16()):
         return 0
-    places = _places(model, embedding)
+    places = places_of(model, embedding)
     for shared in places:
         linear = getattr(*shared[0])
         packed = PackedLinear(linear, is_copy=linear.weight is embedding)
@@ -133,7 +133,7 @@ def _why_not(embedding: Tensor) -> str:
     return ""
 
 
-def _places(model: nn.Module, embedding: Tensor) -> list[list[tuple[nn.Module, str]]]:
+def places_of(model: nn.Module, embedding: Tensor) -> list[list[tuple[nn.Module, str]]]:
     """Where the layers to be packed are: (parent, name) of each, several for a layer that stands in several places.
 
     The layers themselves are not held, so that each is freed as soon as it is replaced.

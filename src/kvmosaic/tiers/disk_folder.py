@@ -106,27 +106,19 @@ class EntryFolder:
 
     def read(self, key: Key, most_bytes: int, moment: int) -> bytes | None:
         """An entry, whole, and used at that moment; None if it is not there, or larger than it may be."""
-        with _absence_allowed(), self._inside(shard_of(key)) as folder:
-            fd = self._files.open(entry_name(key), _READ, folder=folder)
-            with self._closing(fd):
-                facts = self._files.facts(fd)
-                if not stat.S_ISREG(facts.st_mode) or facts.st_size > most_bytes:
-                    return None
-                entry = self._read_whole(fd, facts.st_size)
-                with contextlib.suppress(OSError):  # a folder that cannot be written can still be read
-                    self._files.set_time(fd, moment)
-                return entry
+        with _absence_allowed(), self._opened(key, most_bytes) as (fd, num_bytes):
+            if num_bytes is None:
+                return None
+            entry = self._read_whole(fd, num_bytes)
+            with contextlib.suppress(OSError):  # a folder that cannot be written can still be read
+                self._files.set_time(fd, moment)
+            return entry
         return None
 
     def start(self, key: Key, num_bytes: int, most_bytes: int) -> bytes | None:
         """The first bytes of an entry, without a use; None if it is not there, or larger than it may be."""
-        with _absence_allowed(), self._inside(shard_of(key)) as folder:
-            fd = self._files.open(entry_name(key), _READ, folder=folder)
-            with self._closing(fd):
-                facts = self._files.facts(fd)
-                if not stat.S_ISREG(facts.st_mode) or facts.st_size > most_bytes:
-                    return None
-                return self._read_whole(fd, min(num_bytes, facts.st_size))
+        with _absence_allowed(), self._opened(key, most_bytes) as (fd, there):
+            return None if there is None else self._read_whole(fd, min(num_bytes, there))
         return None
 
     def facts(self, key: Key) -> FileFacts | None:
@@ -214,6 +206,16 @@ class EntryFolder:
                 self._files.make_folder(path)
             if self._durable:
                 self._files.sync(top)
+
+    @contextlib.contextmanager
+    def _opened(self, key: Key, most_bytes: int) -> Iterator[tuple[int, int | None]]:
+        """The file of an entry and its bytes; None for these if it is no file, or larger than it may be."""
+        with self._inside(shard_of(key)) as folder:
+            fd = self._files.open(entry_name(key), _READ, folder=folder)
+            with self._closing(fd):
+                facts = self._files.facts(fd)
+                is_entry = stat.S_ISREG(facts.st_mode) and facts.st_size <= most_bytes
+                yield fd, facts.st_size if is_entry else None
 
     @contextlib.contextmanager
     def _closing(self, fd: int, *, is_written: bool = False) -> Iterator[int]:

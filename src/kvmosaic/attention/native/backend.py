@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvmosaic.attention.layer_backend import Pools
 from kvmosaic.attention.native.library import InstructionSet, LayerPointers, Library, PoolPointers, load_library
-from kvmosaic.attention.reads import PoolName, ReadPlan
+from kvmosaic.attention.reads import POOLS, ReadPlan
 from kvmosaic.attention.torch_backend import TorchBackend
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.rope import RotationTables
@@ -21,8 +21,6 @@ MAX_GROUP = 128
 """Most query heads per key head."""
 _MOST_KEPT_BYTES = 1 << 24
 DTYPES = (torch.float32, torch.bfloat16)
-
-_POOLS: tuple[PoolName | None, ...] = (None, "request", "chunk_cache")
 
 
 class NativeBackend(TorchBackend):
@@ -85,7 +83,7 @@ class NativeReader:
         self._calls = torch.tensor(
             [
                 (
-                    _POOLS.index(call.pool),
+                    POOLS.index(call.pool),
                     call.first_slot,
                     call.num_tokens,
                     call.first,
@@ -96,13 +94,10 @@ class NativeReader:
                 for call, mask in zip(plan.calls, self._masks, strict=True)
             ]
         )
-        needed = {
-            pool: max((call.first_slot + call.num_tokens for call in plan.calls if call.pool == pool), default=0)
-            for pool in _POOLS
-        }
-        self._needed = [(number, pool, needed[pool]) for number, pool in enumerate(_POOLS) if needed[pool]]
+        needed = plan.needed_slots()
+        self._needed = [(number, pool, needed[pool]) for number, pool in enumerate(POOLS) if needed[pool]]
         self._scratch = scratch
-        self._pointers = (PoolPointers * len(_POOLS))()
+        self._pointers = (PoolPointers * len(POOLS))()
         self._layer = LayerPointers(
             pools=ctypes.addressof(self._pointers),
             calls=self._calls.data_ptr(),

@@ -10,10 +10,10 @@ import triton
 from torch import Tensor
 
 from kvmosaic.attention.layer_backend import Pools
-from kvmosaic.attention.reads import ReadPlan
+from kvmosaic.attention.reads import POOLS, ReadPlan
 from kvmosaic.attention.torch_backend import TorchBackend
 from kvmosaic.attention.triton.kernel import IS_INTERPRETED, attend_walks, merge_walks
-from kvmosaic.attention.triton.work import POOLS, TILE_HEIGHTS, Work, list_work
+from kvmosaic.attention.triton.work import TILE_HEIGHTS, Work, list_work
 from kvmosaic.rope import RotationTables
 
 MAX_DIM = 256
@@ -77,10 +77,7 @@ class TritonReader:
         self._plan = plan
         self._works: dict[tuple[int, int], Work] = {}
         self._masks: Tensor | None = None
-        self._needed = {
-            pool: max((call.first_slot + call.num_tokens for call in plan.calls if call.pool == pool), default=0)
-            for pool in POOLS
-        }
+        self._needed = plan.needed_slots()
 
     def attend(
         self,

@@ -18,10 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvmosaic.attention.reads import Call, PoolName, ReadPlan
+from kvmosaic.attention.reads import POOLS, Call, ReadPlan
 
-POOLS: tuple[PoolName | None, ...] = (None, "request", "chunk_cache")
-"""A pool's number in a segment."""
 TILE_HEIGHTS = (16, 64, 128)
 """Rows times query heads per key head in one program. Tensor cores want 16 at least."""
 MIN_WALK = 256
