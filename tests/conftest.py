@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-import pytest
 from hypothesis import HealthCheck, settings
 
 # Read when torch and tokenizers are first imported, and by the processes that tests start. Two workers with one thread
@@ -23,9 +22,3 @@ for name, value in {
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("here"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks are waited for even where a busy machine makes a tier look slow."""
-    monkeypatch.setattr("kvmosaic.tiers.prospects.FIRST_PATIENCE_SECONDS", 3.0)

@@ -15,8 +15,6 @@ from kvmosaic.errors import EngineAsleep, InvalidConfig
 from kvmosaic.model import LoadedModel
 from kvmosaic.tiers import Deadline
 
-pytestmark = pytest.mark.usefixtures("patient")
-
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 DOCUMENTS = [
     {"id": f"ferry {number}", "text": f"Ferry {number} goes to Oak Island at {number} o'clock and is painted green."}
@@ -26,7 +24,7 @@ MESSAGES = [{"role": "user", "content": "When does ferry 3 go?"}]
 
 
 def open_llm(*tiers: str, capacity: str = "64MiB", **options: object) -> LLM:
-    config = TierConfig(tiers=tiers, **options)
+    config = TierConfig(tiers=tiers, **{"loading": "always", **options})  # however fast this machine computes
     return LLM(tier_config=config, chunk_cache_config=ChunkCacheConfig(capacity=capacity), self_check=False)
 
 
@@ -97,7 +95,8 @@ def test_novel_orders_without_end_neither_grow_nor_slow_down(tmp_path) -> None:
     documents = [[chance.randrange(3, 128) for _ in range(64)] for _ in range(12)]
     url = f"disk:{tmp_path}?quota=1GiB"
     config = ChunkCacheConfig(capacity="2MiB")
-    with LLM(model, tier_config=TierConfig((url,)), chunk_cache_config=config, self_check=False) as llm:
+    tiers = TierConfig((url,), loading="always")
+    with LLM(model, tier_config=tiers, chunk_cache_config=config, self_check=False) as llm:
         keeper = llm.engine.keeper
         assert keeper is not None
         seconds, controls, sizes = [], [], []
@@ -177,6 +176,7 @@ def test_cold_chunks_move_to_the_tiers_and_come_back(tmp_path) -> None:
         ((3,), {}, "a tier is a URL"),
         (("host:1MiB",) * 9, {}, "at most 8"),
         (("host:1MiB",), {"codec": "int3"}, "'fp8'"),
+        (("host:1MiB",), {"loading": "never"}, "'auto' or 'always'"),
         (("host:1MiB",), {"secret": "short"}, "8 to 1024"),
         (("host:1MiB",), {"pending": "much"}, "is not a size"),
     ],

@@ -136,7 +136,11 @@ def _build_keeper(model: LoadedModel, engine: Engine, config: TierConfig) -> Kee
     return Keeper(
         engine.planner,
         storage,
-        Hierarchy(open_tiers(config.tiers, allocate=allocate), most_pending_bytes=parse_bytes(config.pending)),
+        Hierarchy(
+            open_tiers(config.tiers, allocate=allocate),
+            most_pending_bytes=parse_bytes(config.pending),
+            loading=config.loading,
+        ),
         entries,
         most_staged_bytes=parse_bytes(config.staged),
         clock=engine.clock,

@@ -19,6 +19,7 @@ from kvmosaic.console.options import (
     Capacity,
     ChunkCodec,
     ChunkCompression,
+    ChunkLoading,
     ChunkTiers,
     ContextKind,
     Device,
@@ -114,6 +115,7 @@ def run(
     chunk_tier: ChunkTiers = None,
     chunk_codec: ChunkCodec = "none",
     chunk_compression: ChunkCompression = "none",
+    chunk_loading: ChunkLoading = "auto",
     as_json: AsJSON = False,
 ) -> None:
     """Answer questions about documents, and show what was reused.
@@ -149,6 +151,7 @@ def run(
         tuple(chunk_tier or ()),
         chunk_codec,
         chunk_compression,
+        chunk_loading,
     )
     run_prompts(opening, asking, SamplingParams(max_tokens=max_tokens, temperature=temperature), as_json)
 

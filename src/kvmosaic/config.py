@@ -141,6 +141,9 @@ class TierConfig:
     """Most memory for chunks that wait to be written: bytes or text such as "1GiB". More are not stored."""
     staged: int | str = "512MiB"
     """Most memory for chunks that were fetched for requests that wait."""
+    loading: Literal["auto", "always"] = "auto"
+    """Load a chunk where that is expected to be faster than computing it, or ("always") wherever a tier has it: that
+    spares the processor, and what is computed does not depend on how fast the machine is."""
 
     def __post_init__(self) -> None:
         if isinstance(self.tiers, str) or not isinstance(self.tiers, tuple | list):
@@ -152,6 +155,7 @@ class TierConfig:
         object.__setattr__(self, "tiers", tuple(self.tiers))
         _check_choice("codec", self.codec, ("none", "fp8", "int8", "int4"))
         _check_choice("compression", self.compression, ("none", "zstd"))
+        _check_choice("loading", self.loading, ("auto", "always"))
         if self.secret is not None and (not isinstance(self.secret, str) or not 8 <= len(self.secret) <= 1024):
             given = f"{len(self.secret):,} characters" if isinstance(self.secret, str) else type(self.secret).__name__
             raise InvalidConfig(

@@ -32,7 +32,7 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def own_server() -> Iterator[RunningServer]:
-    with RunningServer(chunk_tier=["host:64MiB"]) as running:
+    with RunningServer(chunk_tier=["host:64MiB"], chunk_loading="always") as running:
         yield running
 
 
@@ -156,7 +156,7 @@ def test_no_memory_to_wake_is_one_line(server: RunningServer, monkeypatch: pytes
     with monkeypatch.context() as broken:
         broken.setattr(server.llm.engine.runner, "wake", fail)
         said = refused("wake", "--url", server.url)
-        assert "could not wake (MemoryError) and sleeps on (try again in 1 s)" in said
+        assert "could not wake (MemoryError) and sleeps on (try again in " in said
 
 
 def test_nothing_that_listens_is_one_line() -> None:

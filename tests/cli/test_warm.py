@@ -57,6 +57,7 @@ def test_a_folder_is_computed_once_and_found_by_run(tiny_model: Path, tmp_path: 
     result = run("cache", "explain", tiny_model, "--json", *asked)
     segments = json.loads(result.stdout)["segments"]
     assert [each["hit"] for each in segments] == [False, *[True] * 5, False]
+    asked = (*asked, "--chunk-loading", "always")
     assert "(5 from tiers); every question reuses them" in run("run", tiny_model, *asked, "--max-tokens", "1").stderr
     other = f"disk:{tmp_path}/other?quota=1GiB"
     assert run("cache", "import", bundle, other).exit_code == 0

@@ -32,7 +32,7 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def tiered() -> Iterator[RunningServer]:
-    with RunningServer(chunk_tier=["host:64MiB", "host:32MiB"]) as running:
+    with RunningServer(chunk_tier=["host:64MiB", "host:32MiB"], chunk_loading="always") as running:
         yield running
 
 

@@ -24,7 +24,7 @@ CHAT = {
 
 @pytest.fixture(scope="module")
 def own_server() -> Iterator[RunningServer]:
-    with RunningServer(chunk_tier=["host:64MiB"], max_queue=2, max_num_seqs=1) as running:
+    with RunningServer(chunk_tier=["host:64MiB"], chunk_loading="always", max_queue=2, max_num_seqs=1) as running:
         yield running
 
 

@@ -27,8 +27,6 @@ NUM_DOCUMENTS = 24
 CHOSEN = 3
 MOST_ADDED_SECONDS = 0.2
 BACK_SECONDS = 5.0
-LOOKED_AT_SECONDS = 40.0
-"""A tier that was slow is looked at the later, the slower it was."""
 
 
 def documents() -> list[dict[str, str]]:
@@ -119,9 +117,9 @@ def expected() -> Expected:
         return {chosen: ask(client, chosen) for chosen in prompts}
 
 
-def small_server(*tiers: Tier) -> RunningServer:
+def small_server(*tiers: Tier, loading: str = "always") -> RunningServer:
     """Room for a third of the documents on the device."""
-    return RunningServer(tiers=tiers, chunk_cache_size="7MiB")
+    return RunningServer(tiers=tiers, chunk_cache_size="7MiB", chunk_loading=loading)
 
 
 @pytest.fixture
@@ -191,7 +189,7 @@ def test_a_redis_in_trouble_fails_no_request_and_delays_none_by_200_ms(
 
     added, back = [], []
     url = redis.url if trouble == "is killed" else f"redis://127.0.0.1:{wire.port}/0"
-    with small_server(open_tier(url)) as server:
+    with small_server(open_tier(url), loading="auto") as server:
         watched = Watched(server)
         watched.fill(expected)
         load = Load(server.url, expected)
@@ -203,13 +201,13 @@ def test_a_redis_in_trouble_fails_no_request_and_delays_none_by_200_ms(
             added.append(max(watched.waits))
             is_used, end_time = watched.is_used(), time.monotonic()
             end()
-            wait_until(is_used, LOOKED_AT_SECONDS)
+            wait_until(is_used, 20)
             back.append(time.monotonic() - end_time)
         load.stop()
     wire.close()
     print(f"{trouble}: added {added}, used again after {back}")
     assert statistics.median(added) < MOST_ADDED_SECONDS
-    assert trouble == "is slow" or statistics.median(back) < BACK_SECONDS
+    assert statistics.median(back) < BACK_SECONDS
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EIO, errno.EACCES])
@@ -242,7 +240,8 @@ def test_two_servers_that_share_a_full_disk_and_a_redis_always_answer_right(
     tmp_path: Path, redis: RedisServer, expected: Expected
 ) -> None:
     disk = f"disk:{tmp_path / 'cache'}?quota=6MiB&durable=no"  # a third of the documents
-    arguments = ("--chunk-cache-size", "4MiB", "--chunk-tier", disk, "--chunk-tier", f"{redis.url}?quota=9MiB")
+    tiers = ("--chunk-tier", disk, "--chunk-tier", f"{redis.url}?quota=9MiB")
+    arguments = ("--chunk-cache-size", "4MiB", "--chunk-loading", "always", *tiers)
     with ServeCommand(*arguments) as first, ServeCommand(*arguments) as second:
         servers = [first.until_ready(), second.until_ready()]
         loads = [Load(server.url, expected, num_clients=2) for server in servers]

@@ -137,17 +137,19 @@ class World:
         if self.prospects.is_worth(self.tier, num_bytes, compute):
             if is_hit:
                 spent = self.load_seconds(num_bytes)
-                self.prospects.note_hit(self.tier, num_bytes, spent)
+                self.prospects.note_hit(self.tier, num_bytes, spent, spent)
                 self.num_loaded += 1
             else:
                 missed = self.varied(self.latency)
-                self.prospects.note_miss(self.tier, missed)
+                self.prospects.note_miss(self.tier, missed, missed)
                 spent += missed
         elif self.prospects.is_look_due(self.tier):
             if is_hit:
-                self.prospects.note_hit(self.tier, num_bytes, self.load_seconds(num_bytes), is_look=True)
+                taken = self.load_seconds(num_bytes)
+                self.prospects.note_hit(self.tier, num_bytes, taken, taken, is_look=True)
             else:
-                self.prospects.note_miss(self.tier, self.varied(self.latency))
+                missed = self.varied(self.latency)
+                self.prospects.note_miss(self.tier, missed, missed)
         self.clock.now += spent
         return spent, computed
 
@@ -200,28 +202,41 @@ def test_a_tier_that_becomes_slow_is_left_and_one_that_recovers_is_used_again(wo
     assert world.num_loaded >= 18
 
 
-def test_looks_are_rare_where_they_take_long() -> None:
+def test_looks_are_rare_where_they_are_much_work() -> None:
     clock, tier = FakeClock(), TroubledTier("disk")
     prospects = Prospects([tier], clock)
     assert not prospects.is_look_due(tier)
-    clock.now += 5.1
+    clock.now += 4.1
     assert prospects.is_look_due(tier) and not prospects.is_look_due(tier), "one at a time"
-    prospects.note_hit(tier, 1000, 2.0, is_look=True)
+    prospects.note_hit(tier, 1000, 9.0, 2.0, is_look=True)
     clock.now += 39.0
     assert not prospects.is_look_due(tier)
     clock.now += 2.0
     assert prospects.is_look_due(tier)
+    prospects.note_hit(tier, 1000, 9.0, 0.1, is_look=True)
+    clock.now += 4.1
+    assert prospects.is_look_due(tier), "waiting is no work"
+
+
+def test_where_chunks_are_always_loaded_no_tier_is_too_slow_and_waiting_still_ends() -> None:
+    tier = TroubledTier("disk")
+    prospects = Prospects([tier], FakeClock(), "always")
+    for _ in range(10):
+        prospects.note_hit(tier, 1000, 9.0, 9.0)
+    assert prospects.is_worth(tier, 1000, 0.001)
+    assert 9.0 < prospects.patience([tier], 1000, 0.001) < 15.0
+    assert 5.0 < prospects.longest_wait(1000, 0.001) < 6.0
 
 
 def test_patience_is_what_loading_is_expected_to_take_but_no_more_than_computing() -> None:
     fast, unknown = TroubledTier("host"), TroubledTier("disk")
     prospects = Prospects([fast, unknown], FakeClock())
-    prospects.note_miss(fast, 0.001)
+    prospects.note_miss(fast, 0.001, 0.001)
     assert prospects.patience([fast], 0, None) == pytest.approx(0.151)
     assert prospects.patience([fast, unknown], 10**8, None) == pytest.approx(0.15 + 0.001 + 1.0 + 1.0), (
         "host is unknown"
     )
-    prospects.note_hit(fast, 10**8, 0.02)
+    prospects.note_hit(fast, 10**8, 0.02, 0.02)
     assert prospects.patience([fast, unknown], 10**8, None) == pytest.approx(0.15 + 0.02 + 1.0)
     assert prospects.patience([fast, unknown], 10**8, 0.3) == pytest.approx(0.45)
 

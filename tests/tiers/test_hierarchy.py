@@ -207,9 +207,11 @@ def test_a_tier_slower_than_computing_is_not_asked_again_but_looked_at_now_and_t
     hierarchy._prospects._records[id(disk)].next_look = 0.0
     disk.get_seconds = 0.0
     assert hierarchy.fetch(key(3), 1000, accept, 0.01) is None, "nobody waits for a look"
-    while disk.count("get") < 6 or hierarchy._prospects.bytes_per_second(disk) < 2e5:
-        time.sleep(0.001)
     assert hierarchy.stats.looked == 1 and hierarchy.stats.fetched == 5
+    while hierarchy._prospects.bytes_per_second(disk) < 2e5:  # on a busy machine it may take more than one
+        time.sleep(0.01)
+        if hierarchy.fetch(key(3), 1000, accept, 0.01) is not None:
+            break
     assert fetched(hierarchy, key(8), compute_seconds=0.01).value == "a", "it is known to be fast by now"
 
 

@@ -32,6 +32,7 @@ class Opening:
     chunk_tiers: tuple[str, ...] = ()
     chunk_codec: Literal["none", "fp8", "int8", "int4"] = "none"
     chunk_compression: Literal["none", "zstd"] = "none"
+    chunk_loading: Literal["auto", "always"] = "auto"
     chunk_pending: str = "512MiB"
     """Most memory for chunks that wait to be written to the tiers."""
 
@@ -71,6 +72,7 @@ def open_llm(opening: Opening, notices: Console) -> LLM:
                 compression=opening.chunk_compression,
                 secret=secret_from() if opening.chunk_tiers else None,
                 pending=opening.chunk_pending,
+                loading=opening.chunk_loading,
             ),
         )
     if opening.enable_chunk_cache and not llm.has_chunk_cache:

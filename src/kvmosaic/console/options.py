@@ -63,6 +63,10 @@ ChunkCodec = Annotated[
     Literal["none", "fp8", "int8", "int4"],
     typer.Option("--chunk-codec", help="How tiers store numbers: as they are, or in fewer bits."),
 ]
+ChunkLoading = Annotated[
+    Literal["auto", "always"],
+    typer.Option("--chunk-loading", help="Load chunks from tiers where that is faster than computing, or always."),
+]
 ChunkCompression = Annotated[
     Literal["none", "zstd"], typer.Option("--chunk-compression", help="Whether tiers compress entries without loss.")
 ]

@@ -14,7 +14,7 @@ from kvmosaic.engine.kept_keys import KeptKeys
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.errors import UnknownChunk
 from kvmosaic.memory import BlockStorage, ChunkTensors
-from kvmosaic.tiers import FIRST_PATIENCE_SECONDS, SLOWEST_BYTES_PER_SECOND, ComputeCost, Fetch, Hierarchy, Rank
+from kvmosaic.tiers import ComputeCost, Fetch, Hierarchy, Rank
 
 logger = logging.getLogger("kvmosaic")
 
@@ -134,8 +134,7 @@ class Keeper:
             return True
         num_bytes = sum(fetch.num_bytes for fetch in fetches)
         compute_seconds = self._compute.estimate(num_bytes // self._bytes_per_token)
-        most = num_bytes / SLOWEST_BYTES_PER_SECOND if compute_seconds is None else compute_seconds
-        return now >= sequence.fetching_since + FIRST_PATIENCE_SECONDS + most
+        return now >= sequence.fetching_since + self.hierarchy.longest_wait(num_bytes, compute_seconds)
 
     def finish(self, sequence: Sequence) -> None:
         """Copies what was fetched into the blocks of a sequence that was just attached."""

@@ -152,6 +152,12 @@ class ServerSettings(BaseSettings):
     chunk_compression: Literal["none", "zstd"] = _setting(
         "none", "Tiers", "Whether entries are compressed further, without loss."
     )
+    chunk_loading: Literal["auto", "always"] = _setting(
+        "auto",
+        "Tiers",
+        "Load a chunk where that is expected to be faster than computing it, or wherever a tier has it, which spares "
+        "the processor.",
+    )
     chunk_pending: str = _setting(
         "512MiB", "Tiers", "Most memory for chunks that wait to be written; more are not stored.", max_length=32
     )
@@ -308,6 +314,7 @@ class ServerSettings(BaseSettings):
             secret=None if self.chunk_secret is None else self.chunk_secret.get_secret_value(),
             pending=self.chunk_pending,
             staged=self.chunk_staged,
+            loading=self.chunk_loading,
         )
 
     def engine_config(self) -> EngineConfig:

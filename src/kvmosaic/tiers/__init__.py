@@ -8,15 +8,13 @@ from kvmosaic.tiers.hierarchy import Hierarchy
 from kvmosaic.tiers.hierarchy_stats import HierarchyStats
 from kvmosaic.tiers.host import HostTier
 from kvmosaic.tiers.opening import open_tiers
-from kvmosaic.tiers.prospects import FIRST_PATIENCE_SECONDS, SLOWEST_BYTES_PER_SECOND, Prospects
+from kvmosaic.tiers.prospects import Prospects
 from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Entry, EntryInfo, Tier, TierStat
 from kvmosaic.tiers.url import TierSpec, open_tier, parse_tier_url
 
 __all__ = [
-    "FIRST_PATIENCE_SECONDS",
     "MAX_ENTRY_BYTES",
     "MAX_KEY_BYTES",
-    "SLOWEST_BYTES_PER_SECOND",
     "ComputeCost",
     "Deadline",
     "DiskTier",

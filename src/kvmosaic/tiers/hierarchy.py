@@ -17,7 +17,7 @@ from kvmosaic.errors import TierError
 from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.fetch import Fetch, Rank
 from kvmosaic.tiers.hierarchy_stats import HierarchyStats
-from kvmosaic.tiers.prospects import Prospects
+from kvmosaic.tiers.prospects import Loading, Prospects
 from kvmosaic.tiers.readers import Readers
 from kvmosaic.tiers.tier import Entry, Tier, TierStat
 
@@ -59,6 +59,7 @@ class Hierarchy(Generic[T]):
         tiers: Sequence[Tier],
         *,
         most_pending_bytes: int,
+        loading: Loading = "auto",
         num_readers: int = 2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -67,6 +68,7 @@ class Hierarchy(Generic[T]):
         Args:
             tiers: those that may fail or hang should be guarded by a `Breaker`.
             most_pending_bytes: of chunks that wait to be written; more are dropped.
+            loading: whether tiers are asked where that is expected to be faster than computing, or always.
             num_readers: threads that fetch.
             clock: seconds that never run backwards.
         """
@@ -76,7 +78,7 @@ class Hierarchy(Generic[T]):
         self._most_pending_bytes = most_pending_bytes
         self._num_readers = num_readers
         self._clock = clock
-        self._prospects = Prospects(self.tiers, clock)
+        self._prospects = Prospects(self.tiers, clock, loading)
         # shared by all threads, under `_changed`
         self._changed = threading.Condition()
         self._writes: dict[Key, _Store[T]] = {}
@@ -93,6 +95,10 @@ class Hierarchy(Generic[T]):
     def last_ended(self) -> float:
         """When a fetch was over for the last time; see `Fetch.is_settled`."""
         return self._readers.last_ended
+
+    def longest_wait(self, num_bytes: int, compute_seconds: float | None) -> float:
+        """Seconds that a request waits at most for chunks of this size together."""
+        return self._prospects.longest_wait(num_bytes, compute_seconds)
 
     @property
     def num_ended(self) -> int:

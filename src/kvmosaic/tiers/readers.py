@@ -6,6 +6,7 @@ import heapq
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Generic, TypeVar
@@ -134,11 +135,11 @@ class Readers(Generic[T]):
 
     def _ask(self, tier: Tier, fetch: Fetch[T], *, is_look: bool) -> T | None:
         """Asks one tier."""
-        begin = self._clock()
+        begin, busy_begin = self._clock(), time.thread_time()
         try:
             entry = tier.get_many([fetch.key], Deadline(GET_SECONDS)).get(fetch.key)
             if entry is None:
-                self._prospects.note_miss(tier, self._clock() - begin)
+                self._prospects.note_miss(tier, self._clock() - begin, time.thread_time() - busy_begin)
                 return None
             value = fetch.accept(entry)
         except OtherSecret as error:
@@ -158,7 +159,8 @@ class Readers(Generic[T]):
         except Exception:
             logger.exception("the tier %s could not be asked", tier.name)
             return None
-        self._prospects.note_hit(tier, fetch.num_bytes, self._clock() - begin, is_look=is_look)
+        seconds, busy_seconds = self._clock() - begin, time.thread_time() - busy_begin
+        self._prospects.note_hit(tier, fetch.num_bytes, seconds, busy_seconds, is_look=is_look)
         return value
 
     def _put_aside(self, tier: Tier, key: Key, reason: str) -> None:
