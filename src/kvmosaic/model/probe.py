@@ -51,12 +51,12 @@ def probe_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...
     before = module.config._attn_implementation
     for part in module.modules():
         expand_again(part)
-    _check_rules(module)
+    check_rules(module)
     try:
-        _select(module, PROBE_NAME)
+        select_attention(module, PROBE_NAME)
         with torch.inference_mode():
             layers = _read_layers(module, max_positions)
-        _select(module, ATTENTION_NAME)
+        select_attention(module, ATTENTION_NAME)
     except BaseException:
         module.set_attn_implementation(before)
         raise
@@ -69,7 +69,8 @@ def _read_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...
     spare = tokens.pop()
     changed = [spare if index % 2 == 0 else token for index, token in enumerate(tokens)]
     calls, others = _record(module, tokens, contiguous), _record(module, changed, contiguous)
-    _check_calls(module, calls)
+    check_calls(module, calls)
+    _check_finite(module, calls)
     _check_independence(calls, others)
     positions = _probe_positions(max_positions)
     same = _record(module, [tokens[0]] * len(positions), positions)
@@ -84,7 +85,7 @@ def _read_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...
     return with_latents(layers, calls, lambda: _record(module, tokens, contiguous))
 
 
-def _check_rules(module: Any) -> None:
+def check_rules(module: Any) -> None:
     """Refuses layers whose attention is more than a causal mask, by what the model says about itself."""
     config = module.config.get_text_config()
     for kind in getattr(config, "layer_types", None) or ():
@@ -98,7 +99,7 @@ def _check_rules(module: Any) -> None:
         )
 
 
-def _select(module: Any, name: str) -> None:
+def select_attention(module: Any, name: str) -> None:
     """Switches the model to one of our attention functions, or says that it has no such switch."""
     try:
         module.set_attn_implementation(name)
@@ -140,7 +141,7 @@ def _record(module: Any, tokens: Sequence[int], positions: Sequence[int]) -> lis
     return calls
 
 
-def _check_calls(module: Any, calls: list[AttentionCall]) -> None:
+def check_calls(module: Any, calls: list[AttentionCall]) -> None:
     """Requires exactly one call per layer."""
     indices = [call.layer_index for call in calls]
     num_layers = max(int(module.config.get_text_config().num_hidden_layers), max(indices, default=-1) + 1)
@@ -162,6 +163,10 @@ def _check_calls(module: Any, calls: list[AttentionCall]) -> None:
             f"{_name(module)}: attention is called more than once per forward in {_layers_text(twice)}; "
             "exactly one call per layer is supported"
         )
+
+
+def _check_finite(module: Any, calls: list[AttentionCall]) -> None:
+    """Requires numbers in all queries, keys and values."""
     for call in calls:
         if not all(bool(part.isfinite().all()) for part in (call.query, call.key, call.value)):
             raise UnsupportedModel(
