@@ -80,7 +80,7 @@ def test_a_refused_append_changes_nothing_and_the_needed_blocks_are_told_before(
     table.append(6)
     other = table.fork()
     pool.allocate(2, grows=False)
-    before = list(table.block_ids), table.num_tokens, table.runs(), pool._references.copy()
+    before = list(table.block_ids), table.num_tokens, table.runs(), pool._references[:]
     needed = other.blocks_to_append(count)
     assert needed == 1 + max(0, -(-(6 + count) // 4) - 2)
     with pytest.raises(OutOfBlocks):

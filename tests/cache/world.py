@@ -106,9 +106,11 @@ def state_of(planner: Planner) -> object:
     """Everything a failing operation must leave as it was (not the counters of lookups)."""
     prefix, chunks = planner._prefix, planner._chunks
     return {
-        "references": [pool._references.copy() for pool in (planner.request_pool, planner.chunk_pool)],
+        "references": [list(pool._references) for pool in (planner.request_pool, planner.chunk_pool)],
         "free runs": [pool._free.runs() for pool in (planner.request_pool, planner.chunk_pool)],
-        "prefix": {key: (e.block_id, e.users, e.last_used, len(e.children)) for key, e in prefix._entries.items()},
+        "prefix": {
+            key: (e.block_id, e.users, e.last_used, len(e.children or ())) for key, e in prefix._entries.items()
+        },
         "prefix line": [entry.key for entry in prefix._queue.in_order()],
         "chunks": {
             c.key: (tuple(c.block_ids), c.state, c.users, c.hits, c.pinned, c.last_used, c.num_computed, tuple(c.names))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import NewType
 
@@ -38,7 +39,7 @@ class BlockPool:
         self.name = name
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._references = [0] * num_blocks
+        self._references = array("i", [0]) * num_blocks
         self._free = FreeRuns(num_blocks)
         self._num_shared = 0
         self._num_references = 0
