@@ -180,8 +180,10 @@ def test_the_quarantine_keeps_the_latest_few(tmp_path: Path) -> None:
     tier.quarantine(KEYS[0], "a test", Deadline())
     assert [path.name[:64] for path in (place / "quarantine").iterdir()] == [KEYS[0].hex()]
     tier.put_many({KEYS[0]: entry_of(KEYS[0], 2010)}, Deadline())
+    before = list((place / "quarantine").iterdir())
     tier.quarantine(KEYS[0], "a test", Deadline())
-    assert list((place / "quarantine").iterdir()) == []
+    assert list((place / "quarantine").iterdir()) == before, "too large for it: removed at once"
+    assert tier.get_many([KEYS[0]], Deadline()) == {}
     assert tier.stat().quarantined == 42
 
 

@@ -148,14 +148,17 @@ class EntryFolder:
 
         Of the quarantine, the latest files stay: at most `MAX_ASIDE`, and at most so many bytes.
         """
-        if self.facts(key) is None:
+        facts = self.facts(key)
+        if facts is None:
             return False
+        if facts.num_bytes > most_bytes:
+            return self.remove(key)
         try:
             with self._inside(QUARANTINE, make=True) as aside:
+                with contextlib.suppress(OSError):  # first, so that a kill in between leaves no more than is allowed
+                    self._trim(aside, MAX_ASIDE - 1, most_bytes - facts.num_bytes)
                 with self._inside(shard_of(key)) as folder:
                     self._files.rename(entry_name(key), aside_name(key, moment), folder=folder, new_folder=aside)
-                with contextlib.suppress(OSError):
-                    self._trim(aside, most_bytes)
         except (OSError, TierUnavailable):
             return self.remove(key)
         return True
@@ -264,7 +267,7 @@ class EntryFolder:
         with contextlib.suppress(OSError):
             self._files.remove(name, folder=folder)
 
-    def _trim(self, aside: int, most_bytes: int) -> None:
+    def _trim(self, aside: int, most_files: int, most_bytes: int) -> None:
         num_files = num_bytes = 0
         for _, name in sorted(
             ((moment, name) for name in self._files.names(aside) if (moment := moment_of(name)) is not None),
@@ -275,7 +278,7 @@ class EntryFolder:
                 continue
             num_files += 1
             num_bytes += facts.num_bytes
-            if num_files > MAX_ASIDE or num_bytes > most_bytes:
+            if num_files > most_files or num_bytes > most_bytes:
                 self._discard(name, aside)
 
 
