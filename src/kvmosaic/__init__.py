@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvmosaic.attention import Piece, composed_attention
+    from kvmosaic.attention import BlockKVCache, Piece, composed_attention
     from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
     from kvmosaic.engine import AsyncEngine
     from kvmosaic.errors import KVMosaicError
@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "BlockKVCache",
     "ChunkCacheConfig",
     "CompletionOutput",
     "EngineConfig",
@@ -38,6 +39,7 @@ __all__ = [
 _HOMES = {
     "LLM": "kvmosaic.llm",
     "AsyncEngine": "kvmosaic.engine",
+    "BlockKVCache": "kvmosaic.attention",
     "ChunkCacheConfig": "kvmosaic.config",
     "CompletionOutput": "kvmosaic.sampling",
     "EngineConfig": "kvmosaic.config",

@@ -13,6 +13,7 @@
     │   ├── InvalidSees               a chunk that is told to see one that is not before it
     │   ├── InvalidSeparator          a separator that cannot split anything
     │   ├── InvalidOffset             a `position_offset` that is missing, negative or overlapping
+    │   ├── InvalidPriority           a request's priority outside its range
     │   ├── InvalidMessages           chat messages that are not chat messages
     │   └── InvalidDocument           a document that is not a mapping with a text
     ├── InvalidSampling               sampling parameters outside their range
@@ -24,6 +25,8 @@
     │   ├── ChunkCacheOff             chunks are asked for and the chunk cache is off
     │   ├── UnknownChunk              a name or handle that no chunk has
     │   ├── ChunkInUse                deleting a chunk that a running request reads
+    │   ├── OutOfStep                 a rolling cache is called in the wrong order
+    │   ├── InvalidChunk              a chunk that a rolling cache cannot take: its number, shape, dtype or device
     │   ├── InvalidBundle             a file of stored chunks that is not what `cache export` writes
     │   ├── InvalidEntry              a stored chunk that is not to be used
     │   │   ├── DamagedEntry          its bytes are not those that were written
@@ -116,6 +119,10 @@ class InvalidOffset(InvalidPrompt):
     """A `position_offset` that is missing, negative or overlaps the system prompt."""
 
 
+class InvalidPriority(InvalidPrompt):
+    """A request's priority outside its range."""
+
+
 class InvalidMessages(InvalidPrompt):
     """Chat messages that are not chat messages."""
 
@@ -133,7 +140,15 @@ class CacheError(KVMosaicError):
 
 
 class OutOfBlocks(CacheError):
-    """A pool has no block left that may be taken."""
+    """A pool has no block left that may be taken.
+
+    `pool` is its name, and `num_missing` how many blocks are, where that is known.
+    """
+
+    def __init__(self, message: str, *, pool: str = "", num_missing: int | None = None) -> None:
+        super().__init__(message)
+        self.pool = pool
+        self.num_missing = num_missing
 
 
 class QuotaInUse(OutOfBlocks):
@@ -161,6 +176,14 @@ class UnknownChunk(CacheError, KeyError):
 
 class ChunkInUse(CacheError):
     """Deleting a chunk that a running request reads."""
+
+
+class OutOfStep(CacheError, RuntimeError):
+    """A rolling cache is called in the wrong order."""
+
+
+class InvalidChunk(CacheError, ValueError):
+    """A chunk that a rolling cache cannot take: its number, shape, dtype or device."""
 
 
 class InvalidBundle(CacheError):

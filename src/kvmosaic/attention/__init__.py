@@ -1,19 +1,23 @@
 """Pieces of keys, read in place and merged."""
 
+from kvmosaic.attention.bias import DistanceBias
 from kvmosaic.attention.choosing import BackendName, ChosenBackend, choose_backend
 from kvmosaic.attention.composed import Piece, composed_attention
 from kvmosaic.attention.layer_backend import LayerBackend, PlanReader
 from kvmosaic.attention.merge import merge_partials
 from kvmosaic.attention.native import NativeBackend
 from kvmosaic.attention.reads import Call, Mask, PoolName, ReadPlan, RowGroup, RunRead, plan_reads
+from kvmosaic.attention.rolling import BlockKVCache, sink_distance
 from kvmosaic.attention.step import StepAttention, Write
 from kvmosaic.attention.torch_backend import AttentionBackend, TorchBackend, attend_plain
 
 __all__ = [
     "AttentionBackend",
     "BackendName",
+    "BlockKVCache",
     "Call",
     "ChosenBackend",
+    "DistanceBias",
     "LayerBackend",
     "Mask",
     "NativeBackend",
@@ -31,4 +35,5 @@ __all__ = [
     "composed_attention",
     "merge_partials",
     "plan_reads",
+    "sink_distance",
 ]

@@ -1,0 +1,244 @@
+"""Rolling cache of one attention layer: sinks that never leave, then a window of the newest tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvmosaic.attention.rolling.checks import check_chunk, check_shapes, dimension, shape_of, whole_number
+from kvmosaic.attention.rolling.places import Places
+from kvmosaic.attention.rolling.positions import sink_distance
+from kvmosaic.attention.rolling.shift import shift_left
+from kvmosaic.errors import InvalidChunk, OutOfStep
+
+
+@dataclass(eq=False)
+class BlockKVCache:
+    """Keys and values of an endless causal stream, in memory of fixed size.
+
+        filling     [ 0 1 | 2 3 4 5 . . ]        cached_k() is the valid prefix
+        full        [ 0 1 | 2 3 4 5 6 7 ]        2 sinks, window of 6, chunks of 2
+        rolled      [ 0 1 | 4 5 6 7 8 9 ]        ordered=True: the window moves left, then 8 9 are written
+                    [ 0 1 | 8 9 4 5 6 7 ]        ordered=False: 8 9 take the places of 2 3, nothing moves
+
+    One step for chunk i = 0, 1, 2, …:
+
+        cache.before_update(i)               # the next chunk, or the same again to overwrite it; makes room
+        cache.update(k, v)                   # exactly chunk_size tokens; may be called again
+        cache.cached_k(), cache.cached_v()   # views with the new chunk in them
+        cache.after_update(i)
+
+    What it holds is always the first `sink_size` and the last `window_size` tokens of what was written, each chunk in
+    its last version. Sizes need not divide each other: a chunk may lie across the end of the sinks, and of a chunk
+    longer than the window the newest tokens stay.
+
+    Once it is full, `update` writes to the same addresses in every step and `cached_k` reads from the same, so that a
+    CUDA graph captured in one step can be replayed in the next ones, between calls of `before_update` and
+    `after_update`; nothing is allocated. That is why the window does not slide through spare memory.
+
+    The memory is that of `k_shape` and `v_shape`, no more. Nothing in it has a gradient. Any call may be made in
+    `torch.compile(fullgraph=True)`.
+
+    Raises (by all methods):
+        InvalidConfig: sizes or shapes that do not fit.
+        OutOfStep: a call in the wrong order.
+        InvalidChunk: a chunk whose number, shape, dtype or device does not fit.
+    """
+
+    k_shape: tuple[int, ...]
+    """Shape of all keys, of any rank, with `sink_size + window_size` tokens in dimension `seq_dim`."""
+    v_shape: tuple[int, ...]
+    """Shape of all values: as the keys, but for the last dimension."""
+    seq_dim: int
+    """Dimension of the tokens; may be given from the right (negative), is kept from the left."""
+    chunk_size: int
+    """Tokens of every chunk."""
+    window_size: int
+    """The newest tokens, which are seen beside the sinks."""
+    sink_size: int = 0
+    """The first tokens of the stream, which never leave."""
+    device: torch.device | str | None = None
+    """Where the memory lies; default the first GPU, or the CPU where there is none."""
+    dtype: torch.dtype | None = None
+    """Of keys, values and every chunk; default torch's."""
+    ordered: bool = True
+    """Whether views are in order, oldest to newest. False: the window is a ring and no token ever moves. Attention
+    does not mind the order when keys are already rotated and every query sees all of them."""
+
+    _places: Places = field(init=False, repr=False)
+    _k: Tensor = field(init=False, repr=False)
+    _v: Tensor = field(init=False, repr=False)
+    _slots: Tensor | None = field(init=False, repr=False)
+    """[num_kept] places in the ring of the newest chunk's last tokens. On the device, where a graph finds them."""
+    _newest: int = field(init=False, default=-1, repr=False)
+    """Number of the last chunk that is complete; -1 before the first."""
+    _current: int | None = field(init=False, default=None, repr=False)
+    """Number of the chunk under way."""
+    # What `update` and the views look at once the cache is full. Not numbers: torch.compile makes a new graph for every
+    # number that has changed, unless the cache is an argument of the compiled function.
+    _is_open: bool = field(init=False, default=False, repr=False)
+    """Whether a chunk may be written."""
+    _is_steady: bool = field(init=False, default=False, repr=False)
+    """Whether the cache was full before the chunk under way or the last one, and that has no sinks in it."""
+
+    def __post_init__(self) -> None:
+        sizes = Places(
+            sink_size=whole_number("sink_size", self.sink_size, 0),
+            window_size=whole_number("window_size", self.window_size, 1),
+            chunk_size=whole_number("chunk_size", self.chunk_size, 1),
+        )
+        self.k_shape, self.v_shape = shape_of("k_shape", self.k_shape), shape_of("v_shape", self.v_shape)
+        self.seq_dim = dimension(self.seq_dim, len(self.k_shape))
+        check_shapes(self.k_shape, self.v_shape, self.seq_dim, self.sink_size, self.window_size)
+        if self.device is None:
+            self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.dtype = self.dtype or torch.get_default_dtype()
+        self._places = sizes
+        with torch.inference_mode(False):  # or it could be written in inference mode only
+            self._k = torch.zeros(self.k_shape, device=self.device, dtype=self.dtype)
+            self._v = torch.zeros(self.v_shape, device=self.device, dtype=self.dtype)
+            self._slots = None if self.ordered else torch.zeros(sizes.num_kept, dtype=torch.int64, device=self.device)
+        self.device = self._k.device
+        self.reset()
+
+    @classmethod
+    def from_tensor(cls, k: Tensor, v: Tensor, seq_dim: int) -> Self:
+        """A full cache around one chunk, number 0, without sinks.
+
+        Nothing is copied: the tensors are the memory, and are written by `update`. That may be called at once, to
+        overwrite all of it (keys and values of a text, an image, a condition), or in steps from 0 or 1 on.
+
+        Args:
+            k: keys, any rank.
+            v: values: shape of the keys but for the last dimension, same dtype and device.
+            seq_dim: dimension of the tokens; may be negative.
+        """
+        if v.dtype != k.dtype or v.device != k.device:
+            raise InvalidChunk(
+                f"keys are in {k.dtype} on {k.device}, values in {v.dtype} on {v.device}; make them equal"
+            )
+        size = k.shape[dimension(seq_dim, k.dim())]
+        cache = cls(tuple(k.shape), tuple(v.shape), seq_dim, size, size, device="meta", dtype=k.dtype)
+        cache.device, cache._k, cache._v = k.device, k.detach(), v.detach()
+        cache._newest, cache._is_open, cache._is_steady = 0, True, True
+        return cache
+
+    def before_update(self, chunk_index: int) -> None:
+        """Begins a step: a new chunk finds room, the same chunk again will be overwritten.
+
+        Args:
+            chunk_index: one more than that of the last step, or the same.
+        """
+        if self._current is not None:
+            raise OutOfStep(
+                f"before_update({chunk_index}) while chunk {self._current} is under way; "
+                f"call after_update({self._current}) first, or reset()"
+            )
+        if isinstance(chunk_index, bool) or not isinstance(chunk_index, int):
+            raise InvalidChunk(f"before_update got chunk {chunk_index!r}; give a whole number")
+        if chunk_index == self._newest + 1:
+            self._make_room(chunk_index)
+        elif chunk_index != self._newest or chunk_index < 0:
+            again = f"{self._newest} again or " if self._newest >= 0 else ""
+            raise InvalidChunk(
+                f"before_update({chunk_index}), but the last chunk was {self._newest if again else 'none'}; "
+                f"next comes {again}{self._newest + 1}"
+            )
+        self._is_steady = self._is_steady_with(chunk_index)
+        self._current, self._is_open = chunk_index, True
+
+    def update(self, k: Tensor, v: Tensor) -> None:
+        """Writes the chunk under way; called again, it is overwritten.
+
+        Args:
+            k: exactly chunk_size tokens in dimension `seq_dim`, the rest as in `k_shape`.
+            v: the same for `v_shape`.
+        """
+        if not self._is_open:
+            raise OutOfStep(f"update outside a step; call before_update({self._newest + 1}) first")
+        check_chunk("k", k, self._k, self.seq_dim, self.chunk_size)
+        check_chunk("v", v, self._v, self.seq_dim, self.chunk_size)
+        for storage, chunk in ((self._k, k.detach()), (self._v, v.detach())):
+            if self._slots is not None and (self._is_steady or self._places.is_behind_sinks(self._seen)):
+                self._write_ring(storage, chunk, self._slots)
+            else:
+                for run in (self._places.newest_run,) if self._is_steady else self._places.runs(self._seen):
+                    target = storage.narrow(self.seq_dim, run.target, run.length)
+                    target.copy_(chunk.narrow(self.seq_dim, run.source, run.length))
+
+    def cached_k(self) -> Tensor:
+        """View of the keys that may be seen: sinks, then window; `size` tokens in dimension `seq_dim`."""
+        return self._k.narrow(self.seq_dim, 0, self.size)
+
+    def cached_v(self) -> Tensor:
+        """View of the values that may be seen: sinks, then window; `size` tokens in dimension `seq_dim`."""
+        return self._v.narrow(self.seq_dim, 0, self.size)
+
+    def after_update(self, chunk_index: int) -> None:
+        """Ends the step.
+
+        Args:
+            chunk_index: that of `before_update`.
+        """
+        if self._current is None:
+            raise OutOfStep(f"after_update({chunk_index}) outside a step; call before_update first")
+        if chunk_index != self._current:
+            raise InvalidChunk(f"after_update({chunk_index}), but chunk {self._current} is under way")
+        self._newest, self._current, self._is_open = self._current, None, False
+
+    def reset(self) -> None:
+        """Forgets everything, a chunk under way too; the next one is 0. The memory stays where it is."""
+        self._newest, self._current = -1, None
+        self._is_open = self._is_steady = False
+        if self._slots is not None:
+            places = torch.arange(len(self._slots), device=self._slots.device)
+            self._slots.copy_((places - len(self._slots) - self.sink_size) % self.window_size)
+
+    @property
+    def size(self) -> int:
+        """Number of tokens that may be seen, those of the chunk under way too."""
+        return self._places.total_size if self._is_steady else self._places.size(self._seen)
+
+    @property
+    def write_end(self) -> int:
+        """Right edge in the cache of the chunk under way, or of the last one. With `ordered` that is `size`."""
+        return self.size if self.ordered else self._places.ring_end(self._seen)
+
+    @property
+    def sink_distance(self) -> int:
+        """How far the sinks are moved to stand right before the window; see the function `sink_distance`."""
+        return sink_distance(self._places.num_tokens(self._seen), self.sink_size, self.window_size)
+
+    def is_steady_state(self) -> bool:
+        """Whether the cache was full before the chunk under way (or the next one): from now on no address changes."""
+        return self._is_steady_with(self._newest + 1) if self._current is None else self._is_steady
+
+    @property
+    def _seen(self) -> int:
+        """Number of the chunk under way, or of the last one."""
+        return self._newest if self._current is None else self._current
+
+    def _is_steady_with(self, chunk_index: int) -> bool:
+        """Whether the cache was full before this chunk is written, now or again, and all of it goes to the window."""
+        return self._places.is_full_before(self._newest + 1) and self._places.is_behind_sinks(chunk_index)
+
+    def _make_room(self, chunk_index: int) -> None:
+        """Lets the oldest tokens of the window go for a chunk that comes for the first time."""
+        if self._slots is not None:
+            self._slots.add_(self.chunk_size).remainder_(self.window_size)
+            return
+        shift = self._places.shift(chunk_index)
+        if shift is not None:
+            for storage in (self._k, self._v):
+                shift_left(storage, self.seq_dim, shift.start, shift.stop, shift.by)
+
+    def _write_ring(self, storage: Tensor, chunk: Tensor, slots: Tensor) -> None:
+        """Writes the newest tokens of a chunk to their slots."""
+        window = storage.narrow(self.seq_dim, self.sink_size, self.window_size)
+        newest = chunk.narrow(self.seq_dim, self.chunk_size - len(slots), len(slots))
+        if storage.element_size() == 1:  # torch cannot index every type of one byte
+            window, newest = window.view(torch.uint8), newest.view(torch.uint8)
+        window.index_copy_(self.seq_dim, slots, newest)

@@ -1,0 +1,103 @@
+"""Places of a stream's tokens in a cache of sinks and a window: whole numbers, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring tokens of a chunk that are neighbours in the cache too."""
+
+    source: int
+    """First of them in the chunk."""
+    target: int
+    """Its place in the cache."""
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """Tokens of the window, `start` to `stop`, of which the first `by` leave and the others move left by as much."""
+
+    start: int
+    stop: int
+    by: int
+
+    @property
+    def num_moved(self) -> int:
+        """Tokens that move."""
+        return self.stop - self.start - self.by
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the chunks of one stream lie; chunk i is the tokens i * chunk_size … (i + 1) * chunk_size - 1.
+
+        tokens   0 … sink_size - 1 | gone | the newest window_size
+        cache       [ sink         |        window ]
+
+    Everything follows from the number of a chunk, so writing it again goes to the same places.
+    """
+
+    sink_size: int
+    window_size: int
+    chunk_size: int
+
+    @property
+    def total_size(self) -> int:
+        """Tokens in a full cache."""
+        return self.sink_size + self.window_size
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens of a chunk behind the sinks that find room in the window: its newest."""
+        return min(self.chunk_size, self.window_size)
+
+    def num_tokens(self, index: int) -> int:
+        """Tokens of the stream up to and with chunk `index`; 0 for -1."""
+        return (index + 1) * self.chunk_size
+
+    def size(self, index: int) -> int:
+        """Tokens in the cache when chunk `index` is the newest."""
+        return min(self.num_tokens(index), self.total_size)
+
+    def is_full_before(self, index: int) -> bool:
+        """Whether the cache is full before chunk `index` comes."""
+        return self.num_tokens(index - 1) >= self.total_size
+
+    def is_behind_sinks(self, index: int) -> bool:
+        """Whether no token of chunk `index` is a sink."""
+        return self.num_tokens(index - 1) >= self.sink_size
+
+    @property
+    def newest_run(self) -> Run:
+        """Where a chunk is written that comes to a full cache: the same for all of them."""
+        return Run(self.chunk_size - self.num_kept, self.total_size - self.num_kept, self.num_kept)
+
+    def runs(self, index: int) -> tuple[Run, ...]:
+        """Where chunk `index` is written, after the window has made room for it; the window oldest to newest."""
+        first, end = self.num_tokens(index - 1), self.num_tokens(index)
+        runs = []
+        if first < self.sink_size:
+            runs.append(Run(0, first, min(end, self.sink_size) - first))
+        if end > self.sink_size:
+            length = min(end - max(first, self.sink_size), self.window_size)
+            runs.append(Run(self.chunk_size - length, min(end, self.total_size) - length, length))
+        return tuple(runs)
+
+    def shift(self, index: int) -> Shift | None:
+        """How the window makes room for chunk `index` when it first comes; None if no token has to move."""
+        if self.is_full_before(index):
+            shift = Shift(self.sink_size, self.total_size, self.chunk_size)
+        else:
+            overflow = max(0, self.num_tokens(index) - self.total_size)
+            shift = Shift(self.sink_size, self.num_tokens(index - 1), overflow)
+        return shift if shift.by > 0 and shift.num_moved > 0 else None
+
+    def ring_end(self, index: int) -> int:
+        """Right edge of chunk `index` when the window is a ring: token t at (t - sink_size) % window_size in it."""
+        end = self.num_tokens(index)
+        if end <= self.total_size or not self.is_behind_sinks(index):
+            return min(end, self.total_size)
+        return self.sink_size + (end - 1 - self.sink_size) % self.window_size + 1

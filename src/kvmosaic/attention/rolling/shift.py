@@ -1,0 +1,54 @@
+"""Moving the tokens of a window to the left where they lie: each byte once, nothing allocated."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+from torch import Tensor
+
+_ROWS_PER_BLOCK = 8
+"""So many calls of memmove take about as long as one call of torch."""
+
+
+@torch.library.custom_op("kvmosaic::shift_left", mutates_args=("storage",))
+def shift_left(storage: Tensor, dim: int, start: int, stop: int, by: int) -> None:
+    """Moves the tokens start + by … stop - 1 of dimension `dim` to start …; what leaves is overwritten.
+
+    Tokens may move onto places that others still have to leave. memmove does that in one go, where the storage is in
+    host memory. Elsewhere blocks of `by` tokens are copied from left to right, each onto places just vacated: with
+    small chunks that is many calls, and a ring is the better choice.
+
+    An operation of its own, so that torch.compile takes it as it is.
+
+    Args:
+        storage: contiguous, any rank.
+        dim: dimension of the tokens.
+        start: where the first token that stays goes.
+        stop: end of the tokens that move.
+        by: how far they move.
+    """
+    assert storage.is_contiguous(), "the storage of a rolling cache is contiguous"
+    num_rows = math.prod(storage.shape[:dim])
+    num_blocks = -(-(stop - start - by) // by)
+    if storage.device.type == "cpu" and num_rows <= _ROWS_PER_BLOCK * num_blocks:
+        _move_rows(storage, dim, start, stop, by)
+    else:
+        for place in range(start, stop - by, by):
+            length = min(by, stop - by - place)
+            storage.narrow(dim, place, length).copy_(storage.narrow(dim, place + by, length))
+
+
+@shift_left.register_fake
+def _(storage: Tensor, dim: int, start: int, stop: int, by: int) -> None:
+    pass
+
+
+def _move_rows(storage: Tensor, dim: int, start: int, stop: int, by: int) -> None:
+    """One memmove for each row of `dim`."""
+    token_bytes = storage.stride(dim) * storage.element_size()
+    row_bytes, num_bytes = storage.shape[dim] * token_bytes, (stop - start - by) * token_bytes
+    first = storage.data_ptr() + start * token_bytes
+    for target in range(first, first + math.prod(storage.shape[:dim]) * row_bytes, row_bytes):
+        ctypes.memmove(target, target + by * token_bytes, num_bytes)
