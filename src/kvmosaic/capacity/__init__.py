@@ -1,0 +1,26 @@
+"""Capacity planning: what fits on a device, how often a document is there, and how long a first token takes."""
+
+from kvmosaic.capacity.demand import Demand
+from kvmosaic.capacity.facts import LayerFacts, ModelFacts
+from kvmosaic.capacity.plan import CapacityPlan, Stage, plan_capacity
+from kvmosaic.capacity.reading import read_model
+from kvmosaic.capacity.room import Room
+from kvmosaic.capacity.speed import HARDWARE, Speed, spec_speed
+from kvmosaic.capacity.tier_plan import ASSUMED_TIERS, TierPlan, TierSpeed
+
+__all__ = [
+    "ASSUMED_TIERS",
+    "HARDWARE",
+    "CapacityPlan",
+    "Demand",
+    "LayerFacts",
+    "ModelFacts",
+    "Room",
+    "Speed",
+    "Stage",
+    "TierPlan",
+    "TierSpeed",
+    "plan_capacity",
+    "read_model",
+    "spec_speed",
+]

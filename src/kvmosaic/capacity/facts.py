@@ -1,0 +1,126 @@
+"""What a model keeps and computes per token: numbers, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+LayerKind = Literal["full", "window", "chunked"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """One layer: what it keeps of a token, and how far back a token sees.
+
+    heads     key_dim + value_dim numbers for each of the num_kv_heads
+    latent    key_dim numbers in all, the value among them (MLA: latent and rotary part)
+    shared    nothing: the keys of `source_layer` are read
+    """
+
+    index: int
+    num_query_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    source_layer: int
+    value_in_key: bool = False
+    kind: LayerKind = "full"
+    window: int = 0
+    """Positions in the window or chunk of a layer that is not full."""
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Numbers that the engine keeps of a token; 0 in a layer that reads the keys of another one."""
+        if self.source_layer != self.index:
+            return 0
+        return self.num_kv_heads * (self.key_dim if self.value_in_key else self.key_dim + self.value_dim)
+
+    @property
+    def flops_per_pair(self) -> int:
+        """Floating point operations for one query token that sees one key: score and weighted value, in all heads."""
+        return 2 * self.num_query_heads * (self.key_dim + self.value_dim)
+
+    def seen(self, num_tokens: int) -> int:
+        """Of so many tokens, those that a token right behind them sees, itself not counted, at most."""
+        return num_tokens if self.kind == "full" else min(num_tokens, self.window)
+
+    def pairs(self, num_new: int, num_before: int) -> int:
+        """Pairs of query and key when `num_new` tokens are computed behind `num_before` others that they see."""
+        first, last = num_before + 1, num_before + num_new
+        if self.kind == "full" or last <= self.window:
+            return (first + last) * num_new // 2
+        growing = max(0, self.window - num_before)
+        return (first + self.window) * growing // 2 + self.window * (num_new - growing)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A model as memory and work."""
+
+    name: str
+    dtype: str
+    """Of keys and values, and of weights that are not rounded to 8 bits."""
+    element_bytes: int
+    """Of one number of a key or value."""
+    num_parameters: int
+    weight_bytes: int
+    """All weights, shared ones once."""
+    step_bytes: int
+    """Weights that one forward of many tokens reads: all but tables that are only looked up in."""
+    linear_parameters: int
+    """Parameters that one token is multiplied with, without the output layer; of experts, those that it is sent to."""
+    output_parameters: int
+    """Of the output layer, needed for rows with logits only."""
+    max_positions: int | None
+    layers: tuple[LayerFacts, ...]
+    quantization: Literal["none", "int8"] = "none"
+    note: str = ""
+    """What the reader of a plan should know about these numbers; empty if there is nothing."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that the engine keeps of every token, in all layers, whatever a window hides later."""
+        return self.element_bytes * sum(layer.numbers_per_token for layer in self.layers)
+
+    @property
+    def kv_bytes_unshared(self) -> int:
+        """The same if every query head had a key head of its own: what grouped queries and latents save."""
+        stored = (layer for layer in self.layers if layer.source_layer == layer.index)
+        return self.element_bytes * sum(2 * layer.num_query_heads * _head_dim(layer) for layer in stored)
+
+    def seen_bytes(self, num_tokens: int) -> int:
+        """Bytes of `num_tokens` that a token behind them can see: a cache that drops what windows hide holds these."""
+        numbers = sum(layer.numbers_per_token * layer.seen(num_tokens) for layer in self.layers)
+        return self.element_bytes * numbers
+
+    def flops(self, num_new: int, num_before: int, num_rows: int = 0) -> float:
+        """Floating point operations of new tokens behind others that they see, with logits for some rows."""
+        linear = 2.0 * (self.linear_parameters * num_new + self.output_parameters * num_rows)
+        return linear + sum(float(layer.flops_per_pair) * layer.pairs(num_new, num_before) for layer in self.layers)
+
+    def kinds(self) -> list[tuple[str, int, int]]:
+        """Kinds of layers in the order of their first one: what they keep, how many, bytes per token of all of them."""
+        found: dict[str, list[LayerFacts]] = {}
+        for layer in self.layers:
+            found.setdefault(describe(layer), []).append(layer)
+        return [(kind, len(layers), self._bytes(layers)) for kind, layers in found.items()]
+
+    def _bytes(self, layers: Iterable[LayerFacts]) -> int:
+        return self.element_bytes * sum(layer.numbers_per_token for layer in layers)
+
+
+def describe(layer: LayerFacts) -> str:
+    """What a layer keeps, in words: "8 key heads of 128 (32 query heads), window 4,096"."""
+    sees = "" if layer.kind == "full" else f", {layer.kind} {layer.window:,}"
+    if layer.source_layer != layer.index:
+        return f"keys of an earlier layer{sees}"
+    if layer.value_in_key:
+        return f"latent of {layer.value_dim} + {layer.key_dim - layer.value_dim} rotary{sees}"
+    size = f"{layer.key_dim}" if layer.key_dim == layer.value_dim else f"{layer.key_dim} and {layer.value_dim}"
+    heads = f"{layer.num_kv_heads} key head{'s' if layer.num_kv_heads != 1 else ''} of {size}"
+    return f"{heads} ({layer.num_query_heads} query heads){sees}"
+
+
+def _head_dim(layer: LayerFacts) -> int:
+    return (layer.key_dim + layer.value_dim + 1) // 2

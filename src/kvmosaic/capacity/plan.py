@@ -1,0 +1,230 @@
+"""The capacity plan: how much fits, how often it is found, how long a first token takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from kvmosaic.capacity.demand import Demand
+from kvmosaic.capacity.facts import ModelFacts
+from kvmosaic.capacity.first_token import FirstToken
+from kvmosaic.capacity.popularity import Ranks, best_hit_rate, drawn_together, hit_rate, zipf_ranks
+from kvmosaic.capacity.room import Room, make_room
+from kvmosaic.capacity.speed import Speed
+from kvmosaic.capacity.tier_plan import ASSUMED_TIERS, Codec, TierPlan, TierSpeed, assumed, plan_tier
+from kvmosaic.config import ChunkCacheConfig, parse_bytes
+from kvmosaic.errors import InvalidConfig
+
+DEFAULT_HEADROOM = "10%"
+_OVERLAP = 0.5
+"""Of the smaller of device and host tier, what is held twice: between nothing and all, by simulation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Documents found up to here, and the first token of a prompt."""
+
+    name: str
+    """`computed` (nothing is kept), `device`, or a kind of tier."""
+    hit_rate: float
+    """Of documents asked for, those found here or before."""
+    first_token_seconds: float
+    """Mean."""
+    speedup: float
+    """By computing every document of every prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityPlan:
+    """Everything that a plan says. See `plan_capacity`."""
+
+    model: ModelFacts
+    demand: Demand
+    speed: Speed
+    room: Room
+    hit_rate: float
+    """Of documents asked for, those that are on the device."""
+    best_hit_rate: float
+    """The same if the device always had the most popular ones."""
+    saved_share: float
+    """β: of the time to the first token, what is saved if all documents are on the device."""
+    stages: tuple[Stage, ...]
+    """With nothing kept, with the device, and with each planned tier behind it."""
+    tiers: tuple[TierPlan, ...]
+    """Planned tiers in their order, then the other kinds for comparison."""
+    notes: tuple[str, ...]
+    """What to know before believing it."""
+
+    @property
+    def uses(self) -> float:
+        """How often a document is asked for, for each time that it is computed; infinite if it always stays."""
+        return float("inf") if self.hit_rate >= 1.0 else 1.0 / (1.0 - self.hit_rate)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Names and values, for JSON; what is infinite or unknown is None."""
+        model = {
+            "name": self.model.name,
+            "dtype": self.model.dtype,
+            "quantization": self.model.quantization,
+            "num_parameters": self.model.num_parameters,
+            "weight_bytes": self.room.weight_bytes,
+            "kv_bytes_per_token": self.model.kv_bytes_per_token,
+            "kv_bytes_seen_of_document": self.model.seen_bytes(self.demand.tokens_per_document),
+            "kv_bytes_per_token_without_sharing": self.model.kv_bytes_unshared,
+            "max_positions": self.model.max_positions,
+            "layers": [
+                {"keeps": kind, "count": count, "bytes_per_token": num_bytes}
+                for kind, count, num_bytes in self.model.kinds()
+            ],
+        }
+        room = asdict(self.room) | {
+            "request_bytes": self.room.request_bytes,
+            "chunk_bytes": self.room.chunk_bytes,
+            "document_bytes": self.room.document_bytes,
+            "resident_documents": self.room.resident,
+            "wasted_share": self.room.wasted_share(self.demand.tokens_per_document),
+        }
+        return {
+            "model": model,
+            "demand": asdict(self.demand),
+            "speed": asdict(self.speed),
+            "memory": room,
+            "hit_rate": self.hit_rate,
+            "best_hit_rate": self.best_hit_rate,
+            "uses_per_computation": None if self.hit_rate >= 1.0 else self.uses,
+            "saved_share": self.saved_share,
+            "stages": [asdict(stage) for stage in self.stages],
+            "tiers": [asdict(tier) | {"is_worth": tier.is_worth} for tier in self.tiers],
+            "notes": list(self.notes),
+        }
+
+
+def plan_capacity(
+    model: ModelFacts,
+    device_memory: int | str,
+    demand: Demand,
+    speed: Speed,
+    *,
+    block_size: int = 16,
+    headroom: int | str = DEFAULT_HEADROOM,
+    weights: int | str | None = None,
+    tiers: Sequence[TierSpeed] = (),
+    codec: Codec = "none",
+) -> CapacityPlan:
+    """Says what fits on a device, and what to expect of it.
+
+    Args:
+        model: see `read_model`.
+        device_memory: of the device, all of it: bytes or text such as "80GiB".
+        demand: how many documents, how long, how popular, and how many prompts at once.
+        speed: of the device; see `spec_speed` and `measure_speed`.
+        block_size: token slots of a block.
+        headroom: memory for everything else, a size or a share such as "10%".
+        weights: bytes of the weights, if they are known better than by counting.
+        tiers: the tiers behind the device, fastest first; the other kinds are compared too.
+        codec: how tiers store numbers.
+
+    Raises:
+        InvalidConfig: a number outside its range, or a model or a document that does not fit.
+    """
+    ChunkCacheConfig(block_size=block_size)
+    device_bytes = parse_bytes(device_memory)
+    weight_bytes = model.weight_bytes if weights is None else parse_bytes(weights)
+    room = make_room(model, device_bytes, demand, block_size, parse_headroom(headroom, device_bytes), weight_bytes)
+    first = FirstToken(model, speed, demand)
+    ranks = drawn_together(zipf_ranks(demand.documents, demand.zipf), demand.documents_per_prompt)
+    rate = hit_rate(ranks, room.resident)
+    others = [assumed(kind) for kind in ASSUMED_TIERS if kind not in {tier.kind for tier in tiers}]
+    planned = _with_found([plan_tier(tier, first, codec) for tier in tiers], ranks, room)
+    return CapacityPlan(
+        model=model,
+        demand=demand,
+        speed=speed,
+        room=room,
+        hit_rate=rate,
+        best_hit_rate=best_hit_rate(ranks, room.resident),
+        saved_share=first.saved_share(),
+        stages=_stages(first, rate, planned),
+        tiers=(*planned, *(plan_tier(tier, first, codec) for tier in others)),
+        notes=tuple(_notes(model, demand, room)),
+    )
+
+
+def parse_headroom(headroom: int | str, device_bytes: int) -> int:
+    """Reads a size, or a share of the device such as "10%".
+
+    Raises:
+        InvalidConfig: neither, or not less than all of it.
+    """
+    if isinstance(headroom, str) and headroom.strip().endswith("%"):
+        try:
+            share = float(headroom.strip()[:-1]) / 100
+        except ValueError:
+            share = -1.0
+        if not 0 <= share < 1:
+            raise InvalidConfig(
+                f"headroom is {headroom[:40]!r}; write a size such as '8GiB', or a share from 0% to 99%"
+            )
+        return int(share * device_bytes)
+    return 0 if headroom in (0, "0") else parse_bytes(headroom)
+
+
+def _with_found(tiers: list[TierPlan], ranks: Sequence[Ranks], room: Room) -> list[TierPlan]:
+    """Fills in how many documents are found in each tier.
+
+    A tier that outlives the process is given everything that is computed, so it has what the device has. A host tier is
+    given what leaves the device.
+    """
+    reach, before, planned = float(room.resident), hit_rate(ranks, room.resident), []
+    for tier in tiers:
+        if tier.is_worth:
+            kept = float("inf") if tier.kept is None else float(tier.kept)
+            extra = _OVERLAP * min(reach, kept) if tier.tier.kind == "host" else 0.0
+            reach = max(reach, kept) + extra
+            rate = hit_rate(ranks, reach)
+            tier, before = replace(tier, found=max(0.0, rate - before)), max(rate, before)
+        planned.append(tier)
+    return planned
+
+
+def _stages(first: FirstToken, on_device: float, tiers: list[TierPlan]) -> tuple[Stage, ...]:
+    number = first.demand.documents_per_prompt
+    nothing = first.prompt_seconds(number)
+    with_device = first.expected_seconds(on_device)
+    stages = [Stage("computed", 0.0, nothing, 1.0), Stage("device", on_device, with_device, nothing / with_device)]
+    rate, loading = on_device, 0.0
+    for tier in tiers:
+        rate = min(1.0, rate + tier.found)
+        loading += number * tier.found * tier.load_seconds
+        seconds = first.expected_seconds(rate) + loading
+        stages.append(Stage(tier.tier.kind, rate, seconds, nothing / seconds))
+    return tuple(stages)
+
+
+def _notes(model: ModelFacts, demand: Demand, room: Room) -> list[str]:
+    notes = [model.note] if model.note else []
+    kept, seen = model.kv_bytes_per_token * demand.tokens_per_document, model.seen_bytes(demand.tokens_per_document)
+    if seen < kept:
+        notes.append(
+            f"windows hide {1 - seen / kept:.0%} of a document's keys and values from everything behind it; the engine "
+            "keeps them nevertheless"
+        )
+    longest = demand.system_tokens + demand.tokens_per_document + demand.question_tokens + demand.answer_tokens
+    if model.max_positions is not None and longest > model.max_positions:
+        notes.append(
+            f"a prompt takes {longest:,} positions in shared layout, and the model has {model.max_positions:,}"
+        )
+    config = ChunkCacheConfig()
+    if demand.tokens_per_document > config.max_chunk_tokens:
+        notes.append(f"documents above {config.max_chunk_tokens:,} tokens need a larger max_chunk_tokens, or are split")
+    if room.resident > config.max_chunks:
+        notes.append(f"more than {config.max_chunks:,} documents at once need a larger max_chunks")
+    if room.is_cut:
+        notes.append(f"a pool has at most {room.chunk_blocks:,} blocks; larger blocks would use the rest of the memory")
+    busy = min(demand.concurrency * demand.documents_per_prompt, demand.documents)
+    if busy > room.resident:
+        notes.append(
+            f"prompts that run at once may need {busy:,} documents, and {room.resident:,} fit: some prompts will wait"
+        )
+    return notes

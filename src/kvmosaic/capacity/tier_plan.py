@@ -1,0 +1,145 @@
+"""What a tier is worth: from which length on loading beats computing, and how often it must have what is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from kvmosaic.capacity.facts import ModelFacts
+from kvmosaic.capacity.first_token import FirstToken
+from kvmosaic.errors import InvalidConfig
+
+Codec = Literal["none", "fp8", "int8", "int4"]
+
+MARGIN = 0.9
+"""Of computing, what loading may take: the engine's own rule (`tiers.cost`)."""
+LONGEST = 2**24
+"""Longest document that is looked at."""
+_MAX_RATE = 1e15
+_SYMMETRIC_GROUP, _INT4_GROUP = 64, 32
+"""Numbers that share a scale of 2 bytes, or a scale and an offset."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpeed:
+    """How long one entry takes from a tier to the device: latency + bytes / bandwidth."""
+
+    kind: str
+    """`host`, `disk`, `redis` or `object`."""
+    latency_seconds: float
+    bytes_per_second: float
+    """Reading, verifying, decoding and copying to the device included."""
+    source: str
+    """Where these numbers come from."""
+    quota_bytes: int | None = None
+    """Most bytes that it keeps; None: as many as there are, or unknown."""
+    is_planned: bool = False
+    """Whether the tier is part of what is planned; others are only compared."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.latency_seconds <= 3_600:
+            raise InvalidConfig(f"a latency must be between 0 and 3600 seconds, got {self.latency_seconds!r}")
+        if not 1e3 <= self.bytes_per_second <= _MAX_RATE:
+            raise InvalidConfig(
+                f"a tier reads between 1e3 and {_MAX_RATE:g} bytes per second, got {self.bytes_per_second!r}"
+            )
+
+
+ASSUMED_TIERS: dict[str, tuple[float, float]] = {
+    "host": (1e-4, 4e9),
+    "disk": (5e-4, 2e9),
+    "redis": (1e-3, 0.3e9),
+    "object": (3e-2, 0.3e9),
+}
+"""Latency and bandwidth of a kind of tier if nothing is known: about what docs/performance.md and docs/tiers.md found
+on one machine, with checksums; of object stores, which were not measured over a network, a guess."""
+
+
+def assumed(kind: str, quota_bytes: int | None = None, *, is_planned: bool = False) -> TierSpeed:
+    """A tier of this kind, as it is assumed to be.
+
+    Raises:
+        InvalidConfig: no such kind.
+    """
+    if kind not in ASSUMED_TIERS:
+        raise InvalidConfig(f"there is no kind of tier {kind!r:.40}; choose from {', '.join(ASSUMED_TIERS)}")
+    latency, rate = ASSUMED_TIERS[kind]
+    return TierSpeed(kind, latency, rate, "assumed", quota_bytes, is_planned)
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    """One tier behind the device."""
+
+    tier: TierSpeed
+    entry_bytes: int
+    """Of one document."""
+    load_seconds: float
+    compute_seconds: float
+    break_even_tokens: int | None
+    """The shortest document that is worth loading; None: not even one of `LONGEST` tokens is."""
+    least_hit_rate: float | None
+    """Of those asked for, what the tier must have for asking to be worth it; None: not even if it has all."""
+    kept: int | None = None
+    """Documents that fit into its quota."""
+    found: float = 0.0
+    """Of all documents asked for, those that are found here and not on the device or in a tier before it."""
+
+    @property
+    def is_worth(self) -> bool:
+        """Whether loading a document of the planned length is expected to be faster than computing it."""
+        return self.load_seconds < MARGIN * self.compute_seconds
+
+
+def plan_tier(tier: TierSpeed, first: FirstToken, codec: Codec = "none") -> TierPlan:
+    """Compares loading from a tier with computing."""
+    model, length = first.model, first.demand.tokens_per_document
+    share = codec_share(codec, model.element_bytes)
+
+    def load(num_tokens: int) -> float:
+        return tier.latency_seconds + share * num_tokens * model.kv_bytes_per_token / tier.bytes_per_second
+
+    seconds, compute = load(length), first.document_seconds(length)
+    saved = MARGIN * compute - seconds
+    rate = tier.latency_seconds / (tier.latency_seconds + saved) if saved > 0 else None
+    even = _first_worth(lambda count: MARGIN * first.document_seconds(count) > load(count))
+    entry = entry_bytes(model, length, codec)
+    kept = None if tier.quota_bytes is None else tier.quota_bytes // entry
+    return TierPlan(tier, entry, seconds, compute, even, rate, kept)
+
+
+def entry_bytes(model: ModelFacts, num_tokens: int, codec: Codec = "none") -> int:
+    """Bytes of a stored document; its header and tokens, a few bytes per token, are left out."""
+    return max(1, round(codec_share(codec, model.element_bytes) * num_tokens * model.kv_bytes_per_token))
+
+
+def codec_share(codec: Codec, element_bytes: int) -> float:
+    """Of the bytes of keys and values, what an entry takes.
+
+    Raises:
+        InvalidConfig: no such codec.
+    """
+    shares = {
+        "none": 1.0,
+        "fp8": (1 + 2 / _SYMMETRIC_GROUP) / element_bytes,
+        "int8": (1 + 2 / _SYMMETRIC_GROUP) / element_bytes,
+        "int4": (0.5 + 4 / _INT4_GROUP) / element_bytes,
+    }
+    if codec not in shares:
+        raise InvalidConfig(f"codec is {codec!r}; choose from {', '.join(shares)}")
+    return shares[codec]
+
+
+def _first_worth(is_worth: Callable[[int], bool]) -> int | None:
+    """The least number for which it holds, if it holds from there on."""
+    high = 1
+    while not is_worth(high):
+        if high >= LONGEST:
+            return None
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_worth(middle) else (middle, high)
+    return high
