@@ -130,8 +130,8 @@ def _record(module: Any) -> list[AttentionCall]:
     except Exception as error:  # whatever the model's code raises, the answer is the same
         raise UnsupportedModel(
             f"{type(module).__name__} cannot be counted without computing ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:120]}); kvmosaic plan MODEL --question TEXT loads the model, and shows what "
-            "a token takes"
+            f"{' '.join(str(error).split())[:120]}); kvmosaic plan MODEL --question TEXT loads the model, and shows"
+            " what a token takes"
         ) from error
     return sorted(calls, key=lambda call: call.layer_index)
 
