@@ -41,6 +41,8 @@ class RunRead:
     position: int
     """Where the first key stands for the reader: the position it was computed at, plus `distance`."""
     distance: int = 0
+    follows: bool = False
+    """For row i of a group, position and distance are i larger: the run stays equally far from every row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,14 @@ class RowGroup:
     position: int
     reads: tuple[RunRead, ...]
     reads_itself: bool = False
+    window: int = 0
+    """If not 0: in all layers, a row sees only so many positions of what does not follow it, its own included."""
+
+    def lowest_seen(self, mask: Mask, row: int) -> int:
+        """Position of the earliest key that row number `row` of the group sees among those that do not follow it."""
+        position = self.position + row
+        lowest = _lowest_seen(mask, position)
+        return max(lowest, position - self.window + 1) if self.window else lowest
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,29 +115,31 @@ class _Stack:
 
     causal: bool = False
     needs_mask: bool = False
-    readers: list[tuple[RowGroup, int, int]] = field(default_factory=list)
-    """Group, distance, position of the first key for the reader."""
+    readers: list[tuple[RowGroup, int, int, bool]] = field(default_factory=list)
+    """Group, distance, position of the first key for the reader, whether the run follows the rows."""
 
 
 def plan_reads(groups: Sequence[RowGroup], mask: Mask, device: torch.device) -> ReadPlan:
     """Trims every read to what the mask shows, and stacks the readers of equal runs into one call."""
     stacks: dict[tuple[object, ...], _Stack] = {}
     for group in groups:
-        first_seen = _lowest_seen(mask, group.position)
-        last_seen = _lowest_seen(mask, group.position + group.num_rows - 1)
+        first_seen = group.lowest_seen(mask, 0)
+        last_seen = group.lowest_seen(mask, group.num_rows - 1)
         for read in group.reads:
-            hidden = max(0, first_seen - read.position)
+            # what follows the rows is equally far from all of them: what the first one sees, all see
+            lowest = _lowest_seen(mask, group.position) if read.follows else first_seen
+            hidden = max(0, lowest - read.position)
             if hidden >= read.num_tokens:
                 continue
             position = read.position + hidden
-            masked = last_seen > position
+            masked = last_seen > position and not read.follows
             run = (read.pool, read.first_slot + hidden, read.num_tokens - hidden)
             # a mask belongs to one reader: such a call is never shared, not even with the same chunk read twice
             stack = stacks.setdefault((*run, len(stacks)) if masked else run, _Stack(needs_mask=masked))
-            stack.readers.append((group, read.distance, position))
+            stack.readers.append((group, read.distance, position, read.follows))
         if not group.reads_itself:
             masked = last_seen > group.position
-            stack = _Stack(group.num_rows > 1, masked, [(group, 0, group.position)])
+            stack = _Stack(group.num_rows > 1, masked, [(group, 0, group.position, False)])
             stacks[None, group.first_row, group.num_rows] = stack
     return _stacked(stacks, mask, device)
 
@@ -138,9 +150,9 @@ def _stacked(stacks: dict[tuple[object, ...], _Stack], mask: Mask, device: torch
     distances: list[int] = []
     for (pool, first_slot, num_tokens, *_), stack in stacks.items():
         first = len(rows)
-        for group, distance, _ in stack.readers:
+        for group, distance, _, follows in stack.readers:
             rows.extend(range(group.first_row, group.first_row + group.num_rows))
-            distances.extend([distance] * group.num_rows)
+            distances.extend(range(distance, distance + group.num_rows) if follows else [distance] * group.num_rows)
         shown = _shown_keys(stack, mask, num_tokens, device) if stack.needs_mask else None  # type: ignore[arg-type]
         causal = stack.causal and shown is None
         calls.append(Call(first, len(rows), pool, first_slot, num_tokens, causal, shown))  # type: ignore[arg-type]
@@ -158,8 +170,8 @@ def _stacked(stacks: dict[tuple[object, ...], _Stack], mask: Mask, device: torch
 
 def _shown_keys(stack: _Stack, mask: Mask, num_tokens: int, device: torch.device) -> Tensor:
     """[rows, num_tokens] bool: the keys that the only reader's rows see."""
-    ((group, _, position),) = stack.readers
-    lowest = [_lowest_seen(mask, group.position + row) for row in range(group.num_rows)]
+    ((group, _, position, _),) = stack.readers
+    lowest = [group.lowest_seen(mask, row) for row in range(group.num_rows)]
     keys = torch.arange(position, position + num_tokens, device=device)
     shown = keys[None, :] >= torch.tensor(lowest, device=device)[:, None]
     if stack.causal:

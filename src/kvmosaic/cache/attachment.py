@@ -45,7 +45,9 @@ class AttachedSpan:
     """Of these, new ones by this span in the step `registered_step`."""
     registered_step: int = -1
     is_unregistrable: bool = False
-    """A block could not be made known, so those after it cannot either."""
+    """A block could not or may not be made known, so those after it cannot either."""
+    num_left: int = 0
+    """Tokens of a rolling window's text that are not in the table any more: see `Planner.roll`."""
 
     @property
     def num_tokens(self) -> int:
@@ -124,6 +126,7 @@ class Attachment:
     def is_stale(self) -> bool:
         """Whether something it reads was given up: release it and plan again.
 
+            num_left=self.num_left,
         That is a chunk which was abandoned, or a prefix block whose step failed.
         """
         return self.is_forgotten or any(

@@ -94,6 +94,19 @@ class BlockTable:
         self.num_tokens += count
         return copies
 
+    def cut(self, first: int, count: int) -> None:
+        """Gives `count` whole blocks from block number `first` on back; the tokens after them move up.
+
+        A text without end gives its oldest tokens back like this. Costs O(blocks of the table).
+        """
+        assert not self.is_released and first >= 0 and count > 0 and first + count < len(self._block_ids)
+        gone = self._block_ids[first : first + count]
+        rest = [*self._block_ids[:first], *self._block_ids[first + count :]]
+        self._block_ids, self._run_starts, self._finished_runs = [], [], ()
+        self._add_blocks(rest)
+        self.num_tokens -= count * self.pool.block_size
+        self.pool.release(gone)
+
     def fork(self) -> BlockTable:
         """A second table over the same blocks; whoever appends first copies a partly filled last block."""
         assert not self.is_released
@@ -140,6 +153,17 @@ class BlockTable:
         start = self._run_starts[last]
         run = BlockRun(self._block_ids[start] * size, count - start * size)
         return (*self._finished_runs[:last], run) if last else (run,)
+
+    def runs_between(self, first: int, last: int) -> tuple[BlockRun, ...]:
+        """The tokens from number `first` to `last`, which is left out, as runs of neighbouring slots."""
+        assert 0 <= first <= last
+        parts, skipped = [], first
+        for run in self.runs(last):
+            hidden = min(skipped, run.num_tokens)
+            skipped -= hidden
+            if hidden < run.num_tokens:
+                parts.append(BlockRun(run.first_slot + hidden, run.num_tokens - hidden))
+        return tuple(parts)
 
     def check_invariants(self) -> None:
         """Checks blocks, references and runs against each other."""

@@ -147,7 +147,7 @@ class Planner:
         """
         self._chunks.on_evict, self._chunks.on_delete = evicted, deleted
 
-    def extend(self, attachment: Attachment, token_ids: Sequence[int]) -> list[BlockCopy]:
+    def extend(self, attachment: Attachment, token_ids: Sequence[int], *, is_private: bool = False) -> list[BlockCopy]:
         """Grows the last span by answer tokens, which are then to be computed; returns the copies to carry out first.
 
         Raises:
@@ -159,7 +159,9 @@ class Planner:
         tokens = encode_tokens(token_ids)
         self._room.make_request_blocks(span.table.blocks_to_append(len(token_ids)))
         copies = span.table.append(len(token_ids))
-        span.tokens += tokens
+        span.is_unregistrable = span.is_unregistrable or is_private
+        if not span.is_unregistrable:
+            span.tokens += tokens
         return copies
 
     def holds_copies(self, attachment: Attachment) -> bool:
@@ -181,6 +183,9 @@ class Planner:
         assert not attachment.is_released and not attachment.is_stale
         assert all(span.is_ready for span in attachment.spans), "a sequence is forked when its prompt is computed"
         spans = [span.fork(self._prefix) for span in attachment.spans]
+        With `is_private`, neither these tokens nor later ones become known to the prefix cache: they do not see all
+        that is before them.
+
         for chunk in attachment.held_chunks():
             self._chunks.hold(chunk)
         return Attachment(attachment.layout, attachment.salt, attachment.tenant, spans, attachment.chain)
@@ -193,6 +198,34 @@ class Planner:
         if attachment.is_released:
             return
         attachment.is_released = True
+    def roll(self, attachment: Attachment, num_sinks: int, oldest: int) -> None:
+        """Gives back the blocks of the last span that lie between its sinks and a token, numbered as in the text.
+
+            before    [ s s s . ] [ . . . . ] [ . . . . ] [ . o w w ] [ w . . . ]      o: the oldest that is still seen
+            after     [ s s s . ] [ . o w w ] [ w . . . ]                              num_left is 8 more
+
+        Only whole blocks leave. Those that the prefix cache knows stay there, and may be evicted once all of them left.
+        """
+        assert not attachment.is_released and not attachment.is_forgotten
+        span, size = attachment.last, self.request_pool.block_size
+        first = self.request_pool.blocks_for(num_sinks)
+        count = (oldest - span.num_left) // size - first
+        if count <= 0:
+            return
+        span.table.cut(first, count)
+        span.num_left += count * size
+        span.computed -= count * size
+        span.is_unregistrable = True
+        if first * size + span.num_left >= len(span.entries) * size:
+            self._prefix.leave(span.entries[first:])
+            del span.entries[first:]
+
+    def skip(self, attachment: Attachment, num_tokens: int) -> None:
+        """Leaves so many tokens out of the last span: the next ones count as if those stood before them."""
+        assert not attachment.is_released and not attachment.is_forgotten
+        attachment.last.num_left += num_tokens
+        attachment.last.is_unregistrable = True
+
         for span in attachment.spans:
             if span.chunk is None:
                 span.table.release()
@@ -201,6 +234,7 @@ class Planner:
                 self._chunks.abandon(span.chunk)
         for chunk in attachment.held_chunks():
             self._chunks.leave(chunk)
+            if not span.num_left  # a text that has rolled on has other blocks behind its sinks
 
     def forget(self, attachment: Attachment) -> None:
         """Takes back what this attachment made known in the current step, because the step failed.

@@ -16,6 +16,7 @@ from kvmosaic.engine.keeper import Keeper
 from kvmosaic.engine.placing import place
 from kvmosaic.engine.report import reuse_report
 from kvmosaic.engine.request import Request
+from kvmosaic.engine.rolling import check_memory, window_of
 from kvmosaic.engine.scheduler import Scheduler
 from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.step import Step
@@ -30,10 +31,10 @@ from kvmosaic.errors import (
     QueueFull,
     UnknownRequest,
 )
-from kvmosaic.layout import Layout, PositionStrategy
+from kvmosaic.layout import Layout, PositionStrategy, RollingWindow
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt
-from kvmosaic.sampling import Answer, GrammarCompiler, SamplingParams, SamplingState, sample
+from kvmosaic.sampling import MAX_TOKENS, Answer, GrammarCompiler, SamplingParams, SamplingState, sample
 
 logger = logging.getLogger("kvmosaic")
 
@@ -181,8 +182,13 @@ class Engine:
             QueueFull: too many requests wait.
             EngineStopped: after `close`.
         """
-        layout = self._place(prompt, position_strategy)
-        return self._queue(prompt, layout, params, request_id, priority, note, arrival_time)
+        if not isinstance(params, SamplingParams):
+            raise InvalidSampling(f"sampling parameters must be SamplingParams, got {type(params).__name__}")
+        window = window_of(params, self.runner.model)
+        layout = self._place(prompt, position_strategy, window)
+        if window is not None:
+            check_memory(window, self.planner.request_pool)
+        return self._queue(prompt, layout, params, request_id, priority, note, arrival_time, window)
 
     def add_warm_up(
         self, prompt: Prompt, *, request_id: str | None = None, position_strategy: PositionStrategy | None = None
@@ -296,11 +302,20 @@ class Engine:
         """Checks pools, tables and caches against each other."""
         self.planner.check_invariants()
 
-    def _place(self, prompt: Prompt, strategy: PositionStrategy | None, *, chunks_only: bool = False) -> Layout:
+    def _place(
+        self,
+        prompt: Prompt,
+        strategy: PositionStrategy | None,
+        window: RollingWindow | None = None,
+        *,
+        chunks_only: bool = False,
+    ) -> Layout:
         config = self.chunk_config
         strategy = strategy or config.position_strategy
         model = self.runner.model
-        return place(prompt, strategy, config.chunk_context, model, self.max_positions, chunks_only=chunks_only)
+        return place(
+            prompt, strategy, config.chunk_context, model, self.max_positions, chunks_only=chunks_only, window=window
+        )
 
     def _queue(
         self,
@@ -318,8 +333,7 @@ class Engine:
             raise EngineAsleep(f"the engine sleeps (level {self.sleep_level}) and takes no requests; wake it first")
         if self.scheduler.num_waiting >= self.config.max_waiting:
             raise QueueFull(f"{self.scheduler.num_waiting} requests wait already (max_waiting); wait, or raise it")
-        if not isinstance(params, SamplingParams):
-            raise InvalidSampling(f"sampling parameters must be SamplingParams, got {type(params).__name__}")
+        check_priority(priority)
         if request_id is not None and not isinstance(request_id, str):
             raise InvalidPrompt(f"request_id must be a text, got {request_id!r:.80}")
         if not request_id:
@@ -327,10 +341,11 @@ class Engine:
         if request_id in self._requests:
             raise InvalidPrompt(f"a request {request_id!r} is under way already; choose another request_id")
         arrival_time = self.clock() if arrival_time is None else arrival_time
-        request = Request(request_id, prompt, layout, params, arrival_time, priority, note)
+        request = Request(request_id, prompt, layout, params, arrival_time, priority, note, window=window)
         if params.structured_outputs is not None:
             request.grammar = self.grammars.compile(params.structured_outputs)
         sequence = self._new_sequence(request, 0)
+        window: RollingWindow | None = None,
         self._requests[request_id], self._sequences[request_id] = request, [sequence]
         try:
             self.scheduler.add(sequence)
@@ -365,6 +380,8 @@ class Engine:
         if self.keeper is not None:
             self.keeper.note_step(step.num_tokens, seconds * step.num_tokens)
         for work in step.works:
+        if request.window is not None:
+            room = MAX_TOKENS
             spent = work.sequence.span_seconds
             spent[work.span] = spent.get(work.span, 0.0) + seconds * work.num_tokens
             work.sequence.request.first_scheduled_time = work.sequence.request.first_scheduled_time or begin

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from kvmosaic.engine.rolling import check_places
 from kvmosaic.errors import NotMovable
-from kvmosaic.layout import ChunkContext, Layout, PositionStrategy, arrange
+from kvmosaic.layout import ChunkContext, Layout, PositionStrategy, RollingWindow, arrange
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.prompt import Prompt, check_length
 
@@ -16,11 +17,15 @@ def place(
     max_positions: int | None,
     *,
     chunks_only: bool = False,
+    window: RollingWindow | None = None,
 ) -> Layout:
     """Arranges a prompt, to be answered with at least one token; with `chunks_only`, its question is left out.
 
+    With a window, question and answer may be of any length.
+
     Raises:
         InvalidPrompt: the prompt does not fit the strategy, or (PromptTooLong) the positions.
+        InvalidSampling: the window does not fit the positions.
         NotMovable: it moves documents and the model does not allow that.
     """
     layout = arrange(prompt, strategy, context)
@@ -28,7 +33,9 @@ def place(
         layout = Layout(layout.spans[:-1], layout.strategy, layout.chunk_context)
     if layout.is_moved and not model.is_movable:
         raise not_movable(model, strategy, context)
-    if max_positions is not None:
+    if window is not None:
+        check_places(window, layout, max_positions)
+    elif max_positions is not None:
         check_length(layout, max_positions, 0 if chunks_only else 1)
     return layout
 

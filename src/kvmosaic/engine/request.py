@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvmosaic.errors import KVMosaicError
-from kvmosaic.layout import Layout
+from kvmosaic.layout import Layout, RollingWindow
 from kvmosaic.prompt import Prompt, SegmentKind
 from kvmosaic.sampling import Answer, Grammar, RequestMetrics, RequestOutput, ReuseReport, SamplingParams
 
@@ -29,6 +29,8 @@ class Request:
     """Why this prompt was not composed, if it was not."""
     grammar: Grammar | None = None
     """What the answers must follow, if `params.structured_outputs` say so."""
+    window: RollingWindow | None = None
+    """What tokens see of question and answer, if `params.window_tokens` limit that."""
     answers: list[Answer] = field(default_factory=list)
     reuse: ReuseReport = field(default_factory=ReuseReport)
     """What was reused; filled in when the first token is there."""

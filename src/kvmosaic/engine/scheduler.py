@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from kvmosaic.cache import AttachedSpan, Planner
 from kvmosaic.config import EngineConfig
 from kvmosaic.engine.keeper import Keeper
+from kvmosaic.engine.rolling import most_at_once
 from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.step import Step, Work
 from kvmosaic.engine.waiting import WaitingQueue
@@ -83,6 +84,8 @@ class Scheduler:
                 budget -= self._schedule_spans(sequence, budget, step)
         for sequence in list(self.running):
             if sequence.state is SequenceState.RUNNING and not sequence.is_prefilled:
+                if sequence.must_roll and not (budget and self._grow(sequence, step, budget)):
+                    continue
                 budget -= self._schedule_spans(sequence, budget, step)
         self._admit(budget, step)
         self.admitting = None
@@ -160,21 +163,32 @@ class Scheduler:
             if taken == budget or not _are_computed(seen):
                 continue
             count = min(remaining, budget - taken)
-            wants_logits = span is attachment.spans[-1] and count == remaining and not sequence.request.is_warm_up
+            is_last = span is attachment.spans[-1] and count == remaining and not sequence.num_owed
+            wants_logits = is_last and not sequence.request.is_warm_up
             step.works.append(Work(sequence, index, span.num_computed, count, wants_logits))
             self.planner.advance(attachment, index, count)
             taken += count
         return taken
 
-    def _grow(self, sequence: Sequence, step: Step) -> bool:
-        """Makes room for the token sampled last, if need be by preempting others; False if it cannot run now."""
-        assert sequence.attachment is not None and sequence.pending is not None
+    def _grow(self, sequence: Sequence, step: Step, budget: int = 1) -> bool:
+        """Makes room for the token sampled last, if need be by preempting others; False if it cannot run now.
+
+        For a text without end, that is the next part of what it owes, and what left its window is given back first.
+        """
+        attachment = sequence.attachment
+        assert attachment is not None
+        if sequence.num_left_out:
+            self.planner.skip(attachment, sequence.num_left_out)
+        oldest = sequence.oldest_seen
+        if sequence.window is not None and oldest is not None:
+            self.planner.roll(attachment, sequence.window.sink_tokens, oldest)
+        token_ids = sequence.next_tokens(min(budget, self._most_rolled(sequence)))
         while True:
             try:
-                step.copies.extend(self.planner.extend(sequence.attachment, [sequence.pending]))
+                step.copies.extend(self.planner.extend(attachment, token_ids, is_private=oldest is not None))
             except OutOfBlocks:
                 victim = self._victim(sequence, step)
-                if victim is None and self.planner.holds_copies(sequence.attachment):
+                if victim is None and self.planner.holds_copies(attachment):
                     victim = sequence  # it comes back with fewer blocks
                 if victim is None:
                     step.ended.append(sequence)
@@ -185,6 +199,9 @@ class Scheduler:
                 continue
             sequence.pending = None
             return True
+
+    def _most_rolled(self, sequence: Sequence) -> int:
+        return most_at_once(sequence.window, self.planner.request_pool.block_size) if sequence.window else 1
 
     def _victim(self, sequence: Sequence, step: Step) -> Sequence | None:
         """The running sequence that gives up its blocks: the last in rank that is not in this step yet."""

@@ -9,7 +9,8 @@ from typing import Any
 from kvmosaic.attention import PoolName, RunRead
 from kvmosaic.cache import Attachment, BlockTable, Key
 from kvmosaic.engine.request import Request
-from kvmosaic.layout import Layout, Span
+from kvmosaic.engine.rolling import moved
+from kvmosaic.layout import Layout, RollingWindow, Span
 from kvmosaic.model.batch import SpanRows
 from kvmosaic.prompt import SegmentKind
 from kvmosaic.sampling import Answer, SamplingState
@@ -30,6 +31,9 @@ class Sequence:
         blocks      shared   shared  shared  its own
 
     The newest token is `pending` until a step makes room for it and computes its keys.
+
+    With a rolling window only the head of the text is attached (see `RollingWindow.head_tokens`). The rest is *owed*:
+    it is given room, computed, and let go in parts, like an answer, whether it was asked or answered.
     """
 
     def __init__(self, request: Request, answer: Answer, sampling: SamplingState) -> None:
@@ -51,6 +55,11 @@ class Sequence:
         """When the last of them were asked for, on the engine's clock."""
         self.tier_names: dict[int, str] = {}
         """By span: the tier that it was loaded from."""
+        self.window = request.window
+        self._num_head = 0
+        """Tokens that were attached first."""
+        self._first_kept = 0
+        """The first token behind the sinks that was not left out."""
         self._view_reads: dict[int, tuple[RunRead, ...]] = {}
 
     @property
@@ -60,18 +69,27 @@ class Sequence:
 
     @property
     def layout(self) -> Layout:
-        """What to attach: the request's layout, its last span grown by the answer so far (after a preemption)."""
-        layout = self.request.layout
-        if not self.answer.token_ids:
+        """What to attach: the request's layout, its last span grown by the answer so far (after a preemption).
+
+        With a rolling window, only the head of that.
+        """
+        layout, last = self.request.layout, self.request.layout.last
+        if self.window is not None:
+            token_ids = self._tokens(last, 0, self.window.head_tokens(self._num_text))
+        elif self.answer.token_ids:
+            token_ids = (*last.token_ids, *self.answer.token_ids)
+        else:
             return layout
-        last = layout.last
-        token_ids = (*last.token_ids, *self.answer.token_ids)
         longer = replace(last, segment=replace(last.segment, token_ids=token_ids))
         return replace(layout, spans=(*layout.spans[:-1], longer))
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether all tokens of the attached spans are computed."""
+        """Whether all tokens of the attached spans are computed, and none are owed."""
+        return self._is_computed and not self.num_owed
+
+    @property
+    def _is_computed(self) -> bool:
         assert self.attachment is not None
         return all(span.num_computed == span.num_tokens for span in self.attachment.spans)
 
@@ -89,6 +107,56 @@ class Sequence:
     def loaded(self, span_index: int, tier_name: str, seconds: float) -> None:
         """Notes that the chunk of a span was copied from a tier after it was attached."""
         num_tokens = self.request.layout.spans[span_index].num_tokens
+    @property
+    def num_owed(self) -> int:
+        """Tokens of a text with a rolling window that have no room yet; 0 without one."""
+        if self.window is None:
+            return 0
+        return self._num_text - self._num_attached
+
+    @property
+    def must_roll(self) -> bool:
+        """Whether the next part of what is owed must be given room before anything else can be computed."""
+        return self.num_owed > 0 and self.pending is None and self._is_computed
+
+    @property
+    def _num_text(self) -> int:
+        """Tokens of question (or plain prompt) and answer so far."""
+        return self.request.layout.last.num_tokens + len(self.answer.token_ids)
+
+    @property
+    def _num_attached(self) -> int:
+        """Tokens of these that have, or had, room; those that were left out count as well."""
+        assert self.attachment is not None
+        return self.attachment.last.num_tokens + self.attachment.last.num_left
+
+    def next_tokens(self, most: int) -> tuple[int, ...]:
+        """What is given room next: the pending token, or the next part of what is owed.
+
+        A part lies in one lap, so that its places are neighbours.
+        """
+        if self.window is None:
+            assert self.pending is not None
+            return (self.pending,)
+        first = self._num_attached
+        return self._tokens(
+            self.request.layout.last, first, min(self.num_owed, most, self.window.lap_end(first) - first)
+        )
+
+    @property
+    def oldest_seen(self) -> int | None:
+        """The oldest token behind the sinks that the next one sees; None while the text fits into sinks and window."""
+        if self.window is None or self._num_attached < self.window.num_places:
+            return None
+        return max(self.window.oldest(self._num_attached), self._first_kept)
+
+    @property
+    def num_left_out(self) -> int:
+        """Tokens that need not be computed, at the moment when they are next; otherwise 0."""
+        if self.window is None or self._num_attached != self._num_head:
+            return 0
+        return max(0, self._first_kept - self._num_head)
+
         self.num_reused = (*self.num_reused[:span_index], num_tokens, *self.num_reused[span_index + 1 :])
         self.tier_names[span_index] = tier_name
         self.span_seconds[span_index] = seconds
@@ -97,20 +165,28 @@ class Sequence:
         """Notes that the blocks were taken away; everything is computed (or found) again later."""
         self.state = SequenceState.WAITING
         self.pending = None
+        if self.window is not None:
+            self._num_head = self.window.head_tokens(self._num_text)
+            self._first_kept = self.window.replay_from(self._num_text)
         self._view_reads.clear()
 
     def rows(self, span_index: int, first: int, num_tokens: int, wants_logits: bool) -> SpanRows:
         """The rows of `num_tokens` tokens of a span, from token number `first` on."""
         assert self.attachment is not None
-        span, table = self.request.layout.spans[span_index], self.attachment.spans[span_index].table
-        reads_itself = num_tokens == 1
-        own = _run_reads(span, table, 0, first + reads_itself)
+        span, attached = self.request.layout.spans[span_index], self.attachment.spans[span_index]
+        token, reads_itself = first + attached.num_left, num_tokens == 1
+        place, limit = token, 0
+        if self.window is not None and span is self.request.layout.last and token >= self.window.num_places:
+            place, limit = self.window.place(token), self.window.window_tokens
+            reads = (*self._kept_reads(self.window, token), *self._window_reads(self.window, token, reads_itself))
+        else:
+            reads = (*self._seen(span_index), *_run_reads(span, attached.table, 0, first + reads_itself))
         return SpanRows(
-            token_ids=self._tokens(span, first, num_tokens),
-            position=span.start + first,
+            token_ids=self._tokens(span, token, num_tokens),
+            position=span.start + place,
             pool=_pool(span),
-            slots=table.slots(first, num_tokens),
-            reads=(*self._seen(span_index), *own),
+            slots=attached.table.slots(first, num_tokens),
+            reads=reads,
             reads_itself=reads_itself,
             wants_logits=wants_logits,
         )
@@ -127,6 +203,7 @@ class Sequence:
     def _seen(self, span_index: int) -> tuple[RunRead, ...]:
         """Reads of the earlier spans that a span sees.
 
+            window=0 if reads_itself else limit,  # a row that is alone reads what it sees, and nothing else
         Chunks are read in the order of their keys, so that the order of the prompt cannot change a single bit.
         """
         reads = self._view_reads.get(span_index)
@@ -154,3 +231,28 @@ def _run_reads(span: Span, table: BlockTable, distance: int, num_tokens: int) ->
         reads.append(RunRead(_pool(span), run.first_slot, run.num_tokens, position, distance))
         position += run.num_tokens
     return tuple(reads)
+    def _kept_reads(self, window: RollingWindow, token: int) -> tuple[RunRead, ...]:
+        """Reads of all that never leaves, for a token behind the first S + W: earlier spans, and the sinks."""
+        assert self.attachment is not None
+        layout, shift = self.request.layout, window.shift(token)
+        sinks = _run_reads(layout.last, self.attachment.last.table, 0, window.sink_tokens)
+        return moved((*self._seen(len(layout.spans) - 1), *sinks), shift)
+
+    def _window_reads(self, window: RollingWindow, token: int, reads_itself: bool) -> tuple[RunRead, ...]:
+        """Reads of the window of such a token; keys of the lap before stand W places before where they were made."""
+        assert self.attachment is not None
+        span, attached = self.request.layout.last, self.attachment.last
+        oldest, lap = max(window.oldest(token), self._first_kept), window.lap_start(token)
+        reads: list[RunRead] = []
+        for first, last, distance in (
+            (oldest, lap, -window.window_tokens),
+            (max(oldest, lap), token + reads_itself, 0),
+        ):
+            if first < last:
+                position = span.start + window.place(first) + distance
+                runs = attached.table.runs_between(first - attached.num_left, last - attached.num_left)
+                for run in runs:
+                    reads.append(RunRead(_pool(span), run.first_slot, run.num_tokens, position, distance))
+                    position += run.num_tokens
+        return tuple(reads)
+

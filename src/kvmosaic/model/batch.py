@@ -21,6 +21,7 @@ class SpanRows:
     reads: the stored keys that all of them see: earlier spans, and earlier tokens of their own span
     reads_itself: a single token whose own slot is already among the reads
     wants_logits: whether the logits of the last token are needed
+    window: if not 0, a row sees only so many positions of the reads that do not follow it (see `RowGroup`)
     """
 
     token_ids: Sequence[int]
@@ -30,6 +31,7 @@ class SpanRows:
     reads: tuple[RunRead, ...]
     reads_itself: bool = False
     wants_logits: bool = False
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ def flatten(spans: Sequence[SpanRows], device: torch.device) -> Batch:
         first, count = len(token_ids), len(span.token_ids)
         token_ids.extend(span.token_ids)
         positions.extend(range(span.position, span.position + count))
-        groups.append(RowGroup(first, count, span.position, span.reads, span.reads_itself))
+        groups.append(RowGroup(first, count, span.position, span.reads, span.reads_itself, span.window))
         rows, slots = written.setdefault(span.pool, ([], []))
         rows.extend(range(first, first + count))
         slots.extend(span.slots)

@@ -5,13 +5,16 @@ from kvmosaic.sampling.defaults import default_sampling
 from kvmosaic.sampling.detokenizer import Decoder, Detokenizer, decode_all
 from kvmosaic.sampling.grammar import Grammar, GrammarCompiler, Matcher
 from kvmosaic.sampling.output import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
-from kvmosaic.sampling.params import SamplingParams
+from kvmosaic.sampling.params import DEFAULT_SINK_TOKENS, MAX_TOKENS, MAX_WINDOW_TOKENS, SamplingParams
 from kvmosaic.sampling.reuse import ReuseReport, SegmentAction, SegmentReuse
 from kvmosaic.sampling.sampler import SampledToken, SamplingState, sample
 from kvmosaic.sampling.stopping import Finish, StopRules, StopStrings
 from kvmosaic.sampling.structured import StructuredOutputs
 
 __all__ = [
+    "DEFAULT_SINK_TOKENS",
+    "MAX_TOKENS",
+    "MAX_WINDOW_TOKENS",
     "Answer",
     "CompletionOutput",
     "Decoder",

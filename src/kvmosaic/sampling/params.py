@@ -16,6 +16,8 @@ MAX_STOP_STRINGS = 128
 MAX_STOP_CHARACTERS = 4_096
 MAX_STOP_IDS = 4_096
 MAX_LOGPROBS = 1_000
+MAX_WINDOW_TOKENS = 2**27
+DEFAULT_SINK_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on after the end-of-sequence token."""
     max_tokens: int | None = 256
-    """Most tokens of an answer; None: as many as the model has positions for."""
+    """Most tokens of an answer; None: as many as the model has positions for, or 2**27 with `window_tokens`."""
     min_tokens: int = 0
     """No stop text, stop id or end-of-sequence token counts before this many tokens."""
     logprobs: int | None = None
@@ -60,6 +62,11 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     include_stop_str_in_output: bool = False
     """Keep the stop text (or the text of the stop id) in the answer."""
+    window_tokens: int | None = None
+    """Lets the answer go on without end in constant memory: a token sees `sink_tokens` and this many newest tokens of
+    question and answer, besides system prompt and documents. None: a token sees everything, up to the model's limit."""
+    sink_tokens: int | None = None
+    """First tokens of the question (or the plain prompt) that stay visible; `DEFAULT_SINK_TOKENS` with a window."""
     structured_outputs: StructuredOutputs | None = None
     """The form that the answer must have; a mapping of its fields will do. A complete form ends the answer, also with
     `ignore_eos` and before `min_tokens`."""
@@ -85,6 +92,7 @@ class SamplingParams:
                 )
         if self.logprobs is not None:
             _check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, "None returns no log probabilities")
+        self._check_window()
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidSampling(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -107,6 +115,20 @@ class SamplingParams:
         if unknown:
             raise InvalidSampling(f"unknown sampling parameters {', '.join(unknown)}; known are {', '.join(known)}")
         return cls(**settings)
+
+    def _check_window(self) -> None:
+        if self.window_tokens is not None:
+            off = "None lets tokens see everything"
+            _check_whole("window_tokens", self.window_tokens, 1, MAX_WINDOW_TOKENS, off)
+            if self.sink_tokens is None:
+                object.__setattr__(self, "sink_tokens", DEFAULT_SINK_TOKENS)
+        elif self.sink_tokens is not None:
+            raise InvalidSampling(
+                f"sink_tokens is {self.sink_tokens!r} and there is no window_tokens; sinks stay while a window moves "
+                "on: give window_tokens too, or leave sink_tokens out"
+            )
+        if self.sink_tokens is not None:
+            _check_whole("sink_tokens", self.sink_tokens, 0, MAX_WINDOW_TOKENS, "0 keeps none")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -1,0 +1,84 @@
+"""Texts without end: whether a model and its memory allow a rolling window, and what a token then reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from kvmosaic.attention import RunRead
+from kvmosaic.cache import BlockPool
+from kvmosaic.errors import InvalidSampling, NotMovable, RequestTooLarge
+from kvmosaic.layout import Layout, RollingWindow
+from kvmosaic.model.loaded import LoadedModel
+from kvmosaic.sampling import SamplingParams
+
+
+def window_of(params: SamplingParams, model: LoadedModel) -> RollingWindow | None:
+    """The window that sampling parameters ask for, if they do.
+
+    Raises:
+        NotMovable: the keys of this model cannot be used at another place.
+    """
+    if params.window_tokens is None:
+        return None
+    assert params.sink_tokens is not None
+    if not model.is_movable:
+        raise NotMovable(
+            f"window_tokens={params.window_tokens} moves what stays visible along with the text, and this model does "
+            f"not allow that ({model.immovable_reason}); leave window_tokens out"
+        )
+    chunked = next((layer for layer in model.layers if layer.mask.kind == "chunked"), None)
+    if chunked is not None:
+        raise NotMovable(
+            f"window_tokens={params.window_tokens} lets tokens stand at other places than in the text, and layer "
+            f"{chunked.index} of this model attends in parts of {chunked.mask.size} tokens that begin at fixed places; "
+            "leave window_tokens out"
+        )
+    return RollingWindow(params.sink_tokens, params.window_tokens, len(model.layers))
+
+
+def check_places(window: RollingWindow, layout: Layout, max_positions: int | None) -> None:
+    """Checks that sinks and window fit behind what is before them.
+
+    Raises:
+        InvalidSampling: they reach further than the model's positions.
+    """
+    start = layout.last.start
+    if max_positions is None or start + window.num_places <= max_positions:
+        return
+    before = f"after {start} positions of system prompt and documents, " if start else ""
+    room = max(max_positions - start, 0)
+    raise InvalidSampling(
+        f"{before}sink_tokens={window.sink_tokens} and window_tokens={window.window_tokens} need "
+        f"{window.num_places} positions and the model has {room}; a smaller window_tokens will do, or fewer documents"
+    )
+
+
+def most_at_once(window: RollingWindow, block_size: int) -> int:
+    """Most tokens behind the first S + W of a text that one step computes: all of them hold blocks at once."""
+    return max(window.window_tokens // 2, block_size)
+
+
+def check_memory(window: RollingWindow, pool: BlockPool) -> None:
+    """Checks that a text without end has room in the pool when it is alone there.
+
+    While the first window leaves, the blocks of it that others may find stay: that is when most blocks are held.
+
+    Raises:
+        RequestTooLarge: it has not.
+    """
+    most = window.sink_tokens + 2 * window.window_tokens + most_at_once(window, pool.block_size)
+    needed = pool.blocks_for(most) + 2  # a sink block that is not full, and a first block of which some has left
+    if needed > pool.num_blocks:
+        raise RequestTooLarge(
+            f"sink_tokens={window.sink_tokens} and window_tokens={window.window_tokens} take up to {needed} blocks of "
+            f"{pool.block_size} tokens and the pool {pool.name!r} has {pool.num_blocks}; use a smaller window_tokens "
+            "or give the request cache more memory"
+        )
+
+
+def moved(reads: Iterable[RunRead], shift: int) -> tuple[RunRead, ...]:
+    """Runs that keep their distance from a row (and the rows after it in its group), which are `shift` further on."""
+    return tuple(
+        replace(read, position=read.position + shift, distance=read.distance + shift, follows=True) for read in reads
+    )
