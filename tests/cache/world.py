@@ -118,7 +118,7 @@ def state_of(planner: Planner) -> object:
         },
         "chunk lines": [[c.key for c in account.in_order()] for account in (chunks.total, *chunks._accounts.values())],
         "accounts": {t: (a.num_chunks, a.num_blocks, a.num_pinned_blocks) for t, a in chunks._accounts.items()},
-        "names": {name: tuple(keys) for name, keys in chunks._names.items()},
+        "names": {place: chunks._names.members(place) for place in chunks._names},
         "evictions": (prefix.num_evictions, chunks.num_evictions),
     }
 

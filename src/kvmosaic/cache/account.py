@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvmosaic.cache.chunk import Chunk
 from kvmosaic.cache.kept_names import KeptNames
-from kvmosaic.eviction import Candidate, EvictionPolicy, EvictionQueue
+from kvmosaic.eviction import EvictionLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ class Account:
         in line        ├─ idle ─┤
         num_pinned_blocks        ├─ pinned ─┤
 
-    A chunk stands in two accounts, that of its tenant and that of all tenants, and in line in both or in neither. So
-    the next one to leave is found in O(log n), whether any tenant's or a certain tenant's must go.
+    A chunk stands in two accounts, that of its tenant and that of all tenants, and in line in both or in neither, at
+    the same place. So the next one to leave is known at once, whether any tenant's or a certain tenant's must go.
     """
 
-    def __init__(self, policy: EvictionPolicy) -> None:
+    def __init__(self) -> None:
         self.quota_bytes: int | None = None
         self.quota_blocks: int | None = None
         self.kept = KeptNames()
@@ -43,7 +43,7 @@ class Account:
         self.num_idle_blocks = 0
         self.num_pinned = 0
         self.num_pinned_blocks = 0
-        self._line: EvictionQueue[Chunk] = EvictionQueue(policy)
+        self._line: EvictionLine[Chunk] = EvictionLine()
 
     @property
     def num_idle(self) -> int:
@@ -59,27 +59,21 @@ class Account:
         """Whether so many blocks more stay within the quota."""
         return self.quota_blocks is None or self.num_blocks + num_blocks <= self.quota_blocks
 
-    def is_in_line(self, chunk: Chunk) -> bool:
-        """Whether a chunk is in line."""
-        return chunk in self._line
-
-    def line_up(self, chunk: Chunk, candidate: Candidate) -> None:
-        """Puts a chunk in line."""
-        self._line.add(chunk, candidate)
-        self.num_idle_blocks += len(chunk.block_ids)
+    def line_up(self, chunk: Chunk) -> None:
+        """Puts a chunk in line that has got a place."""
+        assert chunk.place is not None
+        self._line.enter(chunk.place)
+        self.num_idle_blocks += chunk.num_blocks
 
     def unline(self, chunk: Chunk) -> None:
-        """Takes a chunk out of the line; safe for one that is not there."""
-        if chunk in self._line:
-            self._line.discard(chunk)
-            self.num_idle_blocks -= len(chunk.block_ids)
+        """Takes a chunk out of the line that has given up its place."""
+        assert chunk.place is None
+        self._line.has_left()
+        self.num_idle_blocks -= chunk.num_blocks
 
-    def pop(self) -> Chunk | None:
-        """Takes out the chunk that leaves first; None when nobody is in line."""
-        chunk = self._line.pop()
-        if chunk is not None:
-            self.num_idle_blocks -= len(chunk.block_ids)
-        return chunk
+    def first(self) -> Chunk | None:
+        """The chunk that leaves first; None when nobody is in line."""
+        return self._line.first()
 
     def in_order(self) -> list[Chunk]:
         """The chunks in line, first to leave first; for tests (it sorts)."""
@@ -88,4 +82,4 @@ class Account:
     def note_pin(self, chunk: Chunk, sign: int) -> None:
         """Counts a pinned chunk (1) or one that is no longer pinned (-1)."""
         self.num_pinned += sign
-        self.num_pinned_blocks += sign * len(chunk.block_ids)
+        self.num_pinned_blocks += sign * chunk.num_blocks

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeAlias
 
 from kvmosaic.cache.block_pool import BlockId
 from kvmosaic.cache.block_table import BlockTable
@@ -20,6 +21,10 @@ class ChunkState(StrEnum):
     READY = "ready"
     ABANDONED = "abandoned"
     """Its owner ended, or its step failed, before it was complete: wait no longer, plan again."""
+
+
+Place: TypeAlias = "tuple[float, int, Chunk]"
+"""Rank, number (it counts up, so that equal ranks leave in the order in which they came), and whose place it is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +54,7 @@ class Chunk:
     created: float
     """Seconds on the planner's clock."""
     last_used: float
-    names: dict[str, None] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
     """What people call it, latest last; at most `MAX_NAMES`, older ones are forgotten."""
     state: ChunkState = ChunkState.COMPUTING
     is_dropped: bool = False
@@ -70,6 +75,8 @@ class Chunk:
     """If it came from a tier in fewer bits than the model's: the codec that lost them."""
     is_stored: bool = False
     """Whether the tiers that outlive the process have it, or will soon."""
+    place: Place | None = field(default=None, repr=False)
+    """Where it stands in the lines for eviction; None while it may not leave."""
 
     @property
     def num_tokens(self) -> int:
@@ -85,6 +92,11 @@ class Chunk:
     def block_ids(self) -> Sequence[BlockId]:
         """Its blocks in the chunk pool."""
         return self.table.block_ids
+
+    @property
+    def num_blocks(self) -> int:
+        """Its blocks, counted."""
+        return len(self.table.block_ids)
 
     @property
     def is_ready(self) -> bool:

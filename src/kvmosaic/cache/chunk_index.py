@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 
 from kvmosaic.cache.account import Account
 from kvmosaic.cache.block_pool import BlockPool
 from kvmosaic.cache.block_table import BlockTable
 from kvmosaic.cache.chunk import MAX_NAMES, Chunk, ChunkState
+from kvmosaic.cache.groups import Groups
 from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain
 from kvmosaic.cache.twins import Twins
 from kvmosaic.errors import ChunkInUse, UnknownChunk
@@ -34,7 +36,7 @@ class ChunkIndex:
         the chunk's table holds one reference to each block, every user one more
     Always safe: `evict_one` with nobody in line; abandoning twice.
 
-    Eviction takes O(log n) for n chunks under any policy (see `EvictionQueue`), of any tenant or of a certain one.
+    Eviction takes O(log n) for n chunks under any policy (see `EvictionLine`), of any tenant or of a certain one.
     """
 
     def __init__(
@@ -53,16 +55,19 @@ class ChunkIndex:
         """Told of every chunk that leaves to make room, while its blocks still hold it; must not raise."""
         self.on_delete: Callable[[Chunk], None] = lambda _: None
         """Told of every chunk that is deleted; must not raise."""
-        self.total = Account(policy)
+        self.on_free: Callable[[Chunk], None] = lambda _: None
+        """Told of every chunk whose blocks are given back, just before that; must not raise."""
+        self.total = Account()
         """All tenants together."""
         self.twins = Twins()
         self._policy = policy
         self._accounts: dict[str, Account] = {}
         self._chunks: dict[Key, Chunk] = {}
-        self._names: dict[tuple[str, str], dict[Key, None]] = {}
+        self._names: Groups[tuple[str, str], Key] = Groups()
         self._leaving: set[Chunk] = set()
         self._clock = clock
         self._verify = verify
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -73,11 +78,14 @@ class ChunkIndex:
 
     def account(self, tenant: str) -> Account:
         """What a tenant has; one that has nothing gets an empty account to look at, or to `open`."""
-        return self._accounts.get(tenant) or Account(self._policy)
+        return self._accounts.get(tenant) or Account()
 
     def open(self, tenant: str) -> Account:
         """The account of a tenant, made if need be; `close` it when nothing is left in it."""
-        return self._accounts.setdefault(tenant, Account(self._policy))
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = Account()
+        return account
 
     def close(self, tenant: str) -> None:
         """Forgets an account without anything in it."""
@@ -116,7 +124,7 @@ class ChunkIndex:
             UnknownChunk: there is none.
         """
         if isinstance(name_or_key, str):
-            chunks = [self._chunks[key] for key in self._names.get((tenant, name_or_key), ())]
+            chunks = [self._chunks[key] for key in self._names.members((tenant, name_or_key))]
             found = [chunk for chunk in chunks if salt is None or chunk.salt == salt]
         else:
             chunk = self._chunks.get(name_or_key) if isinstance(name_or_key, bytes) else None
@@ -141,17 +149,17 @@ class ChunkIndex:
         now = self._clock()
         chunk = Chunk(key, root, tokens, start, salt, tenant, table, now, now)
         self._chunks[key] = chunk
-        self._count(chunk, 1, len(chunk.block_ids))
+        self._count(chunk, 1, chunk.num_blocks)
         return chunk
 
     def name(self, chunk: Chunk, name: str) -> None:
         """Adds a name; the oldest of more than `MAX_NAMES` is forgotten."""
         if name in chunk.names:
             return
-        chunk.names[name] = None
-        self._names.setdefault((chunk.tenant, name), {})[chunk.key] = None
+        chunk.names = (*chunk.names, name)
+        self._names.add((chunk.tenant, name), chunk.key)
         if len(chunk.names) > MAX_NAMES:
-            self._unname(chunk, next(iter(chunk.names)))
+            self._unname(chunk, chunk.names[0])
 
     def hold(self, chunk: Chunk) -> None:
         """Adds a user, with a reference to each block."""
@@ -187,7 +195,7 @@ class ChunkIndex:
 
     def evict_one(self, account: Account | None = None) -> Chunk | None:
         """Lets the first chunk in line leave, of all or of one account; returns it, or None if nobody is in line."""
-        chunk = (account or self.total).pop()
+        chunk = (account or self.total).first()
         if chunk is not None:
             self.evict(chunk)
         return chunk
@@ -247,7 +255,7 @@ class ChunkIndex:
         if not chunk.is_ready or chunk.pinned or not account.kept.cover(chunk.names):
             return
         room = self.pool.num_blocks if account.quota_blocks is None else account.quota_blocks
-        if account.num_pinned_blocks + len(chunk.block_ids) <= _MOST_KEPT * min(room, self.pool.num_blocks):
+        if account.num_pinned_blocks + chunk.num_blocks <= _MOST_KEPT * min(room, self.pool.num_blocks):
             self.set_pinned(chunk, True)
 
     def set_quota(self, tenant: str, num_bytes: int | None, bytes_per_block: int) -> None:
@@ -271,16 +279,16 @@ class ChunkIndex:
             assert chunk.key == key and not chunk.is_abandoned and not chunk.is_dropped
             assert chunk.num_tokens == len(chunk.tokens) // TOKEN_BYTES
             assert (chunk.num_computed == chunk.num_tokens) == chunk.is_ready
-            assert all(key in self._names[chunk.tenant, name] for name in chunk.names)
+            assert all(key in self._names.members((chunk.tenant, name)) for name in chunk.names)
         for chunk in (*chunks, *self._leaving):
-            assert all(account.is_in_line(chunk) == chunk.is_evictable for account in self._both(chunk))
+            assert (chunk.place is not None) == chunk.is_evictable
             assert all(self.pool.reference_count(block_id) == 1 + chunk.users for block_id in chunk.block_ids)
             chunk.table.check_invariants()
         for chunk in self._leaving:
             assert chunk.is_dropped and chunk.users > 0 and not chunk.pinned and not chunk.names
         self.twins.check_invariants(self._chunks)
         assert len(self._chunks) <= self.max_chunks
-        assert sum(map(len, self._names.values())) == sum(len(chunk.names) for chunk in chunks)
+        assert sum(len(self._names.members(place)) for place in self._names) == sum(len(c.names) for c in chunks)
         self._check_account(self.total, [*chunks], [*self._leaving])
         assert {chunk.tenant for chunk in (*chunks, *self._leaving)} <= self._accounts.keys()
         for tenant, account in self._accounts.items():
@@ -294,9 +302,9 @@ class ChunkIndex:
         pinned = [chunk for chunk in present if chunk.pinned]
         assert set(account.in_order()) == set(idle) and len(account.in_order()) == account.num_idle
         assert account.num_chunks == len(present) and account.num_pinned == len(pinned)
-        assert account.num_blocks == sum(len(chunk.block_ids) for chunk in (*present, *leaving))
-        assert account.num_idle_blocks == sum(len(chunk.block_ids) for chunk in idle)
-        assert account.num_pinned_blocks == sum(len(chunk.block_ids) for chunk in pinned)
+        assert account.num_blocks == sum(chunk.num_blocks for chunk in (*present, *leaving))
+        assert account.num_idle_blocks == sum(chunk.num_blocks for chunk in idle)
+        assert account.num_pinned_blocks == sum(chunk.num_blocks for chunk in pinned)
 
     def _both(self, chunk: Chunk) -> tuple[Account, Account]:
         return self.total, self.open(chunk.tenant)
@@ -311,20 +319,20 @@ class ChunkIndex:
         if chunk.is_evictable:
             progress = chunk.num_computed / chunk.num_tokens
             candidate = Candidate(chunk.last_used, chunk.num_tokens, chunk.priority, progress)
+            chunk.place = (self._policy.rank(candidate), next(self._numbers), chunk)
             for account in self._both(chunk):
-                account.line_up(chunk, candidate)
+                account.line_up(chunk)
             self.trim(chunk.tenant)
 
     def _unline(self, chunk: Chunk) -> None:
-        for account in self._both(chunk):
-            account.unline(chunk)
+        if chunk.place is not None:
+            chunk.place = None
+            for account in self._both(chunk):
+                account.unline(chunk)
 
     def _unname(self, chunk: Chunk, name: str) -> None:
-        del chunk.names[name]
-        keys = self._names[chunk.tenant, name]
-        del keys[chunk.key]
-        if not keys:
-            del self._names[chunk.tenant, name]
+        chunk.names = tuple(other for other in chunk.names if other != name)
+        self._names.discard((chunk.tenant, name), chunk.key)
 
     def _drop(self, chunk: Chunk) -> None:
         """Makes a chunk unknown; its blocks go now, or with its last user. Safe for one that is unknown already."""
@@ -336,7 +344,7 @@ class ChunkIndex:
             chunk.pinned = False
             for account in self._both(chunk):
                 account.note_pin(chunk, -1)
-        for name in list(chunk.names):
+        for name in chunk.names:
             self._unname(chunk, name)
         self.twins.discard(chunk)
         del self._chunks[chunk.key]
@@ -347,6 +355,9 @@ class ChunkIndex:
             self._leaving.add(chunk)
 
     def _free(self, chunk: Chunk) -> None:
-        num_blocks = len(chunk.block_ids)
-        chunk.table.release()
-        self._count(chunk, 0, -num_blocks)
+        num_blocks = chunk.num_blocks
+        try:
+            self.on_free(chunk)
+        finally:  # an interrupt must not keep the blocks
+            chunk.table.release()
+            self._count(chunk, 0, -num_blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvmosaic.cache.chunk import Chunk
+from kvmosaic.cache.groups import Groups
 from kvmosaic.cache.keys import Key
 from kvmosaic.layout import Layout
 from kvmosaic.prompt import SegmentKind
@@ -24,31 +25,28 @@ class Twins:
     """
 
     def __init__(self) -> None:
-        self._keys: dict[tuple[str, str, bytes], dict[Key, Chunk]] = {}
+        self._chunks: Groups[tuple[str, str, bytes], Chunk] = Groups()
 
     def __len__(self) -> int:
-        return sum(map(len, self._keys.values()))
+        return sum(len(self._chunks.members(place)) for place in self._chunks)
 
     def add(self, chunk: Chunk) -> None:
         """Lists a chunk that can be found."""
-        self._keys.setdefault((chunk.tenant, chunk.salt, chunk.tokens), {})[chunk.key] = chunk
+        self._chunks.add((chunk.tenant, chunk.salt, chunk.tokens), chunk)
 
     def discard(self, chunk: Chunk) -> None:
         """Takes a chunk off the list; safe for one that is not on it."""
-        place = (chunk.tenant, chunk.salt, chunk.tokens)
-        chunks = self._keys.get(place, {})
-        chunks.pop(chunk.key, None)
-        if not chunks:
-            self._keys.pop(place, None)
+        self._chunks.discard((chunk.tenant, chunk.salt, chunk.tokens), chunk)
 
     def has_ready(self, tenant: str, salt: str, tokens: bytes) -> bool:
         """Whether a chunk of these tokens is complete; ask when the one that is wanted is not there."""
-        return any(chunk.is_ready for chunk in self._keys.get((tenant, salt, tokens), {}).values())
+        return any(chunk.is_ready for chunk in self._chunks.members((tenant, salt, tokens)))
 
     def check_invariants(self, present: Mapping[Key, Chunk]) -> None:
         """Checks that exactly such chunks are listed as can be found, each in its place."""
-        for (tenant, salt, tokens), chunks in self._keys.items():
+        for place in self._chunks:
+            chunks = self._chunks.members(place)
             assert chunks, "a place without chunks is forgotten"
-            for key, chunk in chunks.items():
-                assert present.get(key) is chunk
-                assert (chunk.tenant, chunk.salt, chunk.tokens) == (tenant, salt, tokens)
+            for chunk in chunks:
+                assert present.get(chunk.key) is chunk
+                assert (chunk.tenant, chunk.salt, chunk.tokens) == place

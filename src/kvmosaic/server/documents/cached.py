@@ -157,7 +157,7 @@ def _kept(engine: Engine, *, tenant: str, labels: Sequence[str]) -> dict[Key, tu
         try:
             present = engine.planner.find_chunks(key, None, tenant)[0].names
         except UnknownChunk:
-            present = {}
+            present = ()
         found[key] = (*kept.names(key), *present)
     return found
 
