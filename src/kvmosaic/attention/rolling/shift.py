@@ -33,11 +33,9 @@ def shift_left(storage: Tensor, dim: int, start: int, stop: int, by: int) -> Non
     num_rows = math.prod(storage.shape[:dim])
     num_blocks = -(-(stop - start - by) // by)
     if storage.device.type == "cpu" and num_rows <= _ROWS_PER_BLOCK * num_blocks:
-        _move_rows(storage, dim, start, stop, by)
+        move_rows(storage, dim, start, stop, by)
     else:
-        for place in range(start, stop - by, by):
-            length = min(by, stop - by - place)
-            storage.narrow(dim, place, length).copy_(storage.narrow(dim, place + by, length))
+        copy_blocks(storage, dim, start, stop, by)
 
 
 @shift_left.register_fake
@@ -45,8 +43,15 @@ def _(storage: Tensor, dim: int, start: int, stop: int, by: int) -> None:
     pass
 
 
-def _move_rows(storage: Tensor, dim: int, start: int, stop: int, by: int) -> None:
-    """One memmove for each row of `dim`."""
+def copy_blocks(storage: Tensor, dim: int, start: int, stop: int, by: int) -> None:
+    """One copy for every `by` tokens, onto places that the one before has vacated."""
+    for place in range(start, stop - by, by):
+        length = min(by, stop - by - place)
+        storage.narrow(dim, place, length).copy_(storage.narrow(dim, place + by, length))
+
+
+def move_rows(storage: Tensor, dim: int, start: int, stop: int, by: int) -> None:
+    """One memmove for each row of `dim`, in host memory."""
     token_bytes = storage.stride(dim) * storage.element_size()
     row_bytes, num_bytes = storage.shape[dim] * token_bytes, (stop - start - by) * token_bytes
     first = storage.data_ptr() + start * token_bytes
