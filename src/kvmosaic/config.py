@@ -113,6 +113,17 @@ class EngineConfig:
     """Keep the blocks of system prompts, questions and answers for later requests that begin alike."""
     num_threads: int | None = None
     """Threads that torch computes with on a CPU, in the whole process; None: torch's own choice, one per core."""
+    priority_aging_seconds: float | None = 60.0
+    """Waiting so long counts as much as one more step of priority, so that nobody waits for ever; None: it never
+    counts, and a request of low priority waits as long as others come."""
+    preemption_gap: int | None = 10
+    """A request that waits takes the place of running ones whose priority is lower by at least so much, if there is no
+    room for it otherwise; None: it always waits until there is."""
+    preemption: Literal["auto", "recompute", "swap"] = "auto"
+    """What becomes of the blocks of an answer that must give way: dropped and computed again, moved to the memory of
+    the host and back while there is room, or whichever was measured to be faster."""
+    swap_space: int | str | None = "256MiB"
+    """Most memory of the host for the blocks of answers that gave way; None or 0: they are computed again."""
 
     def __post_init__(self) -> None:
         _check_range("max_batched_tokens", self.max_batched_tokens, 1, 2**20)
@@ -123,6 +134,29 @@ class EngineConfig:
         if self.num_threads is not None:
             _check_range("num_threads", self.num_threads, 1, 1024)
         parse_bytes(self.request_cache)
+        aging = self.priority_aging_seconds
+        if aging is not None and not (_is_number(aging) and 0.001 <= aging <= 1e6):
+            raise InvalidConfig(
+                f"priority_aging_seconds must be a number from 0.001 to 1000000, or None for no aging, got {aging!r}"
+            )
+        if self.preemption_gap is not None:
+            _check_range("preemption_gap", self.preemption_gap, 1, 200)
+        _check_choice("preemption", self.preemption, ("auto", "recompute", "swap"))
+        swap_bytes = self.swap_bytes
+        if self.preemption == "swap" and not swap_bytes:
+            raise InvalidConfig(
+                f"preemption='swap' needs memory of the host, and swap_space is {self.swap_space!r}; give it a size "
+                "such as '1GiB', or choose preemption='recompute'"
+            )
+
+    @property
+    def swap_bytes(self) -> int:
+        """`swap_space` in bytes; 0 without it."""
+        if self.swap_space is None or (self.swap_space == 0 and not isinstance(self.swap_space, bool)):
+            return 0
+        if isinstance(self.swap_space, str) and self.swap_space.strip() == "0":
+            return 0
+        return parse_bytes(self.swap_space)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +47,8 @@ def build_engine(
     backend: AttentionBackend | None = None,
     runner: type[Runner] = RecordingRunner,
     prefix_caching: bool = True,
+    engine_options: Mapping[str, Any] | None = None,
+    clock: Callable[[], float] = time.monotonic,
     **chunk_options: Any,
 ) -> Engine:
     """An engine with small pools."""
@@ -58,10 +61,13 @@ def build_engine(
         request_blocks=request_blocks,
         chunk_blocks=chunk_blocks,
         prefix_caching=prefix_caching,
+        clock=clock,
     )
     sizes = {"request": request_blocks, "chunk_cache": chunk_blocks}
-    engine_config = EngineConfig(max_batched_tokens=max_batched_tokens, max_running=max_running)
-    return Engine(runner(model, sizes, config.block_size, backend), planner, config, engine_config)
+    engine_config = EngineConfig(
+        max_batched_tokens=max_batched_tokens, max_running=max_running, **(engine_options or {})
+    )
+    return Engine(runner(model, sizes, config.block_size, backend), planner, config, engine_config, clock=clock)
 
 
 def fragment(engine: Engine, seed: int = 0) -> None:

@@ -20,7 +20,7 @@ from kvmosaic.cache.prefix_cache import PrefixCache
 from kvmosaic.cache.room import Room
 from kvmosaic.cache.statistics import ChunkCacheStats, Counters, snapshot
 from kvmosaic.config import ChunkCacheConfig
-from kvmosaic.errors import InvalidConfig
+from kvmosaic.errors import InvalidConfig, KVMosaicError, OutOfBlocks
 from kvmosaic.eviction import choose
 from kvmosaic.layout import Layout
 
@@ -89,6 +89,7 @@ class Planner:
 
         What the plan found is looked up again: what was evicted since is computed, what came to be cached is used.
 
+        The attachment's `copies` are to be carried out before anything of the next step is written.
         Raises:
             OutOfBlocks: running requests hold too much right now; try again when one has ended. QuotaInUse: they are
                 of this tenant, and hold what its quota allows.
@@ -109,6 +110,20 @@ class Planner:
     def begin_step(self) -> None:
         """Says that a new step is being assembled: `forget` undoes what was advanced since the last call."""
         self._step += 1
+    def lacks(self, plan: Plan) -> OutOfBlocks | None:
+        """Why a new plan cannot be attached now, though it can when others have ended; None if it can, or never will."""
+        found = self._lookup.again(plan)
+        assert found is not None, "the plan is of this moment"
+        for here in found:
+            here.source, here.num_copied = None, 0  # blocks are copied only where there is room for it
+        try:
+            self._room.check(plan, found)
+        except OutOfBlocks as error:
+            return error
+        except KVMosaicError:
+            return None
+        return None
+
 
     def advance(self, attachment: Attachment, span_index: int, num_tokens: int) -> None:
         """Notes that the next `num_tokens` tokens of a span are computed, or will be by the step being assembled.
@@ -143,7 +158,8 @@ class Planner:
     def notify(self, *, evicted: Callable[[Chunk], None], deleted: Callable[[Chunk], None]) -> None:
         """Has chunks that leave to make room shown to `evicted`, while their blocks still hold them.
 
-        Those that are deleted, by name or key, are shown to `deleted`. Neither may raise.
+        Those that are deleted, by name or key, are shown to `deleted`, and all whose blocks are given back, for
+        whatever reason, to `freed`, just before that. None of them may raise.
         """
         self._chunks.on_evict, self._chunks.on_delete = evicted, deleted
 
@@ -218,6 +234,7 @@ class Planner:
         span.is_unregistrable = True
         if first * size + span.num_left >= len(span.entries) * size:
             self._prefix.leave(span.entries[first:])
+            if not span.num_left  # a text that has rolled on has other blocks behind its sinks
             del span.entries[first:]
 
     def skip(self, attachment: Attachment, num_tokens: int) -> None:
@@ -234,7 +251,6 @@ class Planner:
                 self._chunks.abandon(span.chunk)
         for chunk in attachment.held_chunks():
             self._chunks.leave(chunk)
-            if not span.num_left  # a text that has rolled on has other blocks behind its sinks
 
     def forget(self, attachment: Attachment) -> None:
         """Takes back what this attachment made known in the current step, because the step failed.

@@ -89,7 +89,7 @@ class Room:
         pool = self._request_pool
         missing = count - pool.num_free
         if missing > self._prefix.num_idle:
-            raise OutOfBlocks(_refusal(count, pool, self._prefix.num_idle))
+            raise _refusal(count, pool, self._prefix.num_idle)
         if missing > 0:
             self._prefix.evict(missing)
 
@@ -106,7 +106,7 @@ class Room:
         reused = {entry.block_id for _, here in spans for entry in here.entries if entry.users == 0}
         idle = self._prefix.num_idle - len(reused)
         if needed > pool.num_free + idle:
-            raise OutOfBlocks(_refusal(needed, pool, idle))
+            raise _refusal(needed, pool, idle)
         return needed
 
     def _check_quota(self, account: Account, present: Sequence[Chunk], missing_blocks: int) -> None:
@@ -145,7 +145,7 @@ class Room:
         idle_here = [chunk for chunk in present if chunk.is_evictable]
         idle_blocks = chunks.total.num_idle_blocks - sum(len(chunk.block_ids) for chunk in idle_here)
         if missing_blocks > pool.num_free + idle_blocks:
-            raise OutOfBlocks(_refusal(missing_blocks, pool, idle_blocks))
+            raise _refusal(missing_blocks, pool, idle_blocks)
         too_many = len(chunks) + num_missing - chunks.max_chunks
         idle = chunks.total.num_idle - len(idle_here)
         if too_many > idle:
@@ -166,8 +166,10 @@ def _check_quota_now(account: Account, present: Sequence[Chunk], missing_blocks:
         )
 
 
-def _refusal(needed: int, pool: BlockPool, idle: int) -> str:
-    return (
+def _refusal(needed: int, pool: BlockPool, idle: int) -> OutOfBlocks:
+    return OutOfBlocks(
         f"the pool {pool.name!r} cannot give {needed} blocks: of {pool.num_blocks} {pool.num_free} are free and "
-        f"{idle} may be evicted; wait until running requests end, or give the pool more memory"
+        f"{idle} may be evicted; wait until running requests end, or give the pool more memory",
+        pool=pool.name,
+        num_missing=needed - pool.num_free - idle,
     )

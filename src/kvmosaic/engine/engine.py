@@ -20,6 +20,8 @@ from kvmosaic.engine.rolling import check_memory, window_of
 from kvmosaic.engine.scheduler import Scheduler
 from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.step import Step
+from kvmosaic.engine.swap_space import SwapSpace
+from kvmosaic.engine.turns import check_priority
 from kvmosaic.errors import (
     EngineAsleep,
     EngineError,
@@ -66,6 +68,8 @@ class Engine:
         self.planner = planner
         most_tokens = min(config.max_batched_tokens, runner.model.max_forward_tokens or config.max_batched_tokens)
         self.scheduler = Scheduler(planner, replace(config, max_batched_tokens=most_tokens), clock)
+        if config.preemption != "recompute" and config.swap_bytes:
+            self.scheduler.preemption.swap = SwapSpace(runner.storages["request"], planner, config, clock)
         self.chunk_config = chunk_config
         self.config = config
         self.clock = clock
@@ -171,7 +175,8 @@ class Engine:
             prompt: with token ids.
             params: how to sample.
             request_id: a name of your own; None makes one up.
-            priority: higher runs first.
+            priority: higher runs first, from -100 to 100; whoever waits long goes first in the end all the same (see
+                `EngineConfig.priority_aging_seconds`).
             note: why this prompt was not composed, for its report.
             position_strategy: instead of the configured one.
             arrival_time: when it came, on the engine's clock; None: now.
@@ -180,6 +185,7 @@ class Engine:
             InvalidPrompt: the prompt does not fit the model or the strategy; see its subclasses.
             InvalidSampling: the parameters do not fit the model.
             QueueFull: too many requests wait.
+            InvalidPriority: a priority outside its range.
             EngineStopped: after `close`.
         """
         if not isinstance(params, SamplingParams):
@@ -287,6 +293,8 @@ class Engine:
             self._finish(sequence, news)
         if step.works:
             self._forward(step, news)
+        if step.restores:
+            self._restore(step)
         elif self.scheduler.fetching and self.keeper is not None:
             self.keeper.wait(_FETCH_SECONDS)
         for sequence in list(self.scheduler.running):
@@ -306,6 +314,8 @@ class Engine:
         self,
         prompt: Prompt,
         strategy: PositionStrategy | None,
+        if self.scheduler.preemption.swap is not None:
+            self.scheduler.preemption.swap.check_invariants()
         window: RollingWindow | None = None,
         *,
         chunks_only: bool = False,
@@ -341,7 +351,10 @@ class Engine:
         if request_id in self._requests:
             raise InvalidPrompt(f"a request {request_id!r} is under way already; choose another request_id")
         arrival_time = self.clock() if arrival_time is None else arrival_time
-        request = Request(request_id, prompt, layout, params, arrival_time, priority, note, window=window)
+        aging = self.config.priority_aging_seconds
+        request = Request(
+            request_id, prompt, layout, params, arrival_time, priority, note, aging_seconds=aging, window=window
+        )
         if params.structured_outputs is not None:
             request.grammar = self.grammars.compile(params.structured_outputs)
         sequence = self._new_sequence(request, 0)
@@ -379,6 +392,14 @@ class Engine:
         seconds = (self.clock() - begin) / step.num_tokens
         if self.keeper is not None:
             self.keeper.note_step(step.num_tokens, seconds * step.num_tokens)
+    def _restore(self, step: Step) -> None:
+        """Writes what comes back from the host, after the copies: what they copy may have been given up since."""
+        swap = self.scheduler.preemption.swap
+        assert swap is not None
+        self.runner.copy(step.copies)
+        step.copies.clear()
+        swap.write(step.restores)
+
         for work in step.works:
         if request.window is not None:
             room = MAX_TOKENS
@@ -387,6 +408,9 @@ class Engine:
             work.sequence.request.first_scheduled_time = work.sequence.request.first_scheduled_time or begin
             assert work.sequence.attachment is not None
             chunk = work.sequence.attachment.spans[work.span].chunk
+        if self.scheduler.preemption.swap is not None:
+            num_prefilled = sum(work.num_tokens for work in step.works if work.num_tokens > 1)
+            self.scheduler.preemption.swap.cost.note_step(step.num_tokens, num_prefilled, seconds * step.num_tokens)
             if chunk is not None and work.first + work.num_tokens == chunk.num_tokens:
                 self.planner.record_compute(chunk, spent[work.span] * 1e3)
                 if self.keeper is not None:

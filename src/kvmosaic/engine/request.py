@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvmosaic.engine.turns import turn_of
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.layout import Layout, RollingWindow
 from kvmosaic.prompt import Prompt, SegmentKind
@@ -29,6 +30,8 @@ class Request:
     """Why this prompt was not composed, if it was not."""
     grammar: Grammar | None = None
     """What the answers must follow, if `params.structured_outputs` say so."""
+    aging_seconds: float | None = None
+    """Waiting so long counts as much as one more step of priority; None: it never counts."""
     window: RollingWindow | None = None
     """What tokens see of question and answer, if `params.window_tokens` limit that."""
     answers: list[Answer] = field(default_factory=list)
@@ -43,9 +46,12 @@ class Request:
     """The prompt's text, if it was given as text. Joined once: every streamed output repeats it."""
     token_ids: tuple[int, ...] = field(init=False, repr=False)
     """All tokens of the prompt, in prompt order; put together once, for the same reason."""
+    turn: float = field(init=False, repr=False)
+    """Its place in the line; see `turn_of`."""
 
     def __post_init__(self) -> None:
         self.text = self.prompt.text
+        self.turn = turn_of(self.priority, self.arrival_time, self.aging_seconds)
         self.token_ids = tuple(token for span in self.layout.spans for token in span.token_ids)
 
     @property

@@ -2,8 +2,8 @@
 
 One step may hold the missing chunks of several requests, their questions, and one token for every answer under way: all
 rows of a step write their keys before any row reads, layer by layer, so a question may be computed in the same step as
-the chunks it sees. Running answers come first, then running prompts, then new requests in the order of priority and
-arrival. A chunk that several requests miss is computed by the first; the others wait for it.
+the chunks it sees. Running answers come first, then prompts, running and new ones, in the order of their rank: priority
+and arrival. A chunk that several requests miss is computed by the first; the others wait for it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from kvmosaic.cache import AttachedSpan, Planner
 from kvmosaic.config import EngineConfig
 from kvmosaic.engine.keeper import Keeper
+from kvmosaic.engine.preemption import Preemption
 from kvmosaic.engine.rolling import most_at_once
 from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.step import Step, Work
@@ -24,7 +25,7 @@ from kvmosaic.errors import ChunkCacheFull, KVMosaicError, OutOfBlocks, QuotaInU
 class Scheduler:
     """The sequences that wait and those that run, and the rule that turns them into steps.
 
-    Running sequences hold blocks; waiting ones hold nothing.
+    Running sequences hold blocks; waiting ones hold nothing, or what they had computed in the memory of the host.
     """
 
     def __init__(self, planner: Planner, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,7 +42,16 @@ class Scheduler:
         """The one that is being planned and attached at this moment."""
         self.is_paused = False
         """Whether nobody is taken in, so that those who run can end."""
-        self.num_preemptions = 0
+        self.preemption = Preemption(planner, config, clock)
+        self._passed_over: set[str] = set()
+        """Tenants that have no room in the step being assembled."""
+        self._is_full = False
+        """Whether nobody else can be taken into it."""
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a running sequence gave its blocks away, whatever for."""
+        return sum(self.preemption.counts.values())
 
     @property
     def num_waiting(self) -> int:
@@ -68,6 +78,8 @@ class Scheduler:
             self.fetching.remove(sequence)
         if self.keeper is not None:
             self.keeper.drop(sequence)
+        if self.preemption.swap is not None:
+            self.preemption.swap.drop(sequence)
         self._release(sequence)
         sequence.state = SequenceState.FINISHED
 
@@ -78,12 +90,15 @@ class Scheduler:
         self.planner.begin_step()
         budget = self.config.max_batched_tokens
         self._collect_fetched()
+        self._passed_over, self._is_full = set(), False
+        self._make_way()
         for sequence in sorted(self.running, key=lambda running: running.rank):
             is_answering = sequence.state is SequenceState.RUNNING and sequence.pending is not None
             if is_answering and budget and self._grow(sequence, step):
                 budget -= self._schedule_spans(sequence, budget, step)
-        for sequence in list(self.running):
+        for sequence in sorted(self.running, key=lambda running: running.rank):
             if sequence.state is SequenceState.RUNNING and not sequence.is_prefilled:
+                budget = self._admit(budget, step, before=sequence)
                 if sequence.must_roll and not (budget and self._grow(sequence, step, budget)):
                     continue
                 budget -= self._schedule_spans(sequence, budget, step)
@@ -99,18 +114,35 @@ class Scheduler:
                 self.fetching.remove(sequence)
                 self.waiting.add(sequence)
 
-    def _admit(self, budget: int, step: Step) -> None:
-        passed_over: set[str] = set()
-        while not self.is_paused and budget > 0 and len(self.running) < self.config.max_running:
-            sequence = self.admitting = self.waiting.first(passed_over)
-            if sequence is None:
-                return
+    def _make_way(self) -> None:
+        """Has running sequences give way to a waiting one of much higher priority, if that makes room for it."""
+        waiting = None if self.is_paused else self.waiting.first()
+        if waiting is None:
+            return
+        for sequence in self.preemption.make_way(waiting, self.running):
+            self._preempt(sequence)
+            sequence.num_worked_before = sequence.num_worked
+
+    def _admit(self, budget: int, step: Step, before: Sequence | None = None) -> int:
+        """Takes in those that wait, in the order of their rank; returns what is left of the budget.
+
+        Args:
+            budget: tokens that the step may still have.
+            step: the one being assembled.
+            before: a running one that is computed next; only those that come before it.
+        """
+        while not self.is_paused and budget > 0 and len(self.running) < self.config.max_running and not self._is_full:
+            sequence = self.waiting.first(self._passed_over)
+            if sequence is None or (before is not None and sequence.rank >= before.rank):
+                return budget
+            self.admitting = sequence
             begin = self.clock()
             prompt = sequence.request.prompt
             plan = self.planner.plan(sequence.layout, prompt.salt, prompt.tenant)
             if self.keeper is not None:
                 if self.fetching and not self.keeper.has_room(sequence, plan):
-                    return  # those who fetch go on soon, and then it has its turn
+                    self._is_full = True
+                    return budget  # those who fetch go on soon, and then it has its turn
                 if self.keeper.begin(sequence, plan):
                     self.waiting.remove(sequence)
                     self.fetching.append(sequence)
@@ -119,10 +151,11 @@ class Scheduler:
                 attachment = self.planner.attach(plan)
             except OutOfBlocks as error:
                 if self.running and isinstance(error, QuotaInUse):
-                    passed_over.add(prompt.tenant)  # the others need not wait for this tenant
+                    self._passed_over.add(prompt.tenant)  # the others need not wait for this tenant
                     continue
                 if self.running:
-                    return
+                    self._is_full = True
+                    return budget
                 self._refuse(sequence, RequestTooLarge(f"the request cannot run even alone: {error}"), step)
                 continue
             except (ChunkCacheFull, RequestTooLarge) as error:
@@ -134,8 +167,11 @@ class Scheduler:
             if self.keeper is not None:
                 self.keeper.finish(sequence)
             self.start(sequence)
+            if self.preemption.swap is not None and (restore := self.preemption.swap.restore(sequence)) is not None:
+                step.restores.append(restore)
             budget -= self._schedule_spans(sequence, budget, step)
 
+        return budget
     def _refuse(self, sequence: Sequence, error: KVMosaicError, step: Step) -> None:
         """Takes out a sequence that has no room: one with an answer ends there, one without has failed."""
         self.remove(sequence)
@@ -169,6 +205,7 @@ class Scheduler:
             self.planner.advance(attachment, index, count)
             taken += count
         return taken
+        sequence.num_worked += taken
 
     def _grow(self, sequence: Sequence, step: Step, budget: int = 1) -> bool:
         """Makes room for the token sampled last, if need be by preempting others; False if it cannot run now.
@@ -187,7 +224,7 @@ class Scheduler:
             try:
                 step.copies.extend(self.planner.extend(attachment, token_ids, is_private=oldest is not None))
             except OutOfBlocks:
-                victim = self._victim(sequence, step)
+                victim = self.preemption.victim(sequence, self.running, step)
                 if victim is None and self.planner.holds_copies(attachment):
                     victim = sequence  # it comes back with fewer blocks
                 if victim is None:
@@ -203,16 +240,9 @@ class Scheduler:
     def _most_rolled(self, sequence: Sequence) -> int:
         return most_at_once(sequence.window, self.planner.request_pool.block_size) if sequence.window else 1
 
-    def _victim(self, sequence: Sequence, step: Step) -> Sequence | None:
-        """The running sequence that gives up its blocks: the last in rank that is not in this step yet."""
-        busy = {id(work.sequence) for work in step.works}
-        free = [other for other in self.running if id(other) not in busy]
-        victim = max(free, key=lambda other: other.rank)
-        return None if victim is sequence and len(self.running) == 1 else victim
-
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes the blocks of a running sequence; its tokens are computed again later."""
-        self.num_preemptions += 1
+        """Takes the blocks of a running sequence; its tokens are brought back or computed again later."""
+        self.preemption.save(sequence)
         self.running.remove(sequence)
         self._release(sequence)
         sequence.preempted()

@@ -55,6 +55,10 @@ class Sequence:
         """When the last of them were asked for, on the engine's clock."""
         self.tier_names: dict[int, str] = {}
         """By span: the tier that it was loaded from."""
+        self.num_worked = 0
+        """Tokens computed for it so far, those that were computed again included."""
+        self.num_worked_before = 0
+        """The same when it last gave way to a higher priority."""
         self.window = request.window
         self._num_head = 0
         """Tokens that were attached first."""
@@ -63,9 +67,14 @@ class Sequence:
         self._view_reads: dict[int, tuple[RunRead, ...]] = {}
 
     @property
-    def rank(self) -> tuple[int, float, int]:
+    def rank(self) -> tuple[float, float, int]:
         """Smaller runs first."""
-        return (-self.request.priority, self.request.arrival_time, self.answer.index)
+        return (self.request.turn, self.request.arrival_time, self.answer.index)
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens that the answer may still have, as far as that is limited."""
+        return max((self.answer.rules.max_tokens or 0) - self.answer.num_tokens, 0)
 
     @property
     def layout(self) -> Layout:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvmosaic.cache import BlockCopy
 from kvmosaic.engine.sequence import Sequence
+from kvmosaic.engine.swap_space import Restore
 from kvmosaic.errors import KVMosaicError
 
 
@@ -27,6 +28,8 @@ class Step:
 
     works: list[Work] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+    restores: list[Restore] = field(default_factory=list)
+    """What comes back from the host, to be written after the copies."""
     failed: list[tuple[Sequence, KVMosaicError]] = field(default_factory=list)
     ended: list[Sequence] = field(default_factory=list)
     """Sequences that must end because they are alone and have no room to grow."""

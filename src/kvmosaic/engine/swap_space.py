@@ -1,0 +1,143 @@
+"""Swap space: what answers that gave way had computed, in the memory of the host until they go on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from kvmosaic.cache import BlockId, Planner
+from kvmosaic.cache.yielding import own_blocks
+from kvmosaic.config import EngineConfig
+from kvmosaic.engine.sequence import Sequence
+from kvmosaic.engine.swap_cost import SwapCost
+from kvmosaic.memory import BlockStorage, ChunkTensors
+
+logger = logging.getLogger("kvmosaic")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedTokens:
+    """Keys and values of neighbouring tokens of the last span of a sequence."""
+
+    first: int
+    """Number of the first of them; a block begins with it."""
+    num_tokens: int
+    layers: ChunkTensors
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Restore:
+    """Keys and values to be written into blocks before a step computes."""
+
+    block_ids: Seq[BlockId]
+    layers: ChunkTensors
+    num_bytes: int
+
+
+class SwapSpace:
+    """Takes the blocks of a sequence that only it reads, and brings them back bit by bit as they were.
+
+        running     question + answer in blocks of the request pool
+                        │ gives way: save                        ▲ restore, `write` before the step computes
+                        ▼                                        │
+        waiting     copied into the memory of the host, at most `swap_space` bytes
+
+    Chunks and prefixes that others read are not copied: they stay in their caches, or are computed again. So do blocks
+    that the prefix cache still has when the sequence goes on. A text with a rolling window is always computed again.
+
+    Invariant: num_bytes == bytes of what is saved, 0 when nobody waits.
+    Always safe: dropping what was not saved, or twice.
+    """
+
+    def __init__(
+        self,
+        storage: BlockStorage,
+        planner: Planner,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """An empty space for blocks of the request pool, whose tensors `storage` has."""
+        self.num_bytes = 0
+        self.moved_bytes = {"out": 0, "in": 0}
+        """Copied to the host, and back, so far."""
+        self.cost = SwapCost()
+        self._storage = storage
+        self._planner = planner
+        self._choice = config.preemption
+        self._most_bytes = config.swap_bytes
+        self._clock = clock
+        self._bytes_per_token = storage.bytes_per_block // storage.block_size
+        self._saved: dict[Sequence, SavedTokens] = {}
+
+    def save(self, sequence: Sequence) -> bool:
+        """Copies what a running sequence has computed to the host, if that is allowed and worth it; returns whether.
+
+        It still holds its blocks. What cannot be copied is computed again, so nothing that goes wrong here matters.
+        """
+        attachment = sequence.attachment
+        assert attachment is not None and sequence not in self._saved
+        span = attachment.last
+        if self._choice == "recompute" or span.chunk is not None or sequence.request.window is not None:
+            return False
+        first_block, size = own_blocks(attachment), self._storage.block_size
+        first = first_block * size
+        num_tokens = span.computed - first
+        num_bytes = num_tokens * self._bytes_per_token
+        if num_tokens <= 0 or self.num_bytes + num_bytes > self._most_bytes:
+            return False
+        if self._choice == "auto" and not self.cost.is_worth(num_tokens, num_bytes):
+            return False
+        begin = self._clock()
+        try:
+            layers = self._storage.read_chunk(span.table.block_ids[first_block:], num_tokens)
+        except Exception:
+            logger.exception("the blocks of an answer could not be copied to the host; it is computed again")
+            return False
+        self.cost.note_out(num_bytes, self._clock() - begin)
+        if self._choice == "auto" and not self.cost.is_worth(num_tokens, num_bytes):
+            return False  # that was the first measurement
+        self._saved[sequence] = SavedTokens(first, num_tokens, layers, num_bytes)
+        self.num_bytes += num_bytes
+        self.moved_bytes["out"] += num_bytes
+        return True
+
+    def restore(self, sequence: Sequence) -> Restore | None:
+        """What is to be written into the blocks of a sequence that was just attached; its tokens count as computed.
+
+        None if nothing was saved, or it is of no use any more: what lies before it is gone, or all of it was found.
+        """
+        saved, attachment = self._saved.get(sequence), sequence.attachment
+        assert attachment is not None
+        self.drop(sequence)
+        span, size = attachment.last, self._storage.block_size
+        if saved is None or not saved.first <= span.computed < saved.first + saved.num_tokens:
+            return None
+        end = saved.first + saved.num_tokens
+        first_block = span.computed // size
+        skipped = first_block * size - saved.first
+        layers = [(keys[skipped:], None if values is None else values[skipped:]) for keys, values in saved.layers]
+        self._planner.advance(attachment, len(attachment.spans) - 1, end - span.computed)
+        num_bytes = (saved.num_tokens - skipped) * self._bytes_per_token
+        return Restore(span.table.block_ids[first_block:], layers, num_bytes)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forgets what was saved of a sequence; safe for one of which nothing was."""
+        saved = self._saved.pop(sequence, None)
+        if saved is not None:
+            self.num_bytes -= saved.num_bytes
+
+    def write(self, restores: Seq[Restore]) -> None:
+        """Writes what is to be restored, before the step that needs it computes."""
+        for restore in restores:
+            begin = self._clock()
+            self._storage.write_chunk(restore.block_ids, restore.layers)
+            self.cost.note_in(restore.num_bytes, self._clock() - begin)
+            self.moved_bytes["in"] += restore.num_bytes
+
+    def check_invariants(self) -> None:
+        """Checks the bytes against what is saved."""
+        assert self.num_bytes == sum(saved.num_bytes for saved in self._saved.values()) <= self._most_bytes

@@ -1,0 +1,49 @@
+"""Turns: whose request comes first, by priority and by how long it waits."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvmosaic.errors import InvalidPriority
+
+MAX_PRIORITY = 100
+"""Of a request, up and down."""
+PriorityClass = Literal["low", "normal", "high"]
+PRIORITY_CLASSES: tuple[PriorityClass, ...] = ("low", "normal", "high")
+
+
+def check_priority(priority: object) -> int:
+    """The priority of a request itself, if it may have it.
+
+    Raises:
+        InvalidPriority: not a whole number between -100 and 100.
+    """
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+        raise InvalidPriority(
+            f"the priority of a request is a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY} (0 by default, higher "
+            f"runs first), got {priority!r:.80}"
+        )
+    return priority
+
+
+def turn_of(priority: int, arrival_time: float, aging_seconds: float | None) -> float:
+    """The place of a request in the line; the smallest comes first.
+
+        effective priority = priority + seconds waited / aging_seconds
+
+    All that wait age alike. So their order does not change while they wait, and this number, which does not change
+    either, stands for it:
+
+        turn = arrival_time - aging_seconds * priority
+
+    A request never stands behind one that comes more than aging_seconds * (difference of their priorities) later.
+    Without aging (None) the turn is the priority alone, and whoever has a low one may wait for ever.
+    """
+    if aging_seconds is None:
+        return float(-priority)
+    return arrival_time - aging_seconds * priority
+
+
+def class_of(priority: int) -> PriorityClass:
+    """In which of three classes a priority is counted: metrics must not have a label per number."""
+    return "low" if priority < 0 else "high" if priority > 0 else "normal"

@@ -1,0 +1,51 @@
+"""Victims: which running sequences give way, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvmosaic.engine.sequence import Sequence
+
+AGE_SECONDS = 60.0
+"""A request that came so long ago counts as half as old as can be."""
+SIZE_TOKENS = 4_096
+"""Tokens of its own from which a sequence counts as large as can be."""
+
+
+def worth(sequence: Sequence, now: float) -> float:
+    """How much a running sequence should stay; the lowest gives way first.
+
+        worth = 0.4 priority + 0.3 progress + 0.2 age - 0.1 size          each from 0 to 1
+
+        priority    of the request: 0 is 0.5, higher ones go towards 1, lower ones towards 0
+        progress    the part of its tokens that is computed, those that it may still answer included: what is nearly
+                    done is soon out of the way by itself
+        age         since the request came
+        size        tokens of question and answer (or of the plain prompt), which giving way frees
+
+    It weighs what the eviction policy `priority` weighs for chunks. There, age is time without use.
+    """
+    attachment = sequence.attachment
+    assert attachment is not None
+    priority = sequence.request.priority
+    wanted = 0.5 + 0.5 * priority / (1 + abs(priority))
+    computed = sum(span.num_computed for span in attachment.spans)
+    total = sum(span.num_tokens for span in attachment.spans) + sequence.num_tokens_left
+    waited = max(now - sequence.request.arrival_time, 0.0)
+    size = min(attachment.last.num_tokens / SIZE_TOKENS, 1.0)
+    return 0.4 * wanted + 0.3 * computed / total + 0.2 * waited / (waited + AGE_SECONDS) - 0.1 * size
+
+
+def in_order(sequences: Iterable[Sequence], now: float) -> list[Sequence]:
+    """Running sequences, those that give way first in front; of equal ones the last in rank."""
+    return sorted(sequences, key=lambda sequence: (worth(sequence, now), *(-part for part in sequence.rank)))
+
+
+def is_resting(sequence: Sequence) -> bool:
+    """Whether a sequence may not be made to give way to a higher priority now.
+
+    It may when it has been computed for twice as many tokens as at the last time, all of its computing counted. So
+    each time it gets twice as far, and however many requests of high priority come, no more than about two thirds of
+    all that is computed for it is computed in vain.
+    """
+    return sequence.num_worked < 2 * sequence.num_worked_before
