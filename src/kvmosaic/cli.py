@@ -39,6 +39,7 @@ from kvmosaic.console.options import (
     Threads,
     Timeout,
 )
+from kvmosaic.console.plan_command import plan
 from kvmosaic.errors import KVMosaicError
 
 
@@ -156,33 +157,7 @@ def run(
     run_prompts(opening, asking, SamplingParams(max_tokens=max_tokens, temperature=temperature), as_json)
 
 
-@app.command()
-def plan(
-    model: Model = "reader",
-    prompt: PromptText = None,
-    documents: Documents = None,
-    question: Questions = None,
-    system: System = None,
-    separator: Separator = "##",
-    position_strategy: Strategy = "shared",
-    chunk_context: ContextKind = "system",
-    long_chunks: LongChunks = "error",
-    capacity: Capacity = "2GiB",
-    dtype: DType = "auto",
-    device: Device = "auto",
-) -> None:
-    """Show how a prompt would be composed and what memory it takes, without answering it."""
-    from kvmosaic.console.asking import Asking, check_model_is_not_a_prompt
-
-    model, prompt = ("reader", "-") if model == "-" else (model, prompt)
-    check_model_is_not_a_prompt("plan", model, separator, is_asked=bool(prompt or question))
-    asking = Asking(prompt, documents, tuple(question or ()), system)
-
-    from kvmosaic.console.opening import Opening
-    from kvmosaic.console.planning import show_plans
-
-    opening = Opening(model, dtype, device, position_strategy, chunk_context, separator, long_chunks, capacity)
-    show_plans(opening, asking)
+app.command()(plan)
 
 
 @app.command()

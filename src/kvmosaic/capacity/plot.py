@@ -1,0 +1,72 @@
+"""Drawing a plan: documents found and time to the first token, by memory of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvmosaic.capacity.first_token import FirstToken
+from kvmosaic.capacity.plan import CapacityPlan
+from kvmosaic.capacity.popularity import drawn_together, hit_rate, zipf_ranks
+from kvmosaic.errors import InvalidConfig
+
+_POINTS = 60
+_SIZE = (7.0, 4.2)
+
+
+def by_memory(plan: CapacityPlan, points: int = _POINTS) -> list[tuple[int, float, float]]:
+    """Bytes of a device, documents found on it, and seconds to the first token, without tiers.
+
+    From a device that holds one document to one that holds all of them (or four times the planned one).
+    """
+    demand, room = plan.demand, plan.room
+    fixed = room.weight_bytes + room.headroom_bytes + room.request_bytes
+    most = min(fixed + demand.documents * room.document_bytes, 4 * room.device_bytes)
+    first = FirstToken(plan.model, plan.speed, demand)
+    ranks = drawn_together(zipf_ranks(demand.documents, demand.zipf), demand.documents_per_prompt)
+    low, high = fixed + room.document_bytes, max(most, fixed + 2 * room.document_bytes)
+    found = []
+    for number in range(points):
+        num_bytes = low + (high - low) * number // (points - 1)
+        rate = hit_rate(ranks, min(demand.documents, (num_bytes - fixed) // room.document_bytes))
+        found.append((num_bytes, rate, first.expected_seconds(rate)))
+    return found
+
+
+def save_plot(plan: CapacityPlan, path: Path) -> None:
+    """Writes a PNG, SVG or PDF, by the ending of the name. Needs matplotlib.
+
+    Raises:
+        InvalidConfig: matplotlib is missing, or it draws no such files.
+    """
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise InvalidConfig(f"a plot is a .png, .svg or .pdf file, got {path.name[:80]!r}")
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InvalidConfig("plots need matplotlib; pip install 'kvmosaic[bench]', or leave out the plot") from error
+    figure = FigureCanvasAgg(Figure(figsize=_SIZE, layout="constrained")).figure
+    left = figure.add_subplot()
+    right = left.twinx()
+    sizes, rates, seconds = zip(*by_memory(plan), strict=True)
+    gib = _gib(sizes)
+    left.plot(gib, [100 * rate for rate in rates], color="C0")
+    right.plot(gib, [1e3 * each for each in seconds], color="C1")
+    left.axvline(plan.room.device_bytes / 2**30, color="black", linestyle=":", linewidth=1)
+    left.set_xlabel("memory of the device, GiB (dotted: planned)")
+    left.set_ylabel("documents found, %", color="C0")
+    right.set_ylabel("first token, ms", color="C1")
+    left.set_ylim(0, 100)
+    right.set_ylim(bottom=0)
+    demand = plan.demand
+    left.set_title(
+        f"{plan.model.name}: {demand.documents:,} documents of {demand.tokens_per_document:,} tokens, "
+        f"zipf {demand.zipf:g}\n{plan.speed.source.partition(':')[0]}",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=130)
+
+
+def _gib(sizes: Sequence[int]) -> list[float]:
+    return [size / 2**30 for size in sizes]
