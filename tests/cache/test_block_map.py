@@ -12,17 +12,17 @@ FREE, IDLE, IN_USE, SHARED, PINNED = BlockState
 
 
 def test_every_block_says_what_it_does():
-    planner = make_planner(request_blocks=6, chunk_blocks=5)
+    planner = make_planner(request_blocks=7, chunk_blocks=5)
     assert planner.block_map().chunk_cache == bytes([FREE] * 5)
     warmed(planner, layout_of(SYSTEM, [DOC_A, DOC_B], QUESTION, names=["a", "b"]))
     assert planner.block_map().chunk_cache == bytes([IDLE, IDLE, IDLE, FREE, FREE])
-    assert sorted(planner.block_map().request) == [FREE] * 3 + [IDLE] * 3, "2 of the system prompt, 1 of the question"
+    assert sorted(planner.block_map().request) == [FREE] * 3 + [IDLE] * 4, "2 of the system prompt, 2 of the question"
     first = planner.attach(planner.plan(layout_of(SYSTEM, [DOC_A], QUESTION)))
     assert planner.block_map().chunk_cache == bytes([IN_USE, IDLE, IDLE, FREE, FREE])
-    assert sorted(planner.block_map().request) == [FREE, IDLE] + [IN_USE] * 4
+    assert sorted(planner.block_map().request) == [FREE] + [IDLE] * 2 + [IN_USE] * 4
     second = planner.attach(planner.plan(layout_of(SYSTEM, [DOC_A], [9])))
     assert planner.block_map().chunk_cache == bytes([SHARED, IDLE, IDLE, FREE, FREE])
-    assert sorted(planner.block_map().request) == [IDLE] + [IN_USE] * 3 + [SHARED] * 2
+    assert sorted(planner.block_map().request) == [IDLE] * 2 + [IN_USE] * 3 + [SHARED] * 2
     planner.pin("b")
     assert planner.block_map().chunk_cache == bytes([SHARED, PINNED, PINNED, FREE, FREE])
     planner.delete("a", when_idle=True)

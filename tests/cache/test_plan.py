@@ -68,17 +68,24 @@ def test_tenants_share_nothing():
     assert planner.plan(layout_of(SYSTEM, [DOC_A], QUESTION), "one").reused_tokens == 11
 
 
-def test_a_plain_prompt_reuses_its_longest_known_beginning_in_full_blocks():
+def test_a_plain_prompt_reuses_its_longest_known_beginning_to_the_token():
     planner = make_planner()
     warmed(planner, plain([1, 2, 3, 4, 5, 6, 7, 8, 9]))
     assert summary(planner.plan(plain([1, 2, 3, 4, 5, 6, 7, 8, 9]))) == [("plain", "compute", 9, 8, 0)]
-    assert summary(planner.plan(plain([1, 2, 3, 4, 5, 0, 7, 8, 9]))) == [("plain", "compute", 9, 4, 0)]
+    longer = planner.plan(plain([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]))
+    assert summary(longer) == [("plain", "compute", 11, 9, 0)] and longer.spans[0].num_copied == 1
+    other = planner.plan(plain([1, 2, 3, 4, 5, 0, 7, 8, 9]))
+    assert summary(other) == [("plain", "compute", 9, 5, 0)] and other.spans[0].num_copied == 1
+    assert planner.plan(plain([1, 2, 3, 0])).reused_tokens == 0, "3 tokens at the very beginning are not worth a copy"
+    short = make_planner()
+    warmed(short, plain([1, 2, 3]))
+    assert short.plan(plain([1, 2, 3, 4])).reused_tokens == 3, "unless they are all that is known"
 
 
 def test_at_least_one_token_of_the_last_span_is_computed():
     planner = make_planner()
     warmed(planner, plain([1, 2, 3, 4, 5, 6, 7, 8]))
-    assert summary(planner.plan(plain([1, 2, 3, 4, 5, 6, 7, 8]))) == [("plain", "compute", 8, 4, 0)]
+    assert summary(planner.plan(plain([1, 2, 3, 4, 5, 6, 7, 8]))) == [("plain", "compute", 8, 7, 0)]
     small = make_planner(block_size=1)
     warmed(small, layout_of([1], [], [2]))
     assert summary(small.plan(layout_of([1], [], [2])))[-1] == ("question", "compute", 1, 0, 0)
@@ -92,10 +99,22 @@ def test_a_warm_up_that_ends_with_a_known_chunk_computes_nothing():
     assert planner.plan(layout_of(SYSTEM, [DOC_B], QUESTION)).computed_tokens == 3
 
 
-def test_a_system_prompt_and_a_plain_prompt_that_begin_alike_share_full_blocks():
+def test_a_plain_prompt_begins_with_what_is_known_of_a_system_prompt():
     planner = make_planner()
     warmed(planner, layout_of(SYSTEM, [], QUESTION))
-    assert summary(planner.plan(plain([*SYSTEM, 7, 7, 7]))) == [("plain", "compute", 9, 4, 0)]
+    assert summary(planner.plan(plain([*SYSTEM, 7, 7, 7]))) == [("plain", "compute", 9, 6, 0)]
+
+
+def test_a_system_prompt_shares_the_block_of_a_plain_prompt_that_begins_with_its_end():
+    planner = make_planner()
+    warmed(planner, plain([*SYSTEM, 7, 7, 7]))
+    attachment = planner.attach(planner.plan(layout_of(SYSTEM, [], QUESTION)))
+    assert (attachment.spans[0].action, attachment.copies) == ("reuse", [])
+    assert attachment.spans[0].table.num_tokens == 6 and planner.request_pool.num_shared == 2
+    compute_all(planner, attachment)
+    planner.check_invariants()
+    planner.release(attachment)
+    planner.check_invariants()
 
 
 def test_a_question_behind_the_same_chunks_in_another_order_reuses_its_own_blocks():

@@ -69,6 +69,8 @@ class Walk:
             self.seen[type(error).__name__] += 1
             assert state_of(self.planner) == before
             return
+        self.seen["copied when attached"] += len(attachment.copies)
+        self.memory.copy(self.planner.request_pool, attachment.copies)
         self.seen["evicted"] = self.planner.statistics().evictions
         tokens = [list(span.token_ids) for span in layout.spans]
         self.readers.append(Reader(layout, salt, attachment, self.memory.expected(layout, salt), tokens))
@@ -99,6 +101,7 @@ class Walk:
             self.start(between_steps=False)
         for reader, index, first, count in writes:
             self.memory.write(reader.attachment.spans[index], first, reader.expected[index][first : first + count])
+        self.planner.end_step()
 
     def fail_step(self) -> None:
         """A forward that fails half-way: what it wrote is wrong and must never be read."""
@@ -107,6 +110,7 @@ class Walk:
             self.memory.write(reader.attachment.spans[index], first, ["wrong"] * count)
         for reader in {id(write[0]): write[0] for write in writes}.values():
             self.planner.forget(reader.attachment)
+        self.planner.end_step()
 
     def replan_stale(self) -> None:
         stale = [reader for reader in self.readers if reader.attachment.is_stale]
@@ -210,7 +214,8 @@ def test_random_walk_keeps_every_invariant_and_reads_back_what_was_written(steps
         walk.one_step()
     if steps == 10_000:
         expected = {"start", "run_step", "fail_step", "answer", "fork", "stop", "pin", "delete", "reset"}
-        expected |= {"reuse", "compute", "wait", "copied", "replanned", "extend refused", "evicted"}
+        expected |= {"reuse", "compute", "wait", "copied", "copied when attached", "replanned"}
+        expected |= {"extend refused", "evicted"}
         expected |= {"OutOfBlocks", "ChunkCacheFull", "ChunkInUse", "UnknownChunk"}
         assert expected <= {name for name, count in walk.seen.items() if count}, "the walk has met every situation"
     for reader in walk.readers:

@@ -93,6 +93,7 @@ def compute_all(planner: Planner, attachment: Attachment) -> None:
     for span in attachment.spans:
         if span.chunk is None or span.is_owner:
             planner.advance(attachment, span.index, span.num_tokens - span.num_computed)
+    planner.end_step()
 
 
 def warmed(planner: Planner, layout: Layout, salt: str = "", tenant: str = "") -> None:

@@ -383,10 +383,10 @@ def test_an_attach_that_fails_half_way_gives_everything_back(monkeypatch):
     attacher = engine.planner._attacher
     attach = attacher._attach_prefix
 
-    def failing_attach(plan, span, here):
+    def failing_attach(plan, span, *rest):
         if span.index == len(plan.spans) - 1:
             raise KeyboardInterrupt
-        return attach(plan, span, here)
+        return attach(plan, span, *rest)
 
     monkeypatch.setattr(attacher, "_attach_prefix", failing_attach)
     engine.add_request(ask(0, 1, 2), GREEDY)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvmosaic.cache.attachment import AttachedSpan, Attachment
-from kvmosaic.cache.block_table import BlockTable
+from kvmosaic.cache.block_table import BlockCopy, BlockTable
 from kvmosaic.cache.chunk import Chunk
 from kvmosaic.cache.chunk_index import ChunkIndex
 from kvmosaic.cache.keys import Key, KeyChain
 from kvmosaic.cache.lookup import Found, is_closed
 from kvmosaic.cache.plan import Action, Plan, SpanPlan
-from kvmosaic.cache.prefix_cache import PrefixCache
-from kvmosaic.cache.room import Room
+from kvmosaic.cache.prefix_cache import PrefixCache, PrefixEntry
+from kvmosaic.cache.room import Need, Room
 from kvmosaic.cache.statistics import Counters
 from kvmosaic.cache.twins import sees_only_system
+from kvmosaic.errors import OutOfBlocks
 
 
 class Attacher:
@@ -34,39 +35,55 @@ class Attacher:
             found: what its spans find in the caches now.
             chain: makes the keys of what will be registered.
         """
-        need = self._room.check(plan, found)
+        need = self._need(plan, found)
         for here in found:
-            self._prefix.hold(here.entries)
-            self._prefix.pool.retain(entry.block_id for entry in here.entries)
+            self._prefix.hold(_held(here))
+            self._prefix.pool.retain(entry.block_id for entry in _held(here))
         known: dict[Key, Chunk] = {here.chunk.key: here.chunk for here in found if here.chunk is not None}
         for chunk in known.values():
             self._chunks.hold(chunk)
-        held, spans = dict(known), list[AttachedSpan]()
+        held, spans, copies = dict(known), list[AttachedSpan](), list[BlockCopy]()
         try:
             self._room.make(need)
             for span, here in zip(plan.spans, found, strict=True):
                 if span.is_chunk:
                     spans.append(self._attach_chunk(plan, span, held))
                 else:
-                    spans.append(self._attach_prefix(plan, span, here))
+                    spans.append(self._attach_prefix(plan, span, here, copies))
         except BaseException:
-            self._detach(spans, found[len(spans) :], held, known)
+            self._detach(spans, found, held, known)
             raise
+        for here in found:
+            for entry in _held(here):
+                entry.hits += 1
+            if here.source is not None:
+                self._prefix.leave((here.source,))  # the step copies it before anything is written
         for chunk in known.values():
             self._chunks.pin_if_kept(chunk)
-        return Attachment(plan.layout, plan.salt, plan.tenant, spans, chain)
+        return Attachment(plan.layout, plan.salt, plan.tenant, spans, chain, copies)
+
+    def _need(self, plan: Plan, found: Sequence[Found]) -> Need:
+        """What the plan takes; where there is no room to hold blocks while they are copied, none are."""
+        try:
+            return self._room.check(plan, found)
+        except OutOfBlocks:
+            if all(here.source is None for here in found):
+                raise
+            for here in found:
+                here.source, here.num_copied = None, 0
+            return self._room.check(plan, found)
 
     def _detach(
-        self, spans: Sequence[AttachedSpan], rest: Sequence[Found], held: dict[Key, Chunk], known: dict[Key, Chunk]
+        self, spans: Sequence[AttachedSpan], found: Sequence[Found], held: dict[Key, Chunk], known: dict[Key, Chunk]
     ) -> None:
         """Undoes an attach that failed half way."""
         for span in spans:
             if span.chunk is None:
                 span.table.release()
-                self._prefix.leave(span.entries)
-        for here in rest:
-            self._prefix.pool.release([entry.block_id for entry in here.entries])
-            self._prefix.leave(here.entries)
+        for here in found[len(spans) :]:
+            self._prefix.pool.release([entry.block_id for entry in _held(here)])
+        for here in found:
+            self._prefix.leave(_held(here))
         for key, chunk in held.items():
             if key not in known:
                 self._chunks.abandon(chunk)
@@ -101,13 +118,14 @@ class Attacher:
             has_twin=has_twin,
         )
 
-    def _attach_prefix(self, plan: Plan, span: SpanPlan, here: Found) -> AttachedSpan:
+    def _attach_prefix(self, plan: Plan, span: SpanPlan, here: Found, copies: list[BlockCopy]) -> AttachedSpan:
         pool, closed = self._prefix.pool, is_closed(plan.layout, span.index)
-        reused = min(len(here.entries) * pool.block_size, span.num_tokens)
-        block_ids = [entry.block_id for entry in here.entries]
+        reused = min(len(here.entries) * pool.block_size, span.num_tokens) + here.num_copied
+        block_ids = [entry.block_id for entry in _held(here)]
         table = BlockTable.adopt(pool, block_ids, reused, grows=not closed)
-        copies = table.append(span.num_tokens - reused)
-        assert not copies, "reused blocks are full, or the span is complete"
+        new = table.append(span.num_tokens - reused)
+        assert len(new) == (here.source is not None), "nothing is written into a block that others may read"
+        copies += new
         self._counters.prefix_lookup_tokens += span.num_tokens
         self._counters.prefix_hit_tokens += reused
         action: Action = "reuse" if reused == span.num_tokens else "compute"
@@ -122,3 +140,8 @@ class Attacher:
             computed=reused,
             entries=here.entries,
         )
+
+
+def _held(here: Found) -> list[PrefixEntry]:
+    """The prefix entries that attaching holds: those that it shares, and the one that is copied."""
+    return here.entries if here.source is None else [*here.entries, here.source]

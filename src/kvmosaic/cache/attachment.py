@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvmosaic.cache.block_table import BlockTable
+from kvmosaic.cache.block_table import BlockCopy, BlockTable
 from kvmosaic.cache.chunk import Chunk
 from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain
 from kvmosaic.cache.plan import Action
@@ -39,6 +39,8 @@ class AttachedSpan:
     """Nothing will be written behind its tokens."""
     computed: int = 0
     """Tokens computed, for spans that are not chunks; read `num_computed`."""
+    computed_step: int = -1
+    """The step that computes the last of them; -1: none did."""
     entries: list[PrefixEntry] = field(default_factory=list, repr=False)
     """The prefix entries of its first blocks, all held."""
     registered: list[PrefixEntry] = field(default_factory=list, repr=False)
@@ -78,13 +80,35 @@ class AttachedSpan:
             tokens = bytes(self.tokens[index * width : (index + 1) * width])
             parent = self.entries[-1] if self.entries else None
             key = chain.extend_encoded(parent.key if parent else self.root, tokens)
-            entry, is_new = prefix.register(key, self.root, parent, tokens, self.table.block_ids[index])
+            entry, is_new = prefix.register(key, self.root, parent, tokens, self.table.block_ids[index], step)
             if entry is None:
                 self.is_unregistrable = True
                 return
             self.entries.append(entry)
             if is_new:
                 self.registered.append(entry)
+
+    def register_tail(self, prefix: PrefixCache, chain: KeyChain, step: int) -> None:
+        """Makes the partly filled last block of a span that grows no further known, with the tokens that are computed.
+
+        A conversation that goes on finds it; one that goes on in another way takes a copy of what is alike. A block
+        that somebody else still reads (another answer to the same prompt) is left to the last of them.
+        """
+        pool = self.table.pool
+        size = pool.block_size
+        first = len(self.entries) * size
+        is_known_before = not self.is_unregistrable and not (self.entries and self.entries[-1].is_dropped)
+        if not is_known_before or not first < self.computed < first + size:
+            return
+        block_id = self.table.block_ids[len(self.entries)]
+        if pool.reference_count(block_id) > 1:
+            return
+        tokens = bytes(self.tokens[first * TOKEN_BYTES : self.computed * TOKEN_BYTES])
+        parent = self.entries[-1] if self.entries else None
+        key = chain.extend_encoded(parent.key if parent else self.root, tokens)
+        entry, _ = prefix.register(key, self.root, parent, tokens, block_id, step)
+        if entry is not None:
+            self.entries.append(entry)
 
     def fork(self, prefix: PrefixCache) -> AttachedSpan:
         """The same span for a second holder; a chunk's user is counted by the caller."""
@@ -99,8 +123,10 @@ class AttachedSpan:
             chunk=self.chunk,
             is_closed=self.is_closed,
             computed=self.computed,
+            computed_step=self.computed_step,
             entries=self.entries.copy(),
             is_unregistrable=self.is_unregistrable,
+            num_left=self.num_left,
         )
 
 
@@ -113,6 +139,8 @@ class Attachment:
     tenant: str
     spans: list[AttachedSpan]
     chain: KeyChain = field(repr=False)
+    copies: list[BlockCopy] = field(default_factory=list)
+    """Blocks to copy before anything of the step in which it was attached is written."""
     is_released: bool = False
     is_forgotten: bool = False
     """A step failed with it: `release` is all that is left to do."""
@@ -126,7 +154,6 @@ class Attachment:
     def is_stale(self) -> bool:
         """Whether something it reads was given up: release it and plan again.
 
-            num_left=self.num_left,
         That is a chunk which was abandoned, or a prefix block whose step failed.
         """
         return self.is_forgotten or any(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvmosaic.cache.chunk import Chunk
@@ -20,7 +20,12 @@ class Found:
     """What a span of a plan finds in the caches now."""
 
     entries: list[PrefixEntry] = field(default_factory=list)
+    """The blocks that it shares, in order."""
     chunk: Chunk | None = None
+    source: PrefixEntry | None = None
+    """A block that begins as its next one does: to be copied."""
+    num_copied: int = 0
+    """How many tokens of that block are alike."""
 
 
 @dataclass(slots=True)
@@ -72,12 +77,37 @@ class Lookup:
             chunk = self._chunks.get(span.key) if span.is_chunk else None
             if chunk is not None and not self._chunks.is_same(chunk, span.root, span.tokens):
                 return None
-            entries: list[PrefixEntry] = []
-            if self._prefix is not None and span.block_keys:
-                blocks = _split(span.tokens, self._prefix.pool.block_size, len(span.block_keys))
-                entries = self._prefix.match(span.root, span.block_keys, blocks)
-            found.append(Found(entries, chunk))
+            here = Found(chunk=chunk)
+            if not span.is_chunk:
+                self._find(here, span.root, span.tokens, span.block_keys, is_closed(plan.layout, span.index))
+            found.append(here)
         return found
+
+    def _find(self, here: Found, root: Key, tokens: bytes, keys: Iterable[Key] | KeyChain, closed: bool) -> None:
+        """Finds the blocks of a span that are known.
+
+        Args:
+            here: where to note them.
+            root: key of the span before its first token.
+            tokens: of the whole span.
+            keys: of its full blocks, as far as they may be known; or what makes them.
+            closed: whether nothing will be written behind the span. The other one, whose answer comes from the logits
+                of its last token, must compute that one at least.
+        """
+        if self._prefix is None:
+            return
+        width = self._prefix.pool.block_size * TOKEN_BYTES
+        usable = tokens if closed else tokens[:-TOKEN_BYTES]
+        blocks = [usable[first : first + width] for first in range(0, len(usable) - width + 1, width)]
+        if isinstance(keys, KeyChain):
+            keys = _chained(keys, root, blocks)
+        here.entries = self._prefix.match(root, keys, blocks)
+        rest = usable[len(here.entries) * width :]
+        parent = here.entries[-1] if here.entries else None
+        if not closed:
+            here.source, here.num_copied = self._prefix.nearest(root, parent, rest[: width - TOKEN_BYTES])
+        elif 0 < len(rest) < width and (last := self._prefix.covering(root, parent, rest)) is not None:
+            here.entries.append(last)
 
     def _plan_chunk(self, draft: _Draft, index: int) -> SpanPlan:
         started = self._clock()
@@ -111,17 +141,10 @@ class Lookup:
     def _plan_prefix(self, draft: _Draft, index: int) -> SpanPlan:
         span = draft.layout.spans[index]
         tokens, root, closed = encode_tokens(span.token_ids), draft.root(index), is_closed(draft.layout, index)
-        entries: list[PrefixEntry] = []
-        num_reused = 0
-        if self._prefix is not None:
-            size = self._prefix.pool.block_size
-            blocks = _split(tokens, size, -(-span.num_tokens // size) if closed else span.num_tokens // size)
-            entries = self._prefix.match(root, _chained(draft.chain, root, blocks), blocks)
-            num_reused = min(len(entries) * size, span.num_tokens)
-            if num_reused == span.num_tokens and index == len(draft.layout.spans) - 1:
-                # The next token comes from the last one's logits, so one token at least must run.
-                entries.pop()
-                num_reused = len(entries) * size
+        here = Found()
+        self._find(here, root, tokens, draft.chain, closed)
+        size = self._prefix.pool.block_size if self._prefix is not None else 0
+        num_reused = min(len(here.entries) * size, span.num_tokens) + here.num_copied
         return SpanPlan(
             index=index,
             kind=span.segment.kind,
@@ -130,17 +153,13 @@ class Lookup:
             num_tokens=span.num_tokens,
             num_reused=num_reused,
             distance=draft.distances.get(index, 0),
-            block_ids=tuple(entry.block_id for entry in entries),
+            block_ids=tuple(entry.block_id for entry in here.entries),
             key=draft.chain.run_encoded(root, tokens) if closed else root,
             root=root,
-            block_keys=tuple(entry.key for entry in entries),
+            block_keys=tuple(entry.key for entry in here.entries),
             tokens=tokens,
+            num_copied=here.num_copied,
         )
-
-
-def _split(tokens: bytes, block_size: int, num_blocks: int) -> list[bytes]:
-    width = block_size * TOKEN_BYTES
-    return [tokens[i * width : (i + 1) * width] for i in range(num_blocks)]
 
 
 def _chained(chain: KeyChain, root: Key, blocks: list[bytes]) -> Iterator[Key]:

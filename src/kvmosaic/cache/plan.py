@@ -42,6 +42,8 @@ class SpanPlan:
     """Chained keys of the reused prefix blocks."""
     tokens: bytes = field(repr=False)
     """Its token ids, encoded."""
+    num_copied: int = 0
+    """Of the reused tokens, those at the end that come from a block which goes on in another way, and is copied."""
 
     @property
     def is_chunk(self) -> bool:

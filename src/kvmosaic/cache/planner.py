@@ -34,6 +34,7 @@ class Planner:
         attachment = planner.attach(plan)         room for all of it, all or nothing
         planner.begin_step()
         planner.advance(attachment, 1, 512)       span 1 gets 512 tokens in the step being assembled
+        planner.end_step()                        they are computed
         copies = planner.extend(attachment, [t])  a sampled token: room for its keys and values
         other = planner.fork(attachment)          a second answer to the same prompt
         planner.release(attachment)               always, in the end
@@ -88,8 +89,8 @@ class Planner:
         """Holds everything that is reused and makes room for everything that is not; all of it or nothing.
 
         What the plan found is looked up again: what was evicted since is computed, what came to be cached is used.
-
         The attachment's `copies` are to be carried out before anything of the next step is written.
+
         Raises:
             OutOfBlocks: running requests hold too much right now; try again when one has ended. QuotaInUse: they are
                 of this tenant, and hold what its quota allows.
@@ -103,13 +104,12 @@ class Planner:
             found = self._lookup.again(plan)
             assert found is not None, "a new plan passes over keys that are taken"
         attachment = self._attacher.attach(plan, found, self._chain(plan.salt, plan.tenant))
+        if attachment.copies:
+            attachment.last.computed_step = self._step  # it is written with everything else of the step
         self._counters.attaches += 1
         self._counters.attach_seconds += self._clock() - started
         return attachment
 
-    def begin_step(self) -> None:
-        """Says that a new step is being assembled: `forget` undoes what was advanced since the last call."""
-        self._step += 1
     def lacks(self, plan: Plan) -> OutOfBlocks | None:
         """Why a new plan cannot be attached now, though it can when others have ended; None if it can, or never will."""
         found = self._lookup.again(plan)
@@ -124,6 +124,14 @@ class Planner:
             return None
         return None
 
+    def begin_step(self) -> None:
+        """Says that a new step is being assembled: `forget` undoes what was advanced since the last call."""
+        self._step += 1
+        self._prefix.unwritten_step = self._step
+
+    def end_step(self) -> None:
+        """Says that the step has been carried out: what it computed may be copied from now on."""
+        self._prefix.unwritten_step = -1
 
     def advance(self, attachment: Attachment, span_index: int, num_tokens: int) -> None:
         """Notes that the next `num_tokens` tokens of a span are computed, or will be by the step being assembled.
@@ -141,6 +149,7 @@ class Planner:
                 self._chunks.complete(chunk, self._step)
             return
         span.computed += num_tokens
+        span.computed_step = self._step
         if self._prefix_caching:
             span.register(self._prefix, attachment.chain, self._step)
 
@@ -166,6 +175,9 @@ class Planner:
     def extend(self, attachment: Attachment, token_ids: Sequence[int], *, is_private: bool = False) -> list[BlockCopy]:
         """Grows the last span by answer tokens, which are then to be computed; returns the copies to carry out first.
 
+        With `is_private`, neither these tokens nor later ones become known to the prefix cache: they do not see all
+        that is before them.
+
         Raises:
             OutOfBlocks: the request pool is full of things in use; nothing has changed.
         """
@@ -180,40 +192,6 @@ class Planner:
             span.tokens += tokens
         return copies
 
-    def holds_copies(self, attachment: Attachment) -> bool:
-        """Whether it keeps blocks whose content the prefix cache has in others; attached anew, it would share those.
-
-        That happens when requests with equal tokens run side by side: the first one's blocks become known.
-        """
-        return any(
-            entry.block_id != block_id
-            for span in attachment.spans
-            for entry, block_id in zip(span.entries, span.table.block_ids, strict=False)
-        )
-
-    def fork(self, attachment: Attachment) -> Attachment:
-        """A second holder of the same blocks, for another answer; the last block is copied by whoever writes first.
-
-        All tokens must be computed, because a block is written by one holder only.
-        """
-        assert not attachment.is_released and not attachment.is_stale
-        assert all(span.is_ready for span in attachment.spans), "a sequence is forked when its prompt is computed"
-        spans = [span.fork(self._prefix) for span in attachment.spans]
-        With `is_private`, neither these tokens nor later ones become known to the prefix cache: they do not see all
-        that is before them.
-
-        for chunk in attachment.held_chunks():
-            self._chunks.hold(chunk)
-        return Attachment(attachment.layout, attachment.salt, attachment.tenant, spans, attachment.chain)
-
-    def release(self, attachment: Attachment) -> None:
-        """Gives everything back; a second call does nothing.
-
-        A chunk that it owns and has not completed is abandoned, so that those who wait for it plan again.
-        """
-        if attachment.is_released:
-            return
-        attachment.is_released = True
     def roll(self, attachment: Attachment, num_sinks: int, oldest: int) -> None:
         """Gives back the blocks of the last span that lie between its sinks and a token, numbered as in the text.
 
@@ -234,7 +212,6 @@ class Planner:
         span.is_unregistrable = True
         if first * size + span.num_left >= len(span.entries) * size:
             self._prefix.leave(span.entries[first:])
-            if not span.num_left  # a text that has rolled on has other blocks behind its sinks
             del span.entries[first:]
 
     def skip(self, attachment: Attachment, num_tokens: int) -> None:
@@ -243,6 +220,43 @@ class Planner:
         attachment.last.num_left += num_tokens
         attachment.last.is_unregistrable = True
 
+    def holds_copies(self, attachment: Attachment) -> bool:
+        """Whether it keeps blocks whose content the prefix cache has in others; attached anew, it would share those.
+
+        That happens when requests with equal tokens run side by side: the first one's blocks become known.
+        """
+        return any(
+            entry.block_id != block_id
+            for span in attachment.spans
+            if not span.num_left  # a text that has rolled on has other blocks behind its sinks
+            for entry, block_id in zip(span.entries, span.table.block_ids, strict=False)
+        )
+
+    def fork(self, attachment: Attachment) -> Attachment:
+        """A second holder of the same blocks, for another answer; the last block is copied by whoever writes first.
+
+        All tokens must be computed, because a block is written by one holder only.
+        """
+        assert not attachment.is_released and not attachment.is_stale
+        assert all(span.is_ready for span in attachment.spans), "a sequence is forked when its prompt is computed"
+        spans = [span.fork(self._prefix) for span in attachment.spans]
+        for chunk in attachment.held_chunks():
+            self._chunks.hold(chunk)
+        return Attachment(attachment.layout, attachment.salt, attachment.tenant, spans, attachment.chain)
+
+    def release(self, attachment: Attachment) -> None:
+        """Gives everything back; a second call does nothing.
+
+        What is computed of its last span stays known to the last token, for a conversation that goes on.
+        A chunk that it owns and has not completed is abandoned, so that those who wait for it plan again.
+        """
+        if attachment.is_released:
+            return
+        attachment.is_released = True
+        last = attachment.last
+        is_written = last.computed_step != self._prefix.unwritten_step or last.computed_step < 0
+        if self._prefix_caching and is_written and last.chunk is None and not attachment.is_stale:
+            last.register_tail(self._prefix, attachment.chain, self._step)
         for span in attachment.spans:
             if span.chunk is None:
                 span.table.release()

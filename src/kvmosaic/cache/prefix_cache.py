@@ -5,16 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from kvmosaic.cache.block_pool import BlockId, BlockPool
-from kvmosaic.cache.keys import Key
+from kvmosaic.cache.keys import TOKEN_BYTES, Key
+from kvmosaic.cache.siblings import Siblings, num_alike
 from kvmosaic.eviction import Candidate, EvictionPolicy, EvictionQueue
+
+FEWEST_FIRST_TOKENS = 4
+"""At the very beginning of a span, fewer tokens in common are a template's words, and not worth the copy of a block."""
 
 
 class PrefixEntry:
     """One cached block: the tokens in it, after everything its parents hold."""
 
-    __slots__ = ("block_id", "children", "is_dropped", "key", "last_used", "parent", "root", "tokens", "users")
+    __slots__ = (
+        "block_id",
+        "children",
+        "hits",
+        "is_dropped",
+        "key",
+        "last_used",
+        "parent",
+        "root",
+        "step",
+        "tokens",
+        "users",
+    )
 
-    def __init__(self, key: Key, root: Key, parent: PrefixEntry | None, tokens: bytes, block_id: BlockId) -> None:
+    def __init__(
+        self, key: Key, root: Key, parent: PrefixEntry | None, tokens: bytes, block_id: BlockId, step: int = 0
+    ) -> None:
         self.key = key
         self.root = root
         self.parent = parent
@@ -22,7 +40,12 @@ class PrefixEntry:
         self.block_id = block_id
         self.users = 0
         """Attachments that hold this entry; they hold all of its parents too."""
-        self.children: set[PrefixEntry] = set()
+        self.children: Siblings | None = None
+        """Entries right behind this one; None if there are none."""
+        self.hits = 0
+        """Spans that were attached to it, or took a copy of its first tokens."""
+        self.step = step
+        """The step that computes its last token."""
         self.last_used = 0.0
         self.is_dropped = False
         """No longer to be found: evicted, or registered by a step that failed."""
@@ -33,16 +56,20 @@ class PrefixCache:
 
         root(system)                   root(question after system, A at d, B at d')
           └─ block 0   users 3           └─ block 0   users 1
-               ├─ block 1   users 2
-               │    └─ tail (5 tokens)   users 2        closed spans only
+               ├─ block 1   users 2           └─ tail (9 tokens)   a conversation that may go on
+               │    └─ tail (5 tokens)   users 2
                └─ block 1'  users 1
 
-    Full blocks of any span are kept, and the partly filled last block of a closed span (a system prompt), because
-    nothing will be written behind its tokens any more. Whoever holds an entry holds the way up to its root, so
-    `users` never grows on the way down, and an entry without users has no child with users.
+    Full blocks of any span are kept, and its partly filled last block (a tail) when nothing will be written behind its
+    tokens any more. Whoever holds an entry holds the way up to its root, so `users` never grows on the way down, and
+    an entry without users has no child with users.
+
+    A closed span shares a block that begins with its last tokens, whatever else is in it. A span that grows never
+    writes into such a block: it takes a copy, and with it the tokens that are alike (`nearest`). So nothing but
+    the difference is computed, wherever in a block two conversations part.
 
     Invariants:
-        an entry in the index has a parent in the index (or none), and the parent lists it as a child
+        an entry in the index has a parent in the index (or none), which lists it as a child, or its root does
         in line for eviction are exactly the entries without users and without children: children leave before parents
         num_idle == entries without users == blocks that eviction could free, given the time
     Always safe: `evict(0)`; dropping an entry twice.
@@ -56,7 +83,11 @@ class PrefixCache:
         self.pool = pool
         self.num_evictions = 0
         self.num_idle = 0
+        self.unwritten_step = -1
+        """The step that is being assembled: what it registers may be read by it, but not copied yet; -1 for none."""
         self._entries: dict[Key, PrefixEntry] = {}
+        self._roots: dict[Key, Siblings] = {}
+        """The entries without a parent, by root."""
         self._queue: EvictionQueue[PrefixEntry] = EvictionQueue(policy)
         self._clock = clock
         self._verify = verify
@@ -86,6 +117,29 @@ class PrefixCache:
             parent = entry
         return entries
 
+    def covering(self, root: Key, parent: PrefixEntry | None, tokens: bytes) -> PrefixEntry | None:
+        """An entry right behind `parent` (or `root`) that begins with all of these tokens."""
+        siblings = self._behind(root, parent)
+        entry = siblings.neighbours(tokens)[1] if siblings else None
+        return entry if entry is not None and entry.tokens.startswith(tokens) else None
+
+    def nearest(self, root: Key, parent: PrefixEntry | None, tokens: bytes) -> tuple[PrefixEntry | None, int]:
+        """The entry right behind `parent` (or `root`) that begins most like these tokens, and how many are alike.
+
+        What is not written yet is left out, and so is what is not worth a copy.
+        """
+        siblings = self._behind(root, parent)
+        best: tuple[PrefixEntry | None, int] = (None, 0)
+        for entry in siblings.neighbours(tokens) if siblings else ():
+            if entry is not None and entry.step != self.unwritten_step:
+                alike = num_alike(entry.tokens, tokens)
+                is_worth_it = (
+                    parent is not None or alike >= FEWEST_FIRST_TOKENS or entry.tokens == tokens[: len(entry.tokens)]
+                )
+                if alike > best[1] and is_worth_it:
+                    best = entry, alike
+        return best
+
     def hold(self, entries: Iterable[PrefixEntry]) -> None:
         """Adds a user to each entry; a reader also retains the blocks for its table."""
         now = self._clock()
@@ -109,13 +163,24 @@ class PrefixCache:
                 self._line_up(entry)
 
     def register(
-        self, key: Key, root: Key, parent: PrefixEntry | None, tokens: bytes, block_id: BlockId
+        self, key: Key, root: Key, parent: PrefixEntry | None, tokens: bytes, block_id: BlockId, step: int = 0
     ) -> tuple[PrefixEntry | None, bool]:
         """Makes a computed block known and holds it for its writer, who holds its parent already.
 
+        A tail that nobody uses leaves when a block comes that begins with all of its tokens.
+
+        Args:
+            key: chained key of the block.
+            root: key of the span before its first token.
+            parent: the block before it.
+            tokens: its encoded tokens; fewer than a block holds, if nothing will be written behind them.
+            block_id: where they lie.
+            step: the step that computes the last of them.
+
         Returns:
-            The entry for this content and whether it is new. It is an older one if somebody was faster; None if it
-            cannot be kept: the key is taken by other tokens, or its parent is no longer known.
+            The entry for this content and whether it is new. It is an older one if somebody was faster, for a tail
+            perhaps one with more tokens; None if it cannot be kept: the key is taken by other tokens, or its parent is
+            no longer known.
         """
         assert parent is None or parent.users, "a writer holds everything before the block it writes"
         entry = self._entries.get(key)
@@ -123,12 +188,10 @@ class PrefixCache:
         if entry is None:
             if parent is not None and parent.is_dropped:
                 return None, False
-            entry = PrefixEntry(key, root, parent, tokens, block_id)
-            self.pool.retain((block_id,))
-            self._entries[key] = entry
-            self.num_idle += 1
-            if parent is not None:
-                parent.children.add(entry)
+            if (longer := self.covering(root, parent, tokens)) is not None:
+                entry, is_new = longer, False
+            else:
+                entry = self._add(PrefixEntry(key, root, parent, tokens, block_id, step))
         elif not self._is_same(entry, root, parent, tokens):
             return None, False
         self.hold((entry,))
@@ -140,10 +203,7 @@ class PrefixCache:
         while done < count and (entry := self._queue.pop()) is not None:
             self._forget(entry)
             self.num_idle -= 1
-            if (parent := entry.parent) is not None:
-                parent.children.discard(entry)
-                if parent.users == 0:
-                    self._line_up(parent)
+            self._take_out(entry)
             done += 1
         self.num_evictions += done
         return done
@@ -158,15 +218,12 @@ class PrefixCache:
         """Makes an entry and everything computed after it unknown, held or not."""
         if entry.is_dropped:
             return
-        if (parent := entry.parent) is not None:
-            parent.children.discard(entry)
-            if parent.users == 0:
-                self._line_up(parent)
+        self._take_out(entry)
         falling = [entry]
         while falling:
             fallen = falling.pop()
-            falling.extend(fallen.children)
-            fallen.children.clear()
+            falling.extend(fallen.children or ())
+            fallen.children = None
             self._queue.discard(fallen)
             self.num_idle -= fallen.users == 0
             self._forget(fallen)
@@ -176,16 +233,58 @@ class PrefixCache:
         for key, entry in self._entries.items():
             assert entry.key == key and not entry.is_dropped and entry.users >= 0
             assert self.pool.reference_count(entry.block_id) >= 1
-            assert all(child.parent is entry and self._entries.get(child.key) is child for child in entry.children)
-            assert all(child.users <= entry.users for child in entry.children)
+            children = entry.children or ()
+            assert all(child.parent is entry and self._entries.get(child.key) is child for child in children)
+            assert all(child.users <= entry.users and child.root == entry.root for child in children)
+            assert entry.children is None or len(entry.tokens) == self.pool.block_size * TOKEN_BYTES
             parent = entry.parent
-            assert parent is None or (self._entries.get(parent.key) is parent and entry in parent.children)
+            assert parent is None or self._entries.get(parent.key) is parent
+            siblings = self._behind(entry.root, parent)
+            assert siblings is not None and siblings.neighbours(entry.tokens)[1] is entry
             assert (entry in self._queue) == (entry.users == 0 and not entry.children)
+        for siblings in (*self._roots.values(), *(entry.children for entry in self._entries.values())):
+            assert siblings is None or len(siblings), "a place without entries is forgotten"
+            if siblings is not None:
+                siblings.check_invariants()
         idle = [entry for entry in self._entries.values() if entry.users == 0]
         assert len(idle) == self.num_idle
         assert len(self._queue) <= len(idle)
         assert all(self.pool.reference_count(entry.block_id) == 1 for entry in idle)
         assert len({entry.block_id for entry in self._entries.values()}) == len(self._entries)
+
+    def _behind(self, root: Key, parent: PrefixEntry | None) -> Siblings | None:
+        return self._roots.get(root) if parent is None else parent.children
+
+    def _add(self, entry: PrefixEntry) -> PrefixEntry:
+        """Puts a new entry in its place; a tail that it goes on with, and that nobody uses, leaves."""
+        self.pool.retain((entry.block_id,))
+        self._entries[entry.key] = entry
+        self.num_idle += 1
+        parent, siblings = entry.parent, self._behind(entry.root, entry.parent)
+        if siblings is None:
+            siblings = Siblings(entry)
+            if parent is None:
+                self._roots[entry.root] = siblings
+            else:
+                parent.children = siblings
+        else:
+            siblings.add(entry)
+        before = siblings.neighbours(entry.tokens)[0]
+        if before is not None and before.users == 0 and entry.tokens.startswith(before.tokens):
+            self.drop(before)
+        return entry
+
+    def _take_out(self, entry: PrefixEntry) -> None:
+        """Takes an entry from among its siblings; a parent that is left alone gets in line."""
+        parent, siblings = entry.parent, self._behind(entry.root, entry.parent)
+        if siblings is not None:
+            siblings.discard(entry)
+            if not siblings and parent is None:
+                del self._roots[entry.root]
+            elif not siblings and parent is not None:
+                parent.children = None
+        if parent is not None and parent.users == 0:
+            self._line_up(parent)
 
     def _line_up(self, entry: PrefixEntry) -> None:
         if not entry.children:

@@ -103,7 +103,8 @@ class Room:
                 f"{pool.name!r} has {pool.num_blocks}; shorten the prompt or give the request cache more memory"
             )
         needed = total - sum(len(here.entries) for _, here in spans)
-        reused = {entry.block_id for _, here in spans for entry in here.entries if entry.users == 0}
+        held = (entry for _, here in spans for entry in (*here.entries, here.source) if entry is not None)
+        reused = {entry.block_id for entry in held if entry.users == 0}
         idle = self._prefix.num_idle - len(reused)
         if needed > pool.num_free + idle:
             raise _refusal(needed, pool, idle)

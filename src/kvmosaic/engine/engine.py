@@ -183,9 +183,9 @@ class Engine:
 
         Raises:
             InvalidPrompt: the prompt does not fit the model or the strategy; see its subclasses.
+            InvalidPriority: a priority outside its range.
             InvalidSampling: the parameters do not fit the model.
             QueueFull: too many requests wait.
-            InvalidPriority: a priority outside its range.
             EngineStopped: after `close`.
         """
         if not isinstance(params, SamplingParams):
@@ -291,11 +291,14 @@ class Engine:
         for sequence in step.ended:
             sequence.answer.end("length")
             self._finish(sequence, news)
-        if step.works:
-            self._forward(step, news)
         if step.restores:
             self._restore(step)
-        elif self.scheduler.fetching and self.keeper is not None:
+        if step.works:
+            self._forward(step, news)
+        else:
+            self.runner.copy(step.copies)
+            self.planner.end_step()
+        if not step.works and self.scheduler.fetching and self.keeper is not None:
             self.keeper.wait(_FETCH_SECONDS)
         for sequence in list(self.scheduler.running):
             if sequence.request.is_warm_up and sequence.is_prefilled:
@@ -309,13 +312,13 @@ class Engine:
     def check_invariants(self) -> None:
         """Checks pools, tables and caches against each other."""
         self.planner.check_invariants()
+        if self.scheduler.preemption.swap is not None:
+            self.scheduler.preemption.swap.check_invariants()
 
     def _place(
         self,
         prompt: Prompt,
         strategy: PositionStrategy | None,
-        if self.scheduler.preemption.swap is not None:
-            self.scheduler.preemption.swap.check_invariants()
         window: RollingWindow | None = None,
         *,
         chunks_only: bool = False,
@@ -336,6 +339,7 @@ class Engine:
         priority: int = 0,
         note: str = "",
         arrival_time: float | None = None,
+        window: RollingWindow | None = None,
     ) -> Request:
         if self.is_stopped:
             raise EngineStopped("the engine is closed; create a new LLM")
@@ -358,7 +362,6 @@ class Engine:
         if params.structured_outputs is not None:
             request.grammar = self.grammars.compile(params.structured_outputs)
         sequence = self._new_sequence(request, 0)
-        window: RollingWindow | None = None,
         self._requests[request_id], self._sequences[request_id] = request, [sequence]
         try:
             self.scheduler.add(sequence)
@@ -370,6 +373,8 @@ class Engine:
     def _new_sequence(self, request: Request, index: int) -> Sequence:
         model = self.runner.model
         room = None if self.max_positions is None else self.max_positions - request.layout.last.end
+        if request.window is not None:
+            room = MAX_TOKENS
         answer = Answer(request.params, model.tokenizer, model.eos_token_ids, index=index, max_tokens=room)
         prompt_ids = request.token_ids if request.params.has_penalties else ()
         sampling = SamplingState(
@@ -385,13 +390,6 @@ class Engine:
             request.answers.append(answer)
         return Sequence(request, answer, sampling)
 
-    def _forward(self, step: Step, news: dict[str, Request]) -> None:
-        rows = [work.sequence.rows(work.span, work.first, work.num_tokens, work.wants_logits) for work in step.works]
-        begin = self.clock()
-        logits = self.runner.run(rows, step.copies)
-        seconds = (self.clock() - begin) / step.num_tokens
-        if self.keeper is not None:
-            self.keeper.note_step(step.num_tokens, seconds * step.num_tokens)
     def _restore(self, step: Step) -> None:
         """Writes what comes back from the host, after the copies: what they copy may have been given up since."""
         swap = self.scheduler.preemption.swap
@@ -400,17 +398,23 @@ class Engine:
         step.copies.clear()
         swap.write(step.restores)
 
+    def _forward(self, step: Step, news: dict[str, Request]) -> None:
+        rows = [work.sequence.rows(work.span, work.first, work.num_tokens, work.wants_logits) for work in step.works]
+        begin = self.clock()
+        logits = self.runner.run(rows, step.copies)
+        self.planner.end_step()
+        seconds = (self.clock() - begin) / step.num_tokens
+        if self.keeper is not None:
+            self.keeper.note_step(step.num_tokens, seconds * step.num_tokens)
+        if self.scheduler.preemption.swap is not None:
+            num_prefilled = sum(work.num_tokens for work in step.works if work.num_tokens > 1)
+            self.scheduler.preemption.swap.cost.note_step(step.num_tokens, num_prefilled, seconds * step.num_tokens)
         for work in step.works:
-        if request.window is not None:
-            room = MAX_TOKENS
             spent = work.sequence.span_seconds
             spent[work.span] = spent.get(work.span, 0.0) + seconds * work.num_tokens
             work.sequence.request.first_scheduled_time = work.sequence.request.first_scheduled_time or begin
             assert work.sequence.attachment is not None
             chunk = work.sequence.attachment.spans[work.span].chunk
-        if self.scheduler.preemption.swap is not None:
-            num_prefilled = sum(work.num_tokens for work in step.works if work.num_tokens > 1)
-            self.scheduler.preemption.swap.cost.note_step(step.num_tokens, num_prefilled, seconds * step.num_tokens)
             if chunk is not None and work.first + work.num_tokens == chunk.num_tokens:
                 self.planner.record_compute(chunk, spent[work.span] * 1e3)
                 if self.keeper is not None:

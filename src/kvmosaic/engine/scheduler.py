@@ -163,15 +163,16 @@ class Scheduler:
                 continue
             self.waiting.remove(sequence)
             sequence.attached(attachment)
+            step.copies.extend(attachment.copies)
             sequence.attach_seconds = self.clock() - begin
             if self.keeper is not None:
                 self.keeper.finish(sequence)
-            self.start(sequence)
             if self.preemption.swap is not None and (restore := self.preemption.swap.restore(sequence)) is not None:
                 step.restores.append(restore)
+            self.start(sequence)
             budget -= self._schedule_spans(sequence, budget, step)
-
         return budget
+
     def _refuse(self, sequence: Sequence, error: KVMosaicError, step: Step) -> None:
         """Takes out a sequence that has no room: one with an answer ends there, one without has failed."""
         self.remove(sequence)
@@ -204,8 +205,8 @@ class Scheduler:
             step.works.append(Work(sequence, index, span.num_computed, count, wants_logits))
             self.planner.advance(attachment, index, count)
             taken += count
-        return taken
         sequence.num_worked += taken
+        return taken
 
     def _grow(self, sequence: Sequence, step: Step, budget: int = 1) -> bool:
         """Makes room for the token sampled last, if need be by preempting others; False if it cannot run now.

@@ -51,6 +51,11 @@ class Runner:
         for storage in self.storages.values():
             storage.wake()
 
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copies blocks of the request pool, in order: the target of one may be the source of a later one."""
+        for copy in copies:
+            self.storages["request"].copy_block(copy.source, copy.target)
+
     def run(self, spans: Sequence[SpanRows], copies: Sequence[BlockCopy] = ()) -> Tensor:
         """Computes the keys and values of all given rows and stores them.
 
@@ -61,8 +66,7 @@ class Runner:
         Returns:
             [R, V] logits in float32 (float64 for float64 models), one row for every span that wants them, in order.
         """
-        for copy in copies:
-            self.storages["request"].copy_block(copy.source, copy.target)
+        self.copy(copies)
         batch = flatten(spans, self.model.device)
         receiver = StepAttention(
             self.model.layers, self.storages, batch.groups, batch.writes, self.backend, self._table_cache

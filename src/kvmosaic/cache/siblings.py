@@ -1,0 +1,104 @@
+"""Siblings: prefix entries with the same parent, found by how they begin."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kvmosaic.cache.keys import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from kvmosaic.cache.prefix_cache import PrefixEntry
+
+_MOST_IN_A_BUCKET = 1_024
+
+
+class Siblings:
+    """Entries in the order of their encoded tokens, cut into buckets so that a thousand or a million cost the same.
+
+        [[aa, ab, ad], [ba, bbc, bbd], …]         nearest("abc") is ab or ad: the neighbours of where it would stand
+
+    Whatever begins most like some tokens stands right before or right behind them in this order, so one binary search
+    finds it. No two siblings have equal tokens.
+
+    Invariants:
+        no bucket is empty; all tokens are in ascending order, across buckets too
+    Always safe: discarding an entry that is not there.
+    """
+
+    __slots__ = ("_buckets",)
+
+    def __init__(self, first: PrefixEntry) -> None:
+        self._buckets = [[first]]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._buckets))
+
+    def __bool__(self) -> bool:
+        return bool(self._buckets)
+
+    def __iter__(self) -> Iterator[PrefixEntry]:
+        return (entry for bucket in self._buckets for entry in bucket)
+
+    def add(self, entry: PrefixEntry) -> None:
+        """Puts an entry in its place."""
+        if not self._buckets:
+            self._buckets = [[]]
+        number = self._bucket_of(entry.tokens)
+        bucket = self._buckets[number]
+        bucket.insert(bisect_left(bucket, entry.tokens, key=_tokens_of), entry)
+        if len(bucket) > _MOST_IN_A_BUCKET:
+            half = len(bucket) // 2
+            self._buckets[number : number + 1] = [bucket[:half], bucket[half:]]
+
+    def discard(self, entry: PrefixEntry) -> None:
+        """Takes an entry out."""
+        if not self._buckets:
+            return
+        number = self._bucket_of(entry.tokens)
+        bucket = self._buckets[number]
+        index = bisect_left(bucket, entry.tokens, key=_tokens_of)
+        if index < len(bucket) and bucket[index] is entry:
+            del bucket[index]
+            if not bucket:
+                del self._buckets[number]
+
+    def neighbours(self, tokens: bytes) -> tuple[PrefixEntry | None, PrefixEntry | None]:
+        """The last entry before some tokens, and the first one that is equal or behind them."""
+        if not self._buckets:
+            return None, None
+        number = self._bucket_of(tokens)
+        bucket = self._buckets[number]
+        index = bisect_left(bucket, tokens, key=_tokens_of)
+        before = bucket[index - 1] if index else None
+        if before is None and number:
+            before = self._buckets[number - 1][-1]
+        if index < len(bucket):
+            return before, bucket[index]
+        return before, self._buckets[number + 1][0] if number + 1 < len(self._buckets) else None
+
+    def check_invariants(self) -> None:
+        """Checks the order."""
+        assert all(self._buckets)
+        tokens = [entry.tokens for entry in self]
+        assert tokens == sorted(set(tokens))
+
+    def _bucket_of(self, tokens: bytes) -> int:
+        """The bucket where some tokens are, or would be put."""
+        return max(bisect_right(self._buckets, tokens, lo=1, key=_first_tokens_of) - 1, 0)
+
+
+def num_alike(one: bytes, other: bytes) -> int:
+    """How many encoded tokens two runs have in common from the beginning."""
+    length = min(len(one), len(other))
+    difference = int.from_bytes(one[:length], "big") ^ int.from_bytes(other[:length], "big")
+    return (length - (difference.bit_length() + 7) // 8) // TOKEN_BYTES
+
+
+def _tokens_of(entry: PrefixEntry) -> bytes:
+    return entry.tokens
+
+
+def _first_tokens_of(bucket: list[PrefixEntry]) -> bytes:
+    return bucket[0].tokens
