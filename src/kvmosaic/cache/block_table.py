@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import MutableSequence, Sequence
+from itertools import pairwise
+from typing import NamedTuple, cast
 
 from kvmosaic.cache.block_pool import BlockId, BlockPool
+
+_ONE_RUN = (0,)
+"""Where the runs of most tables begin."""
 
 
 class BlockCopy(NamedTuple):
@@ -39,14 +44,16 @@ class BlockTable:
     Always safe: `append(0)`; an `append` that raises changes nothing.
     """
 
+    __slots__ = ("_block_ids", "_finished_runs", "_run_starts", "grows", "is_released", "num_tokens", "pool")
+
     def __init__(self, pool: BlockPool, *, grows: bool = False) -> None:
         """An empty table; `grows` leaves room behind its blocks (see `BlockPool.allocate`)."""
         self.pool = pool
         self.grows = grows
         self.num_tokens = 0
         self.is_released = False
-        self._block_ids: list[BlockId] = []
-        self._run_starts: list[int] = []
+        self._block_ids = _no_blocks()
+        self._run_starts: tuple[int, ...] = ()
         """Indexes into block_ids where a run of neighbours begins."""
         self._finished_runs: tuple[BlockRun, ...] = ()
         """All runs but the last, which alone can still grow."""
@@ -102,7 +109,7 @@ class BlockTable:
         assert not self.is_released and first >= 0 and count > 0 and first + count < len(self._block_ids)
         gone = self._block_ids[first : first + count]
         rest = [*self._block_ids[:first], *self._block_ids[first + count :]]
-        self._block_ids, self._run_starts, self._finished_runs = [], [], ()
+        self._block_ids, self._run_starts, self._finished_runs = _no_blocks(), (), ()
         self._add_blocks(rest)
         self.num_tokens -= count * self.pool.block_size
         self.pool.release(gone)
@@ -113,8 +120,8 @@ class BlockTable:
         self.pool.retain(self._block_ids)
         other = BlockTable(self.pool, grows=self.grows)
         other.num_tokens = self.num_tokens
-        other._block_ids = self._block_ids.copy()
-        other._run_starts = self._run_starts.copy()
+        other._block_ids = self._block_ids[:]
+        other._run_starts = self._run_starts
         other._finished_runs = self._finished_runs
         return other
 
@@ -124,7 +131,7 @@ class BlockTable:
             return
         self.is_released = True
         self.pool.release(self._block_ids)
-        self._block_ids, self._run_starts, self._finished_runs, self.num_tokens = [], [], (), 0
+        self._block_ids, self._run_starts, self._finished_runs, self.num_tokens = _no_blocks(), (), (), 0
 
     def slots(self, first: int, count: int) -> list[int]:
         """The slots of `count` tokens from token number `first`: block_id * block_size + offset each."""
@@ -170,7 +177,7 @@ class BlockTable:
         assert len(self._block_ids) == self.pool.blocks_for(self.num_tokens)
         assert all(self.pool.reference_count(block_id) > 0 for block_id in self._block_ids)
         starts = [i for i, b in enumerate(self._block_ids) if i == 0 or self._block_ids[i - 1] + 1 != b]
-        assert starts == self._run_starts
+        assert tuple(starts) == self._run_starts
         spelled = [slot for run in self.runs() for slot in range(run.first_slot, run.first_slot + run.num_tokens)]
         assert spelled == self.slots(0, self.num_tokens)
 
@@ -179,19 +186,27 @@ class BlockTable:
         return is_partly_filled and self.pool.reference_count(self._block_ids[-1]) > 1
 
     def _add_blocks(self, block_ids: Sequence[BlockId]) -> None:
-        blocks, starts, size = self._block_ids, self._run_starts, self.pool.block_size
-        finished: list[BlockRun] = []
-        for block_id in block_ids:
-            if not blocks or blocks[-1] + 1 != block_id:
-                if starts:
-                    finished.append(BlockRun(blocks[starts[-1]] * size, (len(blocks) - starts[-1]) * size))
-                starts.append(len(blocks))
-            blocks.append(block_id)
-        if finished:
+        blocks, size = self._block_ids, self.pool.block_size
+        new: list[int] = []
+        last = blocks[-1] if blocks else None
+        for index, block_id in enumerate(block_ids, len(blocks)):
+            if last is None or last + 1 != block_id:
+                new.append(index)
+            last = block_id
+        blocks.extend(block_ids)
+        if new:
+            starts = [*self._run_starts[-1:], *new]
+            finished = (BlockRun(blocks[start] * size, (end - start) * size) for start, end in pairwise(starts))
             self._finished_runs += tuple(finished)
+            self._run_starts = (*self._run_starts, *new) if starts != [0] else _ONE_RUN
 
     def _drop_last_block(self) -> BlockId:
         if self._run_starts[-1] == len(self._block_ids) - 1:
-            self._run_starts.pop()
+            self._run_starts = self._run_starts[:-1]
             self._finished_runs = self._finished_runs[: max(len(self._run_starts) - 1, 0)]
         return self._block_ids.pop()
+
+
+def _no_blocks() -> MutableSequence[BlockId]:
+    """Four bytes a block: a cache has millions."""
+    return cast(MutableSequence[BlockId], array("i"))

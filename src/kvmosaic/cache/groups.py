@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 PlaceT = TypeVar("PlaceT", bound=Hashable)
 MemberT = TypeVar("MemberT", bound=Hashable)
@@ -54,4 +54,4 @@ class Groups(Generic[PlaceT, MemberT]):
         present = self._members.get(place)
         if isinstance(present, dict):
             return tuple(present)
-        return () if present is None else (cast(MemberT, present),)
+        return () if present is None else (present,)

@@ -209,7 +209,7 @@ def _slots(block_ids: Sequence[int], num_tokens: int, block_size: int, device: t
     assert 0 < count <= len(block_ids), f"{num_tokens} tokens do not fit into {len(block_ids)} blocks of {block_size}"
     if list(block_ids[:count]) == list(range(first, first + count)):
         return slice(first * block_size, first * block_size + num_tokens)
-    starts = torch.tensor(block_ids[:count]) * block_size
+    starts = torch.tensor(list(block_ids[:count])) * block_size
     return (starts[:, None] + torch.arange(block_size)).reshape(-1)[:num_tokens].to(device)
 
 
