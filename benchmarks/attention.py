@@ -68,6 +68,7 @@ class Case:
                 value_in_key=False,
                 rotation=ROTATION,
                 mask=MaskSpec("full"),
+                bias=None,
                 bytes_per_token=lambda dtype: 2 * NUM_KV_HEADS * HEAD_DIM * dtype.itemsize,
             )
             for index in range(NUM_LAYERS)

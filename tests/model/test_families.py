@@ -58,7 +58,10 @@ def test_detection_finds_the_same_in_every_dtype(family: str, dtype: torch.dtype
             theirs.source_layer,
             theirs.value_in_key,
         )
-        if mine.rotation and theirs.rotation:
+        assert (mine.bias is None) == (theirs.bias is None)
+        # a model built in bfloat16 makes its table of sines from frequencies in bfloat16
+        is_table = dtype is torch.bfloat16 and family in ("gptj", "codegen")
+        if mine.rotation and theirs.rotation and not is_table:
             assert mine.rotation.inv_freq == pytest.approx(theirs.rotation.inv_freq, rel=1e-6)
 
 

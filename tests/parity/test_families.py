@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.engines import answer, build_engine, dense_logits, token_ids
+from support.engines import GREEDY, answer, build_engine, dense_logits, token_ids
 from support.families import FAMILIES, build
 
 from kvmosaic.errors import NotMovable
@@ -29,7 +29,7 @@ def test_composed_equals_dense_in_float64(family):
         engine = build_engine(model, position_strategy=strategy)
         if strategy == "sequential" and not model.is_movable:
             with pytest.raises(NotMovable, match="this model does not allow that"):
-                engine.add_request(prompt, None)
+                engine.add_request(prompt, GREEDY)
             engine.check_invariants()
             continue
         cold, cold_logits = answer(engine, prompt)

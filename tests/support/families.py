@@ -72,6 +72,7 @@ class Family:
     rotations: per layer "layout offset+dims/head", with "-" before it for the negative direction; "none" without one
     masks: per layer, as `str(MaskSpec)`
     reason: part of why it cannot be moved ("fixed") or is refused; empty for movable models
+    attention: transformers' implementation of attention that is taken for the truth
     """
 
     model_type: str
@@ -81,6 +82,7 @@ class Family:
     reason: str = ""
     is_refused: bool = False
     architecture: str | None = None
+    attention: str = "eager"
     leave_out: tuple[str, ...] = ()
 
     @property
@@ -100,6 +102,11 @@ _LEARNED = {"rotations": ("none",), "reason": "its values depend on the position
 _WINDOW_FULL = ("window 8", "full")
 _LATENT_HALF = {"rotations": ("half 32+8/40",)}
 _UNREACHABLE = {"is_refused": True, "reason": "cannot be reached"}
+_HEADS_ONLY = ("head_dim", "num_key_value_heads")
+_TWELVE = {"num_attention_heads": 12, "hidden_size": 192}
+_FALCON = {"attention": "sdpa", "leave_out": ("head_dim", "num_key_value_heads", "intermediate_size")}
+_ALIBI = {"rotations": ("none",), "leave_out": (*_HEADS_ONLY, "max_position_embeddings")}
+_ROUNDED = {"rotations": ("none",), "reason": "rounded to bfloat16", **_FALCON}
 _STATE = {"is_refused": True, "reason": "state"}
 
 FAMILIES: dict[str, Family] = {
@@ -273,13 +280,27 @@ FAMILIES: dict[str, Family] = {
         masks=("window 8",),
         **_LEARNED,
     ),
+    "gpt_neo": _family(
+        "gpt_neo",
+        {"num_layers": 2, "num_heads": 4, "window_size": 8, "attention_types": [[["global", "local"], 1]]},
+        masks=("full", "window 8"),
+        leave_out=(*_HEADS_ONLY, "num_hidden_layers", "num_attention_heads"),
+        **_LEARNED,
+    ),
+    "xglm": _family("xglm", {"num_layers": 2, "ffn_dim": 96, "attention_heads": 4}, leave_out=_HEADS_ONLY, **_LEARNED),
+    # Attention written into the model, opened at load.
+    "falcon": _family("falcon", **_FALCON),
+    "falcon_groups": _family("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, **_FALCON),
+    "gptj": _family("gptj", {"rotary_dim": 8}, rotations=("interleaved 0+8/16",), leave_out=_HEADS_ONLY),
+    "codegen": _family("codegen", {"rotary_dim": 8}, rotations=("interleaved 0+8/16",), leave_out=_HEADS_ONLY),
+    # A bias by distance (ALiBi), and no rotation.
+    "bloom": _family("bloom", **_ALIBI),
+    "bloom_twelve": _family("bloom", _TWELVE, **_ALIBI),
+    "mpt": _family("mpt", {"max_seq_len": 4096}, **_ALIBI),
+    "mpt_twelve": _family("mpt", _TWELVE, {"max_seq_len": 4096}, **_ALIBI),
+    "falcon_alibi": _family("falcon", {"alibi": True}, **_ROUNDED),
+    "falcon_alibi_twelve": _family("falcon", _TWELVE, {"alibi": True, "multi_query": False}, **_ROUNDED),
     # Refused: attention that cannot be reached, or a state beside it.
-    "falcon": _family("falcon", leave_out=("head_dim", "num_key_value_heads"), **_UNREACHABLE),
-    "gptj": _family("gptj", leave_out=("head_dim", "num_key_value_heads"), **_UNREACHABLE),
-    "codegen": _family("codegen", leave_out=("head_dim", "num_key_value_heads"), **_UNREACHABLE),
-    "bloom": _family("bloom", leave_out=("head_dim", "num_key_value_heads"), **_UNREACHABLE),
-    "mpt": _family("mpt", **_UNREACHABLE),
-    "xglm": _family("xglm", {"num_layers": 2, "ffn_dim": 96, "attention_heads": 4}, **_UNREACHABLE),
     "diffllama": _family("diffllama", is_refused=True, reason="more than once"),
     "doge": _family("doge", is_refused=True, reason="use the mask"),
     "mamba": _family("mamba", is_refused=True, reason="cannot be reached"),
@@ -336,7 +357,9 @@ def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **chan
             if architecture
             else (transformers.AutoModelForCausalLM.from_config)
         )
-        model = source(config, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
+        model = source(
+            config, dtype=dtype, attn_implementation=FAMILIES[family].attention, experts_implementation="eager"
+        )
         randomize(model, seed)
     model.eval().requires_grad_(False)
     return make_float64(model) if dtype is torch.float64 else model

@@ -21,6 +21,8 @@ class Float64(TorchFunctionMode):
             func = Tensor.double
         args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        if func is torch.full and "dtype" not in kwargs:
+            kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from hypothesis import strategies as st
 
-from kvmosaic.attention import AttentionBackend, RowGroup, RunRead, StepAttention
+from kvmosaic.attention import AttentionBackend, DistanceBias, RowGroup, RunRead, StepAttention
 from kvmosaic.memory import BlockStorage
 from kvmosaic.rope import Rotation
 from support.plain import PlainBackend
@@ -36,6 +36,7 @@ class Layer:
     mask: Mask = Mask()
     source_layer: int = 0
     value_in_key: bool = False
+    bias: DistanceBias | None = None
 
 
 class World:

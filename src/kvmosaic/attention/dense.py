@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvmosaic.attention.bias import DistanceBias
 from kvmosaic.attention.reads import Mask
 from kvmosaic.attention.step import LayerCall
 from kvmosaic.errors import NotMovable
@@ -29,6 +30,10 @@ class DenseLayer(Protocol):
     @property
     def mask(self) -> Mask:
         """What the layer hides."""
+
+    @property
+    def bias(self) -> DistanceBias | None:
+        """What the layer adds for distance, if it does."""
 
     @property
     def is_movable(self) -> bool:
@@ -63,6 +68,9 @@ class DenseAttention:
         scores = self._scores(layer, query, key) * call.scaling
         if call.softcap is not None:
             scores = call.softcap * torch.tanh(scores / call.softcap)
+        if layer.bias is not None:
+            key_positions = self._positions[None, :] + self._distances
+            scores = scores + layer.bias.between(self._positions, key_positions, precision).to(scores.device)
         scores = scores.masked_fill(~self._visible(layer.mask).to(scores.device), -torch.inf)
         if call.sinks is not None:
             sinks = call.sinks.to(precision)[:, None, None].expand(-1, scores.shape[1], 1)

@@ -83,6 +83,10 @@ class Call:
     """[last - first, num_tokens] bool; None: everything is seen."""
 
 
+Reader = tuple[int, int, int, bool]
+"""Rows of a group in a call: how many, where the first stands, where its first key stands, whether that follows."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
     """All calls of one step for the layers with one kind of mask.
@@ -100,6 +104,17 @@ class ReadPlan:
     """Every row has exactly one call, in order: nothing to stack, nothing to merge."""
     row_numbers: tuple[int, ...]
     """`rows` once more, on the host: reading them back from a GPU would wait for it."""
+    readers: tuple[Reader, ...] = ()
+    """Who the stacked queries are, in order."""
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """[R], where the row of every stacked query stands; and [R], where the first key of its call stands for it."""
+        rows: list[int] = []
+        keys: list[int] = []
+        for num_rows, position, key_position, follows in self.readers:
+            rows.extend(range(position, position + num_rows))
+            keys.extend(range(key_position, key_position + num_rows) if follows else [key_position] * num_rows)
+        return torch.tensor(rows, device=self.rows.device), torch.tensor(keys, device=self.rows.device)
 
     def needed_slots(self) -> dict[PoolName | None, int]:
         """Slots that every pool must have at least, so that all reads lie inside it; 0: the pool is not read."""
@@ -148,11 +163,13 @@ def _stacked(stacks: dict[tuple[object, ...], _Stack], mask: Mask, device: torch
     calls: list[Call] = []
     rows: list[int] = []
     distances: list[int] = []
+    readers: list[Reader] = []
     for (pool, first_slot, num_tokens, *_), stack in stacks.items():
         first = len(rows)
-        for group, distance, _, follows in stack.readers:
+        for group, distance, place, follows in stack.readers:
             rows.extend(range(group.first_row, group.first_row + group.num_rows))
             distances.extend(range(distance, distance + group.num_rows) if follows else [distance] * group.num_rows)
+            readers.append((group.num_rows, group.position, place, follows))
         shown = _shown_keys(stack, mask, num_tokens, device) if stack.needs_mask else None  # type: ignore[arg-type]
         causal = stack.causal and shown is None
         calls.append(Call(first, len(rows), pool, first_slot, num_tokens, causal, shown))  # type: ignore[arg-type]
@@ -165,6 +182,7 @@ def _stacked(stacks: dict[tuple[object, ...], _Stack], mask: Mask, device: torch
         is_moved=any(distances),
         is_single=rows == list(range(num_rows)),
         row_numbers=tuple(rows),
+        readers=tuple(readers),
     )
 
 

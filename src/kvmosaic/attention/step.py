@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from kvmosaic.attention.bias import DistanceBias
 from kvmosaic.attention.layer_backend import LayerBackend, PlanReader, Pools
 from kvmosaic.attention.merge import apply_sinks, merge_partials
 from kvmosaic.attention.reads import Call, Mask, PoolName, ReadPlan, RowGroup, plan_reads
@@ -35,6 +36,10 @@ class LayerAttention(Protocol):
     @property
     def mask(self) -> Mask:
         """What the layer hides."""
+
+    @property
+    def bias(self) -> DistanceBias | None:
+        """What the layer adds for distance, if it does."""
 
 
 class LayerCall(Protocol):
@@ -85,6 +90,7 @@ class StepAttention:
         self._plans: dict[Mask, ReadPlan] = {}
         self._tables: dict[tuple[Mask, Rotation], RotationTables] = {}
         self._readers: dict[Mask, PlanReader] = {}
+        self._biases: dict[tuple[Mask, DistanceBias], list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, call: LayerCall) -> Tensor:
         """Attention of one layer: queries [T, H, D] to outputs [T, H, Dv]."""
@@ -95,21 +101,26 @@ class StepAttention:
         plan = self._plan(layer.mask, call.query.device)
         tables = self._turning_tables(layer, plan, call.query) if plan.is_moved and layer.rotation is not None else None
         result = None
-        if self._layer_backend is not None:
+        if self._layer_backend is not None and layer.bias is None:
             result = self._reader(self._layer_backend, layer.mask, plan).attend(
                 call.query, self._pools(call), scaling=call.scaling, softcap=call.softcap, tables=tables
             )
-        output, lse = result or self._attend_all(call, plan, tables)
+        output, lse = result or self._attend_all(call, plan, tables, self._biases_of(layer, plan, call.query))
         if call.sinks is not None:
             output = apply_sinks(output, lse, call.sinks)
         return output
 
-    def _attend_all(self, call: LayerCall, plan: ReadPlan, tables: RotationTables | None) -> tuple[Tensor, Tensor]:
+    def _attend_all(
+        self, call: LayerCall, plan: ReadPlan, tables: RotationTables | None, biases: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
         """The calls of a plan, one by one, and their merge."""
         query = call.query if plan.is_single else call.query[plan.rows]
         if tables is not None:
             query = turn(query, tables).to(call.query.dtype)
-        results = [self._attend(call, query[part.first : part.last], part) for part in plan.calls]
+        results = [
+            self._attend(call, query[part.first : part.last], part, biases[index] if biases else None)
+            for index, part in enumerate(plan.calls)
+        ]
         if len(results) == 1:
             output, lse = results[0]
         else:
@@ -118,15 +129,49 @@ class StepAttention:
             output, lse = merge_partials(output, lse, plan.rows, plan.num_rows)
         return output, lse
 
-    def _attend(self, call: LayerCall, query: Tensor, part: Call) -> tuple[Tensor, Tensor]:
+    def _attend(
+        self, call: LayerCall, query: Tensor, part: Call, bias: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
         if part.pool is None:
             rows = slice(part.first_slot, part.first_slot + part.num_tokens)
             key, value = call.key[rows], call.value[rows]
         else:
             key, value = self._storages[part.pool].run(call.layer_index, part.first_slot, part.num_tokens)
-        return self._backend.attend(
-            query, key, value, scaling=call.scaling, causal=part.causal, mask=part.mask, softcap=call.softcap
+        if bias is None:
+            return self._backend.attend(
+                query, key, value, scaling=call.scaling, causal=part.causal, mask=part.mask, softcap=call.softcap
+            )
+        within, of_last = bias
+        output, lse = self._backend.attend(
+            query,
+            key,
+            value,
+            scaling=call.scaling,
+            causal=part.causal,
+            mask=part.mask,
+            softcap=call.softcap,
+            bias=within,
         )
+        return output, lse + of_last
+
+    def _biases_of(self, layer: LayerAttention, plan: ReadPlan, query: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The bias of every call, in two parts (see `DistanceBias.of_run`); empty for layers without one."""
+        if layer.bias is None:
+            return []
+        biases = self._biases.get((layer.mask, layer.bias))
+        if biases is None:
+            precision = torch.promote_types(query.dtype, torch.float32)
+            positions, key_positions = plan.places()
+            biases = self._biases[layer.mask, layer.bias] = [
+                layer.bias.of_run(
+                    part.num_tokens,
+                    key_positions[part.first : part.last],
+                    positions[part.first : part.last],
+                    precision,
+                )
+                for part in plan.calls
+            ]
+        return biases
 
     def _pools(self, call: LayerCall) -> Pools:
         """Everything that the calls of a layer may read."""

@@ -30,6 +30,7 @@ class AttentionBackend(Protocol):
         causal: bool = False,
         mask: Tensor | None = None,
         softcap: float | None = None,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attends R queries to S keys.
 
@@ -41,6 +42,7 @@ class AttentionBackend(Protocol):
             causal: query i sees the first i + 1 keys (R == S).
             mask: [R, S] bool, True where a key is seen.
             softcap: scores become softcap * tanh(score / softcap).
+            bias: [H, S], added to the scores of every query, in float32 (float64 for float64).
 
         Returns:
             outputs [R, H, Dv] in the dtype of the query, and log-sum-exp [R, H] in float32 (float64 for float64);
@@ -61,26 +63,35 @@ class TorchBackend:
         causal: bool = False,
         mask: Tensor | None = None,
         softcap: float | None = None,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `AttentionBackend.attend`."""
         is_prefix = value.shape[-1] < key.shape[-1] and value.data_ptr() == key.data_ptr()
         fits_flash = query.device.type == "cpu" and (value.shape[-1] == key.shape[-1] or is_prefix)
         if not fits_flash or softcap is not None:
-            return attend_plain(query, key, value, scaling=scaling, causal=causal, mask=mask, softcap=softcap)
+            return attend_plain(
+                query, key, value, scaling=scaling, causal=causal, mask=mask, softcap=softcap, bias=bias
+            )
         # values that are a prefix of the keys (latent attention): attend to the whole key, keep the prefix
-        output, lse = _attend_flash(query, key, key if is_prefix else value, scaling, causal, mask)
+        output, lse = _attend_flash(query, key, key if is_prefix else value, scaling, causal, mask, bias)
         return output[..., : value.shape[-1]], lse
 
 
 def _attend_flash(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool, mask: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    causal: bool,
+    mask: Tensor | None,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
     group = num_heads // num_kv_heads
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     split = query.reshape(num_rows, num_kv_heads, group, head_dim)
-    if not causal and mask is None:
+    if not causal and mask is None and bias is None:
         packed = split.transpose(0, 1)
         packed = packed.reshape(1, num_kv_heads, num_rows * group, head_dim)
         output, lse = flash(packed, key.transpose(0, 1)[None], value.transpose(0, 1)[None], 0.0, False, scale=scaling)
@@ -90,11 +101,12 @@ def _attend_flash(
     heads = split.permute(1, 2, 0, 3)
     keys = key.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
     values = value.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
-    bias = None
+    added = None if bias is None else bias.reshape(num_kv_heads, group, 1, -1)
     if mask is not None:
-        bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -torch.inf)
-        bias = bias[None, None]
-    output, lse = flash(heads, keys, values, 0.0, causal and mask is None, attn_mask=bias, scale=scaling)
+        dtype = query.dtype if bias is None else bias.dtype
+        shown = torch.zeros(mask.shape, dtype=dtype, device=query.device).masked_fill_(~mask, -torch.inf)[None, None]
+        added = shown if added is None else shown + added
+    output, lse = flash(heads, keys, values, 0.0, causal and mask is None, attn_mask=added, scale=scaling)
     output = output.permute(2, 0, 1, 3).reshape(num_rows, num_heads, -1)
     lse = lse.permute(2, 0, 1).reshape(num_rows, num_heads)
     if mask is not None:
@@ -111,6 +123,7 @@ def attend_plain(
     causal: bool = False,
     mask: Tensor | None = None,
     softcap: float | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention written out; arguments and results as `AttentionBackend.attend`."""
     num_rows, num_heads, head_dim = query.shape
@@ -126,6 +139,8 @@ def attend_plain(
         scores = torch.einsum("rgjd,sgd->rgjs", part, keys) * scaling
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
+        if bias is not None:
+            scores = scores + bias.view(num_kv_heads, -1, num_keys).to(precision)
         if mask is not None:
             scores = scores.masked_fill(~mask[first : first + step, None, None, :], -torch.inf)
         lse = torch.logsumexp(scores, dim=-1)

@@ -24,6 +24,7 @@ from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.engine import Engine
 from kvmosaic.layout import ChunkContext, DenseLayout, PositionStrategy, arrange, dense
 from kvmosaic.model.batch import SpanRows
+from kvmosaic.model.hook import ATTENTION_NAME
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
@@ -103,12 +104,14 @@ def _plain_difference(model: LoadedModel, backend: AttentionBackend | None, seed
     ours = torch.cat(runner.logits)
     module = model.module
     name = module.config._attn_implementation
-    module.set_attn_implementation("eager")
+    if name == ATTENTION_NAME:  # attention that was opened is its own again outside a scope
+        module.set_attn_implementation("eager")
     try:
         with torch.inference_mode():
             theirs = module(input_ids=sequence, use_cache=False).logits[0, -len(ours) :]
     finally:
-        module.set_attn_implementation(name)
+        if name == ATTENTION_NAME:
+            module.set_attn_implementation(name)
     return _difference(ours, theirs)
 
 

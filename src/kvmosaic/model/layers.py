@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from kvmosaic.attention.bias import DistanceBias
 from kvmosaic.rope import Rotation
 
 MaskKind = Literal["full", "window", "chunked"]
@@ -53,6 +54,8 @@ class LayerSpec:
     source_layer: int
     """The layer whose keys and values are read; another one than `index` in layers that share them."""
     value_in_key: bool = False
+    bias: DistanceBias | None = None
+    """What is added to scores by distance (ALiBi)."""
 
     @property
     def is_stored(self) -> bool:

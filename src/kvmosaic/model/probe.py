@@ -21,6 +21,8 @@ from kvmosaic.model.latent import expand_again
 from kvmosaic.model.latent_layers import with_latents
 from kvmosaic.model.layers import LayerSpec, MaskSpec
 from kvmosaic.model.masks import read_mask
+from kvmosaic.model.opened_layers import with_biases
+from kvmosaic.model.opening import close_attention, open_attention, opened_parts
 from kvmosaic.rope import PROBE_POSITIONS, Detection, detect_rotation, relative_error
 
 _NUM_TOKENS = 6
@@ -58,6 +60,7 @@ def probe_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...
             layers = _read_layers(module, max_positions)
         select_attention(module, ATTENTION_NAME)
     except BaseException:
+        close_attention(module)
         module.set_attn_implementation(before)
         raise
     return layers
@@ -82,6 +85,8 @@ def _read_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...
         _layer(call, detection, mask, source)
         for call, detection, mask, source in zip(calls, detections, masks, sources, strict=True)
     ]
+    if opened := opened_parts(module):
+        layers = with_biases(module, opened, layers, max_positions)
     return with_latents(layers, calls, lambda: _record(module, tokens, contiguous))
 
 
@@ -100,7 +105,9 @@ def check_rules(module: Any) -> None:
 
 
 def select_attention(module: Any, name: str) -> None:
-    """Switches the model to one of our attention functions, or says that it has no such switch."""
+    """Switches the model to one of our attention functions, or opens its modules; says so if neither can be done."""
+    if open_attention(module):
+        return
     try:
         module.set_attn_implementation(name)
     except (ValueError, KeyError, AttributeError, NotImplementedError) as error:
