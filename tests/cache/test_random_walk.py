@@ -139,7 +139,8 @@ class Walk:
         self.memory.copy(self.planner.request_pool, copies)
         reader.expected[-1] = reader.expected[-1] + self.memory.chained(reader.expected[-1][-1], tokens)
         reader.token_ids[-1] = reader.token_ids[-1] + tokens
-        assert list(decode_tokens(bytes(reader.attachment.last.tokens))) == reader.token_ids[-1]
+        if not reader.attachment.last.is_unregistrable:
+            assert list(decode_tokens(bytes(reader.attachment.last.tokens))) == reader.token_ids[-1]
 
     def fork(self) -> None:
         able = [r for r in self.readers if all(span.is_ready for span in r.attachment.spans)]
