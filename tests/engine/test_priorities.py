@@ -1,0 +1,262 @@
+"""Priorities: who goes first, who gives way, and that everybody has a turn, on a clock that counts steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.engines import GREEDY, build_engine
+from support.families import build
+
+from kvmosaic.engine import Engine, Request
+from kvmosaic.engine.turns import MAX_PRIORITY, class_of, turn_of
+from kvmosaic.engine.victims import in_order
+from kvmosaic.errors import InvalidPriority, InvalidPrompt
+from kvmosaic.model import LoadedModel
+from kvmosaic.model.runner import Runner
+from kvmosaic.prompt import Prompt
+
+
+class IdleRunner(Runner):
+    """A runner that computes nothing: every token is the first of the vocabulary."""
+
+    def run(self, spans, copies=()):
+        return torch.zeros(sum(rows.wants_logits for rows in spans), self.model.vocab_size)
+
+
+@cache
+def model() -> LoadedModel:
+    return LoadedModel.from_module(build("llama", torch.float32))
+
+
+class World:
+    """An engine whose clock counts its steps."""
+
+    def __init__(self, *, blocks: int = 256, prefix_caching: bool = False, **options) -> None:
+        self.now = 0.0
+        names = ("max_running", "max_batched_tokens")
+        self.engine: Engine = build_engine(
+            model(),
+            blocks=(blocks, 64),
+            runner=IdleRunner,
+            prefix_caching=prefix_caching,
+            clock=lambda: self.now,
+            **{name: options.pop(name) for name in names if name in options},
+            engine_options={"preemption": "recompute", **options},
+        )
+
+    def add(self, priority: int = 0, *, prompt: int = 8, tokens: int = 4) -> Request:
+        params = replace(GREEDY, max_tokens=tokens)
+        return self.engine.add_request(Prompt.plain(range(prompt)), params, priority=priority)
+
+    def step(self) -> None:
+        self.engine.step()
+        self.engine.check_invariants()
+        self.now += 1.0
+
+    def run(self, most: int = 2_000) -> None:
+        for _ in range(most):
+            if not self.engine.has_unfinished_requests:
+                return
+            self.step()
+        pytest.fail("it does not come to an end")
+
+
+NUMBERS = st.integers(-MAX_PRIORITY, MAX_PRIORITY)
+TIMES = st.integers(0, 10_000)
+
+
+@given(NUMBERS, TIMES, NUMBERS, TIMES, st.integers(0, 10_000), st.sampled_from([0.5, 1.0, 64.0]))
+def test_turns_order_requests_by_priority_and_waiting_at_any_time(priority, arrival, other, later, waited, aging):
+    def effective(priority, arrival, now):
+        return priority + (now - arrival) / aging
+
+    now = max(arrival, later) + waited
+    first, second = effective(priority, arrival, now), effective(other, later, now)
+    turns = turn_of(priority, arrival, aging), turn_of(other, later, aging)
+    assert (first > second) == (turns[0] < turns[1])
+
+
+def test_without_aging_priority_alone_counts():
+    assert turn_of(1, 1e9, None) < turn_of(0, 0.0, None) < turn_of(-1, 0.0, None)
+
+
+@pytest.mark.parametrize("priority", [101, -101, 2**40, 1.0, True, "1", None, float("nan")])
+def test_a_priority_outside_its_range_is_refused(priority):
+    world = World()
+    with pytest.raises(InvalidPriority, match="from -100 to 100") as raised:
+        world.add(priority)
+    assert isinstance(raised.value, InvalidPrompt)
+    assert not world.engine.has_unfinished_requests
+
+
+def test_priorities_are_counted_in_three_classes():
+    assert [class_of(priority) for priority in (-100, -1, 0, 1, 100)] == ["low", "low", "normal", "high", "high"]
+
+
+def test_who_waited_long_enough_goes_before_a_higher_priority():
+    world = World(max_running=1, priority_aging_seconds=5.0)
+    running, low = world.add(9, tokens=30), world.add(0)
+    for _ in range(12):
+        world.step()
+    high = world.add(2)
+    world.run()
+    assert running.finished_time < low.finished_time < high.finished_time, "it waited 12 seconds, which are worth 2.4"
+
+
+def test_a_higher_priority_goes_before_who_has_not():
+    world = World(max_running=1, priority_aging_seconds=5.0)
+    world.add(9, tokens=30)
+    low = world.add(0)
+    for _ in range(8):
+        world.step()
+    high = world.add(2)
+    world.run()
+    assert high.finished_time < low.finished_time
+
+
+def crowd(world: World, low: Request, arrivals, most: int) -> float | None:
+    """When a request has ended, while others keep coming: each step the next of `arrivals`, over and over."""
+    for index in range(most):
+        if low.is_finished:
+            return low.finished_time
+        for priority in arrivals[index % len(arrivals)]:
+            world.add(priority)
+        world.step()
+    return None
+
+
+AGING = 3.0
+HIGHEST = 4
+ALONE = 4
+"""Steps of one request when nobody else is there: one for the prompt and the first token, then one a token."""
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    arrivals=st.lists(st.lists(st.integers(0, HIGHEST), max_size=2), min_size=1, max_size=4),
+    blocks=st.sampled_from([5, 8, 64]),
+    running=st.integers(1, 3),
+    gap=st.sampled_from([None, 1, 3]),
+)
+def test_everybody_has_a_turn_whatever_comes(arrivals, blocks, running, gap):
+    world = World(max_running=running, blocks=blocks, priority_aging_seconds=AGING, preemption_gap=gap)
+    low = world.add(-1)
+    head_start = AGING * (HIGHEST + 1)  # who comes later than this stands behind it
+    num_ahead = math.ceil(head_start + 1) * max(len(each) for each in arrivals)
+    bound = head_start + (num_ahead + 1) * (ALONE + 1)
+    assert crowd(world, low, arrivals, int(bound) + 1) is not None
+
+
+def test_without_aging_a_low_priority_waits_for_ever():
+    world = World(max_running=1, priority_aging_seconds=None)
+    assert crowd(world, world.add(-1), [[0]], 200) is None
+
+
+def test_a_running_answer_does_not_give_way_for_ever():
+    world = World(blocks=8, priority_aging_seconds=AGING, preemption_gap=1)
+    low = world.add(-1, tokens=20)
+    assert crowd(world, low, [[2], [], [3]], 300) is not None
+    world = World(blocks=8, priority_aging_seconds=None, preemption_gap=None)
+    assert crowd(world, world.add(-1, tokens=20), [[2], [], [3]], 300) is None, "with this many, it takes aging"
+
+
+@pytest.mark.parametrize(("gap", "gives_way"), [(1, True), (10, True), (11, False), (None, False)])
+def test_a_much_higher_priority_takes_the_place_of_a_running_answer(gap, gives_way):
+    world = World(max_running=2, preemption_gap=gap)
+    low = [world.add(0, tokens=20) for _ in range(2)]
+    world.step()
+    high = world.add(10)
+    world.run()
+    assert world.engine.scheduler.num_preemptions == int(gives_way)
+    assert (high.finished_time < min(request.finished_time for request in low)) == gives_way
+
+
+def test_blocks_are_taken_for_a_much_higher_priority_only_if_that_makes_room():
+    world = World(blocks=12, preemption_gap=2)
+    kept = world.add(5, prompt=30, tokens=16)
+    world.add(0, prompt=8, tokens=8)
+    world.step()
+    high = world.add(6, prompt=20)
+    world.step()
+    assert world.engine.scheduler.num_preemptions == 0, "with two blocks more it could not run either"
+    world.run()
+    assert kept.is_finished and high.is_finished
+
+
+def test_blocks_of_as_few_as_needed_are_taken_for_a_much_higher_priority():
+    world = World(blocks=20, preemption_gap=1)
+    low = [world.add(0, prompt=16, tokens=40) for _ in range(4)]
+    world.step()
+    high = world.add(5, prompt=16, tokens=2)
+    world.step()  # there was room for it, which the others have grown into
+    world.step()
+    assert high.first_token_time is not None
+    assert world.engine.scheduler.num_preemptions == 1
+    world.run()
+    assert all(request.is_finished for request in low)
+
+
+def test_who_has_waited_as_long_as_the_gap_is_worth_does_not_give_way():
+    world = World(max_running=1, preemption_gap=1, priority_aging_seconds=2.0)
+    low = world.add(0, tokens=40)
+    for _ in range(10):
+        world.step()
+    high = world.add(4)
+    world.run()
+    assert world.engine.scheduler.num_preemptions == 0 and low.finished_time < high.finished_time
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(2, 12), min_size=1, max_size=8))
+def test_however_often_a_higher_priority_comes_little_is_computed_in_vain(pauses):
+    world = World(max_running=1, preemption_gap=1, priority_aging_seconds=None)
+    prompt, tokens = 20, 24
+    low = world.add(0, prompt=prompt, tokens=tokens)
+    sequence = world.engine._sequences[low.request_id][0]
+    for index in range(600):
+        if low.is_finished:
+            break
+        for _ in range(pauses[index % len(pauses)]):
+            world.step()
+        world.add(1, tokens=1)
+    needed = prompt + tokens - 1
+    assert low.is_finished and sequence.num_worked < 3 * needed
+
+
+def test_a_question_of_higher_priority_is_computed_before_the_rest_of_a_long_prompt():
+    world = World(max_batched_tokens=16)
+    long = world.add(0, prompt=200, tokens=2)
+    world.step()
+    high = world.add(1, prompt=12, tokens=2)
+    world.step()
+    assert high.first_token_time is not None and long.first_token_time is None
+    world.run()
+
+
+def test_of_equal_priority_the_first_comes_first_with_long_prompts_too():
+    world = World(max_batched_tokens=16)
+    long = world.add(0, prompt=60, tokens=2)
+    world.step()
+    late = world.add(0, prompt=12, tokens=2)
+    world.run()
+    assert long.first_token_time <= late.first_token_time
+
+
+def test_who_gives_way_is_chosen_by_priority_progress_age_and_size():
+    def order(*asked, steps=1):
+        world = World()
+        requests = [world.add(priority, prompt=prompt, tokens=tokens) for priority, prompt, tokens in asked]
+        for _ in range(steps):
+            world.step()
+        sequences = [world.engine._sequences[request.request_id][0] for request in requests]
+        return [sequences.index(sequence) for sequence in in_order(sequences, world.now)]
+
+    assert order((5, 8, 20), (0, 8, 20), (-5, 8, 20)) == [2, 1, 0], "the least wanted first"
+    assert order((0, 8, 200), (0, 8, 20)) == [0, 1], "what is nearly done stays"
+    assert order((0, 150, 4), (0, 150, 4)) == [1, 0], "of equal ones, the last in rank first"
