@@ -164,13 +164,19 @@ class Planner:
         self._counters.loaded_chunk_tokens += chunk.num_tokens
         self._chunks.complete(chunk, self._step)
 
-    def notify(self, *, evicted: Callable[[Chunk], None], deleted: Callable[[Chunk], None]) -> None:
+    def notify(
+        self,
+        *,
+        evicted: Callable[[Chunk], None],
+        deleted: Callable[[Chunk], None],
+        freed: Callable[[Chunk], None],
+    ) -> None:
         """Has chunks that leave to make room shown to `evicted`, while their blocks still hold them.
 
         Those that are deleted, by name or key, are shown to `deleted`, and all whose blocks are given back, for
         whatever reason, to `freed`, just before that. None of them may raise.
         """
-        self._chunks.on_evict, self._chunks.on_delete = evicted, deleted
+        self._chunks.on_evict, self._chunks.on_delete, self._chunks.on_free = evicted, deleted, freed
 
     def extend(self, attachment: Attachment, token_ids: Sequence[int], *, is_private: bool = False) -> list[BlockCopy]:
         """Grows the last span by answer tokens, which are then to be computed; returns the copies to carry out first.

@@ -9,10 +9,10 @@ from typing import cast
 
 from kvmosaic.cache import Chunk, SpanPlan
 from kvmosaic.config import TierConfig
+from kvmosaic.engine.chunk_source import ChunkSource
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.memory import (
     BlockStorage,
-    ChunkTensors,
     DtypeName,
     EntryExpectation,
     EntryHeader,
@@ -46,8 +46,8 @@ class ChunkEntries:
         """The codec, if it changes numbers."""
         return "" if self._config.codec == "none" else self._config.codec
 
-    def encode(self, chunk: Chunk) -> Callable[[ChunkTensors], Entry]:
-        """What makes an entry of the tensors of a chunk, on any thread, later."""
+    def encode(self, chunk: Chunk) -> Callable[[ChunkSource], Entry | None]:
+        """What makes an entry of the tensors of a chunk, on any thread, later; None if it was deleted meanwhile."""
         header = EntryHeader(
             fingerprint=self._fingerprint,
             key=chunk.key,
@@ -63,11 +63,16 @@ class ChunkEntries:
             compute_seconds=chunk.compute_ms / 1e3,
             created=time.time(),
         )
-        return lambda layers: encode_entry(header, layers, self._config.secret)
+
+        def encode(source: ChunkSource) -> Entry | None:
+            layers = source.tensors()
+            return None if layers is None else encode_entry(header, layers, self._config.secret)
+
+        return encode
 
     def accept(
         self, span: SpanPlan, start: int, tell: Callable[[int, float], None] = lambda *_: None
-    ) -> Callable[[Entry], ChunkTensors]:
+    ) -> Callable[[Entry], ChunkSource]:
         """What verifies an entry for a planned chunk and decodes it, on any thread.
 
         It tells how many tokens the chunk has, and in how many seconds it was computed where that was done.
@@ -85,9 +90,9 @@ class ChunkEntries:
             codec=self._config.codec,
         )
 
-        def accept(entry: Entry) -> ChunkTensors:
+        def accept(entry: Entry) -> ChunkSource:
             decoded = decode_entry(entry, expected, self._config.secret)
             tell(span.num_tokens, decoded.header.compute_seconds)
-            return decoded.layers
+            return ChunkSource.of(decoded.layers)
 
         return accept

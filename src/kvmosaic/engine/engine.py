@@ -146,6 +146,8 @@ class Engine:
 
     def _fall_asleep(self) -> None:
         try:
+            if self.keeper is not None:
+                self.keeper.settle()
             if self.sleep_level == 2:
                 self.planner.reset()
             self.runner.sleep(*self.planner.used_blocks())

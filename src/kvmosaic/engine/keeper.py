@@ -7,13 +7,15 @@ import time
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from kvmosaic.cache import Chunk, Key, Plan, Planner, SpanPlan
 from kvmosaic.engine.chunk_entries import ChunkEntries
+from kvmosaic.engine.chunk_source import ChunkSource
 from kvmosaic.engine.kept_keys import KeptKeys
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.errors import UnknownChunk
-from kvmosaic.memory import BlockStorage, ChunkTensors
+from kvmosaic.memory import BlockStorage
 from kvmosaic.tiers import ComputeCost, Fetch, Hierarchy, Rank
 
 logger = logging.getLogger("kvmosaic")
@@ -23,28 +25,28 @@ logger = logging.getLogger("kvmosaic")
 class StagedChunk:
     """A chunk on its way, or here already, for sequences that wait."""
 
-    fetch: Fetch[ChunkTensors]
+    fetch: Fetch[ChunkSource]
     num_holders: int = 0
 
 
 class Keeper:
     """Stands between the planner and the tiers.
 
-        a chunk is complete      keep ──▶ copied, written behind to the tiers that outlive the process
+        a chunk is complete      keep ──▶ written behind to the tiers that outlive the process
         a chunk is evicted      leave ──▶ copied, written behind to the others
         a request is queued     begin ──▶ fetches what it misses, if that is faster than computing it
         it is attached         finish ──▶ what came is copied into its blocks, the rest is computed
 
-    Copies are made on the engine's thread between two steps (a memory copy takes a thousandth of what computing the
-    chunk took); everything slower happens on the threads of the hierarchy. Nothing in here fails a request: what cannot
-    be kept is computed again one day.
+    A complete chunk is read where it lies, by the thread that writes it. Only if its blocks are wanted before that, it
+    is copied on the engine's thread, between two steps. Everything slower happens on the threads of the hierarchy.
+    Nothing in here fails a request: what cannot be kept is computed again one day.
     """
 
     def __init__(
         self,
         planner: Planner,
         storage: BlockStorage,
-        hierarchy: Hierarchy[ChunkTensors],
+        hierarchy: Hierarchy[ChunkSource],
         entries: ChunkEntries,
         *,
         most_staged_bytes: int,
@@ -70,6 +72,8 @@ class Keeper:
         self._most_staged_bytes = most_staged_bytes
         self._staged_bytes = 0
         self._staged: dict[Key, StagedChunk] = {}
+        self._sources: WeakValueDictionary[Chunk, ChunkSource] = WeakValueDictionary()
+        """Chunks that are to be written and may still lie in their blocks; the hierarchy holds them until they are."""
         self._crowded_out: Sequence | None = None
         """It is next and found no room to stage its chunks: until it does, no later one begins to."""
         self._num_ended = 0
@@ -77,7 +81,7 @@ class Keeper:
         self._clock = clock
         self._compute = ComputeCost()
         self._bytes_per_token = storage.bytes_per_block // storage.block_size
-        planner.notify(evicted=self.leave, deleted=self.forget)
+        planner.notify(evicted=self.leave, deleted=self.forget, freed=self.release)
         weakref.finalize(self, hierarchy.orphan).atexit = False
 
     def has_room(self, sequence: Sequence, plan: Plan) -> bool:
@@ -145,11 +149,12 @@ class Keeper:
             if chunk is None or not span.is_owner or chunk.num_computed:
                 continue
             fetch = fetches[chunk.key].fetch if chunk.key in fetches else None
-            if fetch is None or fetch.value is None:
+            tensors = None if fetch is None or fetch.value is None else fetch.value.tensors()
+            if fetch is None or tensors is None:
                 continue
             begin = self._clock()
             try:
-                self._storage.write_chunk(chunk.block_ids, fetch.value)
+                self._storage.write_chunk(chunk.block_ids, tensors)
             except Exception:  # its blocks are written again, by computing it
                 logger.exception("a chunk from the tier %s could not be copied to the device", fetch.tier_name)
                 continue
@@ -192,8 +197,15 @@ class Keeper:
         if chunk.is_ready and (self.hierarchy.has_volatile or not chunk.is_stored):
             self._store(chunk, volatile=True)
 
+    def release(self, chunk: Chunk) -> None:
+        """Copies what a chunk holds, if it is to be written and was not copied yet: its blocks are given back."""
+        if (source := self._sources.get(chunk)) is not None:
+            self._copy(source)
+
     def forget(self, chunk: Chunk) -> None:
         """Removes a chunk from the tiers that was deleted from the device."""
+        if (source := self._sources.get(chunk)) is not None:
+            source.drop()
         self.delete([chunk.key])
 
     def delete(self, keys: Collection[Key]) -> None:
@@ -209,6 +221,11 @@ class Keeper:
         keys = self.kept.named(name, salt, tenant)
         self.delete(keys)
         return len(keys)
+
+    def settle(self) -> None:
+        """Copies whatever still lies in blocks and is to be written; all blocks may be given back then."""
+        for source in list(self._sources.values()):
+            self._copy(source)
 
     def wait(self, seconds: float) -> None:
         """Sleeps until a fetch is over, but no longer than this."""
@@ -235,7 +252,18 @@ class Keeper:
         new = (span.num_tokens for key, span in missing.items() if key not in self._staged)
         return sum(new) * self._bytes_per_token
 
-    def _fetch(self, span: SpanPlan, start: int, rank: Rank) -> Fetch[ChunkTensors] | None:
+    def _copy(self, source: ChunkSource) -> bool:
+        try:
+            source.tensors()
+        except BaseException as error:  # then it is not stored; its blocks must not be read later
+            source.drop()
+            if not isinstance(error, Exception):
+                raise
+            logger.exception("a chunk could not be copied to be stored")
+            return False
+        return True
+
+    def _fetch(self, span: SpanPlan, start: int, rank: Rank) -> Fetch[ChunkSource] | None:
         if (staged := self._staged.get(span.key)) is not None and staged.fetch.value is not None:
             return staged.fetch
         num_bytes = span.num_tokens * self._bytes_per_token
@@ -243,19 +271,23 @@ class Keeper:
         return self.hierarchy.fetch(span.key, num_bytes, accept, self._compute.estimate(span.num_tokens), rank)
 
     def _store(self, chunk: Chunk, *, volatile: bool) -> None:
+        persistent = not chunk.is_stored
+
         def done(is_stored: bool) -> None:
             chunk.is_stored = is_stored
 
-        persistent = not chunk.is_stored
+        num_bytes = chunk.num_tokens * self._bytes_per_token
+        if not self.hierarchy.has_room(num_bytes):
+            return
+        source = self._sources.get(chunk) or ChunkSource(self._storage, chunk)
+        if volatile and not self._copy(source):
+            return
         try:
-            num_bytes = chunk.num_tokens * self._bytes_per_token
-            if not self.hierarchy.has_room(num_bytes):
-                return
-            layers = self._storage.read_chunk(chunk.block_ids, chunk.num_tokens)
             chunk.is_stored = True  # before anybody can say that it was not
+            self._sources[chunk] = source
             is_queued = self.hierarchy.store(
                 chunk.key,
-                layers,
+                source,
                 num_bytes,
                 self._entries.encode(chunk),
                 persistent=persistent,

@@ -35,7 +35,7 @@ class _Store(Generic[T]):
     key: Key
     value: T
     num_bytes: int
-    encode: Callable[[T], Entry]
+    encode: Callable[[T], Entry | None]
     tiers: tuple[Tier, ...]
     done: Callable[[bool], None]
 
@@ -127,7 +127,7 @@ class Hierarchy(Generic[T]):
         key: Key,
         value: T,
         num_bytes: int,
-        encode: Callable[[T], Entry],
+        encode: Callable[[T], Entry | None],
         *,
         persistent: bool,
         volatile: bool,
@@ -139,7 +139,7 @@ class Hierarchy(Generic[T]):
             key: of the chunk.
             value: its tensors, which nobody changes any more.
             num_bytes: how large they are.
-            encode: makes an entry of them, on the writer's thread.
+            encode: makes an entry of them, on the writer's thread; None if there is nothing to store any more.
             persistent: to the tiers that outlive the process.
             volatile: to the others.
             done: told on the writer's thread whether every one of these tiers has it now.
@@ -340,6 +340,8 @@ class Hierarchy(Generic[T]):
                     tier.touch([store.key], deadline)
                     continue
                 entry = store.encode(store.value) if entry is None else entry
+                if entry is None:
+                    return False
                 is_stored &= store.key in tier.put_many({store.key: entry}, deadline)
             except TierError as error:
                 is_stored = False
