@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.keys import TOKEN_BYTES, Key
-from kvmosaic.cache.siblings import Siblings, num_alike
+from kvmosaic.cache.siblings import Siblings, num_alike, unpacked
 from kvmosaic.eviction import Candidate, EvictionPolicy, EvictionQueue
 
 FEWEST_FIRST_TOKENS = 4
@@ -17,8 +17,8 @@ class PrefixEntry:
     """One cached block: the tokens in it, after everything its parents hold."""
 
     __slots__ = (
+        "_children",
         "block_id",
-        "children",
         "hits",
         "is_dropped",
         "key",
@@ -40,8 +40,7 @@ class PrefixEntry:
         self.block_id = block_id
         self.users = 0
         """Attachments that hold this entry; they hold all of its parents too."""
-        self.children: Siblings | None = None
-        """Entries right behind this one; None if there are none."""
+        self._children: PrefixEntry | Siblings | None = None
         self.hits = 0
         """Spans that were attached to it, or took a copy of its first tokens."""
         self.step = step
@@ -49,6 +48,15 @@ class PrefixEntry:
         self.last_used = 0.0
         self.is_dropped = False
         """No longer to be found: evicted, or registered by a step that failed."""
+
+    @property
+    def children(self) -> Siblings | None:
+        """Entries right behind this one, to look at; None if there are none."""
+        return unpacked(self._children)
+
+    @children.setter
+    def children(self, siblings: Siblings | None) -> None:
+        self._children = None if siblings is None else siblings.packed()
 
 
 class PrefixCache:
@@ -86,7 +94,7 @@ class PrefixCache:
         self.unwritten_step = -1
         """The step that is being assembled: what it registers may be read by it, but not copied yet; -1 for none."""
         self._entries: dict[Key, PrefixEntry] = {}
-        self._roots: dict[Key, Siblings] = {}
+        self._roots: dict[Key, PrefixEntry | Siblings] = {}
         """The entries without a parent, by root."""
         self._queue: EvictionQueue[PrefixEntry] = EvictionQueue(policy)
         self._clock = clock
@@ -191,6 +199,7 @@ class PrefixCache:
             if (longer := self.covering(root, parent, tokens)) is not None:
                 entry, is_new = longer, False
             else:
+                root = parent.root if parent is not None else root  # the same bytes, once in memory
                 entry = self._add(PrefixEntry(key, root, parent, tokens, block_id, step))
         elif not self._is_same(entry, root, parent, tokens):
             return None, False
@@ -242,7 +251,8 @@ class PrefixCache:
             siblings = self._behind(entry.root, parent)
             assert siblings is not None and siblings.neighbours(entry.tokens)[1] is entry
             assert (entry in self._queue) == (entry.users == 0 and not entry.children)
-        for siblings in (*self._roots.values(), *(entry.children for entry in self._entries.values())):
+        firsts = map(unpacked, self._roots.values())
+        for siblings in (*firsts, *(entry.children for entry in self._entries.values())):
             assert siblings is None or len(siblings), "a place without entries is forgotten"
             if siblings is not None:
                 siblings.check_invariants()
@@ -253,22 +263,27 @@ class PrefixCache:
         assert len({entry.block_id for entry in self._entries.values()}) == len(self._entries)
 
     def _behind(self, root: Key, parent: PrefixEntry | None) -> Siblings | None:
-        return self._roots.get(root) if parent is None else parent.children
+        return unpacked(self._roots.get(root)) if parent is None else parent.children
+
+    def _set_behind(self, root: Key, parent: PrefixEntry | None, siblings: Siblings) -> None:
+        if parent is not None:
+            parent.children = siblings
+        elif (kept := siblings.packed()) is not None:
+            self._roots[root] = kept
+        else:
+            self._roots.pop(root, None)
 
     def _add(self, entry: PrefixEntry) -> PrefixEntry:
         """Puts a new entry in its place; a tail that it goes on with, and that nobody uses, leaves."""
         self.pool.retain((entry.block_id,))
         self._entries[entry.key] = entry
         self.num_idle += 1
-        parent, siblings = entry.parent, self._behind(entry.root, entry.parent)
+        siblings = self._behind(entry.root, entry.parent)
         if siblings is None:
             siblings = Siblings(entry)
-            if parent is None:
-                self._roots[entry.root] = siblings
-            else:
-                parent.children = siblings
         else:
             siblings.add(entry)
+        self._set_behind(entry.root, entry.parent, siblings)
         before = siblings.neighbours(entry.tokens)[0]
         if before is not None and before.users == 0 and entry.tokens.startswith(before.tokens):
             self.drop(before)
@@ -279,15 +294,12 @@ class PrefixCache:
         parent, siblings = entry.parent, self._behind(entry.root, entry.parent)
         if siblings is not None:
             siblings.discard(entry)
-            if not siblings and parent is None:
-                del self._roots[entry.root]
-            elif not siblings and parent is not None:
-                parent.children = None
+            self._set_behind(entry.root, parent, siblings)
         if parent is not None and parent.users == 0:
             self._line_up(parent)
 
     def _line_up(self, entry: PrefixEntry) -> None:
-        if not entry.children:
+        if entry._children is None:
             self._queue.add(entry, Candidate(entry.last_used, self.pool.block_size))
 
     def _forget(self, entry: PrefixEntry) -> None:

@@ -78,6 +78,12 @@ class Siblings:
             return before, bucket[index]
         return before, self._buckets[number + 1][0] if number + 1 < len(self._buckets) else None
 
+    def packed(self) -> PrefixEntry | Siblings | None:
+        """What is kept of them: nothing of none, and a lone entry as it is, since most entries have no siblings."""
+        if len(self._buckets) == 1 and len(self._buckets[0]) == 1:
+            return self._buckets[0][0]
+        return self if self._buckets else None
+
     def check_invariants(self) -> None:
         """Checks the order."""
         assert all(self._buckets)
@@ -87,6 +93,11 @@ class Siblings:
     def _bucket_of(self, tokens: bytes) -> int:
         """The bucket where some tokens are, or would be put."""
         return max(bisect_right(self._buckets, tokens, lo=1, key=_first_tokens_of) - 1, 0)
+
+
+def unpacked(kept: PrefixEntry | Siblings | None) -> Siblings | None:
+    """Siblings again, from what `packed` gave; changes to a lone entry's are to be packed anew."""
+    return kept if kept is None or isinstance(kept, Siblings) else Siblings(kept)
 
 
 def num_alike(one: bytes, other: bytes) -> int:
