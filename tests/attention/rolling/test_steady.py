@@ -188,6 +188,20 @@ def test_a_chunk_with_a_gradient_leaves_none_in_the_cache() -> None:
         assert not cache.cached_v().requires_grad
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_gradient_that_needs_keys_which_have_left_is_refused(ordered: bool) -> None:
+    cache = cache_of((2, 6, 3), ordered=ordered)
+    index = fill(cache)
+    query = torch.ones(2, 8, 3, 4, requires_grad=True)
+    score = (query * cache.cached_k()).sum()
+    cache.before_update(index)
+    if ordered:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            score.backward()
+    else:
+        score.backward()
+
+
 def test_a_cache_made_in_inference_mode_can_be_used_outside_and_inside() -> None:
     with torch.inference_mode():
         cache = cache_of((2, 6, 3))

@@ -11,16 +11,17 @@ from torch import Tensor
 _ROWS_PER_BLOCK = 8
 """So many calls of memmove take about as long as one call of torch."""
 
+# An operation of torch's own, so that torch.compile takes it as it is.
+_NAME = "kvmosaic::shift_left"
+torch.library.define(_NAME, "(Tensor(a!) storage, int dim, SymInt start, SymInt stop, SymInt by) -> ()")
 
-@torch.library.custom_op("kvmosaic::shift_left", mutates_args=("storage",))
+
 def shift_left(storage: Tensor, dim: int, start: int, stop: int, by: int) -> None:
     """Moves the tokens start + by … stop - 1 of dimension `dim` to start …; what leaves is overwritten.
 
     Tokens may move onto places that others still have to leave. memmove does that in one go, where the storage is in
     host memory. Elsewhere blocks of `by` tokens are copied from left to right, each onto places just vacated: with
-    small chunks that is many calls, and a ring is the better choice.
-
-    An operation of its own, so that torch.compile takes it as it is.
+    chunks much smaller than the window that is many calls, and a ring is the better choice.
 
     Args:
         storage: contiguous, any rank.
@@ -29,6 +30,11 @@ def shift_left(storage: Tensor, dim: int, start: int, stop: int, by: int) -> Non
         stop: end of the tokens that move.
         by: how far they move.
     """
+    torch.ops.kvmosaic.shift_left(storage, dim, start, stop, by)
+
+
+@torch.library.impl(_NAME, "CompositeExplicitAutograd")
+def _shift_left(storage: Tensor, dim: int, start: int, stop: int, by: int) -> None:
     assert storage.is_contiguous(), "the storage of a rolling cache is contiguous"
     num_rows = math.prod(storage.shape[:dim])
     num_blocks = -(-(stop - start - by) // by)
@@ -36,11 +42,14 @@ def shift_left(storage: Tensor, dim: int, start: int, stop: int, by: int) -> Non
         move_rows(storage, dim, start, stop, by)
     else:
         copy_blocks(storage, dim, start, stop, by)
+    torch.autograd.graph.increment_version(storage)  # who still needs the old keys for a gradient must be told
 
 
-@shift_left.register_fake
-def _(storage: Tensor, dim: int, start: int, stop: int, by: int) -> None:
-    pass
+def _shift_nothing(storage: Tensor, dim: int, start: int, stop: int, by: int) -> None:
+    """What a compiler sees: only that the storage is written."""
+
+
+torch.library.register_fake(_NAME, _shift_nothing)
 
 
 def copy_blocks(storage: Tensor, dim: int, start: int, stop: int, by: int) -> None:
