@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvmosaic.cache import Chunk, Key
+from kvmosaic.cache.groups import Groups
 
 MOST_KEYS = 1_000_000
 """More are forgotten, the oldest first; each takes a few hundred bytes."""
@@ -33,8 +35,9 @@ class KeptKeys:
 
     def __init__(self, most_keys: int = MOST_KEYS) -> None:
         self._most_keys = most_keys
-        self._known: dict[Key, _Known] = {}
-        self._keys: dict[tuple[str, str], dict[Key, None]] = {}
+        self._known: OrderedDict[Key, _Known] = OrderedDict()
+        """A plain dictionary would walk over those that left before, to find the oldest."""
+        self._keys: Groups[tuple[str, str], Key] = Groups()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -48,7 +51,7 @@ class KeptKeys:
         self.discard(chunk.key)
         self._known[chunk.key] = _Known(chunk.tenant, chunk.salt, names)
         for place in _places(chunk.tenant, names):
-            self._keys.setdefault(place, {})[chunk.key] = None
+            self._keys.add(place, chunk.key)
         if len(self._known) > self._most_keys:
             self.discard(next(iter(self._known)))
 
@@ -57,9 +60,7 @@ class KeptKeys:
         if (known := self._known.pop(key, None)) is None:
             return
         for place in _places(known.tenant, known.names):
-            self._keys[place].pop(key, None)
-            if not self._keys[place]:
-                del self._keys[place]
+            self._keys.discard(place, key)
 
     def named(self, name: str, salt: str | None, tenant: str, *, with_parts: bool = False) -> list[Key]:
         """The keys of a tenant's chunks with this name, under one salt or (None) any.
@@ -67,7 +68,7 @@ class KeptKeys:
         `with_parts`: also those of the parts of a split document.
         """
         found = []
-        for key in self._keys.get((tenant, _whole(name)), ()):
+        for key in self._keys.members((tenant, _whole(name))):
             known = self._known[key]
             is_named = name in known.names or (with_parts and any(_whole(other) == name for other in known.names))
             if is_named and salt in (None, known.salt):
@@ -83,8 +84,8 @@ class KeptKeys:
         """Holds both maps against each other (for tests)."""
         assert len(self._known) <= self._most_keys
         pairs = {(place, key) for key, known in self._known.items() for place in _places(known.tenant, known.names)}
-        assert pairs == {(place, key) for place, keys in self._keys.items() for key in keys}
-        assert all(self._keys.values())
+        assert pairs == {(place, key) for place in self._keys for key in self._keys.members(place)}
+        assert all(self._keys.members(place) for place in self._keys)
 
 
 def _places(tenant: str, names: tuple[str, ...]) -> set[tuple[str, str]]:
