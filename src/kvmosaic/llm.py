@@ -26,6 +26,7 @@ from kvmosaic.chunks import ChunkHandle, ChunkStore
 from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
 from kvmosaic.engine import Request
 from kvmosaic.engine.self_check import SelfCheck, run_self_check
+from kvmosaic.engine.turns import check_priority, priorities_for
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling
 from kvmosaic.layout import PositionStrategy, arrange
 from kvmosaic.model import LoadedModel, load_model
@@ -122,7 +123,9 @@ class LLM:
                 quantization=quantization,
                 trust_remote_code=trust_remote_code,
             )
-        self.attention = choose_backend(attention_backend, self.model.dtype, self.model.device)
+        self.attention = choose_backend(
+            attention_backend, self.model.dtype, self.model.device, has_bias=self.model.has_bias
+        )
         backend = self.attention.backend
         self.self_check: SelfCheck | None = None
         self.chunk_cache_off_reason = "" if enable_chunk_cache else "switched off (enable_chunk_cache=False)"
@@ -155,6 +158,7 @@ class LLM:
         prompts: PromptLike | Sequence[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
         position_strategy: PositionStrategy | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
@@ -164,6 +168,7 @@ class LLM:
             prompts: one prompt or a list: texts (split at the separator), `Prompt`s, lists of token ids, or mappings
                 with "prompt" or "prompt_token_ids".
             sampling_params: for all prompts, or one per prompt; default `SamplingParams()`.
+            priority: for all prompts, or one per prompt, from -100 to 100; higher runs first.
             position_strategy: instead of the configured one, for these prompts.
             progress: called after every finished prompt.
 
@@ -176,7 +181,8 @@ class LLM:
         """
         items = prompts_of(prompts)
         encoded = [self.encoder.encode(prompt) for prompt in items]
-        return self._answer(encoded, self._params_for(sampling_params, len(items)), position_strategy, progress)
+        params = self._params_for(sampling_params, len(items))
+        return self._answer(encoded, params, priorities_for(priority, len(items)), position_strategy, progress)
 
     def chat(
         self,
@@ -185,6 +191,7 @@ class LLM:
         *,
         documents: Documents | None = None,
         salt: str = "",
+        priority: int | Sequence[int] = 0,
         position_strategy: PositionStrategy | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
@@ -193,8 +200,9 @@ class LLM:
         Args:
             messages: one conversation ([{"role": "user", "content": "…"}]) or a list of them.
             sampling_params: for all conversations, or one each.
-            documents: [{"id", "title", "text"}], Documents or texts; the same for all conversations.
+            documents: [{"id", "title", "text", "priority"}], Documents or texts; the same for all conversations.
             salt: tenant salt; conversations with different salts share nothing.
+            priority: for all conversations, or one each, from -100 to 100; higher runs first.
             position_strategy: instead of the configured one.
             progress: called after every finished conversation.
 
@@ -204,7 +212,8 @@ class LLM:
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if is_one else list(messages)
         encoded = [self.compose(conversation, documents=documents, salt=salt) for conversation in conversations]
-        return self._answer(encoded, self._params_for(sampling_params, len(encoded)), position_strategy, progress)
+        params = self._params_for(sampling_params, len(encoded))
+        return self._answer(encoded, params, priorities_for(priority, len(encoded)), position_strategy, progress)
 
     def stream(
         self,
@@ -213,6 +222,7 @@ class LLM:
         *,
         documents: Documents | None = None,
         salt: str = "",
+        priority: int = 0,
         position_strategy: PositionStrategy | None = None,
     ) -> Iterator[RequestOutput]:
         """Answers one prompt or conversation, step by step: every output holds the answer so far.
@@ -226,7 +236,7 @@ class LLM:
             encoded = self.encoder.encode(prompt, salt=salt)
         else:
             encoded = self.compose(prompt, documents=documents, salt=salt)
-        return self._stream(encoded, sampling_params or SamplingParams(), position_strategy)
+        return self._stream(encoded, sampling_params or SamplingParams(), check_priority(priority), position_strategy)
 
     def compose(self, messages: Messages, *, documents: Documents | None = None, salt: str = "") -> Prompt:
         """Renders a conversation over documents to a tokenized prompt, to look at or to pass to `generate`.
@@ -293,6 +303,22 @@ class LLM:
             UnknownChunk: no cached chunk has this name.
         """
         self.chunks.unpin(name, salt=salt)
+
+    def set_priority(self, name: str, priority: float, *, salt: str = "") -> None:
+        """Says how much the chunks with this name should stay in a full cache, with the eviction policy "priority".
+
+        It holds for the chunks that are cached now. A document says it for later ones as well: its field `priority`.
+
+        Args:
+            name: the id or title of a document.
+            priority: from 0, first to leave, to 1, last to leave; 0.5 at first.
+            salt: tenant salt of the prompts that used it.
+
+        Raises:
+            UnknownChunk: no cached chunk has this name.
+            InvalidConfig: a priority outside its range.
+        """
+        self.chunks.set_priority(name, priority, salt=salt)
 
     def delete(self, name: str, *, salt: str = "") -> None:
         """Drops the chunks with this name.
@@ -365,10 +391,12 @@ class LLM:
             raise InvalidConfig(f"{len(sampling_params)} sampling_params for {count} prompts; give one, or one each")
         return list(sampling_params)
 
-    def _add(self, prompt: Prompt, params: SamplingParams, strategy: PositionStrategy | None) -> Request:
+    def _add(
+        self, prompt: Prompt, params: SamplingParams, priority: int, strategy: PositionStrategy | None
+    ) -> Request:
         chosen = self._composed_or_joined(prompt)
         note = "" if chosen is prompt else f"not composed: {self.chunk_cache_off_reason}"
-        return self.engine.add_request(chosen, params, position_strategy=strategy, note=note)
+        return self.engine.add_request(chosen, params, priority=priority, position_strategy=strategy, note=note)
 
     def _composed_or_joined(self, prompt: Prompt) -> Prompt:
         """The prompt itself; without the chunk cache, all of its segments as one ordinary prompt."""
@@ -378,16 +406,17 @@ class LLM:
         self,
         prompts: list[Prompt],
         params: list[SamplingParams],
+        priorities: Sequence[int],
         strategy: PositionStrategy | None,
         progress: Progress | None,
     ) -> list[RequestOutput]:
-        requests = (self._add(prompt, each, strategy) for prompt, each in zip(prompts, params, strict=True))
+        requests = (self._add(*each, strategy) for each in zip(prompts, params, priorities, strict=True))
         return [request.output() for request in self.engine.run(requests, progress)]
 
     def _stream(
-        self, prompt: Prompt, params: SamplingParams, strategy: PositionStrategy | None
+        self, prompt: Prompt, params: SamplingParams, priority: int, strategy: PositionStrategy | None
     ) -> Iterator[RequestOutput]:
-        request = self._add(prompt, params, strategy)
+        request = self._add(prompt, params, priority, strategy)
         shown = (0, False)
         try:
             while True:

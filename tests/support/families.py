@@ -107,6 +107,8 @@ _TWELVE = {"num_attention_heads": 12, "hidden_size": 192}
 _FALCON = {"attention": "sdpa", "leave_out": ("head_dim", "num_key_value_heads", "intermediate_size")}
 _ALIBI = {"rotations": ("none",), "leave_out": (*_HEADS_ONLY, "max_position_embeddings")}
 _ROUNDED = {"rotations": ("none",), "reason": "rounded to bfloat16", **_FALCON}
+_CROSS = {"is_refused": True, "reason": "cross-attention"}
+_BUCKETS: dict[str, Any] = {"is_refused": True, "reason": "relative position buckets"}
 _STATE = {"is_refused": True, "reason": "state"}
 
 FAMILIES: dict[str, Family] = {
@@ -300,10 +302,32 @@ FAMILIES: dict[str, Family] = {
     "mpt_twelve": _family("mpt", _TWELVE, {"max_seq_len": 4096}, **_ALIBI),
     "falcon_alibi": _family("falcon", {"alibi": True}, **_ROUNDED),
     "falcon_alibi_twelve": _family("falcon", _TWELVE, {"alibi": True, "multi_query": False}, **_ROUNDED),
+    # Refused: an encoder beside it, or positions that are not given or not added.
+    "bart": _family("bart", {"encoder_layers": 1, "decoder_layers": 1, "d_model": 64}, leave_out=_HEADS_ONLY, **_CROSS),
+    "gpt2_cross": _family("gpt2", {"add_cross_attention": True}, leave_out=_HEADS_ONLY, **_CROSS),
+    "bert": _family("bert", leave_out=_HEADS_ONLY, is_refused=True, reason="neither causal nor"),
+    "roberta": _family(
+        "roberta", {"is_decoder": True}, leave_out=_HEADS_ONLY, is_refused=True, reason="does not begin at position 0"
+    ),
+    "xlnet": Family(
+        "xlnet",
+        {"vocab_size": 128, "d_model": 64, "n_layer": 1, "n_head": 4, "d_inner": 96},
+        leave_out=tuple(_SHAPE),
+        **_BUCKETS,
+    ),
     # Refused: attention that cannot be reached, or a state beside it.
+    "roformer": _family("roformer", {"is_decoder": True}, leave_out=_HEADS_ONLY, **_UNREACHABLE),
+    "openai_gpt": _family("openai-gpt", leave_out=_HEADS_ONLY, **_UNREACHABLE),
     "diffllama": _family("diffllama", is_refused=True, reason="more than once"),
     "doge": _family("doge", is_refused=True, reason="use the mask"),
-    "mamba": _family("mamba", is_refused=True, reason="cannot be reached"),
+    "mamba": _family("mamba", **_STATE),
+    "mamba2": _family("mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 1}, **_STATE),
+    "falcon_mamba": _family("falcon_mamba", **_STATE),
+    "rwkv": _family("rwkv", **_STATE),
+    "xlstm": _family("xlstm", leave_out=("head_dim",), **_STATE),
+    "jamba": _family("jamba", {"num_experts": 2, "use_mamba_kernels": False}, **_STATE),
+    "bamba": _family("bamba", **_STATE),
+    "nemotron_h": _family("nemotron_h", **_STATE),
     "falcon_h1": _family(
         "falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}, **_STATE
     ),

@@ -32,7 +32,11 @@ class ChosenBackend:
 
 
 def choose_backend(
-    wanted: AttentionBackend | BackendName | None, dtype: torch.dtype, device: torch.device
+    wanted: AttentionBackend | BackendName | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    has_bias: bool = False,
 ) -> ChosenBackend:
     """The one asked for, or else triton on a GPU, native on the CPU, torch where they cannot be.
 
@@ -40,6 +44,7 @@ def choose_backend(
         wanted: an instance, a name, or None: what the environment variable says, if it is set.
         dtype: of the model.
         device: of the model.
+        has_bias: its layers add a bias by distance, which only torch does.
 
     Raises:
         InvalidConfig: a name that no backend has.
@@ -58,6 +63,9 @@ def choose_backend(
         return ChosenBackend(TorchBackend(), "torch", asked)
     name = wanted or ("triton" if device.type == "cuda" else "native")
     try:
+        if has_bias:
+            unavailable = TritonUnavailable if name == "triton" else NativeUnavailable
+            raise unavailable("this model's layers add a bias by distance (ALiBi), which torch attention computes")
         return _chosen_triton(dtype, device, wanted) if name == "triton" else _chosen_native(dtype, device)
     except (NativeUnavailable, TritonUnavailable) as error:
         if wanted is not None:

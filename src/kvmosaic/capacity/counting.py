@@ -20,7 +20,8 @@ from kvmosaic.errors import UnsupportedModel
 from kvmosaic.model.frequencies import pin_frequencies
 from kvmosaic.model.hook import ATTENTION_NAME, AttentionCall, attention_scope, install
 from kvmosaic.model.latent import can_keep_latent
-from kvmosaic.model.probe import check_calls, check_rules, select_attention
+from kvmosaic.model.probe import check_calls, select_attention
+from kvmosaic.model.refusing import check_rules
 
 _NUM_TOKENS = 2
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "experts_per_token", "top_k_experts")

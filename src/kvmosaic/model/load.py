@@ -14,6 +14,7 @@ from kvmosaic.errors import InvalidConfig, ModelNotFound, UnsupportedModel
 from kvmosaic.model.int8 import Quantization, check_quantization, quantize
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.model.prepack import Prepack, cpu_has_bfloat16, let_file_go
+from kvmosaic.model.refusing import check_config
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _TOKENIZER_FILES = (
@@ -70,6 +71,7 @@ def load_model(
         "local_files_only": local_files_only,
     }
     config = _fetch(source, lambda: AutoConfig.from_pretrained(source, **options))
+    check_config(config)
     chosen = _dtype(dtype, config, place)
     check_quantization(quantization, place, chosen)
     if chosen is torch.float64:

@@ -17,7 +17,7 @@ from kvmosaic.model.fuse import count_fused, fuse_operations
 from kvmosaic.model.hook import Receiver, attention_scope
 from kvmosaic.model.layers import LayerSpec
 from kvmosaic.model.prepack import PackedLinear, Prepack, prepack_linears
-from kvmosaic.model.probe import probe_layers
+from kvmosaic.model.probe import num_learned_positions, probe_layers
 from kvmosaic.sampling.defaults import FOLLOWED
 
 _MAX_POSITIONS = 2**27
@@ -85,6 +85,7 @@ class LoadedModel:
             limit = _checked_positions(max_positions, allowed, changes_with_length(model))
         pin_frequencies(model, limit or _MAX_POSITIONS)
         layers = probe_layers(model, allowed)
+        limit = min(filter(None, (limit, num_learned_positions(model, layers, allowed))), default=None)
         forward_limit = _counted_tokens(config, layers)
         embeddings = model.get_input_embeddings().weight
         identity = fingerprint or compute_fingerprint(model, model.config)
@@ -119,6 +120,11 @@ class LoadedModel:
     def is_movable(self) -> bool:
         """Whether every layer's keys may be used at another position than the one they were computed at."""
         return all(layer.is_movable for layer in self.layers)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether any layer adds a bias by distance to its scores (ALiBi)."""
+        return any(layer.bias is not None for layer in self.layers)
 
     @property
     def num_parameters(self) -> int:

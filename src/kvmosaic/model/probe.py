@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,17 +24,11 @@ from kvmosaic.model.layers import LayerSpec, MaskSpec
 from kvmosaic.model.masks import read_mask
 from kvmosaic.model.opened_layers import with_biases
 from kvmosaic.model.opening import close_attention, open_attention, opened_parts
+from kvmosaic.model.position_table import check_positions_are_read, table_length
+from kvmosaic.model.refusing import WAY_OUT, check_rules
 from kvmosaic.rope import PROBE_POSITIONS, Detection, detect_rotation, relative_error
 
 _NUM_TOKENS = 6
-_RULES_OF_MANY_TOKENS = {
-    "indexed_attention": "lets each query choose its keys among all tokens by a top-k indexer",
-    "compressed_sparse_attention": "attends to compressed groups of tokens",
-    "heavily_compressed_attention": "attends to compressed groups of tokens",
-    "minimax_m3_sparse": "lets each query choose its keys among all tokens by a top-k indexer",
-    "reference_sliding_attention": "treats the tokens of a prompt and of its answer differently",
-}
-"""Layer types whose rule shows only in long prompts, so that six tokens cannot tell."""
 _MIXING = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _FINE_MIXING = 1e-4
 """Relative change of a token's heads, when its neighbour is replaced, that rounding cannot explain."""
@@ -66,19 +61,29 @@ def probe_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...
     return layers
 
 
+def num_learned_positions(module: Any, layers: Sequence[LayerSpec], max_positions: int | None) -> int | None:
+    """How many positions a probed model has learned, if it looks them up in a table."""
+    if all(layer.is_movable for layer in layers):
+        return None
+    with torch.inference_mode():
+        return table_length(partial(record_calls, module), _probe_tokens(module)[0], _probe_positions(max_positions))
+
+
 def _read_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...]:
     tokens = _probe_tokens(module)
     contiguous = list(range(_NUM_TOKENS))
     spare = tokens.pop()
     changed = [spare if index % 2 == 0 else token for index, token in enumerate(tokens)]
-    calls, others = _record(module, tokens, contiguous), _record(module, changed, contiguous)
+    calls, others = record_calls(module, tokens, contiguous), record_calls(module, changed, contiguous)
     check_calls(module, calls)
     _check_finite(module, calls)
     _check_independence(calls, others)
     positions = _probe_positions(max_positions)
-    same = _record(module, [tokens[0]] * len(positions), positions)
+    same = record_calls(module, [tokens[0]] * len(positions), positions)
     frequencies = frequency_buffers(module)
     detections = [detect_rotation(call.query, call.key, call.value, positions, frequencies) for call in same]
+    if not all(detection.is_movable for detection in detections):
+        check_positions_are_read(module, partial(record_calls, module), tokens, calls)
     sources = _sources(calls)
     masks = _masks(calls, max_positions)
     layers = [
@@ -87,21 +92,7 @@ def _read_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...
     ]
     if opened := opened_parts(module):
         layers = with_biases(module, opened, layers, max_positions)
-    return with_latents(layers, calls, lambda: _record(module, tokens, contiguous))
-
-
-def check_rules(module: Any) -> None:
-    """Refuses layers whose attention is more than a causal mask, by what the model says about itself."""
-    config = module.config.get_text_config()
-    for kind in getattr(config, "layer_types", None) or ():
-        if kind in _RULES_OF_MANY_TOKENS:
-            raise UnsupportedModel(
-                f"{_name(module)} {_RULES_OF_MANY_TOKENS[kind]} ({kind}), which cannot be composed from parts"
-            )
-    if any("Indexer" in type(part).__name__ for part in module.modules()):
-        raise UnsupportedModel(
-            f"{_name(module)} {_RULES_OF_MANY_TOKENS['indexed_attention']}, which cannot be composed"
-        )
+    return with_latents(layers, calls, lambda: record_calls(module, tokens, contiguous))
 
 
 def select_attention(module: Any, name: str) -> None:
@@ -111,16 +102,21 @@ def select_attention(module: Any, name: str) -> None:
     try:
         module.set_attn_implementation(name)
     except (ValueError, KeyError, AttributeError, NotImplementedError) as error:
-        raise UnsupportedModel(f"{_name(module)} cannot be given another attention function: {error}") from error
+        raise UnsupportedModel(
+            f"{_name(module)} cannot be given another attention function: {error}; {WAY_OUT}"
+        ) from error
     if module.config.get_text_config()._attn_implementation != name:
         raise UnsupportedModel(
             f"the attention of {_name(module)} cannot be reached: it is written into the model instead of being called "
-            "through transformers' AttentionInterface"
+            f"through transformers' AttentionInterface; {WAY_OUT}"
         )
 
 
-def _record(module: Any, tokens: Sequence[int], positions: Sequence[int]) -> list[AttentionCall]:
-    """One forward in which every token returns its own value: the calls in layer order."""
+def record_calls(module: Any, tokens: Sequence[int], positions: Sequence[int] | None) -> list[AttentionCall]:
+    """One forward in which every token returns its own value: the calls in layer order.
+
+    With no positions, the model numbers the tokens itself.
+    """
     calls: list[AttentionCall] = []
 
     def own_value(call: AttentionCall) -> Tensor:
@@ -130,19 +126,16 @@ def _record(module: Any, tokens: Sequence[int], positions: Sequence[int]) -> lis
     device = module.get_input_embeddings().weight.device
     # Gemma 4 cuts its mask when it is not told by a tensor which rows are wanted.
     keeps_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
-    rows = {"logits_to_keep": torch.arange(len(tokens), device=device)} if keeps_rows else {}
+    options = {"logits_to_keep": torch.arange(len(tokens), device=device)} if keeps_rows else {}
+    if positions is not None:
+        options["position_ids"] = torch.tensor([positions], device=device)
     try:
         with attention_scope(own_value):
-            module(
-                input_ids=torch.tensor([tokens], device=device),
-                position_ids=torch.tensor([positions], device=device),
-                use_cache=False,
-                **rows,
-            )
+            module(input_ids=torch.tensor([tokens], device=device), use_cache=False, **options)
     except Exception as error:  # whatever the model's code raises, the answer is the same
         raise UnsupportedModel(
             f"{_name(module)} fails when its attention is called from outside "
-            f"({type(error).__name__}: {error}); its layers use the mask or the cache for something else"
+            f"({type(error).__name__}: {error}); its layers use the mask or the cache for something else; {WAY_OUT}"
         ) from error
     calls.sort(key=lambda call: call.layer_index)
     return calls
@@ -155,20 +148,20 @@ def check_calls(module: Any, calls: list[AttentionCall]) -> None:
     if not indices:
         raise UnsupportedModel(
             f"{_name(module)} never calls attention through transformers' AttentionInterface"
-            f"{_layer_kinds(module, [0])}, so it cannot be reached"
+            f"{_layer_kinds(module, [0])}, so it cannot be reached; {WAY_OUT}"
         )
     missing = sorted(set(range(num_layers)) - set(indices))
     if missing:
         raise UnsupportedModel(
             f"{_name(module)}: attention is never called in {_layers_text(missing)} of {num_layers}"
             f"{_layer_kinds(module, missing)}; what such a layer knows about earlier tokens is one state that depends "
-            "on their order and cannot be composed"
+            f"on their order and cannot be composed; {WAY_OUT}"
         )
     twice = sorted({index for index in indices if indices.count(index) > 1})
     if twice:
         raise UnsupportedModel(
             f"{_name(module)}: attention is called more than once per forward in {_layers_text(twice)}; "
-            "exactly one call per layer is supported"
+            f"exactly one call per layer is supported; {WAY_OUT}"
         )
 
 
@@ -195,7 +188,8 @@ def _check_independence(calls: list[AttentionCall], others: list[AttentionCall])
             if float(change.median()) > tolerance:
                 raise UnsupportedModel(
                     f"{_name(call.module)}: layer {call.layer_index} mixes tokens outside attention (a recurrent or "
-                    "convolutional state); such a state depends on the order of all tokens and cannot be composed"
+                    "convolutional state); such a state depends on the order of all tokens and cannot be composed; "
+                    f"{WAY_OUT}"
                 )
 
 
@@ -213,7 +207,7 @@ def _masks(calls: list[AttentionCall], max_positions: int | None) -> list[MaskSp
         if mask is None:
             raise UnsupportedModel(
                 f"{_name(call.module)}: the mask of layer {call.layer_index} is neither causal nor a causal window or "
-                "chunk, so parts of a prompt cannot be computed before the rest is known"
+                f"chunk, so parts of a prompt cannot be computed before the rest is known; {WAY_OUT}"
             )
         reaches_all = max_positions is not None and mask.size >= max_positions
         masks.append(MaskSpec() if reaches_all else mask)

@@ -1,0 +1,79 @@
+"""Refusing: what a model says about itself that keeps it from being composed of parts, seen before anything runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from kvmosaic.errors import UnsupportedModel
+
+WAY_OUT = "use another model, docs/architectures.md lists those that work"
+"""The end of a refusal."""
+_RULES_OF_MANY_TOKENS = {
+    "indexed_attention": "lets each query choose its keys among all tokens by a top-k indexer",
+    "compressed_sparse_attention": "attends to compressed groups of tokens",
+    "heavily_compressed_attention": "attends to compressed groups of tokens",
+    "minimax_m3_sparse": "lets each query choose its keys among all tokens by a top-k indexer",
+    "reference_sliding_attention": "treats the tokens of a prompt and of its answer differently",
+}
+"""Layer types whose rule shows only in long prompts, so that six tokens cannot tell."""
+_STATE = re.compile("Mamba|Rwkv|LSTM|SSM|RecurrentBlock|ShortConv|DeltaNet|DeltaAttention|LightningAttention")
+"""In the names of modules that carry a state from token to token."""
+_STATE_LAYERS = {"linear_attention", "mamba", "conv", "recurrent", "hybrid"}
+"""What configurations call such layers."""
+_CROSS_ATTENTION = {"crossattention", "cross_attention", "cross_attn", "encoder_attn"}
+"""What models call the attention that reads another model's output."""
+
+
+def check_config(config: Any) -> None:
+    """Refuses encoder-decoder models, by their configuration.
+
+    Raises:
+        UnsupportedModel: it is one.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(
+            f"{type(config).__name__.removesuffix('Config')} is an encoder-decoder model: in its encoder every token "
+            "of a prompt sees those after it, so that no part of a prompt can be computed before the rest is known; "
+            "use a decoder-only model, docs/architectures.md lists those that work"
+        )
+
+
+def check_rules(module: Any) -> None:
+    """Refuses models whose tokens know more of each other than a causal mask says.
+
+    Raises:
+        UnsupportedModel: what the model does, why that cannot be composed, and the way out.
+    """
+    check_config(module.config)
+    reason = next(_reasons(module), "")
+    if reason:
+        raise UnsupportedModel(f"{type(module).__name__} {reason}; {WAY_OUT}")
+
+
+def _reasons(module: Any) -> Iterator[str]:
+    config = module.config.get_text_config()
+    names = {name.rpartition(".")[2] for name, _ in module.named_modules()}
+    if getattr(config, "add_cross_attention", False) or names & _CROSS_ATTENTION:
+        yield "reads the output of an encoder by cross-attention, and there is no encoder when it reads text alone"
+    kinds = list(dict.fromkeys(type(part).__name__ for part in module.modules()))[1:]
+    states = [kind for kind in kinds if _STATE.search(kind) and not kind.endswith("Model")]
+    states += [kind for kind in getattr(config, "layer_types", None) or () if kind in _STATE_LAYERS]
+    if states:
+        yield (
+            f"carries a recurrent or convolutional state from token to token ({states[0]}): it depends on the order of "
+            "all tokens so far, so that chunks computed apart cannot be composed"
+        )
+    if any(hasattr(part, "relative_attention_bias") for part in module.modules()) or any(
+        "Relative" in k for k in kinds
+    ):
+        yield (
+            "adds a learned bias to every score that is looked up by the distance of two tokens (relative position "
+            "buckets), which a chunk at another place would need again"
+        )
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind in _RULES_OF_MANY_TOKENS:
+            yield f"{_RULES_OF_MANY_TOKENS[kind]} ({kind}), which cannot be composed from parts"
+    if any("Indexer" in kind for kind in kinds):
+        yield f"{_RULES_OF_MANY_TOKENS['indexed_attention']}, which cannot be composed"
