@@ -53,14 +53,14 @@ def test_last_part_stays_the_question_when_every_part_is_marked():
     assert taken(user(part("One", EPHEMERAL), part("Why?", EPHEMERAL))) == ([("user", "Why?")], ["One"])
 
 
-def test_marks_in_the_history_change_nothing():
-    history = (
-        user(part("One", EPHEMERAL), part("first?")),
-        {"role": "assistant", "content": [part("Yes.", EPHEMERAL)]},
-        {"role": "user", "content": "second?"},
-    )
-    kept, documents = take_marked(history)
-    assert kept == list(history) and documents == ()
+def test_a_document_of_the_first_turn_is_one_in_the_second_and_marked_answers_stay_answers():
+    first = user(part("One", EPHEMERAL), part("first?", EPHEMERAL))
+    answer = {"role": "assistant", "content": [part("Yes.", EPHEMERAL)]}
+    assert taken(first) == ([("user", "first?")], ["One"])
+    second = user(part("Two", EPHEMERAL), part("second?"))
+    turns = [("user", "first?"), ("assistant", "Yes."), ("user", "second?")]
+    assert taken(first, answer, second) == (turns, ["One", "Two"])
+    assert taken(first, answer, user(part("second?"))) == (turns, ["One"])
 
 
 def test_second_system_message_may_be_documents_only():

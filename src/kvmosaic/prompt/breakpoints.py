@@ -20,10 +20,11 @@ def take_marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str
 
         system text: instructions, handbook     documents: manual, letter     question: question
 
-    Marks count in system messages and in the last message of the user. The first marked part of the system messages
-    ends the system text, as it ends the cached prefix elsewhere; marked parts behind it are documents. So are the
-    marked parts of the user's last message, except that its last part stays the question when every part is marked.
-    Parts without a mark stay in the message they were written in, so nothing changes its role.
+    Marks count in system messages and in those of the user, earlier ones included: what was a document in the first
+    turn of a conversation is the same document in the second. The first marked part of the system messages ends the
+    system text, as it ends the cached prefix elsewhere; marked parts behind it are documents. So are the marked parts
+    of the user's messages, except that the last part of a message stays when every part is marked. Parts without a mark
+    stay in the message they were written in, so nothing changes its role.
 
     Returns:
         The conversation without the documents, and the documents in order.
@@ -31,14 +32,13 @@ def take_marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str
     Raises:
         InvalidMessages, InvalidDocument: a marked part without text.
     """
-    last_user = max((index for index, message in enumerate(messages) if message.get("role") == "user"), default=None)
     kept: list[Mapping[str, Any]] = []
     documents: list[Document] = []
     has_system_end = False
     for index, message in enumerate(messages):
         parts = message.get("content")
         is_read = "role" in message and is_system(message)
-        if not _is_parts(parts) or not (is_read or index == last_user):
+        if not _is_parts(parts) or not (is_read or message.get("role") == "user"):
             kept.append(message)
             continue
         assert isinstance(parts, Sequence)

@@ -38,6 +38,13 @@ class Conversation:
         self._options = {"add_generation_prompt": not options.get("continue_final_message"), **options}
 
     @property
+    def last_answer(self) -> int | None:
+        """The number of the last answer that somebody went on from; None in a first turn."""
+        roles = [message["role"] for message in self.messages]
+        asked = max((number for number, role in enumerate(roles) if role != "assistant"), default=0)
+        return max((number for number, role in enumerate(roles[:asked]) if role == "assistant"), default=None)
+
+    @property
     def template_source(self) -> str:
         """The template's source, to see which names it knows."""
         return str(self._options.get("chat_template") or getattr(self._tokenizer, "chat_template", None) or "")

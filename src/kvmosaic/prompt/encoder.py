@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -105,13 +106,14 @@ class PromptEncoder:
         """
         conversation = Conversation(self._known_tokenizer(), read_messages(messages), template_options)
         read = read_documents(documents or (), self.settings.max_prompt_chunks)
+        last_answer = conversation.last_answer
         if not read:
-            return self._from_pieces([(SegmentKind.PLAIN, None, conversation.pieces())], salt)
+            return self._from_pieces([(SegmentKind.PLAIN, None, conversation.pieces())], salt, last_answer)
         placing = place_documents(conversation)
         parts: list[tuple[SegmentKind, str | None, Sequence[Piece]]] = [(SegmentKind.SYSTEM, None, placing.head)]
         parts += [(SegmentKind.CHUNK, document.name, placing.chunk(document)) for document in read]
         parts.append((SegmentKind.QUESTION, None, placing.tail))
-        return self._from_pieces(parts, salt)
+        return self._from_pieces(parts, salt, last_answer)
 
     def encode_documents(
         self,
@@ -147,7 +149,12 @@ class PromptEncoder:
     def _prefix(self) -> tuple[int, ...]:
         return self._pieces.prefix if self._pieces else ()
 
-    def _from_pieces(self, parts: Sequence[tuple[SegmentKind, str | None, Sequence[Piece]]], salt: str) -> Prompt:
+    def _from_pieces(
+        self,
+        parts: Sequence[tuple[SegmentKind, str | None, Sequence[Piece]]],
+        salt: str,
+        last_answer: int | None = None,
+    ) -> Prompt:
         """A prompt of rendered segments; the template has already written what begins a prompt."""
         segments, encodings = [], []
         drafts = numbered([Segment(kind, None, joined(pieces), name) for kind, name, pieces in parts])
@@ -155,7 +162,8 @@ class PromptEncoder:
             encoded = self._encode(pieces, segment)
             if kind is SegmentKind.SYSTEM and not encoded.token_ids:
                 continue
-            segments.append(replace(segment, token_ids=encoded.token_ids))
+            history_tokens = _tokens_up_to(pieces, last_answer, encoded)
+            segments.append(replace(segment, token_ids=encoded.token_ids, history_tokens=history_tokens))
             encodings.append(encoded)
         return self._checked(segments, encodings, salt)
 
@@ -242,3 +250,11 @@ class PromptEncoder:
                 "there is no tokenizer, so text cannot be read; give token ids (Prompt.from_tokens) or load a tokenizer"
             )
         return self.tokenizer
+
+
+def _tokens_up_to(pieces: Sequence[Piece], message: int | None, encoded: Encoded) -> int:
+    """How many tokens of rendered pieces begin before the end of a message; 0 if it is not there, or nobody can say."""
+    places = [index for index, piece in enumerate(pieces) if message is not None and piece.message == message]
+    if not places or encoded.starts is None:
+        return 0
+    return bisect_left(encoded.starts, len(joined(pieces[: places[-1] + 1])))

@@ -60,6 +60,8 @@ class Segment:
     """Chunks only: earlier chunks that this chunk sees besides the system prompt, by number (from 0) or by name."""
     position_offset: int | None = None
     """Chunks only, strategy `absolute`: the position of the first token."""
+    history_tokens: int = field(default=0, compare=False)
+    """Conversations: how many of its first tokens end with the last answer before the last question."""
     number: int | None = field(default=None, compare=False)
     """Chunks of a prompt with several: which of its documents this is, or is a part of, counted from 0."""
 

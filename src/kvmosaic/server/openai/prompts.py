@@ -142,19 +142,28 @@ def _known_roles(llm: LLM, messages: Sequence[Mapping[str, Any]]) -> list[Mappin
 def _take_separated(
     messages: list[Mapping[str, Any]], separator: str | None
 ) -> tuple[list[Mapping[str, Any]], tuple[Document, ...]]:
-    """Takes documents out of the last message of the user, where it holds separators.
+    """Takes documents out of the messages of the user that hold separators, those of earlier turns included.
 
     The part before the first separator is the system text of a conversation without one, else a document as well.
     """
-    users = [index for index, message in enumerate(messages) if message["role"] == "user"]
-    if separator is None or not users:
+    if separator is None:
         return messages, ()
-    message = messages[users[-1]]
-    parts = named_parts("\n".join(part["text"] for part in content_parts(message)), separator)
-    if isinstance(parts, str):
-        return messages, ()
-    first, bodies, question = parts
-    rest = [*messages[: users[-1]], {**message, "content": question}, *messages[users[-1] + 1 :]]
-    if any(is_system(other) for other in messages):
-        return rest, tuple(map(Document, (first, *bodies)))
-    return [{"role": "system", "content": first}, *rest], tuple(map(Document, bodies))
+    rest: list[Mapping[str, Any]] = []
+    texts: list[str] = []
+    system = None if any(is_system(message) for message in messages) else ""
+    for message in messages:
+        parts: object = ""
+        if message["role"] == "user":
+            parts = named_parts("\n".join(part["text"] for part in content_parts(message)), separator)
+        if isinstance(parts, tuple):
+            first, bodies, question = parts
+            if system == "":
+                system = first
+            else:
+                texts.append(first)
+            texts += bodies
+            message = {**message, "content": question}
+        rest.append(message)
+    if system:
+        rest.insert(0, {"role": "system", "content": system})
+    return rest, tuple(map(Document, texts))
