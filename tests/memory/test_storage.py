@@ -9,6 +9,7 @@ import torch
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.memory import BlockStorage, blocks_within, check_fits, device_memory_bytes
+from kvmosaic.memory.budget import MAX_BLOCKS
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,14 @@ def test_a_budget_below_one_block_says_how_much_is_needed():
     assert blocks_within(1000, 300, "the cache") == 3
     with pytest.raises(InvalidConfig, match=r"the cache is 10 bytes, .* at least 300 bytes"):
         blocks_within(10, 300, "the cache")
+
+
+def test_a_budget_of_more_blocks_than_a_pool_counts_is_refused_and_not_cut():
+    assert blocks_within(MAX_BLOCKS * 300 + 299, 300, "the cache") == MAX_BLOCKS
+    with pytest.raises(
+        InvalidConfig, match=rf"{MAX_BLOCKS + 1} blocks of 300 bytes, .* at most {MAX_BLOCKS * 300} bytes"
+    ):
+        blocks_within((MAX_BLOCKS + 1) * 300, 300, "the cache")
 
 
 def test_the_machine_has_memory():

@@ -8,7 +8,7 @@ from kvmosaic.capacity.demand import Demand
 from kvmosaic.capacity.facts import ModelFacts
 from kvmosaic.errors import InvalidConfig
 
-MAX_BLOCKS = 2**22
+MAX_BLOCKS = 2**24
 """Of a pool: more are not made, whatever the memory (`memory.budget`)."""
 
 
