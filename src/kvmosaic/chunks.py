@@ -56,6 +56,7 @@ class ChunkStore:
         name: str | None = None,
         system: Sequence[int] | str | None = None,
         position_offset: int | None = None,
+        priority: float | None = None,
         salt: str = "",
     ) -> ChunkHandle:
         """Computes one chunk (or finds it) and returns a handle.
@@ -65,6 +66,7 @@ class ChunkStore:
             name: what to call it.
             system: the system prompt it sees, as it will stand in the prompts that use it.
             position_offset: bake the keys at this place; the strategy is then `absolute`.
+            priority: how much it should stay in a full cache, 0 to 1; None: 0.5, or as it is.
             salt: tenant salt of the prompts that use it.
 
         Raises:
@@ -72,7 +74,9 @@ class ChunkStore:
             ChunkCacheFull: it can never fit.
         """
         parts = [] if system is None else [_segment(SegmentKind.SYSTEM, system)]
-        chunk = replace(_segment(SegmentKind.CHUNK, tokens), name=name, position_offset=position_offset)
+        chunk = replace(
+            _segment(SegmentKind.CHUNK, tokens), name=name, position_offset=position_offset, priority=priority
+        )
         question = Segment(SegmentKind.QUESTION, (0,))
         prompt = self._encoder.encode(Prompt((*parts, chunk, question), salt=salt))
         if len(prompt.chunks) > 1:
@@ -102,6 +106,10 @@ class ChunkStore:
     def unpin(self, name: str, *, salt: str = "", tenant: str = "") -> int:
         """Lets the chunks with this name be evicted again; returns how many. Raises UnknownChunk."""
         return self._engine.planner.unpin(name, salt, tenant)
+
+    def set_priority(self, name: str, priority: float, *, salt: str = "", tenant: str = "") -> int:
+        """Says how much the chunks with this name should stay, 0 to 1; returns how many. Raises UnknownChunk."""
+        return self._engine.planner.set_priority(name, priority, salt, tenant)
 
     def delete(self, name: str, *, salt: str = "", tenant: str = "") -> int:
         """Drops the chunks with this name, from the tiers as well; returns how many. Raises UnknownChunk or ChunkInUse.

@@ -391,9 +391,7 @@ class LLM:
             raise InvalidConfig(f"{len(sampling_params)} sampling_params for {count} prompts; give one, or one each")
         return list(sampling_params)
 
-    def _add(
-        self, prompt: Prompt, params: SamplingParams, priority: int, strategy: PositionStrategy | None
-    ) -> Request:
+    def _add(self, prompt: Prompt, params: SamplingParams, priority: int, strategy: PositionStrategy | None) -> Request:
         chosen = self._composed_or_joined(prompt)
         note = "" if chosen is prompt else f"not composed: {self.chunk_cache_off_reason}"
         return self.engine.add_request(chosen, params, priority=priority, position_strategy=strategy, note=note)

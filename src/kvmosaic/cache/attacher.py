@@ -105,6 +105,8 @@ class Attacher:
         self._counters.count_chunk(span, is_hit=not is_owner)
         if span.name is not None:
             self._chunks.name(chunk, span.name)
+        if (priority := plan.layout.spans[span.index].segment.priority) is not None:
+            chunk.priority = priority  # it is held, so it has no place in line that this could change
         action: Action = "compute" if is_owner else ("reuse" if chunk.is_ready else "wait")
         return AttachedSpan(
             span.index,

@@ -111,7 +111,7 @@ class Planner:
         return attachment
 
     def lacks(self, plan: Plan) -> OutOfBlocks | None:
-        """Why a new plan cannot be attached now, though it can when others have ended; None if it can, or never will."""
+        """Why a new plan cannot be attached now, though it can when others have ended; None if it can now, or never."""
         found = self._lookup.again(plan)
         assert found is not None, "the plan is of this moment"
         for here in found:
@@ -363,8 +363,8 @@ class Planner:
             UnknownChunk: there is none.
             InvalidConfig: not between 0 and 1.
         """
-        if not 0.0 <= priority <= 1.0:
-            raise InvalidConfig(f"a priority must be between 0 and 1, got {priority}")
+        if isinstance(priority, bool) or not isinstance(priority, int | float) or not 0.0 <= priority <= 1.0:
+            raise InvalidConfig(f"the priority of chunks must be between 0 and 1, got {priority!r:.80}")
         chunks = self._chunks.named(name_or_key, salt, tenant)
         for chunk in chunks:
             self._chunks.set_priority(chunk, priority)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from kvmosaic.errors import InvalidPriority
@@ -24,6 +25,19 @@ def check_priority(priority: object) -> int:
             f"runs first), got {priority!r:.80}"
         )
     return priority
+
+
+def priorities_for(priority: int | Sequence[int], count: int) -> list[int]:
+    """One priority for each of so many requests: the same for all of them, or one each.
+
+    Raises:
+        InvalidPriority: another number of them, or one outside its range.
+    """
+    if not isinstance(priority, Sequence) or isinstance(priority, str | bytes):
+        return [check_priority(priority)] * count
+    if len(priority) != count:
+        raise InvalidPriority(f"{len(priority)} priorities for {count} prompts; give one, or one each")
+    return [check_priority(each) for each in priority]
 
 
 def turn_of(priority: int, arrival_time: float, aging_seconds: float | None) -> float:

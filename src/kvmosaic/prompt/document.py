@@ -17,12 +17,14 @@ class Document:
     """A text with an optional title and id. White space around text and title is removed.
 
     The model reads the title and the text. The id is a name for reports, pins and deletion; the model reads it only if
-    its chat template asks for `doc_id`.
+    its chat template asks for `doc_id`. The priority, 0 to 1, is how much it should stay in a full cache with the
+    eviction policy "priority"; None says nothing, which is 0.5 at first.
     """
 
     text: str
     title: str | None = None
     id: str | None = None
+    priority: float | None = None
 
     def __post_init__(self) -> None:
         for field, limit in (
@@ -41,6 +43,7 @@ class Document:
             object.__setattr__(self, field, value.strip() or None)
         if self.text is None:
             raise InvalidDocument("a document's text is empty; leave the document out")
+        check_document_priority(self.priority)
 
     @property
     def name(self) -> str | None:
@@ -54,7 +57,7 @@ class Document:
 
     @classmethod
     def read(cls, value: object) -> Document:
-        """Makes a document from a text, a mapping with "text" (and "title", "id"), or a document.
+        """Makes a document from a text, a mapping with "text" (and "title", "id", "priority"), or a document.
 
         Other keys of a mapping are data of the caller and are not shown to the model.
 
@@ -74,7 +77,21 @@ class Document:
             raise InvalidDocument(f'a document needs a "text"; this one has {keys or "no keys"}')
         number = value.get("id", value.get("doc_id"))
         name = str(number) if isinstance(number, int) and not isinstance(number, bool) else number
-        return cls(value["text"], value.get("title"), name)
+        return cls(value["text"], value.get("title"), name, value.get("priority"))
+
+
+def check_document_priority(priority: object) -> None:
+    """Checks that something may be the priority of a document.
+
+    Raises:
+        InvalidDocument: neither None nor a number from 0 to 1.
+    """
+    is_number = isinstance(priority, int | float) and not isinstance(priority, bool)
+    if priority is not None and not (is_number and 0 <= priority <= 1):  # type: ignore[operator]
+        raise InvalidDocument(
+            "a document's priority is a number from 0 (first to leave a full cache) to 1 (last), or None for 0.5, "
+            f"got {priority!r:.80}"
+        )
 
 
 def read_documents(documents: object, max_documents: int) -> tuple[Document, ...]:

@@ -113,7 +113,7 @@ class PromptEncoder:
         parts: list[tuple[SegmentKind, str | None, Sequence[Piece]]] = [(SegmentKind.SYSTEM, None, placing.head)]
         parts += [(SegmentKind.CHUNK, document.name, placing.chunk(document)) for document in read]
         parts.append((SegmentKind.QUESTION, None, placing.tail))
-        return self._from_pieces(parts, salt, last_answer)
+        return _with_priorities(self._from_pieces(parts, salt, last_answer), read)
 
     def encode_documents(
         self,
@@ -250,6 +250,17 @@ class PromptEncoder:
                 "there is no tokenizer, so text cannot be read; give token ids (Prompt.from_tokens) or load a tokenizer"
             )
         return self.tokenizer
+
+
+def _with_priorities(prompt: Prompt, documents: Sequence[Document]) -> Prompt:
+    """The same prompt, its chunks with the priorities of the documents that they are, or are parts of."""
+    if all(document.priority is None for document in documents):
+        return prompt
+    segments = tuple(
+        segment if segment.document is None else replace(segment, priority=documents[segment.document].priority)
+        for segment in prompt.segments
+    )
+    return replace(prompt, segments=segments)
 
 
 def _tokens_up_to(pieces: Sequence[Piece], message: int | None, encoded: Encoded) -> int:

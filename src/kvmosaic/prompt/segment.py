@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from kvmosaic.errors import EmptySegment, InvalidOffset, InvalidPrompt, InvalidSees, InvalidTokenId
-from kvmosaic.prompt.document import MAX_NAME_CHARACTERS, read_documents
+from kvmosaic.prompt.document import MAX_NAME_CHARACTERS, check_document_priority, read_documents
 from kvmosaic.prompt.separator import check_text, named_parts
 
 MAX_SALT_CHARACTERS = 4_096
@@ -62,6 +62,8 @@ class Segment:
     """Chunks only, strategy `absolute`: the position of the first token."""
     history_tokens: int = field(default=0, compare=False)
     """Conversations: how many of its first tokens end with the last answer before the last question."""
+    priority: float | None = None
+    """Chunks only: how much it should stay in a full cache, 0 to 1; None: as it is, or 0.5. Not part of its key."""
     number: int | None = field(default=None, compare=False)
     """Chunks of a prompt with several: which of its documents this is, or is a part of, counted from 0."""
 
@@ -79,6 +81,7 @@ class Segment:
         is_whole = isinstance(offset, int) and not isinstance(offset, bool)
         if offset is not None and not (is_whole and 0 <= offset <= MAX_POSITION):
             raise InvalidOffset(f"position_offset must be a whole number from 0 to {MAX_POSITION}, got {offset!r:.80}")
+        check_document_priority(self.priority)
         if self.token_ids is None and self.text is None:
             raise EmptySegment(f"the {self.kind} segment has neither text nor token ids; give one of them")
         if self.token_ids is not None and len(self.token_ids) == 0:
@@ -210,7 +213,7 @@ class Prompt:
         """
         segments = [] if system is None else [_text_segment(SegmentKind.SYSTEM, system)]
         segments += [
-            Segment(SegmentKind.CHUNK, text=document.plain_text, name=document.name)
+            Segment(SegmentKind.CHUNK, text=document.plain_text, name=document.name, priority=document.priority)
             for document in read_documents(documents, MAX_DOCUMENTS)
         ]
         return cls((*segments, _text_segment(SegmentKind.QUESTION, question)), salt=salt)
