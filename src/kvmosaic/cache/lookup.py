@@ -11,7 +11,7 @@ from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain, encode_tokens
 from kvmosaic.cache.plan import Action, Plan, SpanPlan
 from kvmosaic.cache.prefix_cache import PrefixCache, PrefixEntry
 from kvmosaic.cache.statistics import Counters
-from kvmosaic.layout import Layout
+from kvmosaic.layout import Layout, View
 from kvmosaic.prompt import SegmentKind
 
 
@@ -38,11 +38,17 @@ class _Draft:
     spans: list[SpanPlan] = field(default_factory=list)
     missing: dict[Key, tuple[Key, bytes]] = field(default_factory=dict)
     """Chunks this plan computes: key -> root and tokens."""
+    roots: dict[tuple[int, tuple[View, ...]], Key] = field(default_factory=dict)
+    """Most chunks of a prompt saw the same: their root is made once, and is once in memory."""
 
     def root(self, index: int) -> Key:
         """What a span saw: the keys of earlier spans, which are in the plan by now."""
         span = self.layout.spans[index]
-        return self.chain.root(span.start, [(self.spans[view.span].key, view.distance) for view in span.views])
+        root = self.roots.get((span.start, span.views))
+        if root is None:
+            root = self.chain.root(span.start, [(self.spans[view.span].key, view.distance) for view in span.views])
+            self.roots[span.start, span.views] = root
+        return root
 
 
 def is_closed(layout: Layout, index: int) -> bool:
