@@ -24,12 +24,12 @@ def by_memory(plan: CapacityPlan, points: int = _POINTS) -> list[tuple[int, floa
     most = min(fixed + demand.documents * room.document_bytes, 4 * room.device_bytes)
     first = FirstToken(plan.model, plan.speed, demand)
     ranks = drawn_together(zipf_ranks(demand.documents, demand.zipf), demand.documents_per_prompt)
-    low, high = fixed + room.document_bytes, max(most, fixed + 2 * room.document_bytes)
+    largest = max((most - fixed) // room.document_bytes, 2)
     found = []
     for number in range(points):
-        num_bytes = low + (high - low) * number // (points - 1)
-        rate = hit_rate(ranks, min(demand.documents, (num_bytes - fixed) // room.document_bytes))
-        found.append((num_bytes, rate, first.expected_seconds(rate)))
+        kept = round(largest ** (number / (points - 1)))
+        rate = hit_rate(ranks, min(demand.documents, kept))
+        found.append((fixed + kept * room.document_bytes, rate, first.expected_seconds(rate)))
     return found
 
 
