@@ -301,6 +301,18 @@ def test_a_secret_that_is_none_is_named_with_its_variable(tier: Path, secret: st
     assert f"KVMOSAIC_CHUNK_SECRET has {len(secret)} characters; give it 8 to 1024" in result.stderr
 
 
+def test_arguments_in_the_wrong_order_are_told_from_those_that_are_not_there(tier: Path, tmp_path: Path) -> None:
+    bundle = tmp_path / "notes.bundle"
+    for swapped, order in (
+        (("import", f"disk:{tier}", bundle), "import FILE TIER_URL"),
+        (("export", bundle, f"disk:{tier}"), "export TIER_URL FILE"),
+        (("import", "redis://localhost:1/0", bundle), "import FILE TIER_URL"),
+    ):
+        result = run("cache", *swapped)
+        assert result.exit_code == 2 and f"write kvmosaic cache {order}" in result.stderr
+    assert "No such file" in run("cache", "import", bundle, f"disk:{tier}?quota=1MiB").stderr
+
+
 def test_import_says_what_a_quota_made_leave(tier: Path, tmp_path: Path) -> None:
     bundle = tmp_path / "notes.bundle"
     run("cache", "export", f"disk:{tier}", bundle)

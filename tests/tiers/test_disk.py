@@ -266,3 +266,9 @@ def test_ten_thousand_entries_are_ready_in_under_a_second(quick_folder: Path) ->
         seconds.append(time.perf_counter() - start)
         assert opened.stat().num_entries == 10_000
     assert min(seconds) < 1.0
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no place where nothing can be made")
+def test_a_place_where_no_folder_can_be_made_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="cannot be made there; name another place"):
+        DiskTier(Path("/proc/kvmosaic/cache"), QUOTA)

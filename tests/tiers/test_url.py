@@ -80,6 +80,11 @@ def test_a_disk_tier_need_not_wait_for_the_disk() -> None:
         ("redis://localhost:99999", "port"),
         ("redis://localhost/0?timeouts=3", "no option 'timeouts'"),
         ("unix:", "needs its path"),
+        ("s3://", "needs a bucket: s3://bucket/prefix"),
+        ("gs:///prefix", "needs a bucket"),
+        ("az://?concurrency=4", "needs a container"),
+        ("file://", "a folder of its own"),
+        ("file:///", "a folder of its own"),
         ("disk:/" + "x" * MAX_URL_CHARACTERS, "at most 4096 are allowed"),
     ],
 )

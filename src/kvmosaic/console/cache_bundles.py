@@ -17,6 +17,7 @@ from kvmosaic.errors import InvalidConfig
 from kvmosaic.tiers import Deadline, Entry
 from kvmosaic.tiers.bundle import Bundle, write_bundle
 from kvmosaic.tiers.redis_parts import slices
+from kvmosaic.tiers.url import TIER_KINDS
 
 _AT_ONCE = 256
 
@@ -29,6 +30,7 @@ def export_bundle(url: str, path: Path, selection: Selection, variable: str | No
         KVMosaicError: the tier cannot be opened, or fails; or the file cannot be written.
     """
     console, notices = Console(), Console(stderr=True)
+    _check_order(path, "export TIER_URL FILE")
     seal = seal_from(variable)
     with opened(url) as tier:
         infos = all_entries(tier, notices)
@@ -73,6 +75,13 @@ def _some(entries: Iterable[tuple[Key, Entry]], path: Path) -> Iterator[tuple[Ke
         raise InvalidConfig(f"no entry of the tier can be exported, so {path} is not written")
 
 
+def _check_order(path: Path, order: str) -> None:
+    """Both arguments are texts, and easily swapped."""
+    kind = str(path).partition(":")[0].lower()
+    if kind in TIER_KINDS and ":" in str(path) and not path.exists():
+        raise InvalidConfig(f"{path} is a tier and no file; write kvmosaic cache {order}")
+
+
 def import_bundle(path: Path, url: str, variable: str | None, as_json: bool) -> bool:
     """Puts the entries of a file into a tier, each after its checksum was checked; those that it has stay as they are.
 
@@ -83,6 +92,7 @@ def import_bundle(path: Path, url: str, variable: str | None, as_json: bool) -> 
         InvalidBundle: the file is not what `export_bundle` writes. KVMosaicError: the tier cannot be opened, or fails.
     """
     console, notices = Console(), Console(stderr=True)
+    _check_order(path, "import FILE TIER_URL")
     seal, findings = seal_from(variable), Findings()
     num_known = num_stored = num_refused = 0
     with Bundle(path) as bundle, opened(url, to_write=True) as tier, progress_bar(notices, is_bytes=True) as bar:

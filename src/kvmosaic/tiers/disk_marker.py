@@ -54,8 +54,12 @@ def _open(path: str, files: FileSystem) -> int:
     except FileNotFoundError:
         for folder in reversed([Path(path), *Path(path).parents]):
             if not folder.is_dir():
-                with contextlib.suppress(FileExistsError):
+                try:
                     files.make_folder(str(folder))
+                except FileExistsError:
+                    continue
+                except FileNotFoundError as error:  # a place such as /proc, where nothing can be made
+                    raise InvalidConfig(f"the folder {folder} cannot be made there; name another place") from error
         return files.open(path, flags)
 
 

@@ -18,6 +18,7 @@ from kvmosaic.tiers.tier import Tier
 MAX_URL_CHARACTERS = 4096
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 OBJECT_SCHEMES = ("s3", "gs", "az", "file", "memory")
+TIER_KINDS = ("host", "disk", *REDIS_SCHEMES, *OBJECT_SCHEMES)
 EXAMPLES = "host:4GiB, disk:/var/cache/kvmosaic?quota=100GiB, redis://localhost:6379/0 or s3://bucket/prefix"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,15}):(.*)", re.DOTALL)
 _DISK_OPTIONS = ("quota", "durable")
@@ -69,6 +70,7 @@ def parse_tier_url(url: str) -> TierSpec:
         settings = RedisSettings.from_url(f"{kind}:{rest}")
         return TierSpec("redis", settings.address, settings.quota_bytes, url=f"{kind}:{rest}")
     if kind in OBJECT_SCHEMES:
+        _check_object_place(kind, rest)
         return TierSpec("object", _without_secrets(kind, rest), url=f"{kind}:{rest}")
     raise InvalidConfig(f"there is no tier of kind {match[1]!r}; write one such as {EXAMPLES}")
 
@@ -129,6 +131,16 @@ def _disk(rest: str) -> TierSpec:
     if durable not in _SWITCH:
         raise InvalidConfig(f"durable is {options['durable'][:64]!r}; write yes or no")
     return TierSpec("disk", _home(folder), parse_bytes(options["quota"]), _SWITCH[durable], url=f"disk:{rest}")
+
+
+def _check_object_place(kind: str, rest: str) -> None:
+    """A bucket, or a folder: never everything that there is."""
+    place = rest.partition("?")[0].partition("#")[0].removeprefix("//")
+    if kind == "file" and not place.strip("/"):
+        raise InvalidConfig("a file tier needs a folder of its own: file:///mnt/share/kvmosaic")
+    if kind in ("s3", "gs", "az") and not place.partition("/")[0]:
+        what = "container" if kind == "az" else "bucket"
+        raise InvalidConfig(f"an object tier needs a {what}: {kind}://{what}/prefix")
 
 
 def _home(folder: str) -> str:
