@@ -5,7 +5,8 @@ import time
 import pytest
 from cache.world import compute_all, layout_of, make_planner, plain, warmed
 
-from kvmosaic.cache import BlockState
+from kvmosaic.cache import BlockPool, BlockState
+from kvmosaic.cache.block_map import states_of
 
 SYSTEM, DOC_A, DOC_B, QUESTION = [1] * 6, [2] * 4, [3] * 8, [4] * 5
 FREE, IDLE, IN_USE, SHARED, PINNED = BlockState
@@ -39,6 +40,17 @@ def test_blocks_shared_by_forks_are_shared_before_anything_is_cached():
     assert sorted(planner.block_map().request) == [FREE, FREE, IN_USE, IN_USE]
     planner.fork(attachment)
     assert sorted(planner.block_map().request) == [FREE, FREE, SHARED, SHARED]
+
+
+@pytest.mark.parametrize("num_readers", [1, 2, 3, 254, 255, 256, 257, 70_000])
+def test_a_block_with_very_many_readers_is_shared(num_readers):
+    pool = BlockPool("request", 4, 4)
+    first, other = pool.allocate(2)
+    for _ in range(num_readers - 1):
+        pool.retain([first])
+    states = states_of(pool, kept=())
+    assert states[first] == (IN_USE if num_readers == 1 else SHARED) and states[other] == IN_USE
+    assert sorted(states)[:2] == [FREE, FREE]
 
 
 @pytest.mark.alone

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -38,6 +40,16 @@ def _by_references(kept: bool) -> bytes:
     return bytes((free, idle, used, shared) if kept else (free, used, shared, shared))
 
 
+def _up_to_three(references: array[int]) -> bytes:
+    """Every number, at most 3, as a byte."""
+    data, width = references.tobytes(), references.itemsize
+    pieces = [data[index::width] for index in range(width)]
+    lowest = pieces.pop(0 if sys.byteorder == "little" else -1)
+    if any(piece.count(0) < len(piece) for piece in pieces):  # more than 255 readers of one block
+        return bytes(map(min, references, repeat(3)))
+    return lowest.translate(bytes(min(count, 3) for count in range(256)))
+
+
 def states_of(pool: BlockPool, *, kept: Iterable[BlockId] | None, pinned: Iterable[BlockId] = ()) -> bytes:
     """The state of every block of a pool, in one pass over it.
 
@@ -46,7 +58,7 @@ def states_of(pool: BlockPool, *, kept: Iterable[BlockId] | None, pinned: Iterab
         kept: blocks to which a cache has a reference, besides those of its readers; None: every used block.
         pinned: blocks of pinned chunks.
     """
-    counts = bytes(map(min, pool.references, repeat(3)))
+    counts = _up_to_three(pool.references)
     if kept is None:
         states = bytearray(counts.translate(_by_references(True).ljust(256, b"\0")))
     else:

@@ -65,7 +65,7 @@ class BlockPool:
         return self._num_references
 
     @property
-    def references(self) -> Sequence[int]:
+    def references(self) -> array[int]:
         """References to every block, by block id; read only."""
         return self._references
 
