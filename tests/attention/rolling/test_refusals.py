@@ -60,6 +60,10 @@ def test_calls_in_the_wrong_order_are_named() -> None:
     cache.after_update(0)
     with pytest.raises(OutOfStep, match=r"call before_update\(1\) first"):
         cache.update(*chunk())
+    cache.before_update(1)
+    cache.reset()
+    with pytest.raises(OutOfStep, match=r"call before_update\(0\) first"):
+        cache.update(*chunk())
 
 
 @pytest.mark.parametrize(
