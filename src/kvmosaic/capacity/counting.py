@@ -107,7 +107,6 @@ def _layers(module: Any) -> tuple[LayerFacts, ...]:
             setattr(part, _LOOKS_AT_TOKENS, _as_it_came)
     calls = _record(module)
     check_calls(module, calls)
-    _check_state(module)
     sources: dict[tuple[object, ...], int] = {}
     return tuple(
         _layer(call, sources.setdefault(_identity(call), call.layer_index), config, position)
@@ -116,6 +115,22 @@ def _layers(module: Any) -> tuple[LayerFacts, ...]:
 
 
 def _record(module: Any) -> list[AttentionCall]:
+    """One forward in which every token returns its own value, with a mask of ours if the model looks into its own."""
+    mask = torch.zeros(1, 1, _NUM_TOKENS, _NUM_TOKENS, dtype=module.get_input_embeddings().weight.dtype, device="meta")
+    error: Exception | None = None
+    for options in ({}, {"attention_mask": mask}):
+        try:
+            return sorted(_calls(module, options), key=lambda call: call.layer_index)
+        except Exception as failure:  # whatever the model's code raises, the answer is the same
+            error = error or failure
+    raise UnsupportedModel(
+        f"{type(module).__name__} cannot be counted without computing ({type(error).__name__}: "
+        f"{' '.join(str(error).split())[:120]}); kvmosaic plan MODEL --question TEXT loads the model, and shows what a "
+        "token takes"
+    ) from error
+
+
+def _calls(module: Any, options: dict[str, Tensor]) -> list[AttentionCall]:
     calls: list[AttentionCall] = []
 
     def own_value(call: AttentionCall) -> Tensor:
@@ -123,18 +138,11 @@ def _record(module: Any) -> list[AttentionCall]:
         return call.value.repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
 
     tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device="meta")
-    keeps_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
-    rows = {"logits_to_keep": torch.arange(_NUM_TOKENS, device="meta")} if keeps_rows else {}
-    try:
-        with torch.inference_mode(), attention_scope(own_value):
-            module(input_ids=tokens, position_ids=tokens, use_cache=False, **rows)
-    except Exception as error:  # whatever the model's code raises, the answer is the same
-        raise UnsupportedModel(
-            f"{type(module).__name__} cannot be counted without computing ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:120]}); kvmosaic plan MODEL --question TEXT loads the model, and shows"
-            " what a token takes"
-        ) from error
-    return sorted(calls, key=lambda call: call.layer_index)
+    if "logits_to_keep" in inspect.signature(module.forward).parameters:
+        options = options | {"logits_to_keep": torch.arange(_NUM_TOKENS, device="meta")}
+    with torch.inference_mode(), attention_scope(own_value):
+        module(input_ids=tokens, position_ids=tokens, use_cache=False, **options)
+    return calls
 
 
 def _layer(call: AttentionCall, source: int, config: Any, position: int) -> LayerFacts:
@@ -161,16 +169,6 @@ def _identity(call: AttentionCall) -> tuple[object, ...]:
     """Equal for two layers that are given the same keys and values."""
     parts = (call.key, call.value)
     return tuple((part.untyped_storage()._cdata, part.storage_offset(), tuple(part.shape)) for part in parts)
-
-
-def _check_state(module: Any) -> None:
-    """Refuses layers with a state beside attention, which only numbers would show."""
-    for name, part in module.named_modules():
-        if isinstance(part, nn.Conv1d) and re.search(r"\.\d+\.", f".{name}."):
-            raise UnsupportedModel(
-                f"{type(module).__name__}: {name} is a convolution over tokens; a recurrent or convolutional state "
-                "depends on the order of all tokens and cannot be composed"
-            )
 
 
 def _saved_by_int8(module: Any, embedding: Tensor) -> int:
