@@ -55,6 +55,7 @@ def test_one_of_the_neighbours_begins_most_like_any_tokens(changes, asked):
     for token_ids in asked:
         encoded = encode_tokens(token_ids)
         before, behind = siblings.neighbours(encoded)
+        assert [*[*siblings.before(encoded)][::-1], *siblings.behind(encoded)] == list(siblings)
         assert before is None or before.tokens < encoded
         assert behind is None or behind.tokens >= encoded
         best = max((counted(token_ids, other) for other in known), default=0)

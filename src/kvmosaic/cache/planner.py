@@ -127,11 +127,11 @@ class Planner:
     def begin_step(self) -> None:
         """Says that a new step is being assembled: `forget` undoes what was advanced since the last call."""
         self._step += 1
-        self._prefix.unwritten_step = self._step
+        self._prefix.begin_step(self._step)
 
     def end_step(self) -> None:
         """Says that the step has been carried out: what it computed may be copied from now on."""
-        self._prefix.unwritten_step = -1
+        self._prefix.end_step()
 
     def advance(self, attachment: Attachment, span_index: int, num_tokens: int) -> None:
         """Notes that the next `num_tokens` tokens of a span are computed, or will be by the step being assembled.

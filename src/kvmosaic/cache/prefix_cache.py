@@ -96,6 +96,8 @@ class PrefixCache:
         self._entries: dict[Key, PrefixEntry] = {}
         self._roots: dict[Key, PrefixEntry | Siblings] = {}
         """The entries without a parent, by root."""
+        self._outgrown: list[PrefixEntry] = []
+        """Tails that a block of the step being assembled goes on with."""
         self._queue: EvictionQueue[PrefixEntry] = EvictionQueue(policy)
         self._clock = clock
         self._verify = verify
@@ -106,6 +108,15 @@ class PrefixCache:
     def block_ids(self) -> list[BlockId]:
         """The blocks that it keeps."""
         return [entry.block_id for entry in self._entries.values()]
+
+    def begin_step(self, step: int) -> None:
+        """Says that a step is being assembled, and which."""
+        self.unwritten_step = step
+
+    def end_step(self) -> None:
+        """Says that it has been carried out: what it registered may be copied, and tails that it goes on with leave."""
+        self.unwritten_step = -1
+        self._drop_outgrown()
 
     def match(self, root: Key, keys: Iterable[Key], blocks: Sequence[bytes]) -> list[PrefixEntry]:
         """The entries for the longest known run of `keys`, from the first block on.
@@ -138,8 +149,9 @@ class PrefixCache:
         """
         siblings = self._behind(root, parent)
         best: tuple[PrefixEntry | None, int] = (None, 0)
-        for entry in siblings.neighbours(tokens) if siblings else ():
-            if entry is not None and entry.step != self.unwritten_step:
+        for direction in (siblings.before(tokens), siblings.behind(tokens)) if siblings else ():
+            entry = next((entry for entry in direction if entry.step != self.unwritten_step), None)
+            if entry is not None:
                 alike = num_alike(entry.tokens, tokens)
                 is_worth_it = (
                     parent is not None or alike >= FEWEST_FIRST_TOKENS or entry.tokens == tokens[: len(entry.tokens)]
@@ -175,7 +187,7 @@ class PrefixCache:
     ) -> tuple[PrefixEntry | None, bool]:
         """Makes a computed block known and holds it for its writer, who holds its parent already.
 
-        A tail that nobody uses leaves when a block comes that begins with all of its tokens.
+        A tail that nobody uses leaves when a block is written that begins with all of its tokens.
 
         Args:
             key: chained key of the block.
@@ -274,7 +286,7 @@ class PrefixCache:
             self._roots.pop(root, None)
 
     def _add(self, entry: PrefixEntry) -> PrefixEntry:
-        """Puts a new entry in its place; a tail that it goes on with, and that nobody uses, leaves."""
+        """Puts a new entry in its place; a tail that it goes on with leaves when it is written."""
         self.pool.retain((entry.block_id,))
         self._entries[entry.key] = entry
         self.num_idle += 1
@@ -285,9 +297,21 @@ class PrefixCache:
             siblings.add(entry)
         self._set_behind(entry.root, entry.parent, siblings)
         before = siblings.neighbours(entry.tokens)[0]
-        if before is not None and before.users == 0 and entry.tokens.startswith(before.tokens):
-            self.drop(before)
+        if before is not None and entry.tokens.startswith(before.tokens):
+            self._outgrown.append(before)
+            if self.unwritten_step < 0:
+                self._drop_outgrown()
         return entry
+
+    def _drop_outgrown(self) -> None:
+        """Drops tails that nobody uses and that have a block which begins with all of their tokens."""
+        for tail in self._outgrown:
+            siblings = self._behind(tail.root, tail.parent)
+            if tail.users == 0 and not tail.is_dropped and siblings is not None:
+                behind = siblings.neighbours(tail.tokens + b"\0")[1]
+                if behind is not None and behind.tokens.startswith(tail.tokens):
+                    self.drop(tail)
+        self._outgrown.clear()
 
     def _take_out(self, entry: PrefixEntry) -> None:
         """Takes an entry from among its siblings; a parent that is left alone gets in line."""

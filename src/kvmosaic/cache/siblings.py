@@ -66,17 +66,24 @@ class Siblings:
 
     def neighbours(self, tokens: bytes) -> tuple[PrefixEntry | None, PrefixEntry | None]:
         """The last entry before some tokens, and the first one that is equal or behind them."""
-        if not self._buckets:
-            return None, None
-        number = self._bucket_of(tokens)
-        bucket = self._buckets[number]
-        index = bisect_left(bucket, tokens, key=_tokens_of)
-        before = bucket[index - 1] if index else None
-        if before is None and number:
-            before = self._buckets[number - 1][-1]
-        if index < len(bucket):
-            return before, bucket[index]
-        return before, self._buckets[number + 1][0] if number + 1 < len(self._buckets) else None
+        return next(self.before(tokens), None), next(self.behind(tokens), None)
+
+    def before(self, tokens: bytes) -> Iterator[PrefixEntry]:
+        """The entries before some tokens, the next one first."""
+        number, index = self._place_of(tokens)
+        while number >= 0:
+            bucket = self._buckets[number]
+            yield from (bucket[place] for place in range(index - 1, -1, -1))
+            number -= 1
+            index = len(self._buckets[number])
+
+    def behind(self, tokens: bytes) -> Iterator[PrefixEntry]:
+        """The entries that are equal to some tokens or behind them, the next one first."""
+        number, index = self._place_of(tokens)
+        while 0 <= number < len(self._buckets):
+            bucket = self._buckets[number]
+            yield from (bucket[place] for place in range(index, len(bucket)))
+            number, index = number + 1, 0
 
     def packed(self) -> PrefixEntry | Siblings | None:
         """What is kept of them: nothing of none, and a lone entry as it is, since most entries have no siblings."""
@@ -89,6 +96,13 @@ class Siblings:
         assert all(self._buckets)
         tokens = [entry.tokens for entry in self]
         assert tokens == sorted(set(tokens))
+
+    def _place_of(self, tokens: bytes) -> tuple[int, int]:
+        """The bucket where some tokens are or would be, and the place in it; bucket -1 if there are none."""
+        if not self._buckets:
+            return -1, 0
+        number = self._bucket_of(tokens)
+        return number, bisect_left(self._buckets[number], tokens, key=_tokens_of)
 
     def _bucket_of(self, tokens: bytes) -> int:
         """The bucket where some tokens are, or would be put."""

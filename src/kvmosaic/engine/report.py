@@ -39,7 +39,7 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
                 num_blocks=len(attached.table.block_ids),
                 milliseconds=seconds * 1e3,
                 note=_note(attached, attachment, sequence.tier_names.get(index))
-                or _history_note(num_reused, span.num_tokens, span.segment.history_tokens),
+                or _history_note(num_reused, span.num_tokens, span.segment.history_tokens, bool(span.views)),
             )
         )
     note = f"; {sequence.request.note}" if sequence.request.note else ""
@@ -54,13 +54,14 @@ def _action(num_reused: int, num_tokens: int, distance: int) -> SegmentAction:
     return "moved" if distance else "reused"
 
 
-def _history_note(num_reused: int, num_tokens: int, num_history: int) -> str:
+def _history_note(num_reused: int, num_tokens: int, num_history: int, sees_others: bool) -> str:
     """What became of the turns before this one; the token that ended an answer was sampled, but never computed."""
     if not num_history:
         return ""
     found = min(num_reused, num_history)
     if not found:
-        return f"none of the {num_history} tokens of earlier turns is cached behind these documents"
+        place = " behind these documents" if sees_others else ""
+        return f"none of the {num_history} tokens of earlier turns is cached{place}"
     told = f"{found} of {num_tokens} tokens from earlier turns"
     missing = num_history - found
     return told if missing <= 1 else f"{told}; {missing} more of theirs are now written in other tokens, or have left"
