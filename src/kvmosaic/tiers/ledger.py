@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvmosaic.cache.keys import Key
 
@@ -13,22 +13,22 @@ _MOST_STALE = 64
 """The queue may hold that much more than twice the entries."""
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One entry in the ledger."""
+class Line(NamedTuple):
+    """One entry in the ledger. Lines sort by who leaves first."""
 
-    num_bytes: int
     last_used: int
     """Nanoseconds since the epoch."""
     turn: int
     """Counts up; of two entries that were used at the same moment, the one that was written down first leaves first."""
+    key: Key
+    num_bytes: int
 
 
 class Ledger:
     """Entries by key, and in the order of their last use.
 
-        lines   key -> Line                          what is there
-        queue   heap of (last_used, turn, key)       who leaves first; what no longer agrees with `lines` is skipped
+        lines   key -> Line          what is there
+        queue   heap of the lines    who leaves first; those that are not in `lines` any more are skipped
 
     Entries of other processes may come in with any time of last use, so the order is a heap and not a list.
 
@@ -43,7 +43,7 @@ class Ledger:
         self._latest = 0
         self._turn = 0
         self._lines: dict[Key, Line] = {}
-        self._queue: list[tuple[int, int, Key]] = []
+        self._queue: list[Line] = []
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -73,9 +73,9 @@ class Ledger:
         """Writes down an entry, in place of what was known of it."""
         self.drop(key)
         self._turn += 1
-        self._lines[key] = Line(num_bytes, last_used, self._turn)
+        self._lines[key] = line = Line(last_used, self._turn, key, num_bytes)
         self.num_bytes += num_bytes
-        heapq.heappush(self._queue, (last_used, self._turn, key))
+        heapq.heappush(self._queue, line)
 
     def use(self, key: Key, now: int) -> None:
         """Counts as a use, if the entry is there."""
@@ -89,7 +89,7 @@ class Ledger:
         if line is not None:
             self.num_bytes -= line.num_bytes
             if len(self._queue) > 2 * len(self._lines) + _MOST_STALE:
-                self._queue = [(line.last_used, line.turn, key) for key, line in self._lines.items()]
+                self._queue = list(self._lines.values())
                 heapq.heapify(self._queue)
 
     def clear(self) -> None:
@@ -101,16 +101,15 @@ class Ledger:
     def oldest(self) -> Key | None:
         """The entry that was not used for the longest time."""
         while self._queue:
-            _, turn, key = self._queue[0]
-            line = self._lines.get(key)
-            if line is not None and line.turn == turn:
-                return key
+            line = self._queue[0]
+            if self._lines.get(line.key) is line:
+                return line.key
             heapq.heappop(self._queue)
         return None
 
     def check_invariants(self) -> None:
         """Asserts what the class promises; for tests."""
         assert self.num_bytes == sum(line.num_bytes for line in self._lines.values())
-        queued = set(self._queue)
-        assert all((line.last_used, line.turn, key) in queued for key, line in self._lines.items())
+        assert all(line.key == key for key, line in self._lines.items())
+        assert set(self._queue) >= set(self._lines.values())
         assert len(self._queue) <= 2 * len(self._lines) + _MOST_STALE
