@@ -9,7 +9,8 @@ For each size, with the engine's own pools, planner and attention:
                 their paragraphs (answers)
     bookkeeping bytes of Python objects per token (tracemalloc) for chunks, and for prefix blocks
     planning    plan, attach and release: 8 known documents of 512 tokens; a known plain prompt of 4,096; 8 new ones
-    lost        tokens of a common beginning of two prompts that are computed again
+    lost        tokens of a common beginning of two prompts that are computed again, and those that are copied, because
+                the block that they are in goes on in another way
     runs        of neighbouring slots in which a document of 512 tokens lies, after many documents came and went
     attention   one layer over 8 such documents: neighbours, as they lie after that, and every block apart
 
@@ -138,17 +139,19 @@ class Planning:
         return time.thread_time() - begin
 
 
-def lost_tokens(block_size: int, rounds: int) -> float:
-    """Mean tokens of a common beginning that the second of two plain prompts computes again."""
-    world, lost = World(block_size, 8_192), 0
+def common_beginnings(block_size: int, rounds: int) -> tuple[float, float]:
+    """Mean tokens of a common beginning that the second of two plain prompts computes again, and that it copies."""
+    world, lost, copied = World(block_size, 8_192), 0, 0
     for _ in range(rounds):
         shared = world.tokens(world.random.randrange(1, 2_000))
         ends = [[number, *world.tokens(QUESTION)] for number in (1, 2)]  # they differ from their first token on
         first, second = (arrange(Prompt.plain([*shared, *end])) for end in ends)
         world.planner.release(world.run(first))
-        lost += len(shared) - sum(span.num_reused for span in world.planner.plan(second).spans)
+        (span,) = world.planner.plan(second).spans
+        lost += len(shared) - span.num_reused
+        copied += span.num_copied
         world.planner.reset()
-    return lost / rounds
+    return lost / rounds, copied / rounds
 
 
 def churned(block_size: int, document_lengths: Sequence[int], rounds: int = 3_000) -> list[BlockTable]:
@@ -254,7 +257,7 @@ def study(sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
             "chunk_bytes_per_token": bookkeeping(size, some, is_plain=False),
             "prefix_bytes_per_token": bookkeeping(size, some, is_plain=True),
             "planning_ms": {kind: 1e3 * statistics.median(seconds[size, kind]) for kind in ("known", "plain", "new")},
-            "lost_tokens": lost_tokens(size, 40 * rounds),
+            **dict(zip(("lost_tokens", "copied_tokens"), common_beginnings(size, 40 * rounds), strict=True)),
             "runs_per_document": statistics.fmean(len(table.runs()) for table in tables[size]),
             "attention_ms": {
                 key: {
@@ -277,18 +280,18 @@ def written(about: dict[str, Any], rows: Sequence[dict[str, Any]], head: str) ->
     lines = ["# Block size", "", f"Written by `benchmarks/block_size.py`: {head}", ""]
     lines += [
         f"{about['documents']} documents (median {about['median']:,.0f} tokens), {about['answers']:,} answers (median "
-        f"{about['median_answer']:,.0f}). Planning: plan, attach and release, ms. Lost: tokens of a common beginning.",
+        f"{about['median_answer']:,.0f}). Planning: plan, attach and release, ms. Lost, copied: tokens of a common beginning.",
         "",
         "| block size | empty, documents | empty, answers | bytes per token, chunks | prefix blocks | plan 8 known | "
-        "4,096 plain | 8 new | lost | runs per document |",
-        "|---" * 10 + "|",
+        "4,096 plain | 8 new | lost | copied | runs per document |",
+        "|---" * 11 + "|",
     ]
     for row in rows:
         planning = row["planning_ms"]
         lines.append(
             f"| {row['block_size']} | {row['empty_documents']:.2%} | {row['empty_answers']:.1%} | "
             f"{row['chunk_bytes_per_token']:.1f} | {row['prefix_bytes_per_token']:.1f} | {planning['known']:.2f} | "
-            f"{planning['plain']:.2f} | {planning['new']:.2f} | {row['lost_tokens']:.1f} | "
+            f"{planning['plain']:.2f} | {planning['new']:.2f} | {row['lost_tokens']:.1f} | {row['copied_tokens']:.1f} | "
             f"{row['runs_per_document']:.1f} |"
         )
     lines += [
@@ -338,7 +341,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> None:
         axis.set_xticks(sizes, [str(size) for size in sizes], fontsize=7)
         axis.set_xlabel("block size")
         axis.axvline(ChunkCacheConfig().block_size, color="black", linestyle=":", linewidth=1)
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, loc="center right" if axis is axes[3] else "best")
     figure.savefig(RESULTS / "block_size.png", dpi=130)
 
 
