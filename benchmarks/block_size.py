@@ -280,7 +280,7 @@ def written(about: dict[str, Any], rows: Sequence[dict[str, Any]], head: str) ->
     lines = ["# Block size", "", f"Written by `benchmarks/block_size.py`: {head}", ""]
     lines += [
         f"{about['documents']} documents (median {about['median']:,.0f} tokens), {about['answers']:,} answers (median "
-        f"{about['median_answer']:,.0f}). Planning: plan, attach and release, ms. Lost, copied: tokens of a common beginning.",
+        f"{about['median_answer']:,.0f}). Planning: plan, attach and release, ms. Lost, copied: of a common beginning.",
         "",
         "| block size | empty, documents | empty, answers | bytes per token, chunks | prefix blocks | plan 8 known | "
         "4,096 plain | 8 new | lost | copied | runs per document |",
@@ -291,8 +291,8 @@ def written(about: dict[str, Any], rows: Sequence[dict[str, Any]], head: str) ->
         lines.append(
             f"| {row['block_size']} | {row['empty_documents']:.2%} | {row['empty_answers']:.1%} | "
             f"{row['chunk_bytes_per_token']:.1f} | {row['prefix_bytes_per_token']:.1f} | {planning['known']:.2f} | "
-            f"{planning['plain']:.2f} | {planning['new']:.2f} | {row['lost_tokens']:.1f} | {row['copied_tokens']:.1f} | "
-            f"{row['runs_per_document']:.1f} |"
+            f"{planning['plain']:.2f} | {planning['new']:.2f} | {row['lost_tokens']:.1f} | "
+            f"{row['copied_tokens']:.1f} | {row['runs_per_document']:.1f} |"
         )
     lines += [
         "",
