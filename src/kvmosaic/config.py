@@ -135,9 +135,9 @@ class EngineConfig:
             _check_range("num_threads", self.num_threads, 1, 1024)
         parse_bytes(self.request_cache)
         aging = self.priority_aging_seconds
-        if aging is not None and not (_is_number(aging) and 0.001 <= aging <= 1e6):
+        if aging is not None and not (_is_number(aging) and 0 < aging <= 1e6):
             raise InvalidConfig(
-                f"priority_aging_seconds must be a number from 0.001 to 1000000, or None for no aging, got {aging!r}"
+                f"priority_aging_seconds must be a number above 0 and at most 1e6, or None for no aging, got {aging!r}"
             )
         if self.preemption_gap is not None:
             _check_range("preemption_gap", self.preemption_gap, 1, 200)

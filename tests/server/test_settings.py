@@ -24,6 +24,8 @@ NUMBERS = {
     "max_num_seqs": (1, 65_536),
     "max_num_batched_tokens": (1, 2**20),
     "block_size": (1, 4_096),
+    "priority_aging_seconds": (0, 1e6),
+    "preemption_gap": (0, 200),
     "num_threads": (1, 1_024),
     "document_ttl": (0, 366 * 86_400),
     "max_documents": (1, 10**6),

@@ -10,6 +10,11 @@ ACTIONS = ("reused", "moved", "computed")
 POOLS = ("request", "chunk_cache")
 STATES = ("free", "idle", "held")
 """Values of the label `state`, each block in one of them: empty; kept, and free to leave; in use or pinned."""
+PREEMPTION_KINDS = ("recompute", "swap")
+DIRECTIONS = ("out", "in")
+"""Values of the label `direction`: from the device to the host, and back."""
+PRIORITIES = ("low", "normal", "high")
+"""Values of the label `priority`: below 0, 0, and above; a label must not have a value per number."""
 STORED = ("stored", "dropped", "failed")
 FETCHED = ("fetched", "missed", "late", "invalid", "skipped")
 """Values of the label `outcome`: what became of chunks on their way to the tiers, and back."""
@@ -123,6 +128,25 @@ DOCUMENT_BYTES = _family(
     "document_bytes", "gauge", "Bytes of their texts; what was computed from them is in the pools."
 )
 
+PREEMPTIONS = _family(
+    "preemptions",
+    "counter",
+    "Answers that gave their blocks away, by `kind`: recompute (all is computed again, or found) or swap (moved to the "
+    "memory of the host and back).",
+    "kind",
+)
+SWAPPED_BYTES = _family(
+    "swapped_bytes", "counter", "Bytes of these blocks that were moved, by `direction`: out or in.", "direction"
+)
+SWAP_SPACE_BYTES = _family("swap_space_bytes", "gauge", "Bytes of them in the memory of the host now.")
+QUEUE_SECONDS = _family(
+    "request_queue_seconds",
+    "histogram",
+    "From arrival to the first step as vllm:request_queue_time_seconds, by `priority`: low (below 0), normal (0) or "
+    "high.",
+    "priority",
+    bounds=buckets.REQUEST_LATENCY,
+)
 PROMPT_TOKENS = _family(
     "prompt_tokens",
     "counter",

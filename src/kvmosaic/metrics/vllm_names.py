@@ -25,7 +25,7 @@ PREFIX_QUERIES = _family(
     "prefix_cache_queries", "counter", "Tokens looked up in the prefix cache: system prompts, questions, plain prompts."
 )
 PREFIX_HITS = _family("prefix_cache_hits", "counter", "Of these, tokens found. Chunks do not count here.")
-PREEMPTIONS = _family("num_preemptions", "counter", "Requests that gave their blocks back and started over.")
+PREEMPTIONS = _family("num_preemptions", "counter", "Answers that gave their blocks away and went on later.")
 PROMPT_TOKENS = _family(
     "prompt_tokens", "counter", "Prompt tokens of requests whose prompt is done, whether computed or reused."
 )

@@ -100,15 +100,16 @@ class ServerMetrics:
         meters.observe(vllm_names.NUM_ANSWERS, num_answers)
         if record.metrics is not None:
             tokens_each = record.num_answer_tokens / max(num_answers, 1)
-            self._observe_times(record.metrics, tokens_each)
+            self._observe_times(record.metrics, tokens_each, record.priority)
 
-    def _observe_times(self, metrics: RequestMetrics, tokens_each: float) -> None:
+    def _observe_times(self, metrics: RequestMetrics, tokens_each: float, priority: str) -> None:
         meters = self._meters
         begin, first, end = metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time
         if begin is None or first is None or end is None:
             return
         meters.observe(vllm_names.LATENCY, end - metrics.arrival_time)
         meters.observe(vllm_names.QUEUE_TIME, begin - metrics.arrival_time)
+        meters.observe(own_names.QUEUE_SECONDS, begin - metrics.arrival_time, priority=priority)
         meters.observe(vllm_names.PREFILL_TIME, first - begin)
         meters.observe(vllm_names.DECODE_TIME, end - first)
         meters.observe(vllm_names.INFERENCE_TIME, end - begin)

@@ -14,7 +14,7 @@ from kvmosaic.server.read import flag_of, read_settings
 from kvmosaic.server.settings import ServerSettings, is_variable_only
 
 _METAVARS: dict[Any, str] = {int: "NUMBER", float: "NUMBER", str: "TEXT", tuple: "TEXT"}
-_SIZES = ("chunk_cache_size", "request_cache_size", "chunk_pending", "chunk_staged")
+_SIZES = ("chunk_cache_size", "request_cache_size", "chunk_pending", "chunk_staged", "swap_space")
 
 
 def serve_app(launch: Callable[[ServerSettings], None]) -> typer.Typer:

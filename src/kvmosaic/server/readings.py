@@ -36,7 +36,11 @@ class EngineSnapshot:
     time: float
     """Seconds on a monotonic clock."""
     caches: ChunkCacheStats
-    preemptions: int
+    preemptions: Mapping[str, int]
+    """By what became of the blocks."""
+    swapped_bytes: Mapping[str, int]
+    """Out of the device, and back into it."""
+    swap_space_bytes: int
     block_bytes: Mapping[str, int]
     """Per pool: bytes of one block over all layers."""
     tenant_bytes: Mapping[str, int]
@@ -49,10 +53,14 @@ def take_snapshot(engine: Engine, tenants: Sequence[str]) -> EngineSnapshot:
     for index, tenant in enumerate(tenants):
         name = tenant if index < MAX_TENANTS else OTHERS
         tenant_bytes[name] = tenant_bytes.get(name, 0) + engine.planner.tenant_usage(tenant).num_bytes
+    preemption = engine.scheduler.preemption
+    swap = preemption.swap
     return EngineSnapshot(
         time=time.monotonic(),
         caches=engine.planner.statistics(),
-        preemptions=engine.scheduler.num_preemptions,
+        preemptions={str(kind): count for kind, count in preemption.counts.items()},
+        swapped_bytes=dict.fromkeys(own_names.DIRECTIONS, 0) if swap is None else dict(swap.moved_bytes),
+        swap_space_bytes=0 if swap is None else swap.num_bytes,
         block_bytes={pool: storage.bytes_per_block for pool, storage in engine.runner.storages.items()},
         tenant_bytes=tenant_bytes,
     )
@@ -141,7 +149,12 @@ def _engine(snapshot: EngineSnapshot) -> Iterator[Reading]:
     yield Reading(vllm_names.KV_CACHE_USAGE, held / max(caches.request_total_blocks, 1))
     yield Reading(vllm_names.PREFIX_QUERIES, caches.prefix_lookup_tokens)
     yield Reading(vllm_names.PREFIX_HITS, caches.prefix_hit_tokens)
-    yield Reading(vllm_names.PREEMPTIONS, snapshot.preemptions)
+    yield Reading(vllm_names.PREEMPTIONS, sum(snapshot.preemptions.values()))
+    for kind, count in snapshot.preemptions.items():
+        yield Reading(own_names.PREEMPTIONS, count, {"kind": kind})
+    for direction, num_bytes in snapshot.swapped_bytes.items():
+        yield Reading(own_names.SWAPPED_BYTES, num_bytes, {"direction": direction})
+    yield Reading(own_names.SWAP_SPACE_BYTES, snapshot.swap_space_bytes)
     yield Reading(own_names.PREFIX_EVICTIONS, caches.prefix_evictions)
     yield Reading(own_names.PREFIX_BLOCKS, caches.prefix_blocks)
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from kvmosaic.engine.turns import PriorityClass
 from kvmosaic.sampling import RequestMetrics, ReuseReport
 
 MAX_RECORDS = 500
@@ -40,6 +41,7 @@ class RequestRecord:
     """Between tokens that came one after the other; the first 512."""
     estimated_uncached_ttft: float | None
     """Seconds to the first token if nothing had been reused: an estimate from the time that computed tokens took."""
+    priority: PriorityClass = "normal"
 
 
 class Records:

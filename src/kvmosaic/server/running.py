@@ -7,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from kvmosaic.engine import AnswerDelta, RequestDelta
+from kvmosaic.engine.turns import class_of
 from kvmosaic.errors import EngineAsleep, KVMosaicError
 from kvmosaic.layout import PositionStrategy
 from kvmosaic.prompt import Prompt
@@ -41,7 +42,7 @@ async def run(
         params: how to sample.
         route: for the record, such as "/v1/chat/completions".
         request_id: of the HTTP request; prompts of one HTTP request share it, so the engine chooses its own names.
-        priority: higher runs first.
+        priority: higher runs first, from -100 to 100.
         position_strategy: instead of the configured one.
         note: why the prompt was not composed, for the report.
 
@@ -73,7 +74,8 @@ async def run(
             seen.status = "failed"
             raise
         finally:
-            services.records.add(seen.record(services, tenant, prompt, route, request_id))
+            record = seen.record(services, tenant, prompt, route, request_id)
+            services.records.add(replace(record, priority=class_of(priority)))
 
 
 def check_engine(services: Services) -> None:

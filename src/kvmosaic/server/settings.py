@@ -179,6 +179,32 @@ class ServerSettings(BaseSettings):
     enable_prefix_caching: bool = _setting(
         True, "Engine", "Keep the blocks of system texts, questions and answers for requests that begin alike."
     )
+    priority_aging_seconds: float = _setting(
+        60.0,
+        "Engine",
+        "Waiting so long counts as much as one more step of priority, so that nobody waits for ever; 0: never.",
+        ge=0,
+        le=1e6,
+    )
+    preemption_gap: int = _setting(
+        10,
+        "Engine",
+        "A request that waits takes the place of running ones whose priority is lower by so much; 0: never.",
+        ge=0,
+        le=200,
+    )
+    preemption: Literal["auto", "recompute", "swap"] = _setting(
+        "auto",
+        "Engine",
+        "What becomes of an answer that must give way: computed again, moved to the memory of the host and back, or "
+        "whichever was measured to be faster.",
+    )
+    swap_space: str = _setting(
+        "256MiB",
+        "Engine",
+        "Most memory of the host for answers that gave way; 0: they are computed again.",
+        max_length=32,
+    )
     num_threads: int | None = _setting(
         None,
         "Engine",
@@ -231,6 +257,13 @@ class ServerSettings(BaseSettings):
         parse_bytes(value)
         return value
 
+    @field_validator("swap_space")
+    @classmethod
+    def _size_or_none(cls, value: str) -> str:
+        if value.strip() != "0":
+            parse_bytes(value)
+        return value
+
     @field_validator("chunk_tier")
     @classmethod
     def _readable(cls, urls: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
@@ -261,6 +294,10 @@ class ServerSettings(BaseSettings):
             raise ValueError("--ssl-keyfile and --ssl-certfile belong together; give both, or neither")
         if self.chunk_tier and not self.enable_chunk_cache:
             raise ValueError("--chunk-tier needs the chunk cache; leave out --no-enable-chunk-cache, or the tiers")
+        if self.preemption == "swap" and self.swap_space.strip() == "0":
+            raise ValueError(
+                "--preemption swap needs memory; give --swap-space a size, or choose --preemption recompute"
+            )
         return self
 
     @classmethod
@@ -326,6 +363,10 @@ class ServerSettings(BaseSettings):
             max_model_len=self.max_model_len,
             enable_prefix_caching=self.enable_prefix_caching,
             num_threads=self.num_threads,
+            priority_aging_seconds=self.priority_aging_seconds or None,
+            preemption_gap=self.preemption_gap or None,
+            preemption=self.preemption,
+            swap_space=self.swap_space,
         )
 
     def access_keys(self) -> tuple[AccessKey, ...]:

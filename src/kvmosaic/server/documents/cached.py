@@ -76,6 +76,16 @@ async def pin_cached(services: Services, tenant: str, document: StoredDocument) 
     return len(changes)
 
 
+async def set_cached_priority(services: Services, tenant: str, document: StoredDocument) -> None:
+    """Gives the chunks of a document that are cached now its priority; later ones get it when they are computed.
+
+    Raises:
+        EngineError: the engine no longer runs.
+    """
+    priority = 0.5 if document.content.priority is None else document.content.priority
+    await services.engine.call(partial(_set_priority, tenant=tenant, label=document.content.label, priority=priority))
+
+
 async def drop_retired(services: Services, *, lingering: bool = False) -> None:
     """Drops the chunks of texts that nobody can ask for any more, under all system texts and salts.
 
@@ -176,6 +186,12 @@ def _settle(engine: Engine, *, tenant: str, changes: Mapping[Key, Change]) -> No
         except UnknownChunk:
             if change == "delete" and engine.keeper is not None:  # only tiers have it
                 engine.keeper.delete([key])
+
+
+def _set_priority(engine: Engine, *, tenant: str, label: str, priority: float) -> None:
+    """Gives all chunks with a label a priority; on the engine's thread."""
+    for chunk in _look(engine, tenant=tenant, labels=[label])[label]:
+        engine.planner.set_priority(chunk.key, priority, None, tenant)
 
 
 def _view(engine: Engine, chunk: Chunk, name: str) -> CachedChunk:

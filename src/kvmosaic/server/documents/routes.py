@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Request, Response
 
-from kvmosaic.server.documents.cached import CachedChunk, drop_retired, find_cached, pin_cached
+from kvmosaic.server.documents.cached import CachedChunk, drop_retired, find_cached, pin_cached, set_cached_priority
 from kvmosaic.server.documents.names import ID_PATTERN, MAX_ID_CHARACTERS
 from kvmosaic.server.documents.schemas import (
     MAX_LIST,
     ChunkObject,
     DeletedDocument,
+    DocumentChange,
     DocumentList,
     DocumentObject,
     NewDocument,
@@ -109,6 +111,17 @@ def router(services: Services) -> APIRouter:
         response.status_code = 201 if is_new else 200
         return await _stored(services, tenant, document, response, draft)
 
+    @routes.patch(ROUTE + "/{document_id}", dependencies=NO_VERB, response_model_exclude_unset=True, responses=CHANGED)
+    async def change_document(
+        document_id: IdInPath, body: DocumentChange, response: Response, tenant: Asker, if_match: IfMatch = None
+    ) -> DocumentObject:
+        """Changes how much a document should stay in a full cache: its cached chunks now, and later ones."""
+        change = partial(store.set_priority, tenant.name, document_id, body.priority, _match(if_match))
+        document = await services.in_thread(change)  # the text is checked anew, and may be long
+        await asyncio.shield(set_cached_priority(services, tenant.name, document))
+        response.headers["ETag"] = _etag(document)
+        return DocumentObject.of(document)
+
     @routes.delete(ROUTE + "/{document_id}", dependencies=NO_VERB, responses=CHANGED)
     async def delete_document(document_id: IdInPath, tenant: Asker, if_match: IfMatch = None) -> DeletedDocument:
         """Deletes a document and its chunks; a request that reads it ends on it."""
@@ -143,6 +156,8 @@ async def _stored(
     response.headers["ETag"] = _etag(document)
     if document.pinned or draft.pinned is False:
         await asyncio.shield(pin_cached(services, tenant.name, document))
+    if draft.priority is not None:
+        await asyncio.shield(set_cached_priority(services, tenant.name, document))
     await drop_retired(services)
     return DocumentObject.of(document)
 

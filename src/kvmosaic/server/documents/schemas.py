@@ -62,6 +62,15 @@ class DocumentContent(Body):
         bool | None,
         Field(description="Keep its chunks in the cache; it does not expire. Default: false, or as it was before."),
     ] = None
+    priority: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            le=1,
+            description="How much its chunks should stay in a full cache: 0 leaves first, 1 last, with the server's "
+            "--eviction priority. Default: 0.5, or as it was before.",
+        ),
+    ] = None
 
     def draft(self, store: DocumentStore) -> Draft:
         """What is to be stored.
@@ -77,7 +86,16 @@ class DocumentContent(Body):
             ttl_seconds=self.ttl_seconds if has_ttl else store.default_ttl_seconds,
             refresh_ttl_on_hit=self.refresh_ttl_on_hit,
             pinned=self.pinned,
+            priority=self.priority,
         )
+
+
+class DocumentChange(Body):
+    """What may be changed of a stored document without sending it again."""
+
+    priority: Annotated[
+        float | None, Field(ge=0, le=1, description="How much its chunks should stay in a full cache; null: 0.5.")
+    ]
 
 
 class NewDocument(DocumentContent):
@@ -136,6 +154,7 @@ class DocumentObject(Reply):
     ttl_seconds: int | None
     refresh_ttl_on_hit: bool
     pinned: bool
+    priority: Annotated[float, Field(description="How much its chunks should stay in a full cache, 0 to 1.")]
     hits: Annotated[int, Field(description="Times that a request named it.")]
     last_used_at: int | None
     text: str | None = None
@@ -160,6 +179,7 @@ class DocumentObject(Reply):
             ttl_seconds=document.ttl_seconds,
             refresh_ttl_on_hit=document.refresh_ttl_on_hit,
             pinned=document.pinned,
+            priority=0.5 if document.content.priority is None else document.content.priority,
             hits=document.hits,
             last_used_at=None if document.last_used_at is None else int(document.last_used_at),
             **details,

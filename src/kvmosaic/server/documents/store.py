@@ -201,6 +201,22 @@ class DocumentStore:
             self._shelf(tenant).line_up(document)
             return document
 
+    def set_priority(
+        self, tenant: str, document_id: str, priority: float | None, match: Match | None = None
+    ) -> StoredDocument:
+        """Says how much the chunks of a document should stay in a full cache, 0 to 1; None: 0.5.
+
+        Raises:
+            UnknownDocument: see `get`.
+            DocumentChanged: what is stored now is not what `match` asks for.
+            InvalidDocument: a priority outside its range.
+        """
+        with self._lock:
+            document = self.get(tenant, document_id)
+            _check_match(document_id, document, match)
+            document.content = replace(document.content, priority=priority)
+            return document
+
     def expire(self, tenant: str | None = None) -> int:
         """Drops the documents whose time is over, of one tenant or of all; returns how many."""
         with self._lock:
@@ -266,11 +282,13 @@ class DocumentStore:
     def _put(self, tenant: str, document_id: str, draft: Draft) -> StoredDocument:
         shelf, now = self._shelf(tenant), self._clock()
         before = shelf.documents.get(document_id)
-        content = StoredText(draft.text, draft.title, document_id)
+        priority = before.content.priority if draft.priority is None and before is not None else draft.priority
+        content = StoredText(draft.text, draft.title, document_id, priority)
         num_bytes = content.count_bytes()
         self._check_room(tenant, content, num_bytes, before)
         if before is not None and before.content.reads_like(content):
-            content = before.content  # its chunks stay good
+            same = before.content  # its chunks stay good
+            content = same if same.priority == priority else replace(same, priority=priority)
         else:
             content = replace(content, label=label_of(document_id, next(self._text_numbers)))
         was_pinned = before is not None and before.pinned
@@ -291,7 +309,7 @@ class DocumentStore:
             last_used_at=before.last_used_at if before else None,
         )
         shelf.put(document)
-        if before is not None and before.content is not content:
+        if before is not None and before.content.label != content.label:
             self._retire(tenant, before)
         return document
 

@@ -51,9 +51,11 @@ class Draft:
     refresh_ttl_on_hit: bool = False
     pinned: bool | None = None
     """None: not pinned, or as it was before a replacement."""
+    priority: float | None = None
+    """How much its chunks should stay in a full cache, 0 to 1; None: 0.5, or as it was before a replacement."""
 
     def __post_init__(self) -> None:
-        Document(self.text, self.title)
+        Document(self.text, self.title, priority=self.priority)
         ttl = self.ttl_seconds
         if ttl is not None and not 1 <= ttl <= MAX_TTL_SECONDS:
             raise InvalidDocument(f"ttl_seconds must be between 1 and {MAX_TTL_SECONDS} or null for never, got {ttl}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field
@@ -15,6 +16,11 @@ from kvmosaic.server.errors import as_api_error
 from kvmosaic.server.openai.fields import INTEGRAL, MAX_DOCUMENTS, MAX_NAME, Body, Name, Plain, Text
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
+
+DocumentPriority = Annotated[
+    float,
+    Field(ge=0, le=1, description="How much it should stay in a full cache: 0 leaves first, 1 last. Default: 0.5."),
+]
 
 
 class DocumentPart(Body):
@@ -28,6 +34,7 @@ class DocumentPart(Body):
     doc_id: Name | Annotated[int, Field(ge=0, le=2**63 - 1), INTEGRAL] | None = None
     title: Name | None = None
     text: Text | None = None
+    priority: DocumentPriority | None = None
     metadata: Plain | None = None
 
 
@@ -65,7 +72,7 @@ def _read(services: Services, tenant: Tenant, part: DocumentPart | str, index: i
     name = None if name is None else str(name)
     if part.text is not None:
         try:
-            return Document(part.text, part.title, name)
+            return Document(part.text, part.title, name, part.priority)
         except InvalidDocument as error:
             raise InvalidDocument(f"document number {index + 1}: {error}", document=index) from None
     if name is None:
@@ -73,7 +80,8 @@ def _read(services: Services, tenant: Tenant, part: DocumentPart | str, index: i
             f"document number {index + 1} has neither a text nor the id of a stored document; give one of them",
             document=index,
         )
-    return services.documents.resolve(tenant.name, name)
+    stored = services.documents.resolve(tenant.name, name)
+    return stored if part.priority is None else replace(stored, priority=part.priority)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from kvmosaic.engine.turns import MAX_PRIORITY
 from kvmosaic.errors import InvalidSampling
 from kvmosaic.sampling import SamplingParams
 from kvmosaic.sampling.defaults import FOLLOWED
@@ -75,7 +76,11 @@ class SharedFields(DocumentFields, StructuredFields):
     min_tokens: Annotated[int | None, Field(ge=0, le=2**27), INTEGRAL] = 0
     skip_special_tokens: bool | None = True
     include_stop_str_in_output: bool | None = False
-    priority: Annotated[int | None, Field(ge=-(2**31), le=2**31 - 1, description="Higher runs first."), INTEGRAL] = 0
+    priority: Annotated[
+        int | None,
+        Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Higher runs first; above 0 only with an admin's key."),
+        INTEGRAL,
+    ] = 0
     position_strategy: Annotated[
         Literal["shared", "sequential"] | None,
         Field(description="Where documents stand; default: the server's setting."),
