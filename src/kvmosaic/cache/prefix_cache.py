@@ -54,10 +54,6 @@ class PrefixEntry:
         """Entries right behind this one, to look at; None if there are none."""
         return unpacked(self._children)
 
-    @children.setter
-    def children(self, siblings: Siblings | None) -> None:
-        self._children = None if siblings is None else siblings.packed()
-
 
 class PrefixCache:
     """Blocks that were computed before, as a forest under their chained keys; it owns one reference to each.
@@ -244,7 +240,7 @@ class PrefixCache:
         while falling:
             fallen = falling.pop()
             falling.extend(fallen.children or ())
-            fallen.children = None
+            fallen._children = None
             self._queue.discard(fallen)
             self.num_idle -= fallen.users == 0
             self._forget(fallen)
@@ -275,12 +271,15 @@ class PrefixCache:
         assert len({entry.block_id for entry in self._entries.values()}) == len(self._entries)
 
     def _behind(self, root: Key, parent: PrefixEntry | None) -> Siblings | None:
-        return unpacked(self._roots.get(root)) if parent is None else parent.children
+        return unpacked(self._kept_behind(root, parent))
 
-    def _set_behind(self, root: Key, parent: PrefixEntry | None, siblings: Siblings) -> None:
+    def _kept_behind(self, root: Key, parent: PrefixEntry | None) -> PrefixEntry | Siblings | None:
+        return self._roots.get(root) if parent is None else parent._children
+
+    def _keep_behind(self, root: Key, parent: PrefixEntry | None, kept: PrefixEntry | Siblings | None) -> None:
         if parent is not None:
-            parent.children = siblings
-        elif (kept := siblings.packed()) is not None:
+            parent._children = kept
+        elif kept is not None:
             self._roots[root] = kept
         else:
             self._roots.pop(root, None)
@@ -292,10 +291,10 @@ class PrefixCache:
         self.num_idle += 1
         siblings = self._behind(entry.root, entry.parent)
         if siblings is None:
-            siblings = Siblings(entry)
-        else:
-            siblings.add(entry)
-        self._set_behind(entry.root, entry.parent, siblings)
+            self._keep_behind(entry.root, entry.parent, entry)
+            return entry
+        siblings.add(entry)
+        self._keep_behind(entry.root, entry.parent, siblings.packed())
         before = siblings.neighbours(entry.tokens)[0]
         if before is not None and entry.tokens.startswith(before.tokens):
             self._outgrown.append(before)
@@ -315,10 +314,12 @@ class PrefixCache:
 
     def _take_out(self, entry: PrefixEntry) -> None:
         """Takes an entry from among its siblings; a parent that is left alone gets in line."""
-        parent, siblings = entry.parent, self._behind(entry.root, entry.parent)
-        if siblings is not None:
+        parent, kept = entry.parent, self._kept_behind(entry.root, entry.parent)
+        if kept is entry:
+            self._keep_behind(entry.root, parent, None)
+        elif (siblings := unpacked(kept)) is not None:
             siblings.discard(entry)
-            self._set_behind(entry.root, parent, siblings)
+            self._keep_behind(entry.root, parent, siblings.packed())
         if parent is not None and parent.users == 0:
             self._line_up(parent)
 
