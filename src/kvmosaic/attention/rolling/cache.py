@@ -77,8 +77,8 @@ class BlockKVCache:
     """Number of the last chunk that is complete; -1 before the first."""
     _current: int | None = field(init=False, default=None, repr=False)
     """Number of the chunk under way."""
-    # What `update` and the views look at once the cache is full. Not numbers: torch.compile makes a new graph for every
-    # number that has changed, unless the cache is an argument of the compiled function.
+    # What `update` and the views look at once the cache is full. Not numbers: of a cache that belongs to a module,
+    # torch.compile makes a new graph for every number that has changed.
     _is_open: bool = field(init=False, default=False, repr=False)
     """Whether a chunk may be written."""
     _is_steady: bool = field(init=False, default=False, repr=False)
