@@ -102,20 +102,6 @@ class Sequence:
         assert self.attachment is not None
         return all(span.num_computed == span.num_tokens for span in self.attachment.spans)
 
-    def attached(self, attachment: Attachment) -> None:
-        """Takes the blocks that the planner has attached."""
-        self.attachment = attachment
-        self.state = SequenceState.RUNNING
-        self.pending = None
-        self.num_reused = tuple(
-            0 if span.is_owner else span.num_tokens if span.chunk else span.num_computed for span in attachment.spans
-        )
-        self.tier_names.clear()
-        self._view_reads.clear()
-
-    def loaded(self, span_index: int, tier_name: str, seconds: float) -> None:
-        """Notes that the chunk of a span was copied from a tier after it was attached."""
-        num_tokens = self.request.layout.spans[span_index].num_tokens
     @property
     def num_owed(self) -> int:
         """Tokens of a text with a rolling window that have no room yet; 0 without one."""
@@ -166,6 +152,23 @@ class Sequence:
             return 0
         return max(0, self._first_kept - self._num_head)
 
+    def attached(self, attachment: Attachment) -> None:
+        """Takes the blocks that the planner has attached."""
+        self.attachment = attachment
+        self.state = SequenceState.RUNNING
+        self.pending = None
+        self.num_reused = tuple(
+            0 if span.is_owner else span.num_tokens if span.chunk else span.num_computed for span in attachment.spans
+        )
+        if self.window is not None:
+            self._num_head = self.window.head_tokens(self._num_text)
+            self._first_kept = self.window.replay_from(self._num_text)
+        self.tier_names.clear()
+        self._view_reads.clear()
+
+    def loaded(self, span_index: int, tier_name: str, seconds: float) -> None:
+        """Notes that the chunk of a span was copied from a tier after it was attached."""
+        num_tokens = self.request.layout.spans[span_index].num_tokens
         self.num_reused = (*self.num_reused[:span_index], num_tokens, *self.num_reused[span_index + 1 :])
         self.tier_names[span_index] = tier_name
         self.span_seconds[span_index] = seconds
@@ -174,9 +177,6 @@ class Sequence:
         """Notes that the blocks were taken away; everything is computed (or found) again later."""
         self.state = SequenceState.WAITING
         self.pending = None
-        if self.window is not None:
-            self._num_head = self.window.head_tokens(self._num_text)
-            self._first_kept = self.window.replay_from(self._num_text)
         self._view_reads.clear()
 
     def rows(self, span_index: int, first: int, num_tokens: int, wants_logits: bool) -> SpanRows:
@@ -198,6 +198,7 @@ class Sequence:
             reads=reads,
             reads_itself=reads_itself,
             wants_logits=wants_logits,
+            window=0 if reads_itself else limit,  # a row that is alone reads what it sees, and nothing else
         )
 
     def _tokens(self, span: Span, first: int, num_tokens: int) -> tuple[int, ...]:
@@ -212,7 +213,6 @@ class Sequence:
     def _seen(self, span_index: int) -> tuple[RunRead, ...]:
         """Reads of the earlier spans that a span sees.
 
-            window=0 if reads_itself else limit,  # a row that is alone reads what it sees, and nothing else
         Chunks are read in the order of their keys, so that the order of the prompt cannot change a single bit.
         """
         reads = self._view_reads.get(span_index)
@@ -227,19 +227,6 @@ class Sequence:
             reads = self._view_reads[span_index] = tuple(read for *_, runs in parts for read in runs)
         return reads
 
-
-def _pool(span: Span) -> PoolName:
-    return "chunk_cache" if span.segment.kind is SegmentKind.CHUNK else "request"
-
-
-def _run_reads(span: Span, table: BlockTable, distance: int, num_tokens: int) -> tuple[RunRead, ...]:
-    """Reads of the first `num_tokens` tokens of a span, moved by `distance`."""
-    reads = []
-    position = span.start + distance
-    for run in table.runs(num_tokens):
-        reads.append(RunRead(_pool(span), run.first_slot, run.num_tokens, position, distance))
-        position += run.num_tokens
-    return tuple(reads)
     def _kept_reads(self, window: RollingWindow, token: int) -> tuple[RunRead, ...]:
         """Reads of all that never leaves, for a token behind the first S + W: earlier spans, and the sinks."""
         assert self.attachment is not None
@@ -265,3 +252,16 @@ def _run_reads(span: Span, table: BlockTable, distance: int, num_tokens: int) ->
                     position += run.num_tokens
         return tuple(reads)
 
+
+def _pool(span: Span) -> PoolName:
+    return "chunk_cache" if span.segment.kind is SegmentKind.CHUNK else "request"
+
+
+def _run_reads(span: Span, table: BlockTable, distance: int, num_tokens: int) -> tuple[RunRead, ...]:
+    """Reads of the first `num_tokens` tokens of a span, moved by `distance`."""
+    reads = []
+    position = span.start + distance
+    for run in table.runs(num_tokens):
+        reads.append(RunRead(_pool(span), run.first_slot, run.num_tokens, position, distance))
+        position += run.num_tokens
+    return tuple(reads)
