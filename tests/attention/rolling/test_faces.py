@@ -55,6 +55,7 @@ def test_size_and_right_edge_are_those_of_the_chunk_under_way(ordered: bool) -> 
     for index in (0, 1, 1, 2, 2, 3, 4):
         cache.before_update(index)
         told.append((cache.size, cache.write_end, cache.is_steady_state()))
+        cache.update(torch.zeros(3, 1), torch.zeros(3, 1))
         cache.after_update(index)
         assert told[-1][:2] == (cache.size, cache.write_end)
     full = [(8, 8, False), (8, 8, True), (8, 8, True), (8, 8, True)]

@@ -81,6 +81,8 @@ class BlockKVCache:
     # torch.compile makes a new graph for every number that has changed.
     _is_open: bool = field(init=False, default=False, repr=False)
     """Whether a chunk may be written."""
+    _is_written: bool = field(init=False, default=False, repr=False)
+    """Whether `update` was called for the chunk under way, now or when it first came."""
     _is_steady: bool = field(init=False, default=False, repr=False)
     """Whether the cache was full before the chunk under way or the last one, and that has no sinks in it."""
 
@@ -123,7 +125,7 @@ class BlockKVCache:
         size = k.shape[dimension(seq_dim, k.dim())]
         cache = cls(tuple(k.shape), tuple(v.shape), seq_dim, size, size, device="meta", dtype=k.dtype)
         cache.device, cache._k, cache._v = k.device, k.detach(), v.detach()
-        cache._newest, cache._is_open, cache._is_steady = 0, True, True
+        cache._newest, cache._is_open, cache._is_written, cache._is_steady = 0, True, True, True
         return cache
 
     def before_update(self, chunk_index: int) -> None:
@@ -141,6 +143,7 @@ class BlockKVCache:
             raise InvalidChunk(f"before_update got chunk {chunk_index!r}; give a whole number")
         if chunk_index == self._newest + 1:
             self._make_room(chunk_index)
+            self._is_written = False
         elif chunk_index != self._newest or chunk_index < 0:
             again = f"{self._newest} again or " if self._newest >= 0 else ""
             raise InvalidChunk(
@@ -168,6 +171,7 @@ class BlockKVCache:
                 for run in (self._places.newest_run,) if self._is_steady else self._places.runs(self._seen):
                     target = storage.narrow(self.seq_dim, run.target, run.length)
                     target.copy_(chunk.narrow(self.seq_dim, run.source, run.length))
+        self._is_written = True
 
     def cached_k(self) -> Tensor:
         """View of the keys that may be seen: sinks, then window; `size` tokens in dimension `seq_dim`."""
@@ -178,7 +182,7 @@ class BlockKVCache:
         return self._v.narrow(self.seq_dim, 0, self.size)
 
     def after_update(self, chunk_index: int) -> None:
-        """Ends the step.
+        """Ends the step. In a full cache a captured graph may have written the chunk, without a call of `update`.
 
         Args:
             chunk_index: that of `before_update`.
@@ -187,6 +191,10 @@ class BlockKVCache:
             raise OutOfStep(f"after_update({chunk_index}) outside a step; call before_update first")
         if chunk_index != self._current:
             raise InvalidChunk(f"after_update({chunk_index}), but chunk {self._current} is under way")
+        if not (self._is_written or self._is_steady):
+            raise OutOfStep(
+                f"after_update({chunk_index}), but nobody has written chunk {chunk_index}; call update first"
+            )
         self._newest, self._current, self._is_open = self._current, None, False
 
     def reset(self) -> None:
