@@ -160,7 +160,7 @@ def test_codecs_take_the_share_that_they_write() -> None:
 
 
 def test_planned_tiers_add_what_the_device_does_not_have() -> None:
-    tiers = [TierSpeed(kind, 1e-4, 1e10, "by hand", quota, True) for kind, quota in (("host", GIB), ("disk", None))]
+    tiers = [TierSpeed(kind, 1e-4, 1e10, "by hand", quota) for kind, quota in (("host", GIB), ("disk", None))]
     plan = plan_capacity(MODEL, GIB, DEMAND, SPEED, tiers=tiers)
     assert [stage.name for stage in plan.stages] == ["computed", "device", "host", "disk"]
     rates = [stage.hit_rate for stage in plan.stages]
@@ -172,7 +172,7 @@ def test_planned_tiers_add_what_the_device_does_not_have() -> None:
 
 
 def test_a_tier_slower_than_computing_adds_nothing() -> None:
-    slow = TierSpeed("disk", 1.0, 1e6, "by hand", None, True)
+    slow = TierSpeed("disk", 1.0, 1e6, "by hand")
     plan = plan_capacity(MODEL, GIB, DEMAND, SPEED, tiers=[slow])
     assert plan.tiers[0].found == 0.0 and plan.stages[-1].first_token_seconds == plan.stages[1].first_token_seconds
 

@@ -80,6 +80,13 @@ def test_given_speeds_and_weights_are_used(tiny_model: Path) -> None:
     assert disk["quota_bytes"] == 2**30 and not Path("/nowhere").exists()
 
 
+def test_a_speed_without_a_tier_is_only_compared(tiny_model: Path) -> None:
+    found = planned(tiny_model, *ASKED, "--tier-speed", "redis=50GB/s,10us")
+    assert [stage["name"] for stage in found["stages"]] == ["computed", "device"]
+    speeds = {tier["tier"]["kind"]: tier["tier"]["bytes_per_second"] for tier in found["tiers"]}
+    assert speeds["redis"] == 50e9 and not any(tier["is_planned"] for tier in found["tiers"])
+
+
 def test_a_plot_is_a_file(tiny_model: Path, tmp_path: Path) -> None:
     assert plan(tiny_model, *ASKED, "--plot", tmp_path / "plan.png").exit_code == 0
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

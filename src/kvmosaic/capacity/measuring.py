@@ -93,7 +93,7 @@ def _measured(tier: Tier, kind: str, quota_bytes: int | None) -> TierSpeed:
         tier.close()
     rate = (_LARGE_BYTES - _SMALL_BYTES) / max(large - small, 1e-9)
     how = "measured, files in the page cache" if kind == "disk" else "measured"
-    return TierSpeed(kind, small, rate, how, quota_bytes, is_planned=True)
+    return TierSpeed(kind, small, rate, how, quota_bytes)
 
 
 def _entry_seconds(tier: Tier, num_bytes: int) -> float:

@@ -110,6 +110,7 @@ def plan_capacity(
     headroom: int | str = DEFAULT_HEADROOM,
     weights: int | str | None = None,
     tiers: Sequence[TierSpeed] = (),
+    compared: Sequence[TierSpeed] = (),
     codec: Codec = "none",
 ) -> CapacityPlan:
     """Says what fits on a device, and what to expect of it.
@@ -122,7 +123,8 @@ def plan_capacity(
         block_size: token slots of a block.
         headroom: memory for everything else, a size or a share such as "10%".
         weights: bytes of the weights, if they are known better than by counting.
-        tiers: the tiers behind the device, fastest first; the other kinds are compared too.
+        tiers: the tiers behind the device, fastest first.
+        compared: how fast tiers of other kinds would be; what is not said is assumed.
         codec: how tiers store numbers.
 
     Raises:
@@ -135,7 +137,8 @@ def plan_capacity(
     first = FirstToken(model, speed, demand)
     ranks = drawn_together(zipf_ranks(demand.documents, demand.zipf), demand.documents_per_prompt)
     rate = hit_rate(ranks, room.resident)
-    others = [assumed(kind) for kind in ASSUMED_TIERS if kind not in {tier.kind for tier in tiers}]
+    known = {tier.kind: tier for tier in compared}
+    others = [known.get(kind, assumed(kind)) for kind in ASSUMED_TIERS if kind not in {tier.kind for tier in tiers}]
     planned = _with_found([plan_tier(tier, first, codec) for tier in tiers], ranks, room)
     return CapacityPlan(
         model=model,
@@ -184,7 +187,7 @@ def _with_found(tiers: list[TierPlan], ranks: Sequence[Ranks], room: Room) -> li
             reach = max(reach, kept) + extra
             rate = hit_rate(ranks, reach)
             tier, before = replace(tier, found=max(0.0, rate - before)), max(rate, before)
-        planned.append(tier)
+        planned.append(replace(tier, is_planned=True))
     return planned
 
 

@@ -34,8 +34,6 @@ class TierSpeed:
     """Where these numbers come from."""
     quota_bytes: int | None = None
     """Most bytes that it keeps; None: as many as there are, or unknown."""
-    is_planned: bool = False
-    """Whether the tier is part of what is planned; others are only compared."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_seconds <= 3_600:
@@ -56,7 +54,7 @@ ASSUMED_TIERS: dict[str, tuple[float, float]] = {
 on one machine, with checksums; of object stores, which were not measured over a network, a guess."""
 
 
-def assumed(kind: str, quota_bytes: int | None = None, *, is_planned: bool = False) -> TierSpeed:
+def assumed(kind: str) -> TierSpeed:
     """A tier of this kind, as it is assumed to be.
 
     Raises:
@@ -65,7 +63,7 @@ def assumed(kind: str, quota_bytes: int | None = None, *, is_planned: bool = Fal
     if kind not in ASSUMED_TIERS:
         raise InvalidConfig(f"there is no kind of tier {kind!r:.40}; choose from {', '.join(ASSUMED_TIERS)}")
     latency, rate = ASSUMED_TIERS[kind]
-    return TierSpeed(kind, latency, rate, "assumed", quota_bytes, is_planned)
+    return TierSpeed(kind, latency, rate, "assumed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +83,8 @@ class TierPlan:
     """Documents that fit into its quota."""
     found: float = 0.0
     """Of all documents asked for, those that are found here and not on the device or in a tier before it."""
+    is_planned: bool = False
+    """Whether the tier is part of what is planned; others are only compared."""
 
     @property
     def is_worth(self) -> bool:

@@ -48,7 +48,7 @@ class Asked:
         from kvmosaic.model.quiet import quiet_libraries
 
         quiet_libraries()
-        tiers = tiers_of(self.chunk_tiers, self.tier_speeds, measure=self.speed.measure)
+        tiers, compared = tiers_of(self.chunk_tiers, self.tier_speeds, measure=self.speed.measure)
         model = read_model(self.model, dtype=self.dtype, quantization="int8" if self.quantization == "int8" else "none")
         return plan_capacity(
             model,
@@ -59,6 +59,7 @@ class Asked:
             headroom=self.headroom,
             weights=self.weights,
             tiers=tiers,
+            compared=compared,
             codec=self.codec,
         )
 
@@ -163,15 +164,14 @@ def _about(plan: CapacityPlan) -> Text:
 
 
 def _tiers(plan: CapacityPlan) -> Table:
-    is_wide = any(tier.tier.is_planned for tier in plan.tiers)
+    is_wide = any(tier.is_planned for tier in plan.tiers)
     table = _table(
         *("tier", "reads", "load one\ndocument", "compute\nit", "worth it\nfrom tokens", "or hit\nrate"),
         *(("keeps", "adds") if is_wide else ()),
     )
     for tier in plan.tiers:
         rate = f"{tier.tier.bytes_per_second / 1e9:.3g} GB/s, {duration_text(tier.tier.latency_seconds)}"
-        planned = tier.tier.is_planned
-        more = (_kept(tier), f"{tier.found:.1%}") if planned else ("", "")
+        more = (_kept(tier), f"{tier.found:.1%}") if tier.is_planned else ("", "")
         table.add_row(
             tier.tier.kind,
             Text(f"{rate} ({tier.tier.source})"),
@@ -180,7 +180,7 @@ def _tiers(plan: CapacityPlan) -> Table:
             f"never (above {LONGEST:,})" if tier.break_even_tokens is None else f"{tier.break_even_tokens:,}",
             "no" if tier.least_hit_rate is None else f"{tier.least_hit_rate:.1%}",
             *(more if is_wide else ()),
-            style=None if planned or not is_wide else "dim",
+            style=None if tier.is_planned or not is_wide else "dim",
         )
     return table
 

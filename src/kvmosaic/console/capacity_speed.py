@@ -54,8 +54,8 @@ class SpeedAsked:
         return replace(speed, source=f"{speed.source}: {hint}")
 
 
-def tiers_of(urls: Sequence[str], speeds: Sequence[str], *, measure: bool) -> list[TierSpeed]:
-    """The tiers that were named, and after them those of other kinds whose speed was given.
+def tiers_of(urls: Sequence[str], speeds: Sequence[str], *, measure: bool) -> tuple[list[TierSpeed], list[TierSpeed]]:
+    """The tiers that were named, and those of other kinds whose speed was given.
 
     Raises:
         InvalidConfig: a URL or a speed that cannot be read, or a kind that is named twice.
@@ -71,8 +71,8 @@ def tiers_of(urls: Sequence[str], speeds: Sequence[str], *, measure: bool) -> li
             from kvmosaic.capacity.measuring import measure_tier
 
             found[spec.kind] = measure_tier(url)
-        found[spec.kind] = replace(found[spec.kind], quota_bytes=spec.quota_bytes, is_planned=True)
-    return [*found.values(), *given.values()]
+        found[spec.kind] = replace(found[spec.kind], quota_bytes=spec.quota_bytes)
+    return list(found.values()), list(given.values())
 
 
 def _speeds(texts: Sequence[str]) -> dict[str, TierSpeed]:
