@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engines import GREEDY, answer, build_engine, dense_logits, fragment, token_ids
+from support.engines import GREEDY, answer, build_engine, dense_logits, token_ids
 from support.families import build
+from support.parity import check_cold_and_warm, prompts, settings_of_a_run
 from support.reference import eager_logits
 
 from kvmosaic.attention import AttentionBackend, TorchBackend
@@ -21,16 +22,10 @@ from kvmosaic.prompt import Prompt, Segment, SegmentKind
 
 FAMILIES = ("llama", "gemma3", "deepseek_v3", "gpt_oss")
 """Full attention; windows with two rotations; latent attention; windows with sinks."""
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
-"""Largest logit difference. In bfloat16, with 8 bits, it is 2% of the largest logit."""
 BACKENDS: list[AttentionBackend] = [TorchBackend(), *([NativeBackend()] if LIBRARY.exists() else [])]
 """The promises hold with each of them, below float64."""
 
 both = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: type(backend).__name__)
-
-
-def tolerance_of(logits: torch.Tensor, dtype: torch.dtype) -> float:
-    return TOLERANCES.get(dtype) or 0.02 * float(logits.abs().max())
 
 
 @cache
@@ -38,57 +33,6 @@ def loaded(family: str, dtype: torch.dtype = torch.float64) -> LoadedModel:
     # a router that computes in bfloat16 may choose another expert for the last bit's sake: that is not what is tested
     changes = {"first_k_dense_replace": 99} if family == "deepseek_v3" and dtype is torch.bfloat16 else {}
     return LoadedModel.from_module(build(family, dtype, **changes))
-
-
-@st.composite
-def prompts(draw, vocab_size=128):
-    seed = draw(st.integers(0, 2**31))
-    generator = torch.Generator().manual_seed(seed)
-    lengths = draw(st.lists(st.integers(1, 30), max_size=5))
-    num_system, num_question = draw(st.integers(0, 20)), draw(st.integers(1, 12))
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(0, vocab_size, (count,), generator=generator).tolist()
-
-    return Prompt.from_tokens(
-        tokens(num_system) if num_system else None, [tokens(count) for count in lengths], tokens(num_question)
-    )
-
-
-settings_of_a_run = {
-    "strategy": st.sampled_from(["shared", "sequential"]),
-    "context": st.sampled_from(["system", "none"]),
-    "block_size": st.sampled_from([1, 3, 4, 16]),
-    "budget": st.sampled_from([5, 17, 256]),
-    "fragmented": st.booleans(),
-}
-
-
-def check_cold_and_warm(model, prompt, strategy, context, block_size, budget, fragmented, backend=None):
-    """Dense, cold and warm give the same logits; returns the largest difference and its limit."""
-    engine = build_engine(
-        model,
-        blocks=(700, 700),
-        max_batched_tokens=budget,
-        block_size=block_size,
-        position_strategy=strategy,
-        chunk_context=context,
-        backend=backend,
-    )
-    if fragmented:
-        fragment(engine)
-    cold, cold_logits = answer(engine, prompt)
-    warm, warm_logits = answer(engine, prompt)
-    generated = token_ids(cold)
-    expected = dense_logits(model, arrange(prompt, strategy, context), generated)
-    tolerance = tolerance_of(expected, model.dtype)
-    torch.testing.assert_close(cold_logits.to(expected.dtype), expected, atol=tolerance, rtol=0)
-    torch.testing.assert_close(warm_logits[0], cold_logits[0], atol=tolerance, rtol=0)
-    if token_ids(warm) == generated:
-        torch.testing.assert_close(warm_logits, cold_logits, atol=tolerance, rtol=0)
-    assert model.dtype is torch.bfloat16 or token_ids(warm) == generated
-    assert all(segment.reused_tokens == segment.num_tokens for segment in warm.reuse.segments[:-1])
-    return generated
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -82,7 +82,8 @@ def _kind(layer: LayerSpec) -> tuple[str, ...]:
     shared = "" if layer.is_stored else f", keys of layer {layer.source_layer}"
     movable = "yes" if layer.is_movable else "no"
     latent = f"{size} latent" if layer.value_in_key else size
-    return heads, latent, rotation_text(layer.rotation), _slowest_turn(layer.rotation), f"{layer.mask}{shared}", movable
+    turning = "bias by distance" if layer.bias is not None else rotation_text(layer.rotation)
+    return heads, latent, turning, _slowest_turn(layer.rotation), f"{layer.mask}{shared}", movable
 
 
 def _slowest_turn(rotation: Rotation | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvmosaic.engine.rolling import check_places
-from kvmosaic.errors import NotMovable
+from kvmosaic.errors import InvalidOffset, NotMovable
 from kvmosaic.layout import ChunkContext, Layout, PositionStrategy, RollingWindow, arrange
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.prompt import Prompt, check_length
@@ -24,7 +24,7 @@ def place(
     With a window, question and answer may be of any length.
 
     Raises:
-        InvalidPrompt: the prompt does not fit the strategy, or (PromptTooLong) the positions.
+        InvalidPrompt: the prompt does not fit the strategy (InvalidOffset), or (PromptTooLong) the positions.
         InvalidSampling: the window does not fit the positions.
         NotMovable: it moves documents and the model does not allow that.
     """
@@ -33,11 +33,25 @@ def place(
         layout = Layout(layout.spans[:-1], layout.strategy, layout.chunk_context)
     if layout.is_moved and not model.is_movable:
         raise not_movable(model, strategy, context)
+    if max_positions is not None:
+        _check_offsets(layout, max_positions)
     if window is not None:
         check_places(window, layout, max_positions)
     elif max_positions is not None:
         check_length(layout, max_positions, 0 if chunks_only else 1)
     return layout
+
+
+def _check_offsets(layout: Layout, max_positions: int) -> None:
+    """Raises InvalidOffset if a chunk's own offset takes it out of the positions that the model has."""
+    for span in layout.spans:
+        offset, most = span.segment.position_offset, max_positions - 1 - span.num_tokens
+        if offset is not None and span.end > max_positions and most >= 0:
+            raise InvalidOffset(
+                f"{span.segment.label} has position_offset {offset} and {span.num_tokens} tokens and needs positions "
+                f"up to {span.end - 1}, but the model's are 0 to {max_positions - 1}; use an offset of at most {most}, "
+                "which leaves one position for the question"
+            )
 
 
 def not_movable(model: LoadedModel, strategy: PositionStrategy, context: ChunkContext) -> NotMovable:

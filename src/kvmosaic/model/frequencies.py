@@ -26,7 +26,7 @@ def frequency_buffers(module: nn.Module) -> list[Tensor]:
     found: list[Tensor] = []
     for name, buffer in module.named_buffers():
         is_frequency = name.endswith("inv_freq") and not name.endswith("original_inv_freq") and buffer.dim() == 1
-        if name.endswith("embed_positions") and buffer.dim() == 2 and not buffer.shape[1] % 2:
+        if name.endswith("embed_positions") and buffer.dim() == 2 and len(buffer) > 1 and not buffer.shape[1] % 2:
             buffer, is_frequency = _frequencies_of_table(buffer), True
         if is_frequency and not any(torch.equal(buffer, other) for other in found):
             found.append(buffer)
@@ -34,18 +34,9 @@ def frequency_buffers(module: nn.Module) -> list[Tensor]:
 
 
 def _frequencies_of_table(table: Tensor) -> Tensor:
-    """The angle per position behind rows of sines and cosines, [positions, 2 * pairs].
-
-    Row 1 says it roughly; every row twice as far on says it twice as exactly, and which turn it is in is known by then.
-    """
-    place, frequency = 1, torch.zeros(table.shape[1] // 2, dtype=torch.float64, device=table.device)
-    while place < len(table):
-        sines, cosines = table[place].to(torch.float64).chunk(2)
-        angle = torch.atan2(sines, cosines)
-        turns = ((frequency * place - angle) / (2 * torch.pi)).round()
-        frequency = (angle + 2 * torch.pi * turns) / place
-        place *= 2
-    return frequency
+    """The angle per position behind rows of sines and cosines, [positions, 2 * pairs]: that of row 1."""
+    sines, cosines = table[1].to(torch.float64).chunk(2)
+    return torch.atan2(sines, cosines)
 
 
 def changes_with_length(module: nn.Module) -> bool:

@@ -84,12 +84,22 @@ def read_bias(numbers: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Dista
         if torch.equal(product.to(rounding).to(torch.float64), exact):
             return DistanceBias(tuple(slopes.tolist()), None if rounding is dtype else rounding, factor)
     if numbers.dtype is dtype and dtype.itemsize == 2:
-        # every number is its slope times its step, rounded: that leaves little room for the slope
-        unit = torch.finfo(dtype).eps / 2 * 1.01
-        ratios = exact[:, steps != 0] / steps[steps != 0]
-        lowest, highest = (ratios * (1 - unit)).amax(dim=1), (ratios * (1 + unit)).amin(dim=1)
-        if bool((lowest <= highest).all()):
-            return DistanceBias(tuple(((lowest + highest) / 2).tolist()), None, factor)
+        return _slopes_before_rounding(exact, slopes, steps, dtype, factor)
+    return None
+
+
+def _slopes_before_rounding(
+    numbers: Tensor, slopes: Tensor, steps: Tensor, dtype: torch.dtype, factor: float
+) -> DistanceBias | None:
+    """The slopes that explain all numbers: each is its slope times its step, rounded, and leaves it little room."""
+    is_exact = ((slopes[:, None] * steps).to(dtype).to(torch.float64) == numbers).all(dim=1)
+    moved = steps != 0
+    numbers, steps = numbers[:, moved].abs(), steps[moved].abs()
+    # half of the distance of two neighbouring numbers in this type
+    room = torch.finfo(dtype).eps / 4 * torch.exp2(torch.frexp(numbers).exponent.to(torch.float64))
+    lowest, highest = ((numbers - room) / steps).amax(dim=1), ((numbers + room) / steps).amin(dim=1)
+    if bool((is_exact | (lowest <= highest)).all()):
+        return DistanceBias(tuple(torch.where(is_exact, slopes, (lowest + highest) / 2).tolist()), None, factor)
     return None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from kvmosaic.errors import UnsupportedModel
@@ -70,11 +70,11 @@ class _LookUps(TorchFunctionMode):
         self.num_positions: int | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.embedding:
+        if func is nn.functional.embedding:
             self._note(*args[:2])
         return func(*args, **(kwargs or {}))
 
-    def _note(self, table: Tensor, indices: Tensor) -> None:
+    def _note(self, indices: Tensor, table: Tensor) -> None:
         if indices.numel() != len(self._positions):
             return
         offsets = indices.flatten().cpu() - self._positions
