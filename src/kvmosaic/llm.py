@@ -21,7 +21,7 @@ from kvmosaic.assembly import (
     prompts_of,
 )
 from kvmosaic.attention import AttentionBackend, BackendName, choose_backend
-from kvmosaic.cache import ChunkCacheStats, Plan
+from kvmosaic.cache import ChunkCacheStats, Plan, PrefixTree, TreeLimits
 from kvmosaic.chunks import ChunkHandle, ChunkStore
 from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
 from kvmosaic.engine import Request
@@ -33,7 +33,7 @@ from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.int8 import Quantization
 from kvmosaic.model.prepack import Prepack
 from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
-from kvmosaic.sampling import RequestOutput, SamplingParams, default_sampling
+from kvmosaic.sampling import RequestOutput, SamplingParams, decode_all, default_sampling
 
 BUNDLED_READER = "reader"
 """The name of the small model that comes with the package."""
@@ -287,6 +287,24 @@ class LLM:
         config = self.chunk_cache_config
         layout = arrange(encoded, position_strategy or config.position_strategy, config.chunk_context)
         return self.engine.planner.plan(layout, encoded.salt, encoded.tenant)
+
+    def prefix_tree(self, *, depth: int = 8, children: int = 8, runs: int = 200, tokens: int = 12) -> PrefixTree:
+        """What is known of conversations and documents, as a tree; see `PrefixTree` for a picture of it.
+
+        Args:
+            depth: levels of runs below a system text, 1 to 32.
+            children: most runs behind one run, and documents of one system text, 1 to 100.
+            runs: most runs in all, 1 to 2,000.
+            tokens: first tokens of a run that are shown, 0 to 64.
+
+        Raises:
+            InvalidConfig: a number outside its range.
+        """
+        tree = self.engine.planner.prefix_tree(TreeLimits(depth, children, runs, tokens), tenant=None)
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            return tree
+        return tree.with_texts(lambda token_ids: decode_all(tokenizer, token_ids, skip_special_tokens=False))
 
     def pin(self, name: str, *, salt: str = "") -> None:
         """Keeps the chunks with this name in the cache, whatever else needs room.

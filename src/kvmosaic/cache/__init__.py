@@ -12,6 +12,7 @@ from kvmosaic.cache.plan import Plan, SpanPlan
 from kvmosaic.cache.planner import Planner
 from kvmosaic.cache.prefix_cache import PrefixCache
 from kvmosaic.cache.statistics import ChunkCacheStats
+from kvmosaic.cache.tree import PrefixTree, TreeDocument, TreeLimits, TreePlace, TreeRun, TreeSystem
 
 __all__ = [
     "AttachedSpan",
@@ -32,6 +33,12 @@ __all__ = [
     "Plan",
     "Planner",
     "PrefixCache",
+    "PrefixTree",
     "SpanPlan",
     "TenantUsage",
+    "TreeDocument",
+    "TreeLimits",
+    "TreePlace",
+    "TreeRun",
+    "TreeSystem",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from kvmosaic.cache.account import Account
 from kvmosaic.cache.block_pool import BlockPool
@@ -75,6 +75,10 @@ class ChunkIndex:
     def chunks(self) -> list[Chunk]:
         """All chunks, oldest first."""
         return list(self._chunks.values())
+
+    def newest_first(self) -> Iterator[Chunk]:
+        """All chunks, the newest first, without a copy of them all."""
+        return reversed(self._chunks.values())
 
     def account(self, tenant: str) -> Account:
         """What a tenant has; one that has nothing gets an empty account to look at, or to `open`."""

@@ -19,6 +19,8 @@ from kvmosaic.cache.plan import Plan
 from kvmosaic.cache.prefix_cache import PrefixCache
 from kvmosaic.cache.room import Room
 from kvmosaic.cache.statistics import ChunkCacheStats, Counters, snapshot
+from kvmosaic.cache.tree import PrefixTree, TreeLimits
+from kvmosaic.cache.tree_view import Origins, TreeView
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import InvalidConfig, KVMosaicError, OutOfBlocks
 from kvmosaic.eviction import choose
@@ -79,6 +81,7 @@ class Planner:
         self._lookup = Lookup(self._chunks, self._prefix if prefix_caching else None, self._counters, clock)
         self._room = Room(self.request_pool, self._prefix, self._chunks)
         self._attacher = Attacher(self._prefix, self._chunks, self._room, self._counters)
+        self._origins = Origins()
         self._step = 0
 
     def plan(self, layout: Layout, salt: str = "", tenant: str = "") -> Plan:
@@ -104,6 +107,7 @@ class Planner:
             found = self._lookup.again(plan)
             assert found is not None, "a new plan passes over keys that are taken"
         attachment = self._attacher.attach(plan, found, self._chain(plan.salt, plan.tenant))
+        self._origins.note(plan)
         if attachment.copies:
             attachment.last.computed_step = self._step  # it is written with everything else of the step
         self._counters.attaches += 1
@@ -388,6 +392,14 @@ class Planner:
         account = self._chunks.account(tenant)
         num_bytes = account.num_blocks * self.bytes_per_block
         return TenantUsage(account.num_chunks, account.num_blocks, num_bytes, account.quota_bytes)
+
+    def prefix_tree(self, limits: TreeLimits | None = None, tenant: str | None = "") -> PrefixTree:
+        """The conversations and documents that are known of a tenant, or (None) of all, as a tree.
+
+        Takes time for what is shown, however much is cached; see `TreeLimits`.
+        """
+        view = TreeView(self._prefix, self._chunks, self._origins, limits or TreeLimits(), self._clock())
+        return view.tree(tenant)
 
     def block_map(self) -> BlockMap:
         """What every block of both pools is doing now; one pass over them."""

@@ -105,6 +105,10 @@ class PrefixCache:
         """The blocks that it keeps."""
         return [entry.block_id for entry in self._entries.values()]
 
+    def behind(self, root: Key, parent: PrefixEntry | None) -> Siblings | None:
+        """The entries right behind one, or behind a root, to look at; None if there are none."""
+        return unpacked(self._kept_behind(root, parent))
+
     def begin_step(self, step: int) -> None:
         """Says that a step is being assembled, and which."""
         self.unwritten_step = step
@@ -134,7 +138,7 @@ class PrefixCache:
 
     def covering(self, root: Key, parent: PrefixEntry | None, tokens: bytes) -> PrefixEntry | None:
         """An entry right behind `parent` (or `root`) that begins with all of these tokens."""
-        siblings = self._behind(root, parent)
+        siblings = self.behind(root, parent)
         entry = siblings.neighbours(tokens)[1] if siblings else None
         return entry if entry is not None and entry.tokens.startswith(tokens) else None
 
@@ -143,7 +147,7 @@ class PrefixCache:
 
         What is not written yet is left out, and so is what is not worth a copy.
         """
-        siblings = self._behind(root, parent)
+        siblings = self.behind(root, parent)
         best: tuple[PrefixEntry | None, int] = (None, 0)
         for direction in (siblings.before(tokens), siblings.behind(tokens)) if siblings else ():
             entry = next((entry for entry in direction if entry.step != self.unwritten_step), None)
@@ -256,7 +260,7 @@ class PrefixCache:
             assert entry.children is None or len(entry.tokens) == self.pool.block_size * TOKEN_BYTES
             parent = entry.parent
             assert parent is None or self._entries.get(parent.key) is parent
-            siblings = self._behind(entry.root, parent)
+            siblings = self.behind(entry.root, parent)
             assert siblings is not None and siblings.neighbours(entry.tokens)[1] is entry
             assert (entry in self._queue) == (entry.users == 0 and not entry.children)
         firsts = map(unpacked, self._roots.values())
@@ -269,9 +273,6 @@ class PrefixCache:
         assert len(self._queue) <= len(idle)
         assert all(self.pool.reference_count(entry.block_id) == 1 for entry in idle)
         assert len({entry.block_id for entry in self._entries.values()}) == len(self._entries)
-
-    def _behind(self, root: Key, parent: PrefixEntry | None) -> Siblings | None:
-        return unpacked(self._kept_behind(root, parent))
 
     def _kept_behind(self, root: Key, parent: PrefixEntry | None) -> PrefixEntry | Siblings | None:
         return self._roots.get(root) if parent is None else parent._children
@@ -289,7 +290,7 @@ class PrefixCache:
         self.pool.retain((entry.block_id,))
         self._entries[entry.key] = entry
         self.num_idle += 1
-        siblings = self._behind(entry.root, entry.parent)
+        siblings = self.behind(entry.root, entry.parent)
         if siblings is None:
             self._keep_behind(entry.root, entry.parent, entry)
             return entry
@@ -305,7 +306,7 @@ class PrefixCache:
     def _drop_outgrown(self) -> None:
         """Drops tails that nobody uses and that have a block which begins with all of their tokens."""
         for tail in self._outgrown:
-            siblings = self._behind(tail.root, tail.parent)
+            siblings = self.behind(tail.root, tail.parent)
             if tail.users == 0 and not tail.is_dropped and siblings is not None:
                 behind = siblings.neighbours(tail.tokens + b"\0")[1]
                 if behind is not None and behind.tokens.startswith(tail.tokens):

@@ -25,15 +25,18 @@ from kvmosaic.console.options import (
     Rounding,
     SecretVariable,
     Separator,
+    ServerURL,
     Strategy,
     System,
     Tier,
+    Timeout,
 )
 
 cache = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="Look into the tiers where documents are kept, check them, clean them, carry them to other machines.",
+    help="Look into the tiers where documents are kept, check them, clean them, carry them to other machines; "
+    "or see what a running server has in its memory.",
 )
 BundleFile = Annotated[Path, typer.Argument(metavar="FILE", help="A bundle.")]
 
@@ -62,6 +65,30 @@ def stat(tier: Tier, as_json: AsFields = False) -> None:
     from kvmosaic.console.cache_listing import show_stat
 
     show_stat(tier, as_json)
+
+
+@cache.command()
+def tree(
+    url: ServerURL = "http://127.0.0.1:8000",
+    depth: Annotated[int, typer.Option(min=1, max=32, help="Levels below a system text.")] = 8,
+    children: Annotated[
+        int, typer.Option(min=1, max=100, help="Most that is shown behind one beginning, the last used first.")
+    ] = 8,
+    runs: Annotated[int, typer.Option(min=1, max=2_000, help="Most runs of blocks in all.")] = 200,
+    tokens: Annotated[int, typer.Option(min=0, max=64, help="First tokens of each run that are shown.")] = 12,
+    timeout: Timeout = 60.0,
+    as_json: AsFields = False,
+) -> None:
+    """Show the conversations and documents that a running server has in its memory, as a tree.
+
+    kvmosaic cache tree --url http://127.0.0.1:8000
+
+    Conversations that begin alike share their beginning, behind the same documents. The key, if the server has keys, is
+    read from KVMOSAIC_API_KEY: you see your own; an admin also sees how much others have.
+    """
+    from kvmosaic.console.cache_tree import show_tree
+
+    show_tree(url, {"depth": depth, "children": children, "runs": runs, "tokens": tokens}, timeout, as_json)
 
 
 @cache.command()

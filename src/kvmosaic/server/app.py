@@ -9,7 +9,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 
 from kvmosaic import __version__
-from kvmosaic.server import dashboard, documents, exposition, health, openai, sleeping
+from kvmosaic.server import cache_tree, dashboard, documents, exposition, health, openai, sleeping
 from kvmosaic.server.access import OPEN_PATHS, Access
 from kvmosaic.server.envelope import Envelope
 from kvmosaic.server.errors import add_error_replies
@@ -41,7 +41,7 @@ def build_app(services: Services) -> FastAPI:
     )
     app.state.services = services
     add_error_replies(app)
-    for part in (health, exposition, openai, documents, sleeping, dashboard):
+    for part in (health, exposition, openai, documents, cache_tree, sleeping, dashboard):
         app.include_router(part.router(services))
     app.openapi = lambda: _document(app, services.tenants.needs_key)  # type: ignore[method-assign]
     app.add_middleware(Intake, services=services)  # the last one added is the first one asked

@@ -1,0 +1,149 @@
+"""Asking a running server over HTTP, with nothing but the standard library."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any, Literal
+from urllib.parse import SplitResult, urlsplit
+
+from kvmosaic.console.text import one_line
+from kvmosaic.errors import InvalidConfig, ServerError
+from kvmosaic.server.key_text import KEY_RULE, is_key_text
+
+KEY_VARIABLE = "KVMOSAIC_API_KEY"
+CONNECT_SECONDS = 10.0
+"""A machine that is there takes a connection at once, whatever its server is busy with."""
+MAX_REPLY_BYTES = 2**16
+MAX_URL_CHARACTERS = 2_048
+MAX_MESSAGE_CHARACTERS = 400
+
+Method = Literal["GET", "POST"]
+
+
+def fields_of_server(
+    url: str,
+    path: str,
+    timeout: float,
+    *,
+    method: Method = "POST",
+    body: Mapping[str, Any] | None = None,
+    most_bytes: int = MAX_REPLY_BYTES,
+) -> dict[str, Any]:
+    """The fields of a server's reply, none if it is no JSON object or longer than `most_bytes`.
+
+    Raises:
+        InvalidConfig: an address or a key that cannot be one.
+        ServerError: it cannot be reached, or refuses.
+    """
+    place = _place_of(url)
+    status, headers, reply = _call(url, place, method, path, timeout, body, most_bytes)
+    fields = _fields_of(reply)
+    if status != 200:
+        raise ServerError(_refusal(url, path, status, headers, fields.get("error")))
+    return fields
+
+
+def no_kvmosaic(url: str) -> ServerError:
+    """The error for a reply without the fields that were asked for."""
+    return ServerError(f"{url} answers, but not as a kvmosaic server does; look at --url")
+
+
+def _place_of(url: str) -> SplitResult:
+    if "@" in url:  # before any message shows it
+        raise InvalidConfig(f"--url takes no user and no password; a key belongs into {KEY_VARIABLE}")
+    try:
+        place = urlsplit(url)
+        is_whole = place.scheme in ("http", "https") and bool(place.hostname) and place.port != 0
+    except ValueError:  # a port that is no number, half an IPv6 address
+        is_whole = False
+    if not is_whole or len(url) > MAX_URL_CHARACTERS or not re.fullmatch(r"[!-~]+", url) or "?" in url or "#" in url:
+        raise InvalidConfig(f"--url {one_line(url)} is no address; give one such as http://127.0.0.1:8000")
+    return place
+
+
+def _call(
+    url: str,
+    place: SplitResult,
+    method: Method,
+    path: str,
+    timeout: float,
+    body: Mapping[str, Any] | None,
+    most_bytes: int,
+) -> tuple[int, Mapping[str, str], bytes]:
+    """Status, headers (names in small letters) and body of the reply to one request.
+
+    Neither a proxy nor a redirection is followed: the key of an admin goes to the address that was given.
+    """
+    connect = HTTPSConnection if place.scheme == "https" else HTTPConnection
+    connection = connect(place.hostname or "", place.port, timeout=min(CONNECT_SECONDS, timeout))
+    headers = {"Accept": "application/json", **_authorization()}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    try:
+        try:
+            connection.connect()
+        except TimeoutError as error:
+            raise ServerError(f"nothing answers at {url}; is the server there, and is --url right?") from error
+        except ConnectionRefusedError as error:
+            raise ServerError(
+                f"nothing listens at {url}; start a server with `kvmosaic serve`, or give --url"
+            ) from error
+        connection.sock.settimeout(timeout)
+        connection.request(
+            method, place.path.rstrip("/") + path, json.dumps(body) if body is not None else b"", headers
+        )
+        reply = connection.getresponse()
+        text = reply.read(most_bytes)
+    except TimeoutError as error:
+        raise ServerError(
+            f"no answer from {url} within {timeout:g} s; it may still do what it was asked; wait longer with --timeout"
+        ) from error
+    except (OSError, HTTPException, UnicodeError) as error:
+        why = one_line(str(error) or type(error).__name__, MAX_MESSAGE_CHARACTERS)
+        raise ServerError(f"{url} cannot be asked: {why}; look at --url") from error
+    finally:
+        connection.close()
+    return reply.status, {name.lower(): value for name, value in reply.getheaders()}, text
+
+
+def _authorization() -> dict[str, str]:
+    """The header with the key. The server's own variable may hold several; the first is as good as the others."""
+    key = os.environ.get(KEY_VARIABLE, "").split(",")[0].strip()
+    if not key:
+        return {}
+    if not is_key_text(key):
+        raise InvalidConfig(f"the key in {KEY_VARIABLE} {KEY_RULE}")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _fields_of(reply: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(reply)
+    except (ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _refusal(url: str, path: str, status: int, headers: Mapping[str, str], error: object) -> str:
+    """One line about a reply that is not 200, and the way out."""
+    told = error.get("message") if isinstance(error, dict) else None
+    why = one_line(told, MAX_MESSAGE_CHARACTERS) if isinstance(told, str) else f"it answers {status} and nothing else"
+    if 300 <= status < 400:
+        return f"{url} sends to another address; give that one as --url"
+    if status == 401:
+        is_given = bool(_authorization())
+        wanted = f"does not know the API key in {KEY_VARIABLE}" if is_given else f"needs a key; set {KEY_VARIABLE}"
+        return f"{url} {wanted}{'' if is_given else ' to that of an admin'}"
+    if status == 403 and isinstance(error, dict) and error.get("code") == "admin_only":
+        return f"the API key in {KEY_VARIABLE} is not that of an admin of {url}"
+    if status in (404, 405, 501):
+        return f"{url} has no {path.partition('?')[0]}: not a kvmosaic server, or an older one; look at --url"
+    if status == 503:
+        seconds = headers.get("retry-after", "")
+        when = f" in {seconds} s" if seconds.isascii() and seconds.isdigit() and len(seconds) < 6 else " later"
+        return f"{url} cannot do it now: {why} (try again{when})"
+    return f"{url} refuses ({status}): {why}"
