@@ -34,10 +34,12 @@ from kvmosaic.console.options import (
     Rounding,
     Separator,
     ServerURL,
+    SinkTokens,
     Strategy,
     System,
     Threads,
     Timeout,
+    WindowTokens,
 )
 from kvmosaic.console.plan_command import plan
 from kvmosaic.errors import KVMosaicError
@@ -105,6 +107,8 @@ def run(
     chunk_context: ContextKind = "system",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token every time.")] = 0.0,
+    window_tokens: WindowTokens = None,
+    sink_tokens: SinkTokens = None,
     long_chunks: LongChunks = "error",
     capacity: Capacity = "2GiB",
     dtype: DType = "auto",
@@ -154,7 +158,10 @@ def run(
         chunk_compression,
         chunk_loading,
     )
-    run_prompts(opening, asking, SamplingParams(max_tokens=max_tokens, temperature=temperature), as_json)
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, window_tokens=window_tokens, sink_tokens=sink_tokens
+    )
+    run_prompts(opening, asking, params, as_json)
 
 
 app.command()(plan)

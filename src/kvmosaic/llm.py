@@ -180,8 +180,8 @@ class LLM:
             RequestTooLarge, ChunkCacheFull: a prompt that can never fit into memory.
         """
         items = prompts_of(prompts)
-        encoded = [self.encoder.encode(prompt) for prompt in items]
         params = self._params_for(sampling_params, len(items))
+        encoded = [self._encoder_for(each).encode(prompt) for prompt, each in zip(items, params, strict=True)]
         return self._answer(encoded, params, priorities_for(priority, len(items)), position_strategy, progress)
 
     def chat(
@@ -211,8 +211,11 @@ class LLM:
         """
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if is_one else list(messages)
-        encoded = [self.compose(conversation, documents=documents, salt=salt) for conversation in conversations]
-        params = self._params_for(sampling_params, len(encoded))
+        params = self._params_for(sampling_params, len(conversations))
+        encoded = [
+            self.compose(conversation, documents=documents, salt=salt, is_endless=each.window_tokens is not None)
+            for conversation, each in zip(conversations, params, strict=True)
+        ]
         return self._answer(encoded, params, priorities_for(priority, len(encoded)), position_strategy, progress)
 
     def stream(
@@ -233,25 +236,30 @@ class LLM:
             Everything that `generate` and `chat` raise, before the first output.
         """
         if isinstance(prompt, str | Prompt):
-            encoded = self.encoder.encode(prompt, salt=salt)
+            encoded = self._encoder_for(sampling_params).encode(prompt, salt=salt)
         else:
-            encoded = self.compose(prompt, documents=documents, salt=salt)
+            is_endless = sampling_params is not None and sampling_params.window_tokens is not None
+            encoded = self.compose(prompt, documents=documents, salt=salt, is_endless=is_endless)
         return self._stream(encoded, sampling_params or SamplingParams(), check_priority(priority), position_strategy)
 
-    def compose(self, messages: Messages, *, documents: Documents | None = None, salt: str = "") -> Prompt:
+    def compose(
+        self, messages: Messages, *, documents: Documents | None = None, salt: str = "", is_endless: bool = False
+    ) -> Prompt:
         """Renders a conversation over documents to a tokenized prompt, to look at or to pass to `generate`.
 
-        A model without a chat template takes one question with an optional system text, as plain text.
+        A model without a chat template takes one question with an optional system text, as plain text. With
+        `is_endless`, the question may be longer than the model: for sampling parameters with `window_tokens`.
 
         Raises:
             InvalidMessages, InvalidDocument: see `chat`.
         """
+        encoder = self.encoder.endless() if is_endless else self.encoder
         if documents is not None and not getattr(self.model.tokenizer, "chat_template", None):
             *system, question = (message["content"] for message in read_messages(messages))
             if [message["role"] for message in messages] in (["user"], ["system", "user"]):
                 prompt = Prompt.from_documents(documents, question, system=system[0] if system else None, salt=salt)
-                return self.encoder.encode(prompt, control_tokens=False)
-        return self.encoder.encode_chat(messages, documents, salt=salt)
+                return encoder.encode(prompt, control_tokens=False)
+        return encoder.encode_chat(messages, documents, salt=salt)
 
     def warm(
         self,
@@ -396,6 +404,11 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _encoder_for(self, params: SamplingParams | None) -> PromptEncoder:
+        """With a rolling window, a prompt may be longer than the model."""
+        is_endless = isinstance(params, SamplingParams) and params.window_tokens is not None
+        return self.encoder.endless() if is_endless else self.encoder
 
     def _params_for(
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int

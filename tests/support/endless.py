@@ -41,24 +41,23 @@ class StreamingLLM:
     def _attend(self, call: LayerCall) -> Tensor:
         layer = self._model.layers[call.layer_index]
         kept = self._kept[call.layer_index]
-        kept.append((_turned(call.key[0], layer.rotation, -self._place), call.value[0]))
+        kept.append((_turned(call.key, layer.rotation, [-self._place])[0], call.value[0]))
         if len(kept) > sum(self._sizes):
             del kept[self._sizes[0]]
-        assert len(kept) == self._place + 1
+        places = range(len(kept))
+        assert places[-1] == self._place
         group = call.query.shape[1] // call.key.shape[1]
-        scores, values = [], []
-        for place, (key, value) in enumerate(kept):
-            if layer.mask.kind == "window" and self._place - place >= layer.mask.size:
-                continue
-            key = _turned(key, layer.rotation, place).repeat_interleave(group, dim=0)
-            score = (call.query[0] * key).sum(-1) * call.scaling
-            scores.append(score if call.softcap is None else call.softcap * torch.tanh(score / call.softcap))
-            values.append(value.repeat_interleave(group, dim=0))
+        keys = _turned(torch.stack([key for key, _ in kept]), layer.rotation, places).repeat_interleave(group, dim=1)
+        values = torch.stack([value for _, value in kept]).repeat_interleave(group, dim=1)
+        scores = (call.query * keys).sum(-1) * call.scaling
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        if layer.mask.kind == "window":
+            scores[: max(0, len(kept) - layer.mask.size)] = -torch.inf
         if call.sinks is not None:
-            scores.append(call.sinks.to(scores[0].dtype))
-            values.append(torch.zeros_like(values[0]))
-        weights = torch.softmax(torch.stack(scores), dim=0)
-        return (weights[:, :, None] * torch.stack(values)).sum(0)[None]
+            scores = torch.cat((scores, call.sinks.to(scores.dtype)[None]))
+        weights = torch.softmax(scores, dim=0)[: len(kept)]
+        return (weights[:, :, None] * values).sum(0)[None]
 
 
 def streaming_logits(model: LoadedModel, token_ids: Sequence[int], sink_tokens: int, window_tokens: int) -> Tensor:
@@ -91,9 +90,9 @@ def composed_logits(model: LoadedModel, layout: Layout, sink_tokens: int, window
     )
 
 
-def _turned(heads: Tensor, rotation: Rotation | None, positions: int) -> Tensor:
-    """Heads [G, D] turned by so many positions."""
+def _turned(heads: Tensor, rotation: Rotation | None, positions: Sequence[int]) -> Tensor:
+    """Heads [R, G, D], row i turned by positions[i]."""
     if rotation is None:
         return heads
-    tables = rotation.tables(torch.tensor([positions]), dtype=torch.promote_types(heads.dtype, torch.float32))
-    return turn(heads[None], tables)[0].to(heads.dtype)
+    precision = torch.promote_types(heads.dtype, torch.float32)
+    return turn(heads, rotation.tables(torch.tensor(positions), dtype=precision)).to(heads.dtype)

@@ -31,6 +31,21 @@ LongChunks = Annotated[
     Literal["error", "split"],
     typer.Option("--long-chunks", help="A document that is too long for one chunk: refuse it, or split it."),
 ]
+WindowTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--window-tokens",
+        min=1,
+        max=2**27,
+        help="Let answers go on without end in constant memory: a token sees this many newest tokens, and the sinks.",
+    ),
+]
+SinkTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--sink-tokens", min=0, max=2**27, help="First tokens that stay visible, with --window-tokens. Default: 4."
+    ),
+]
 Capacity = Annotated[str, typer.Option(metavar="SIZE", help="Memory for cached documents, such as 512MiB or 2GiB.")]
 DType = Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or for example cuda:1.")]

@@ -43,6 +43,8 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
             )
         )
     note = f"; {sequence.request.note}" if sequence.request.note else ""
+    if (window := sequence.window) is not None:
+        note += f"; tokens see the first {window.sink_tokens} and the newest {window.window_tokens} tokens"
     return ReuseReport(tuple(segments), time_to_first_token, composition_of(layout) + note)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -17,6 +18,9 @@ from kvmosaic.prompt.segment import MAX_POSITION, Prompt, Segment, SegmentKind, 
 from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_token_ids
 from kvmosaic.prompt.splitting import fit_chunks
 from kvmosaic.prompt.tokenizer import Encoded, PieceTokenizer, Tokenizer
+
+MAX_ENDLESS_TOKENS = 2**22
+"""Tokens of the longest question (or plain prompt) that a rolling window goes over."""
 
 _PLACEHOLDER_QUESTION = "?"
 
@@ -51,6 +55,13 @@ class PromptEncoder:
         self.vocab_size = vocab_size
         self.max_positions = max_positions
         self._pieces = None if tokenizer is None else PieceTokenizer(tokenizer)
+        self._is_endless = False
+
+    def endless(self) -> PromptEncoder:
+        """The same for prompts with a rolling window: question and plain prompt may be longer than the model."""
+        other = copy.copy(self)
+        other._is_endless = True
+        return other
 
     def encode(self, prompt: Prompt | str | Sequence[int], *, salt: str = "", control_tokens: bool = True) -> Prompt:
         """Tokenizes a prompt; a text is split at separators first, a list of token ids is an ordinary prompt.
@@ -174,14 +185,21 @@ class PromptEncoder:
         parts = fit_chunks(segments, encodings, min(limit, self._room(segments)) if split else limit, split=split)
         self._check_count(parts)
         for part in parts:
-            if self.max_positions is not None and part.num_tokens > self.max_positions:
+            most = self._most_tokens(part)
+            if most is not None and part.num_tokens > most:
                 can_split = part.kind is SegmentKind.CHUNK and not split
+                reason = f"the limit is {most}" if most == MAX_ENDLESS_TOKENS else f"the model has {most} positions"
                 raise PromptTooLong(
-                    f"the {part.label} alone has {part.num_tokens} tokens, the model has {self.max_positions} "
-                    "positions; shorten it" + (" or set long_chunks='split'" if can_split else ""),
+                    f"the {part.label} alone has {part.num_tokens} tokens, {reason}; "
+                    "shorten it" + (" or set long_chunks='split'" if can_split else ""),
                     document=part.document,
                 )
         return Prompt(parts, salt=salt)
+
+    def _most_tokens(self, segment: Segment) -> int | None:
+        """Tokens that a segment may have because of the model's positions; None: any number."""
+        is_last = segment.kind in (SegmentKind.QUESTION, SegmentKind.PLAIN)
+        return MAX_ENDLESS_TOKENS if self._is_endless and is_last else self.max_positions
 
     def _room(self, segments: Sequence[Segment]) -> int:
         """Tokens that a part of a split chunk may have: half of what the system prompt leaves, seldom less.
@@ -216,7 +234,9 @@ class PromptEncoder:
         """Refuses a text that cannot fit, before all of it is tokenized, which can take seconds."""
         is_chunk = segment.kind is SegmentKind.CHUNK
         limits = [
-            limit for limit in (self.max_positions, self.settings.max_chunk_tokens if is_chunk else None) if limit
+            limit
+            for limit in (self._most_tokens(segment), self.settings.max_chunk_tokens if is_chunk else None)
+            if limit
         ]
         if not limits:
             return

@@ -40,6 +40,8 @@ class Rendering:
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     template_options: Mapping[str, Any] | None = None
+    is_endless: bool = False
+    """Whether the question may be longer than the model: it is answered with a rolling window."""
 
 
 def chat_prompt(
@@ -59,6 +61,7 @@ def chat_prompt(
     kept, separated = _take_separated(kept, services.settings.chunk_separator)
     with told_by_place(body):
         documents = read_documents(services, tenant, body)
+        rendering = replace(rendering, is_endless=_is_endless(body))
         prompt = _encode_chat(services.llm, kept, (*documents, *separated, *marked), body.cache_salt or "", rendering)
     composed = _composed_or_joined(services.llm, prompt, documents)
     return replace(composed, notes=notes_of(services, tenant, documents, composed.prompt))
@@ -72,6 +75,8 @@ def text_prompt(services: Services, tenant: Tenant, body: DocumentFields, text: 
         UnknownDocument: an id that this tenant has not stored.
     """
     encoder, salt = services.llm.encoder, body.cache_salt or ""
+    if _is_endless(body):
+        encoder = encoder.endless()
     with told_by_place(body):
         documents = read_documents(services, tenant, body)
     if not documents:
@@ -108,7 +113,7 @@ def _encode_chat(
             raise InvalidMessages(
                 "this model has no chat template, so there is nothing to be set; leave its options out"
             )
-        return llm.compose(messages, documents=documents or None, salt=salt)
+        return llm.compose(messages, documents=documents or None, salt=salt, is_endless=rendering.is_endless)
     _check_options(llm.model.tokenizer, options)
     if rendering.add_generation_prompt is not None:
         options["add_generation_prompt"] = rendering.add_generation_prompt
@@ -118,7 +123,12 @@ def _encode_chat(
                 "add_generation_prompt and continue_final_message exclude each other; set one of them"
             )
         options["continue_final_message"] = True
-    return llm.encoder.encode_chat(messages, documents or None, salt=salt, **options)
+    encoder = llm.encoder.endless() if rendering.is_endless else llm.encoder
+    return encoder.encode_chat(messages, documents or None, salt=salt, **options)
+
+
+def _is_endless(body: DocumentFields) -> bool:
+    return getattr(body, "window_tokens", None) is not None
 
 
 def _check_options(tokenizer: Any, options: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from kvmosaic.engine.turns import MAX_PRIORITY
 from kvmosaic.errors import InvalidSampling
-from kvmosaic.sampling import SamplingParams
+from kvmosaic.sampling import DEFAULT_SINK_TOKENS, MAX_TOKENS, MAX_WINDOW_TOKENS, SamplingParams
 from kvmosaic.sampling.defaults import FOLLOWED
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.openai.documents import DocumentFields
@@ -25,6 +25,7 @@ MAX_CANDIDATES = 2**18
 _PLAIN_SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output",
+    "window_tokens", "sink_tokens",
 )  # fmt: skip
 
 
@@ -76,6 +77,26 @@ class SharedFields(DocumentFields, StructuredFields):
     min_tokens: Annotated[int | None, Field(ge=0, le=2**27), INTEGRAL] = 0
     skip_special_tokens: bool | None = True
     include_stop_str_in_output: bool | None = False
+    window_tokens: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=MAX_WINDOW_TOKENS,
+            description="Lets an answer go on without end in constant memory: a token sees system prompt, documents, "
+            "`sink_tokens`, and this many newest tokens of question and answer. Default: it sees everything.",
+        ),
+        INTEGRAL,
+    ] = None
+    sink_tokens: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=MAX_WINDOW_TOKENS,
+            description="First tokens of the question (or the plain prompt) that stay visible; only with "
+            f"`window_tokens`, then {DEFAULT_SINK_TOKENS} by default.",
+        ),
+        INTEGRAL,
+    ] = None
     priority: Annotated[
         int | None,
         Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Higher runs first; above 0 only with an admin's key."),
@@ -128,7 +149,8 @@ def prepared(services: Services, params: SamplingParams, num_prompts: int = 1) -
     Raises:
         InvalidSampling: what in the form cannot be used, or log probabilities that would fill the memory.
     """
-    limits = [limit for limit in (params.max_tokens, services.llm.engine.max_positions) if limit is not None]
+    room = services.llm.engine.max_positions if params.window_tokens is None else MAX_TOKENS
+    limits = [limit for limit in (params.max_tokens, room) if limit is not None]
     if params.logprobs is not None and limits:
         number = num_prompts * params.n * min(limits) * (params.logprobs + 1)
         if number > MAX_CANDIDATES:
