@@ -102,7 +102,7 @@ def test_what_does_not_fit_names_the_parts_and_the_way_out() -> None:
 
 def test_first_token_is_what_has_to_be_multiplied_or_read() -> None:
     first = FirstToken(MODEL, SPEED, DEMAND)
-    attended = sum(layer.flops_per_pair for layer in LAYERS)
+    attended = 4 * 8 * (2 * 64 + 2 * 64)  # of a pair: 4 layers, 8 heads, a product and a sum for each number
     question = 2 * (9e7 * 30 + 1e7) + attended * (30 * 4_100 + 30 * 31 / 2)
     read = (2e8 + 2_048 * 4_130) / 1e11
     assert first.prompt_seconds(0) == pytest.approx(max(question / 1e12, read))

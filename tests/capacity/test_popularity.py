@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmosaic.capacity.popularity import Ranks, best_hit_rate, drawn_together, hit_rate, zipf_ranks
+from kvmosaic.capacity.popularity import Ranks, best_hit_rate, drawn_together, hit_rate, with_host, zipf_ranks
 
 
 def simulated(documents: int, exponent: float, kept: int, together: int, draws: int = 90_000) -> float:
@@ -43,6 +43,32 @@ def test_expected_hit_rate_is_that_of_a_cache_that_is_run(
 ) -> None:
     ranks = drawn_together(zipf_ranks(documents, exponent), together)
     assert hit_rate(ranks, kept) == pytest.approx(simulated(documents, exponent, kept, together), abs=0.015)
+
+
+@pytest.mark.parametrize(
+    ("exponent", "on_device", "in_host"),
+    [(1.0, 50, 200), (1.0, 200, 200), (1.0, 100, 50), (0.7, 50, 500), (0.6, 200, 200)],
+)
+def test_a_host_tier_adds_what_it_adds_to_a_cache_that_is_run(exponent: float, on_device: int, in_host: int) -> None:
+    documents, chance = 1_000, random.Random(2)
+    bounds = list(accumulate(rank**-exponent for rank in range(1, documents + 1)))
+    device, host = OrderedDict[int, None](), OrderedDict[int, None]()
+    hits = 0
+    for number in range(90_000):
+        document = bisect.bisect(bounds, chance.random() * bounds[-1])
+        hits += number >= 30_000 and (document in device or document in host)
+        if document not in device and document in host:
+            host.move_to_end(document)
+        device[document] = None
+        device.move_to_end(document)
+        if len(device) > on_device:
+            evicted, _ = device.popitem(last=False)
+            host[evicted] = None
+            host.move_to_end(evicted)
+        if len(host) > in_host:
+            host.popitem(last=False)
+    expected = hit_rate(zipf_ranks(documents, exponent), with_host(on_device, in_host))
+    assert expected == pytest.approx(hits / 60_000, abs=0.025)
 
 
 @given(st.integers(1, 20_000), st.floats(0, 3))

@@ -9,7 +9,7 @@ from typing import Any
 from kvmosaic.capacity.demand import Demand
 from kvmosaic.capacity.facts import ModelFacts
 from kvmosaic.capacity.first_token import FirstToken
-from kvmosaic.capacity.popularity import Ranks, best_hit_rate, drawn_together, hit_rate, zipf_ranks
+from kvmosaic.capacity.popularity import Ranks, best_hit_rate, drawn_together, hit_rate, with_host, zipf_ranks
 from kvmosaic.capacity.room import Room, make_room
 from kvmosaic.capacity.speed import Speed
 from kvmosaic.capacity.tier_plan import ASSUMED_TIERS, Codec, TierPlan, TierSpeed, assumed, plan_tier
@@ -17,8 +17,6 @@ from kvmosaic.config import ChunkCacheConfig, parse_bytes
 from kvmosaic.errors import InvalidConfig
 
 DEFAULT_HEADROOM = "10%"
-_OVERLAP = 0.5
-"""Of the smaller of device and host tier, what is held twice: between nothing and all, by simulation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +181,7 @@ def _with_found(tiers: list[TierPlan], ranks: Sequence[Ranks], room: Room) -> li
     for tier in tiers:
         if tier.is_worth:
             kept = float("inf") if tier.kept is None else float(tier.kept)
-            extra = _OVERLAP * min(reach, kept) if tier.tier.kind == "host" else 0.0
-            reach = max(reach, kept) + extra
+            reach = with_host(reach, kept) if tier.tier.kind == "host" else max(reach, kept)
             rate = hit_rate(ranks, reach)
             tier, before = replace(tier, found=max(0.0, rate - before)), max(rate, before)
         planned.append(replace(tier, is_planned=True))

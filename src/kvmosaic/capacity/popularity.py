@@ -19,6 +19,7 @@ _EXACT = 1_000
 """So many ranks one by one; those behind them in groups whose ranks differ by 1%."""
 _GROWTH = 1.01
 _STEPS = 100
+_ADDED = 0.75
 _LONGEST = 1e300
 
 
@@ -68,6 +69,15 @@ def drawn_together(ranks: Sequence[Ranks], number: int) -> list[Ranks]:
         return [Ranks(group.count, 1.0 / total) for group in ranks]
     time = _time_until(ranks, number)
     return [Ranks(group.count, -math.expm1(-group.probability * time) / number) for group in ranks]
+
+
+def with_host(on_device: float, in_host: float) -> float:
+    """Different documents on a device and in a host tier, which is given what leaves the device.
+
+    What is fetched from the host tier stays there for a while, so some are in both: between none and all of the smaller
+    of the two. A quarter of it is closest to caches that were run.
+    """
+    return max(on_device, in_host) + _ADDED * min(on_device, in_host)
 
 
 def best_hit_rate(ranks: Sequence[Ranks], kept: float) -> float:
