@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +13,6 @@ from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.host import Allocate
 from kvmosaic.tiers.tier import Tier
 from kvmosaic.tiers.url import open_tier
-
-logger = logging.getLogger("kvmosaic")
 
 _GREETING_SECONDS = 0.5
 _NO_KEY = Key(bytes(32))
@@ -42,8 +40,7 @@ def open_tiers(places: Sequence[str | Any], *, allocate: Allocate | None = None)
                     f"a tier is a URL such as 'disk:/var/cache/kvmosaic?quota=100GiB', or a Tier; got {place!r:.80}"
                 )
             opened.append(Breaker(tier))
-            if isinstance(place, str):
-                _greet(opened[-1])
+            _greet(opened[-1])
     except BaseException:
         for tier in opened:
             tier.close()
@@ -52,8 +49,6 @@ def open_tiers(places: Sequence[str | Any], *, allocate: Allocate | None = None)
 
 
 def _greet(tier: Tier) -> None:
-    """Asks whether a tier is there: if not, that is said now, and not only seen in counters later."""
-    try:
+    """Asks whether a tier is there: if not, its breaker says so now, and not when the first chunk is stored."""
+    with contextlib.suppress(TierError):
         tier.exists_many([_NO_KEY], Deadline(_GREETING_SECONDS))
-    except TierError as error:
-        logger.warning("a tier does not answer yet and is left alone until it does, asked every second: %s", error)
