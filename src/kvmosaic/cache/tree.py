@@ -135,6 +135,15 @@ class PrefixTree:
         systems = (system if may_see(system.tenant) else _blank(system) for system in self.systems)
         return replace(self, systems=tuple(systems))
 
+    def renamed(self, shown: Callable[[str], str]) -> PrefixTree:
+        """The same tree with the names of documents as they are to be shown."""
+        systems = []
+        for system in self.systems:
+            documents = tuple(replace(each, name=each.name and shown(each.name)) for each in system.documents)
+            places = tuple(replace(each, documents=tuple(map(shown, each.documents))) for each in system.places)
+            systems.append(replace(system, documents=documents, places=places))
+        return replace(self, systems=tuple(systems))
+
     def to_dict(self) -> dict[str, Any]:
         """Names and values, for JSON."""
         plain: dict[str, Any] = _plain(self)

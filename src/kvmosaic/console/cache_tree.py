@@ -98,7 +98,7 @@ def _line(kind: str, said: str | None, numbers: str, used: Fields | None = None)
         line.append(one_line(said, MAX_TEXT_CHARACTERS), style="cyan")
     line.append(f"  {numbers}", style="none")
     if used is not None:
-        line.append(f", found {_times(used['hits'])}")
+        line.append(f", {_times(used['hits'])}")
         if used["users"]:
             line.append(f", read by {used['users']:,}", style="green")
         else:
@@ -122,4 +122,4 @@ def _counted(count: int, what: str) -> str:
 
 
 def _times(count: int) -> str:
-    return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count:,} times")
+    return {0: "never found", 1: "found once", 2: "found twice"}.get(count, f"found {count:,} times")

@@ -13,6 +13,7 @@ from kvmosaic.cache import PrefixTree, TreeLimits
 from kvmosaic.engine import Engine
 from kvmosaic.errors import EngineError
 from kvmosaic.sampling import decode_all
+from kvmosaic.server.documents.names import shown_name
 from kvmosaic.server.openai.replies import error_replies
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
@@ -64,7 +65,7 @@ def _written(services: Services, tree: PrefixTree, name: str) -> str:
     def is_own(tenant: str) -> bool:
         return tenant == name
 
-    shown = tree.without_tokens(is_own)
+    shown = tree.without_tokens(is_own).renamed(shown_name)
     if tokenizer is not None:
         shown = shown.with_texts(lambda ids: decode_all(tokenizer, ids, skip_special_tokens=False), is_own)
     return json.dumps(shown.to_dict())
