@@ -141,6 +141,7 @@ def test_measuring_looks_at_this_machine_and_at_the_tiers(tiny_model: Path, tmp_
         (("reader", *ASKED, "--dtype", "float8"), "dtype is 'float8'"),
         (("reader", *ASKED, "--dtype", "float32", "--quantization", "int8"), "takes and gives bfloat16"),
         (("qwen3_next", *ASKED), "cannot be composed"),
+        (("musicgen", *ASKED), "musicgen has no one text model"),
     ],
 )
 def test_what_cannot_be_planned_is_one_message(arguments: tuple[str, ...], said: str) -> None:

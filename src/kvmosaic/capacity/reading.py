@@ -55,7 +55,7 @@ def read_model(
     config, name, is_family = _configuration(str(name_or_path))
     _check_numbers(config.to_dict())
     notes = [f"the sizes that transformers gives {name!r}; give a config.json for those of a checkpoint"] * is_family
-    stored = _stored_dtype(config)
+    stored = _stored_dtype(config, name)
     if dtype == "auto" and stored is None:
         notes.append("the configuration names no dtype: bfloat16")
     if getattr(config, "quantization_config", None):
@@ -142,7 +142,11 @@ def _check_numbers(settings: dict[str, Any], depth: int = 0) -> None:
             raise InvalidConfig(f"{str(name)[:64]} is {value!r:.40} in this configuration; at most {limit:,} is read")
 
 
-def _stored_dtype(config: Any) -> str | None:
-    stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+def _stored_dtype(config: Any, name: str) -> str | None:
+    try:
+        text_config = config.get_text_config()
+    except ValueError as error:  # models that make something else from text
+        raise UnsupportedModel(f"{name} has no one text model: {' '.join(str(error).split())[:200]}") from error
+    stored = getattr(config, "dtype", None) or getattr(text_config, "dtype", None)
     text = str(stored).removeprefix("torch.") if stored is not None else None
     return text if text in _DTYPES else None
