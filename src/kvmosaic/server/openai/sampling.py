@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from kvmosaic.engine.turns import MAX_PRIORITY
 from kvmosaic.errors import InvalidSampling
-from kvmosaic.sampling import DEFAULT_SINK_TOKENS, MAX_TOKENS, MAX_WINDOW_TOKENS, SamplingParams
+from kvmosaic.sampling import DEFAULT_SINK_TOKENS, MAX_WINDOW_TOKENS, SamplingParams
 from kvmosaic.sampling.defaults import FOLLOWED
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.openai.documents import DocumentFields
@@ -21,6 +21,9 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_CANDIDATES = 2**18
 """Log probabilities of one reply; each takes a kilobyte until it is sent."""
+
+MAX_ENDLESS_ANSWER = 2**20
+"""Most tokens of an answer with `window_tokens`, which no position ends: they are kept until the answer ends."""
 
 _PLAIN_SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -124,6 +127,13 @@ class SharedFields(DocumentFields, StructuredFields):
         Raises:
             InvalidSampling: values that do not go together, or a form that cannot be kept.
         """
+        if self.window_tokens is not None:
+            max_tokens = MAX_ENDLESS_ANSWER if max_tokens is None else max_tokens
+            if max_tokens > MAX_ENDLESS_ANSWER:
+                raise InvalidSampling(
+                    f"max_tokens is {max_tokens}; with window_tokens an answer has at most {MAX_ENDLESS_ANSWER} "
+                    "tokens: ask for fewer, and go on with another request"
+                )
         given = {name: value for name in _PLAIN_SAMPLING if (value := getattr(self, name)) is not None}
         return SamplingParams(
             **{**defaults, **given},
@@ -149,7 +159,7 @@ def prepared(services: Services, params: SamplingParams, num_prompts: int = 1) -
     Raises:
         InvalidSampling: what in the form cannot be used, or log probabilities that would fill the memory.
     """
-    room = services.llm.engine.max_positions if params.window_tokens is None else MAX_TOKENS
+    room = services.llm.engine.max_positions if params.window_tokens is None else MAX_ENDLESS_ANSWER
     limits = [limit for limit in (params.max_tokens, room) if limit is not None]
     if params.logprobs is not None and limits:
         number = num_prompts * params.n * min(limits) * (params.logprobs + 1)
