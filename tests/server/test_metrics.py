@@ -199,6 +199,7 @@ def test_tokens_agree_with_what_the_reply_says(server: RunningServer) -> None:
 
 
 def test_times_of_a_request_are_observed_once_and_add_up(server: RunningServer) -> None:
+    ask(server, documents=documents(*(f"Tower {number}" for number in range(8))))  # what a token takes is known then
     added = difference(server, lambda: ask(server))
     times = ("request_queue_time", "request_prefill_time", "request_decode_time")
     for name in (*times, "e2e_request_latency", "time_to_first_token", "request_inference_time"):
