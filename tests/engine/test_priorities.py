@@ -239,6 +239,20 @@ def test_a_question_of_higher_priority_is_computed_before_the_rest_of_a_long_pro
     world.run()
 
 
+def test_who_computes_a_document_for_others_does_not_give_way_before_it_is_complete():
+    world = World(max_running=2, max_batched_tokens=8, preemption_gap=1)
+    document = Prompt.from_tokens([1, 2], [list(range(40))], [3, 4])
+    low = world.engine.add_request(document, replace(GREEDY, max_tokens=9))
+    world.step()
+    reader = world.engine.add_request(document, replace(GREEDY, max_tokens=9), priority=5)
+    world.step()
+    high = world.add(5, tokens=1)
+    world.run()
+    assert world.engine.planner.statistics().computed_tokens == 40, "once"
+    assert world.engine.scheduler.num_preemptions == 1, "when it was complete"
+    assert high.finished_time < min(low.finished_time, reader.finished_time)
+
+
 def test_of_equal_priority_the_first_comes_first_with_long_prompts_too():
     world = World(max_batched_tokens=16)
     long = world.add(0, prompt=60, tokens=2)

@@ -215,6 +215,26 @@ def test_whoever_gives_way_to_whom_answers_stay_the_same(choice, blocks, budget,
     assert engine.planner.request_pool.num_used == 0 and engine.planner.chunk_pool.num_used == 0
 
 
+@pytest.mark.parametrize(("forwards_take", "kind"), [(0.0, "recompute"), (1.0, "swap")])
+def test_what_was_measured_to_be_cheaper_is_done(forwards_take, kind):
+    """Copies take no time on this clock."""
+    now = 0.0
+    engine = small("auto", clock=lambda: now)
+    forward = engine.runner.run
+
+    def timed(*arguments):
+        nonlocal now
+        now += forwards_take
+        return forward(*arguments)
+
+    engine.runner.run = timed
+    prompts = [ask(number) for number in range(4)]
+    requests = [engine.add_request(prompt, replace(GREEDY, max_tokens=30)) for prompt in prompts]
+    assert run(engine, requests) == [alone(prompt, 30) for prompt in prompts]
+    counts = engine.scheduler.preemption.counts
+    assert counts[kind] == sum(counts.values()) > 0
+
+
 def test_nobody_knows_yet_so_computing_again_is_believed_to_be_faster():
     cost = SwapCost()
     assert not cost.is_worth(100, 10_000)

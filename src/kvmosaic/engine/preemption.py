@@ -12,7 +12,7 @@ from kvmosaic.config import EngineConfig
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.engine.step import Step
 from kvmosaic.engine.swap_space import SwapSpace
-from kvmosaic.engine.victims import in_order, is_resting
+from kvmosaic.engine.victims import computes_for_others, in_order, is_resting
 from kvmosaic.errors import QuotaInUse
 
 PreemptionKind = Literal["recompute", "swap"]
@@ -81,12 +81,7 @@ class Preemption:
         gap = self._config.preemption_gap
         if gap is None or waiting.request.priority - other.request.priority < gap or waiting.rank >= other.rank:
             return False
-        assert other.attachment is not None
-        computes_for_others = any(
-            span.is_owner and span.chunk is not None and not span.chunk.is_ready and span.chunk.users > 1
-            for span in other.attachment.spans
-        )
-        return not computes_for_others and not is_resting(other)
+        return not computes_for_others(other) and not is_resting(other)
 
     def _makes_room(
         self, chosen: Collection[Sequence], running: Collection[Sequence], pool: str, num_missing: int

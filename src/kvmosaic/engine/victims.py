@@ -37,8 +37,24 @@ def worth(sequence: Sequence, now: float) -> float:
 
 
 def in_order(sequences: Iterable[Sequence], now: float) -> list[Sequence]:
-    """Running sequences, those that give way first in front; of equal ones the last in rank."""
-    return sorted(sequences, key=lambda sequence: (worth(sequence, now), *(-part for part in sequence.rank)))
+    """Running sequences, those that give way first in front; of equal ones the last in rank.
+
+    Those that compute a chunk which others wait for come last: it would have to be begun again.
+    """
+
+    def place(sequence: Sequence) -> tuple[float, ...]:
+        return (computes_for_others(sequence), worth(sequence, now), *(-part for part in sequence.rank))
+
+    return sorted(sequences, key=place)
+
+
+def computes_for_others(sequence: Sequence) -> bool:
+    """Whether a running sequence computes a chunk that another one waits for."""
+    assert sequence.attachment is not None
+    return any(
+        span.is_owner and span.chunk is not None and not span.chunk.is_ready and span.chunk.users > 1
+        for span in sequence.attachment.spans
+    )
 
 
 def is_resting(sequence: Sequence) -> bool:
