@@ -69,7 +69,8 @@ def test_known_documents_in_another_order_are_reused(llm):
     (cold,) = llm.generate(TEXT, GREEDY)
     (warm,) = llm.generate(SWAPPED, GREEDY)
     assert actions(cold) == ["computed"] * 4
-    assert actions(warm) == ["reused", "reused", "reused", "computed"]
+    assert actions(warm) == ["reused", "reused", "reused", "partly reused"]
+    assert warm.reuse.computed_tokens == 1, "the same question behind the same documents, but for its last token"
     assert cold.outputs[0].token_ids == warm.outputs[0].token_ids
     assert cold.outputs[0].finish_reason == "length" and cold.finished
     assert warm.reuse.time_to_first_token > 0 and warm.num_cached_tokens == warm.reuse.reused_tokens
