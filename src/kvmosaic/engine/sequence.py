@@ -148,9 +148,9 @@ class Sequence:
     @property
     def num_left_out(self) -> int:
         """Tokens that need not be computed, at the moment when they are next; otherwise 0."""
-        if self.window is None or self._num_attached != self._num_head:
+        if self.window is None or self._num_attached != self._num_head or self._first_kept < self.window.num_places:
             return 0
-        return max(0, self._first_kept - self._num_head)
+        return self._first_kept - self._num_head
 
     def attached(self, attachment: Attachment) -> None:
         """Takes the blocks that the planner has attached."""
