@@ -37,6 +37,7 @@ from kvmosaic.console.options import (
     SinkTokens,
     Strategy,
     System,
+    TenantName,
     Threads,
     Timeout,
     WindowTokens,
@@ -340,6 +341,7 @@ def warm(
     bundle: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Then write these documents to a bundle for other machines.")
     ] = None,
+    tenant: TenantName = "",
     position_strategy: Strategy = "shared",
     chunk_context: ContextKind = "system",
     long_chunks: LongChunks = "error",
@@ -378,7 +380,7 @@ def warm(
         chunk_compression=chunk_compression,
         chunk_pending=capacity,
     )
-    raise typer.Exit(warm_folder(opening, Warming(folder, glob, system, system_file, bundle), as_json))
+    raise typer.Exit(warm_folder(opening, Warming(folder, glob, system, system_file, bundle, tenant), as_json))
 
 
 @app.command()

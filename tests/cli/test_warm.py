@@ -10,7 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
+from support.server import RunningServer
 from typer.testing import CliRunner, Result
 
 from kvmosaic.cli import app
@@ -62,6 +64,27 @@ def test_a_folder_is_computed_once_and_found_by_run(tiny_model: Path, tmp_path: 
     other = f"disk:{tmp_path}/other?quota=1GiB"
     assert run("cache", "import", bundle, other).exit_code == 0
     assert warm(tiny_model, folder, "--chunk-tier", other, "--system", "Answer.")["skipped"] == 5
+
+
+@pytest.mark.parametrize("tenant", ["", "team-a"])
+def test_a_server_finds_what_was_warmed_for_its_tenants(tmp_path: Path, url: str, tenant: str) -> None:
+    folder, keys = write(tmp_path / "texts", 3), tmp_path / "keys.yaml"
+    keys.write_text("- {key: key-of-team-a, tenant: team-a}\n- {key: key-of-team-b, tenant: team-b}\n")
+    whose = {"keys_file": keys} if tenant else {}
+    warm(Path("reader"), folder, "--chunk-tier", url, "--tenant", tenant, "--dtype", "float32")
+    body = {
+        "model": "reader",
+        "messages": [{"role": "user", "content": "Which street?"}],
+        "documents": [{"id": path.stem, "text": path.read_text().strip()} for path in sorted(folder.iterdir())],
+        "max_tokens": 1,
+    }
+    with RunningServer(chunk_tier=[url], chunk_loading="always", **whose) as server:
+        for name, expected in (("team-a", 3), ("team-b", 0)) if tenant else (("", 3),):
+            before = server.llm.get_chunk_cache_stats().loaded_chunks
+            headers = {"Authorization": f"Bearer key-of-{name}"} if name else {}
+            reply = httpx.post(server.url + "/v1/chat/completions", json=body, headers=headers, timeout=60)
+            assert reply.status_code == 200, reply.text
+            assert server.llm.get_chunk_cache_stats().loaded_chunks == before + expected
 
 
 def test_only_what_is_new_is_computed(tiny_model: Path, tmp_path: Path, url: str) -> None:

@@ -7,7 +7,7 @@ from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.block_table import BlockCopy, BlockRun, BlockTable
 from kvmosaic.cache.chunk import Chunk, ChunkState
 from kvmosaic.cache.chunk_index import ChunkIndex
-from kvmosaic.cache.keys import Key, KeyChain
+from kvmosaic.cache.keys import DEFAULT_TENANT, Key, KeyChain
 from kvmosaic.cache.plan import Plan, SpanPlan
 from kvmosaic.cache.planner import Planner
 from kvmosaic.cache.prefix_cache import PrefixCache
@@ -15,6 +15,7 @@ from kvmosaic.cache.statistics import ChunkCacheStats
 from kvmosaic.cache.tree import PrefixTree, TreeDocument, TreeLimits, TreePlace, TreeRun, TreeSystem
 
 __all__ = [
+    "DEFAULT_TENANT",
     "AttachedSpan",
     "Attachment",
     "BlockCopy",

@@ -18,6 +18,8 @@ Key = NewType("Key", bytes)
 HashAlgorithm = Literal["sha256", "xxh3_128"]
 
 TOKEN_BYTES = 4
+DEFAULT_TENANT = "default"
+"""Of a server that is told of no other, and of whoever names none: what one computes, the other finds."""
 _MAX_TOKEN_ID = 2**32 - 1
 _ROOT, _BLOCK, _RUN, _NEXT = b"kvm-root", b"kvm-blok", b"kvm-run.", b"kvm-next"
 
@@ -80,6 +82,7 @@ class KeyChain:
         if algorithm not in _DIGESTS:
             raise InvalidConfig(f"hash_algorithm is {algorithm!r}; choose 'sha256' or 'xxh3_128'")
         self._digest = _DIGESTS[algorithm]
+        tenant = "" if tenant == DEFAULT_TENANT else tenant
         self._origin = _ROOT + _text(fingerprint) + _text(tenant) + _text(salt)
 
     def root(self, start: int, seen: Iterable[tuple[Key, int]] = ()) -> Key:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ class Asking:
     """Documents for all questions."""
     questions: tuple[str, ...] = ()
     system: str | None = None
+    tenant: str = ""
 
     def __post_init__(self) -> None:
         if self.prompt is None and not self.questions:
@@ -56,13 +57,14 @@ class Asking:
         """Every prompt, tokenized, with a heading for it."""
         if self.prompt is None:
             for question in self.questions:
-                yield one_line(question), compose(llm, question, documents, self.system)
+                prompt = compose(llm, question, documents, self.system)
+                yield one_line(question), replace(prompt, tenant=self.tenant)
             return
         separator = llm.chunk_cache_config.separator
         assert separator is not None, "a command always has a separator"
         for text in split_input(_standard_input(), separator) if self.prompt == "-" else [self.prompt]:
             prompt = llm.encoder.encode(text)
-            yield one_line(prompt.segments[-1].text or text), prompt
+            yield one_line(prompt.segments[-1].text or text), replace(prompt, tenant=self.tenant)
 
 
 def check_model_is_not_a_prompt(command: str, model: str, separator: str, *, is_asked: bool) -> None:

@@ -28,6 +28,7 @@ from kvmosaic.console.options import (
     ServerURL,
     Strategy,
     System,
+    TenantName,
     Tier,
     Timeout,
 )
@@ -171,6 +172,7 @@ def explain(
     documents: Documents = None,
     question: Questions = None,
     system: System = None,
+    tenant: TenantName = "",
     separator: Separator = "##",
     position_strategy: Strategy = "shared",
     chunk_context: ContextKind = "system",
@@ -191,7 +193,7 @@ def explain(
 
     model, prompt = ("reader", "-") if model == "-" else (model, prompt)
     check_model_is_not_a_prompt("cache explain", model, separator, is_asked=bool(prompt or question))
-    asking = Asking(prompt, documents, tuple(question or ()), system)
+    asking = Asking(prompt, documents, tuple(question or ()), system, tenant)
     if not chunk_tier:
         raise InvalidConfig("no tier is asked; give --chunk-tier URL, such as disk:/var/cache/kvmosaic")
 

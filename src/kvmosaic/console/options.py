@@ -86,6 +86,10 @@ ChunkCompression = Annotated[
     Literal["none", "zstd"], typer.Option("--chunk-compression", help="Whether tiers compress entries without loss.")
 ]
 Tier = Annotated[str, typer.Argument(metavar="TIER_URL", help="disk:FOLDER, redis://…, s3://… or another tier.")]
+TenantName = Annotated[
+    str,
+    typer.Option("--tenant", metavar="NAME", help="Whose prompts, on a server with several tenants. Default: the one."),
+]
 SecretVariable = Annotated[
     str | None,
     typer.Option(

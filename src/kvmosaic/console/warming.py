@@ -46,6 +46,7 @@ class Warming:
     system: str | None = None
     system_file: Path | None = None
     bundle: Path | None = None
+    tenant: str = ""
 
     def system_text(self) -> str | None:
         """The system text of the later prompts.
@@ -88,7 +89,7 @@ def warm_folder(opening: Opening, warming: Warming, as_json: bool) -> int:
         began = time.perf_counter()
         tally, stored = Tally(documents=len(paths)), StoredKeys(llm, opening, seal)
         with Stop() as stop, WarmingBar(notices, paths) as bar:
-            warmer = _Warmer(llm, stored, tally, bar, stop)
+            warmer = _Warmer(llm, stored, tally, bar, stop, warming.tenant)
             try:
                 with contextlib.suppress(Interrupted):
                     warmer.warm(paths, system)
@@ -113,8 +114,9 @@ def warm_folder(opening: Opening, warming: Warming, as_json: bool) -> int:
 class _Warmer:
     """Goes through documents, in batches that fit into the device's pool several times."""
 
-    def __init__(self, llm: LLM, stored: StoredKeys, tally: Tally, bar: WarmingBar, stop: Stop) -> None:
+    def __init__(self, llm: LLM, stored: StoredKeys, tally: Tally, bar: WarmingBar, stop: Stop, tenant: str) -> None:
         self._llm = llm
+        self._tenant = tenant
         self._stored = stored
         self._tally = tally
         self._bar = bar
@@ -170,6 +172,7 @@ class _Warmer:
 
     def _chunks(self, name: str, text: str, system: str | None) -> list[tuple[Key, Prompt]]:
         prompt = self._llm.encoder.encode_documents([{"id": name, "text": text}], system)
+        prompt = replace(prompt, tenant=self._tenant)
         before = tuple(segment for segment in prompt.segments if str(segment.kind) == "system")
         after = prompt.segments[-1]
         singles = [replace(prompt, segments=(*before, chunk, after)) for chunk in prompt.chunks]

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kvmosaic.cache import DEFAULT_TENANT
 from kvmosaic.config import parse_bytes
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.server.config_file import nearest, read_yaml
 from kvmosaic.server.key_text import KEY_RULE, is_key_text
-from kvmosaic.server.tenants import DEFAULT_TENANT, AccessKey, Tenant
+from kvmosaic.server.tenants import AccessKey, Tenant
 
 MAX_KEYS = 10_000
 _FIELDS = ("key", "key_sha256", "tenant", "quota", "admin")

@@ -9,10 +9,9 @@ from hashlib import sha256
 
 from fastapi import Request
 
+from kvmosaic.cache import DEFAULT_TENANT
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.key_text import MAX_KEY_CHARACTERS
-
-DEFAULT_TENANT = "default"
 
 
 @dataclass(frozen=True, slots=True)
