@@ -24,6 +24,14 @@ from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.finding import place_documents
 from kvmosaic.prompt.pieces import joined
 
+LAST = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if loop.last %}"
+    "{% for document in documents or [] %}{{ '<|document|>' + document.text + '\n' }}{% endfor %}{% endif %}"
+    "{{ message.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Documents inside the last message, which is another one in every turn."""
+
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "What is it?"}
 HISTORY = [SYSTEM, USER, {"role": "assistant", "content": "A river."}, {"role": "user", "content": "Which one?"}]
@@ -140,6 +148,18 @@ def test_neither_head_nor_chunks_depend_on_the_question(name, messages):
     twin = placed(TEMPLATES[name], other)
     assert placing.head == twin.head
     assert [placing.chunk(d) for d in DOCUMENTS] == [twin.chunk(d) for d in DOCUMENTS]
+
+
+@pytest.mark.parametrize("system", [[SYSTEM], []], ids=["system", "no system"])
+@pytest.mark.parametrize("name", [*TEMPLATES, "last"])
+def test_documents_and_history_are_written_alike_in_every_turn(name, system):
+    template = (TEMPLATES | {"last": LAST})[name]
+    turns = [*system, *HISTORY[1:], {"role": "assistant", "content": "The Aller."}, USER]
+    first, *later = (composed(template, turns[: len(system) + count]) for count in (1, 3, 5))
+    for one, before in zip(later, [first, *later], strict=False):
+        assert one[:-1] == before[:-1], "what is before the question"
+        asked = before[-1][: before[-1].rindex("?") + 1]
+        assert one[-1].startswith(asked) and len(one[-1]) > len(before[-1])
 
 
 def test_a_message_that_looks_like_a_wrapper_does_not_move_the_cut():

@@ -45,7 +45,11 @@ class Origins:
 
     def note(self, plan: Plan) -> None:
         """Notes the roots of a prompt, the last used ones last."""
+        noted: Key | None = None
         for index, span in enumerate(plan.spans):
+            if span.root == noted:
+                continue  # the documents of a prompt mostly saw the same
+            noted = span.root
             origin = self._origins.pop(span.root, None) or _origin_of(plan, index)
             self._origins[span.root] = origin
         while len(self._origins) > MAX_ORIGINS:

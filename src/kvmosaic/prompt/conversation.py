@@ -44,6 +44,14 @@ class Conversation:
         asked = max((number for number, role in enumerate(roles) if role != "assistant"), default=0)
         return max((number for number, role in enumerate(roles[:asked]) if role == "assistant"), default=None)
 
+    def first_turn(self) -> Conversation | None:
+        """The conversation up to its first question; None if that is all of it, or there is none."""
+        asked = next((number for number, message in enumerate(self.messages) if message["role"] == "user"), None)
+        if asked is None or asked + 1 == len(self.messages):
+            return None
+        options = {name: value for name, value in self._options.items() if name != "continue_final_message"}
+        return Conversation(self._tokenizer, self.messages[: asked + 1], {**options, "add_generation_prompt": True})
+
     @property
     def template_source(self) -> str:
         """The template's source, to see which names it knows."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvmosaic.errors import InvalidMessages
 from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.message import is_system
-from kvmosaic.prompt.pieces import merged, template
+from kvmosaic.prompt.pieces import joined, merged, template
 from kvmosaic.prompt.placing import Field, Format, Placing
 from kvmosaic.prompt.rendering import Rendering, render_marks
 from kvmosaic.prompt.wrapping import Atoms, cut_gap, unify, written
@@ -22,13 +24,36 @@ def place_documents(conversation: Conversation) -> Placing:
     A template that uses documents is rendered with marks as documents. If it shows each of them once, in order, before
     anything that a user said, its own places and wrappers are used, with two changes. A number that counts documents is
     left out: with it, a document's tokens would depend on its place. A title that the template does not show becomes
-    the first line of the text. Otherwise documents go right behind the system text (or before the first message, if
-    there is none), as title, text and an empty line.
+    the first line of the text. In later turns they stay where they were in the first. Otherwise documents go right
+    behind the system text (or before the first message, if there is none), as title, text and an empty line.
 
     Raises:
         InvalidMessages: the template refuses the conversation, or shows none of its messages.
     """
-    return _by_template(conversation) or _behind_system(conversation)
+    return _by_template(conversation) or _by_first_turn(conversation) or _behind_system(conversation)
+
+
+def _by_first_turn(conversation: Conversation) -> Placing | None:
+    """The places that the template gave documents when there was only the first question; None if they are gone.
+
+    Some templates write documents into the last message, so that they would move with every turn.
+    """
+    first = conversation.first_turn()
+    placing = None if first is None else _by_template(first)
+    if placing is None:
+        return None
+    left, rest = joined(placing.head), list(conversation.pieces())
+    while left and rest:
+        piece = rest.pop(0)
+        is_said = piece.message is not None and not is_system(conversation.messages[piece.message])
+        if left.startswith(piece.text) and not is_said:
+            left = left.removeprefix(piece.text)
+        elif piece.trusted and piece.text.startswith(left):
+            rest.insert(0, template(piece.text.removeprefix(left)))
+            left = ""
+        else:
+            return None
+    return None if left else replace(placing, tail=merged(rest))
 
 
 def _behind_system(conversation: Conversation) -> Placing:
