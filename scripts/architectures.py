@@ -25,6 +25,7 @@ from support.reference import eager_logits  # noqa: E402
 from kvmosaic.errors import UnsupportedModel  # noqa: E402
 from kvmosaic.layout import arrange  # noqa: E402
 from kvmosaic.model import LayerSpec, LoadedModel  # noqa: E402
+from kvmosaic.model.refusing import WAY_OUT  # noqa: E402
 
 Measure = Callable[[LoadedModel], float | None]
 """Takes a model, returns the largest difference of a logit, or None where it does not apply."""
@@ -38,10 +39,11 @@ neutral. What stands here was found by running the model's own attention at load
 
 - **rotation**: how pairs of dimensions turn ("half": the first half of the rotary dimensions with the second;
   "interleaved": neighbours), and rotary dimensions of all dimensions of a head. "none": layers without positions.
+  "bias": layers that add a slope times the distance to every score (ALiBi); only torch attention computes it.
 - **mask**: what a layer hides besides the future.
 - **kept**: numbers kept per token and layer. "latent": the compressed latent and its rotary part, once for all heads.
-- **dense**: largest difference of a logit between our dense attention and transformers' own eager attention on a
-  composed prompt (`shared` positions, written-out mask).
+- **dense**: largest difference of a logit between our dense attention and transformers' own eager attention (Falcon:
+  its sdpa attention) on a composed prompt (`shared` positions, written-out mask).
 - **composed**: largest difference of a logit between the engine (chunks cached, cold and warm) and one dense forward,
   in `shared` positions.
 - **moved**: the same in `sequential` positions, where cached chunks are used at other positions than their own.
@@ -52,8 +54,22 @@ what they were computed with; cached and recomputed are still the same, but a mo
 the new position would give. Llama 4 counts tokens instead of reading positions for this, so it is limited to sequences
 and forwards shorter than its `floor_scale`.
 
+Attention that is written into its module (BLOOM, MPT, Falcon, GPT-J, CodeGen, GPT-Neo, XGLM) is known by the name of
+its class and opened at load: the module projects, our attention attends, and the result is compared with the module's
+own code. Falcon rounds its bias to bfloat16 whatever it computes in, so that the bias of two tokens depends on where
+they stand. In bfloat16 that is rounding like any other; in a finer type its chunks are used where they were computed.
+
 {num_movable} architectures are movable, {num_fixed} usable without moving, {num_refused} refused.
 """
+
+
+FIXED = """`shared` and `absolute` positions only: `sequential`, and `chunk_context="none"` in `shared` positions, are
+refused at load.
+
+In `shared` positions every chunk is computed right behind the system prompt and read there, whatever the other chunks
+are: nothing is moved, so that learned positions are exact. In `absolute` positions a chunk is computed at its
+`position_offset` and reused at that offset only. Positions end with the model's table: a prompt or an offset beyond it
+is refused before it runs."""
 
 
 def dense_difference(model: LoadedModel) -> float:
@@ -96,6 +112,8 @@ def _distinct(values: list[str]) -> str:
 
 
 def _rotation(layer: LayerSpec) -> str:
+    if layer.bias is not None:
+        return "bias"
     if layer.rotation is None:
         return "none" if layer.is_movable else "not found"
     rotation = layer.rotation
@@ -120,9 +138,14 @@ def _number(difference: float | None) -> str:
     return "0" if difference == 0 else f"{difference:.0e}"
 
 
+def _label(family: str) -> str:
+    model_type = FAMILIES[family].model_type
+    return f"`{model_type}`" + ("" if family == model_type else f" ({family})")
+
+
 def _row(family: str, model: LoadedModel, measures: dict[str, Measure]) -> str:
     cells = [
-        f"`{FAMILIES[family].model_type}`" + ("" if family == FAMILIES[family].model_type else f" ({family})"),
+        _label(family),
         _distinct([_rotation(layer) for layer in model.layers]),
         _distinct([str(layer.mask) for layer in model.layers]),
         _distinct([_kept(layer) for layer in model.layers]),
@@ -150,7 +173,7 @@ def write_table(path: Path, measures: dict[str, Measure]) -> tuple[int, int, int
         try:
             model = LoadedModel.from_module(build(family))
         except UnsupportedModel as error:
-            refused.append(f"| `{FAMILIES[family].model_type}` | {error} |")
+            refused.append(f"| {_label(family)} | {str(error).removesuffix(f'; {WAY_OUT}')} |")
             continue
         row = _row(family, model, measures)
         if model.is_movable:
@@ -167,9 +190,10 @@ def write_table(path: Path, measures: dict[str, Measure]) -> tuple[int, int, int
         num_refused=len(refused),
     )
     text += "\n## Movable\n\n" + _table(columns, movable)
-    text += "\n\n## Usable without moving\n\n`shared` and `absolute` positions only.\n\n"
+    text += "\n\n## Usable without moving\n\n" + FIXED + "\n\n"
     text += _table([*columns, "why"], fixed)
-    text += "\n\n## Refused\n\n" + _table(["architecture", "why"], refused) + "\n"
+    text += "\n\n## Refused\n\nEach says so, with the reason, when it is loaded. So do encoder-decoder models (T5, BART).\n\n"
+    text += _table(["architecture", "why"], refused) + "\n"
     path.write_text(text, encoding="utf-8")
     return len(types), len(fixed), len(refused)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.endless import streaming_logits
 from support.engines import GREEDY, answer, build_engine, dense_logits, token_ids
 from support.families import build
 from support.parity import check_cold_and_warm, prompts, settings_of_a_run
@@ -101,6 +102,18 @@ def test_the_same_chunk_twice_is_read_twice_and_stored_once(family):
         expected = dense_logits(model, arrange(prompt, "sequential"), token_ids(request))
         torch.testing.assert_close(logits, expected, atol=1e-10, rtol=0)
     assert engine.planner.statistics().cached_chunks == 2
+
+
+@pytest.mark.parametrize("family", ["bloom_twelve", "mpt"])
+@pytest.mark.parametrize(("num_prompt", "sinks", "window", "budget"), [(20, 4, 5, 256), (3, 0, 6, 3), (50, 2, 14, 7)])
+def test_a_text_without_end_keeps_the_distances_in_its_window(family, num_prompt, sinks, window, budget):
+    model = loaded(family)
+    engine = build_engine(model, blocks=(150, 8), max_batched_tokens=budget, block_size=3)
+    ids = torch.randint(3, 128, (num_prompt,), generator=torch.Generator().manual_seed(1)).tolist()
+    endless = replace(GREEDY, max_tokens=18, sink_tokens=sinks, window_tokens=window)
+    request, logits = answer(engine, Prompt.plain(ids), endless)
+    expected = streaming_logits(model, [*ids, *token_ids(request)[:-1]], sinks, window)[num_prompt - 1 :]
+    torch.testing.assert_close(logits, expected, atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("family", WRITTEN_IN)

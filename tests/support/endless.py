@@ -52,6 +52,9 @@ class StreamingLLM:
         scores = (call.query * keys).sum(-1) * call.scaling
         if call.softcap is not None:
             scores = call.softcap * torch.tanh(scores / call.softcap)
+        if layer.bias is not None:
+            here, there = torch.tensor([self._place]), torch.tensor(list(places))[None]
+            scores = scores + layer.bias.between(here, there, scores.dtype)[:, 0].T
         if layer.mask.kind == "window":
             scores[: max(0, len(kept) - layer.mask.size)] = -torch.inf
         if call.sinks is not None:
