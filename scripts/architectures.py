@@ -192,7 +192,8 @@ def write_table(path: Path, measures: dict[str, Measure]) -> tuple[int, int, int
     text += "\n## Movable\n\n" + _table(columns, movable)
     text += "\n\n## Usable without moving\n\n" + FIXED + "\n\n"
     text += _table([*columns, "why"], fixed)
-    text += "\n\n## Refused\n\nEach says so, with the reason, when it is loaded. So do encoder-decoder models (T5, BART).\n\n"
+    text += "\n\n## Refused\n\nEach says so, with the reason, when it is loaded. "
+    text += "So do encoder-decoder models (T5, BART).\n\n"
     text += _table(["architecture", "why"], refused) + "\n"
     path.write_text(text, encoding="utf-8")
     return len(types), len(fixed), len(refused)
