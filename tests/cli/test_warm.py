@@ -85,6 +85,8 @@ def test_a_server_finds_what_was_warmed_for_its_tenants(tmp_path: Path, url: str
             reply = httpx.post(server.url + "/v1/chat/completions", json=body, headers=headers, timeout=60)
             assert reply.status_code == 200, reply.text
             assert server.llm.get_chunk_cache_stats().loaded_chunks == before + expected
+            found = [document["tier"] for document in reply.json()["kvmosaic"]["documents"]]
+            assert found == ["disk" if expected else None] * 3
 
 
 def test_only_what_is_new_is_computed(tiny_model: Path, tmp_path: Path, url: str) -> None:

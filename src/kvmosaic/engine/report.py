@@ -38,6 +38,7 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
                 reused_tokens=num_reused,
                 num_blocks=len(attached.table.block_ids),
                 milliseconds=seconds * 1e3,
+                tier=sequence.tier_names.get(index) or ("device" if num_reused else None),
                 note=_note(attached, attachment, sequence.tier_names.get(index))
                 or _history_note(num_reused, span.num_tokens, span.segment.history_tokens, bool(span.views)),
             )

@@ -27,6 +27,8 @@ class SegmentReuse:
     Found in the cache: an equal share of the time to plan and attach the whole prompt, since that is done at once."""
     note: str = ""
     """What a reader should know, for example an approximation."""
+    tier: str | None = None
+    """Where its keys and values were found: "device", or the tier that it was loaded from; None if all was computed."""
 
     @property
     def computed_tokens(self) -> int:

@@ -43,7 +43,9 @@ class SegmentReport(Reply):
     tokens: int
     action: Literal["reused", "moved", "computed", "partly reused"]
     distance: Annotated[int, Field(description="Positions by which the question sees it moved.")] = 0
-    tier: Annotated[str | None, Field(description="Where its keys and values were found; null when computed.")] = None
+    tier: Annotated[
+        str | None, Field(description="Where its keys and values were found: device, or a tier; null when computed.")
+    ] = None
     reused_tokens: int
     ms: float
     note: str = ""
@@ -125,7 +127,7 @@ class Tally:
             tokens=segment.num_tokens,
             action=segment.action,
             distance=segment.distance,
-            tier="device" if segment.reused_tokens else None,
+            tier=segment.tier,
             reused_tokens=segment.reused_tokens,
             ms=round(segment.milliseconds, 3),
             note="; ".join(filter(None, (segment.note, note))),
