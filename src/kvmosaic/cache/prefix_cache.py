@@ -9,7 +9,7 @@ from kvmosaic.cache.keys import TOKEN_BYTES, Key
 from kvmosaic.cache.siblings import Siblings, num_alike, unpacked
 from kvmosaic.eviction import Candidate, EvictionPolicy, EvictionQueue
 
-FEWEST_FIRST_TOKENS = 4
+FEWEST_FIRST_TOKENS = 8
 """At the very beginning of a span, fewer tokens in common are a template's words, and not worth the copy of a block."""
 
 
