@@ -28,9 +28,10 @@ _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length
 class LoadedModel:
     """A model with its tokenizer, its layers and its limits. Build it with `load_model` or `from_module`.
 
-    The module is the user's own transformers model, unchanged but for three things: its attention function, frequencies
-    that would change with length (pinned), and latent attention modules that hand out latents while a receiver listens;
-    and a fourth if it was asked for, packed linear layers and fused operations.
+    The module is the user's own transformers model, unchanged but for three things: its attention function (or opened
+    attention modules, where it has none), frequencies that would change with length (pinned), and latent attention
+    modules that hand out latents while a receiver listens; and a fourth if it was asked for, packed linear layers and
+    fused operations.
     """
 
     module: Any
