@@ -168,6 +168,16 @@ def test_several_answers_to_one_prompt_survive_giving_way():
     assert engine.scheduler.preemption.counts["swap"] > 0
 
 
+def test_a_text_with_a_rolling_window_that_gave_way_is_computed_again():
+    params = replace(GREEDY, max_tokens=40, sink_tokens=2, window_tokens=8)
+    prompts = [ask(number) for number in range(5)]
+    large = build_engine(model(), blocks=(256, 256))
+    expected = run(large, [large.add_request(prompt, params) for prompt in prompts])
+    engine = small("swap", blocks=(16, 40))
+    assert run(engine, [engine.add_request(prompt, params) for prompt in prompts]) == expected
+    assert engine.scheduler.preemption.counts["recompute"] > 0 == engine.scheduler.preemption.counts["swap"]
+
+
 def test_a_swapped_answer_survives_sleep():
     engine = small("swap")
     prompts = [ask(number) for number in range(4)]
