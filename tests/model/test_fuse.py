@@ -72,9 +72,9 @@ def undo(module: nn.Module) -> None:
 
 
 def close(got: Tensor, expected: Tensor) -> None:
-    """Equal but for rare roundings to the neighbour."""
+    """Equal but for rare roundings to the neighbour; a number that is rounded twice may be two away."""
     assert got.shape == expected.shape and got.dtype is BFLOAT16
-    torch.testing.assert_close(got.float(), expected.float(), rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(got.float(), expected.float(), rtol=2**-6, atol=1e-6)
     assert not got.numel() or (got != expected).float().mean() <= max(0.01, 2 / got.numel())
 
 
