@@ -104,6 +104,27 @@ def test_the_same_chunk_twice_is_read_twice_and_stored_once(family):
     assert engine.planner.statistics().cached_chunks == 2
 
 
+@pytest.mark.parametrize("family", MOVABLE)
+def test_requests_of_one_step_read_a_chunk_from_their_own_distances(family):
+    model = loaded(family)
+    first, second, third = list(range(20, 33)), list(range(50, 59)), list(range(70, 90))
+    orders = [[first, second, third], [third, second, first], [second], [third, first]]
+    prompts_of_a_step = [Prompt.from_tokens([1, 2, 3], order, [4, 5, 6]) for order in orders]
+    engine = build_engine(model, position_strategy="sequential")
+    alone = [answer(engine, prompt)[1][0] for prompt in prompts_of_a_step]
+    expected = [dense_logits(model, arrange(prompt, "sequential"), [0])[0] for prompt in prompts_of_a_step]
+    engine.runner.logits.clear()
+    for prompt in prompts_of_a_step:
+        engine.add_request(prompt, GREEDY)
+    engine.step()
+    (together,) = engine.runner.logits
+    for one, same, twin in zip(together, alone, expected, strict=True):
+        torch.testing.assert_close(one, twin, atol=1e-10, rtol=0)
+        torch.testing.assert_close(same, twin, atol=1e-10, rtol=0)
+    while engine.has_unfinished_requests:
+        engine.step()
+
+
 @pytest.mark.parametrize("family", ["bloom_twelve", "mpt"])
 @pytest.mark.parametrize(("num_prompt", "sinks", "window", "budget"), [(20, 4, 5, 256), (3, 0, 6, 3), (50, 2, 14, 7)])
 def test_a_text_without_end_keeps_the_distances_in_its_window(family, num_prompt, sinks, window, budget):
