@@ -13,6 +13,7 @@ from support.reference import eager_logits
 from kvmosaic.attention.dense import DenseAttention
 from kvmosaic.errors import NotMovable, UnsupportedModel
 from kvmosaic.model import AttentionCall, LoadedModel
+from kvmosaic.model.refusing import WAY_OUT
 from kvmosaic.rope import Rotation, turn
 
 SUPPORTED = [name for name, about in FAMILIES.items() if not about.is_refused]
@@ -130,9 +131,12 @@ def test_keys_of_a_fixed_model_are_never_moved(family: str) -> None:
 def test_other_models_are_refused_with_a_reason(family: str) -> None:
     model = build(family)
     before = model.config._attn_implementation
-    with pytest.raises(UnsupportedModel, match=FAMILIES[family].reason):
+    with pytest.raises(UnsupportedModel, match=FAMILIES[family].reason) as refusal:
         LoadedModel.from_module(model)
     assert model.config._attn_implementation == before
+    message = str(refusal.value)
+    assert message.endswith(WAY_OUT)
+    assert any(type(part).__name__ in message for part in model.modules())
 
 
 @pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
