@@ -205,3 +205,11 @@ def test_tables_on_60_columns_keep_their_numbers_whole(
 def test_asking_needs_something_to_ask() -> None:
     with pytest.raises(InvalidPrompt, match="nothing is asked"):
         Asking()
+
+
+def test_an_answer_with_a_window_goes_on_behind_the_model(tiny_model: Path) -> None:
+    options = ("--json", "--window-tokens", "12", "--sink-tokens", "2", "--max-tokens", "60")
+    answered = json.loads(run("run", tiny_model, "-q", "Where?", *options).stdout)
+    assert "tokens see the first 2 and the newest 12 tokens" in answered["reuse"]["composition"]
+    refused = run("run", tiny_model, "-q", "Where?", "--sink-tokens", "2")
+    assert refused.exit_code == 2 and "there is no window_tokens" in refused.output
