@@ -43,7 +43,7 @@
     │   └── DocumentStoreFull         more documents or bytes than a tenant may store
     ├── ModelError
     │   ├── ModelNotFound             no folder and no hub name
-    │   ├── UnsupportedModel          a model whose attention cannot be reached
+    │   ├── UnsupportedModel          a model whose attention cannot be reached or composed
     │   └── NotMovable                moved chunks on a model that does not allow them
     ├── EngineError
     │   ├── UnknownRequest            a request id the engine does not have
@@ -254,7 +254,7 @@ class ModelNotFound(ModelError):
 
 
 class UnsupportedModel(ModelError):
-    """A model whose attention cannot be reached."""
+    """A model whose attention cannot be reached, or not be composed of parts."""
 
 
 class NotMovable(ModelError):

@@ -13,7 +13,7 @@ from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
 from kvmosaic.attention import DistanceBias, choose_backend
-from kvmosaic.errors import NativeUnavailable, UnsupportedModel
+from kvmosaic.errors import InvalidConfig, NativeUnavailable, UnsupportedModel
 from kvmosaic.layout import arrange, dense
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.opened_layers import read_bias
@@ -127,3 +127,14 @@ def test_the_fast_backends_say_why_they_leave_a_bias_to_torch():
     with pytest.raises(NativeUnavailable, match=r"ALiBi.*leave the choice open"):
         choose_backend("native", torch.float32, cpu, has_bias=True)
     assert loaded_family("bloom").has_bias and not loaded_family("falcon").has_bias
+
+
+def test_a_backend_of_ones_own_that_takes_no_bias_is_refused_at_load():
+    class Own:
+        def attend(self, query, key, value, *, scaling, causal=False, mask=None, softcap=None):
+            raise AssertionError("never asked")
+
+    own, cpu = Own(), torch.device("cpu")
+    assert choose_backend(own, torch.float32, cpu).backend is own
+    with pytest.raises(InvalidConfig, match=r"Own takes no bias.*leave the choice"):
+        choose_backend(own, torch.float32, cpu, has_bias=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from inspect import signature
 from typing import Literal
 
 import torch
@@ -47,13 +48,18 @@ def choose_backend(
         has_bias: its layers add a bias by distance, which only torch does.
 
     Raises:
-        InvalidConfig: a name that no backend has.
+        InvalidConfig: a name that no backend has, or an instance that takes no bias where there is one.
         NativeUnavailable, TritonUnavailable: this one is asked for and cannot be used.
     """
     asked = "asked for"
     if wanted is None and os.environ.get(VARIABLE):
         wanted, asked = os.environ[VARIABLE], f"{VARIABLE} says so"  # type: ignore[assignment]
     if wanted is not None and not isinstance(wanted, str):
+        if has_bias and "bias" not in signature(wanted.attend).parameters:
+            raise InvalidConfig(
+                f"the attend of {type(wanted).__name__} takes no bias, and this model's layers add one by distance "
+                "(ALiBi); give it a parameter `bias`, or leave the choice of a backend open"
+            )
         return ChosenBackend(wanted, type(wanted).__name__, asked)
     if wanted not in (None, "torch", "native", "triton"):
         raise InvalidConfig(
