@@ -36,6 +36,13 @@ def test_a_prompt_may_be_longer_than_the_model(http: httpx.Client) -> None:
     assert reply["usage"]["prompt_tokens"] == 6_000 and reply["usage"]["completion_tokens"] == 2
 
 
+def test_a_conversation_may_be_longer_than_the_model(http: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "The ferry goes to Oak Island. " * 1_000}]
+    assert refused(http, "/v1/chat/completions", messages=messages, max_tokens=2)["status"] == 400
+    reply = chat(http, messages=messages, max_tokens=2, **WINDOW)
+    assert reply["usage"]["prompt_tokens"] > 5_000 and reply["usage"]["completion_tokens"] == 2
+
+
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
