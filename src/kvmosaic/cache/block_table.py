@@ -106,7 +106,8 @@ class BlockTable:
 
         A text without end gives its oldest tokens back like this. Costs O(blocks of the table).
         """
-        assert not self.is_released and first >= 0 and count > 0 and first + count < len(self._block_ids)
+        assert not self.is_released and first >= 0 and count > 0
+        assert (first + count) * self.pool.block_size <= self.num_tokens, "what is written next stays in its block"
         gone = self._block_ids[first : first + count]
         rest = [*self._block_ids[:first], *self._block_ids[first + count :]]
         self._block_ids, self._run_starts, self._finished_runs = _no_blocks(), (), ()
