@@ -124,6 +124,22 @@ def test_what_has_left_is_not_shown():
     assert planner.prefix_tree() == PrefixTree((), 4)
 
 
+def test_long_lists_of_names_are_cut_and_the_memory_for_names_is_bounded(monkeypatch):
+    planner = make_planner(request_blocks=256, chunk_blocks=512)
+    many = [[number] * 2 for number in range(2, tree_view.MAX_NAMED + 4)]
+    talked(planner, (FIRST, [9, 9, 9]), documents=many, names=[f"name {number}" for number in range(len(many))])
+    shown = [place.documents for system in planner.prefix_tree().systems for place in system.places]
+    assert (*(f"name {number}" for number in range(tree_view.MAX_NAMED)), "…") in shown
+    monkeypatch.setattr(tree_view, "MAX_ORIGIN_CHARACTERS", 9_000)
+    for number in range(20):
+        talked(planner, (FIRST, [9, 9, number]), documents=(FERRY, [number + 20]), names=["x" * 4_000, str(number)])
+        kept = [origin for _, origin in planner._origins.newest_first()]
+        assert sum(origin.num_characters for origin in kept) <= 9_000
+        assert kept[0].documents == ("x" * 4_000, str(number))
+    places = [place for system in planner.prefix_tree().systems for place in system.places]
+    assert [place.documents[1] for place in places if len(place.documents) > 1] == ["19", "18"]
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("depth", 0), ("depth", 33), ("children", 101), ("runs", 2_001), ("tokens", 65), ("runs", True)],

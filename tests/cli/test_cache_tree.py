@@ -65,8 +65,20 @@ def test_a_server_that_is_not_there_is_named() -> None:
     assert result.exit_code == 2 and "nothing listens at http://127.0.0.1:9" in result.stderr
 
 
+def one_system(num_tokens: object) -> dict[str, object]:
+    system = {"tenant": "", "is_salted": False, "num_tokens": num_tokens, "text": "x", "documents": [], "places": []}
+    return {"systems": [system | {"num_hidden_documents": 0, "num_hidden_places": 0}], "num_hidden": 0}
+
+
 @pytest.mark.parametrize(
-    "fields", [{}, {"systems": 3}, {"systems": [1], "num_hidden": 0}, {"systems": [{}], "num_hidden": 0}]
+    "fields",
+    [
+        {},
+        {"systems": 3},
+        {"systems": [1], "num_hidden": 0},
+        {"systems": [{}], "num_hidden": 0},
+        one_system("many"),
+    ],
 )
 def test_a_reply_of_something_else_is_said_to_be_that(
     monkeypatch: pytest.MonkeyPatch, fields: dict[str, object]

@@ -73,7 +73,10 @@ class TreePlace:
     """The conversations that saw the same before their first token."""
 
     documents: tuple[str, ...]
-    """Names of the documents that they see, in the order of the prompt that came first; `?` for one without."""
+    """Names of the documents that they see, in the order of the prompt that came first.
+
+    `?` is one without a name, `…` after the hundredth stands for all others.
+    """
     start: int
     """Position of their first token."""
     runs: tuple[TreeRun, ...]

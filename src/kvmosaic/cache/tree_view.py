@@ -16,6 +16,10 @@ from kvmosaic.cache.tree import PrefixTree, TreeDocument, TreeLimits, TreePlace,
 from kvmosaic.prompt import SegmentKind
 
 MAX_ORIGINS = 4_096
+MAX_ORIGIN_CHARACTERS = 2**24
+"""Of the names of documents in all of them: names are long if somebody wants them to be."""
+MAX_NAMED = 100
+"""Documents of one prompt whose names are kept; `…` stands for the rest."""
 MAX_LOOKED_AT = 20_000
 """Chunks, or blocks, that one view looks at: some milliseconds."""
 MAX_COMPARED = 1_000
@@ -36,12 +40,18 @@ class Origin:
     documents: tuple[str, ...]
     start: int
 
+    @property
+    def num_characters(self) -> int:
+        """Of the names of its documents."""
+        return sum(map(len, self.documents))
+
 
 class Origins:
     """What the last used roots stand for; a root itself is a hash. A root that is forgotten here is not shown."""
 
     def __init__(self) -> None:
         self._origins: dict[Key, Origin] = {}
+        self._num_characters = 0
 
     def note(self, plan: Plan) -> None:
         """Notes the roots of a prompt, the last used ones last."""
@@ -50,10 +60,13 @@ class Origins:
             if span.root == noted:
                 continue  # the documents of a prompt mostly saw the same
             noted = span.root
-            origin = self._origins.pop(span.root, None) or _origin_of(plan, index)
+            origin = self._origins.pop(span.root, None)
+            if origin is None:
+                origin = _origin_of(plan, index)
+                self._num_characters += origin.num_characters
             self._origins[span.root] = origin
-        while len(self._origins) > MAX_ORIGINS:
-            del self._origins[next(iter(self._origins))]
+        while len(self._origins) > MAX_ORIGINS or self._num_characters > MAX_ORIGIN_CHARACTERS:
+            self._num_characters -= self._origins.pop(next(iter(self._origins))).num_characters
 
     def get(self, root: Key) -> Origin | None:
         """What a root stands for."""
@@ -68,7 +81,8 @@ def _origin_of(plan: Plan, index: int) -> Origin:
     span = plan.layout.spans[index]
     seen = [plan.spans[view.span] for view in span.views]
     system = next((one for one in seen if one.kind is SegmentKind.SYSTEM), None)
-    documents = () if plan.spans[index].is_chunk else tuple(one.name or "?" for one in seen if one.is_chunk)
+    names = () if plan.spans[index].is_chunk else tuple(one.name or "?" for one in seen if one.is_chunk)
+    documents = names if len(names) <= MAX_NAMED else (*names[:MAX_NAMED], "…")
     key = system.key if system is not None else Key(b"")
     num_tokens = system.num_tokens if system is not None else 0
     return Origin((plan.tenant, plan.salt, key), num_tokens, _first_ids(system), documents, span.start)

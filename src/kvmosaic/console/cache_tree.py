@@ -37,7 +37,7 @@ def show_tree(url: str, limits: Mapping[str, int], timeout: float, as_json: bool
     try:
         trees = [_system_tree(system) for system in fields["systems"]]
         hidden = _hidden(fields["num_hidden"], "system texts")
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise no_kvmosaic(url) from error
     if not trees:
         console.print("nothing is cached", style="dim")
