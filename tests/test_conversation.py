@@ -118,6 +118,15 @@ def test_the_report_of_a_later_turn_says_what_it_took_from_earlier_ones(llm):
     assert second.note in str(second)
 
 
+def test_a_turn_that_is_asked_again_tells_its_own_tokens_from_those_of_earlier_turns(llm):
+    params = SamplingParams(temperature=0, max_tokens=8)
+    *_, (segment, _) = talk(llm, params, DOCUMENTS)
+    *_, (again, _) = talk(llm, params, DOCUMENTS)
+    assert again.reused_tokens == again.num_tokens - 1 > segment.reused_tokens
+    more = again.reused_tokens - segment.reused_tokens
+    assert again.note == f"{segment.note}, {more} more from a prompt that goes on alike"
+
+
 def test_a_history_in_other_words_is_told_from_one_that_is_known(llm):
     params = SamplingParams(temperature=0, max_tokens=8)
     first = [{"role": "user", "content": TURNS[0]}]

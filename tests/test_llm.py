@@ -313,6 +313,13 @@ BAD_CALLS = {
 }
 
 
+def test_documents_without_places_are_told_who_takes_one(llm):
+    with pytest.raises(
+        InvalidOffset, match=r"needs one of at least \d+ per chunk, which Segment and chunks\.create take"
+    ):
+        llm.chat(MESSAGES, GREEDY, documents=[{"text": "x", "position_offset": 40}], position_strategy="absolute")
+
+
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_bad_input_is_named_and_leaves_the_cache_as_it_was(model, name):
     call, error = BAD_CALLS[name]

@@ -140,7 +140,7 @@ class EngineConfig:
                 f"priority_aging_seconds must be a number above 0 and at most 1e6, or None for no aging, got {aging!r}"
             )
         if self.preemption_gap is not None:
-            _check_range("preemption_gap", self.preemption_gap, 1, 200)
+            _check_range("preemption_gap", self.preemption_gap, 1, 200, ", or None for never")
         _check_choice("preemption", self.preemption, ("auto", "recompute", "swap"))
         swap_bytes = self.swap_bytes
         if self.preemption == "swap" and not swap_bytes:
@@ -208,6 +208,6 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise InvalidConfig(f"{name} is {value!r}; choose " + " or ".join(repr(choice) for choice in choices))
 
 
-def _check_range(name: str, value: int, low: int, high: int) -> None:
+def _check_range(name: str, value: int, low: int, high: int, otherwise: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidConfig(f"{name} must be a whole number between {low} and {high}, got {value!r}")
+        raise InvalidConfig(f"{name} must be a whole number between {low} and {high}{otherwise}, got {value!r}")

@@ -96,6 +96,8 @@ def test_planned_documents_fit_into_the_engines_own_pools() -> None:
 def test_what_does_not_fit_names_the_parts_and_the_way_out() -> None:
     with pytest.raises(InvalidConfig, match=r"small does not fit into 0\.\d+ GiB: weights .*; take a larger device"):
         plan_capacity(MODEL, "150MiB", DEMAND, SPEED)
+    with pytest.raises(InvalidConfig, match="small does not fit into 80 bytes: "):  # of somebody who left out the unit
+        plan_capacity(MODEL, "80", DEMAND, SPEED)
     with pytest.raises(InvalidConfig, match=r"left for documents, and one of 1,000 tokens takes .*; take a larger"):
         plan_capacity(MODEL, 2 * 10**8 + 47 * 32_768, DEMAND, SPEED, headroom=0)
 

@@ -105,4 +105,4 @@ def test_texts_cannot_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(cache_tree, "fields_of_server", lambda *_, **__: {"systems": [system], "num_hidden": 2})
     shown = kvmosaic("--url", "http://localhost:1").stdout
     assert "\x1b" not in shown and "[bold]hello[/bold]" in shown and "7 8" in shown and "read by 2" in shown
-    assert "4 more runs" in shown and "1 more sets of documents" in shown and "2 more system texts" in shown
+    assert "4 more runs" in shown and "1 more set of documents" in shown and "2 more system texts" in shown

@@ -280,7 +280,7 @@ def test_a_refusal_is_not_for_ever():
         ({"swap_space": -1}, "got -1"),
         ({"priority_aging_seconds": 0}, "above 0 and at most"),
         ({"priority_aging_seconds": float("nan")}, "above 0 and at most"),
-        ({"preemption_gap": 0}, "between 1 and 200"),
+        ({"preemption_gap": 0}, "between 1 and 200, or None for never, got 0"),
         ({"preemption_gap": 201}, "between 1 and 200"),
     ],
 )

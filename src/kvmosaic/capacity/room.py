@@ -108,4 +108,5 @@ def blocks_of(num_tokens: int, block_size: int) -> int:
 
 
 def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:,.2f} GiB"
+    """In GiB; what would read as 0.00 of them in bytes."""
+    return f"{num_bytes / 2**30:,.2f} GiB" if not 0 < num_bytes < 2**30 / 100 else f"{num_bytes:,} bytes"

@@ -36,7 +36,7 @@ def show_tree(url: str, limits: Mapping[str, int], timeout: float, as_json: bool
     console = Console()
     try:
         trees = [_system_tree(system) for system in fields["systems"]]
-        hidden = _hidden(fields["num_hidden"], "system texts")
+        hidden = _hidden(fields["num_hidden"], "system text", "system texts")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise no_kvmosaic(url) from error
     if not trees:
@@ -50,7 +50,7 @@ def show_tree(url: str, limits: Mapping[str, int], timeout: float, as_json: bool
 def _system_tree(system: Fields) -> Tree:
     """A system text, its documents and the conversations behind them."""
     if system["num_tokens"]:
-        head = _line("system", _said(system), f"{system['num_tokens']:,} tokens")
+        head = _line("system", _said(system), _counted(system["num_tokens"], "token"))
     else:
         head = Text("from the beginning", style="bold")
     if system["tenant"] not in ("", "default"):
@@ -60,7 +60,7 @@ def _system_tree(system: Fields) -> Tree:
     tree = Tree(head, guide_style="dim")
     for document in system["documents"]:
         tree.add(_document_line(document))
-    if hidden := _hidden(system["num_hidden_documents"], "documents"):
+    if hidden := _hidden(system["num_hidden_documents"], "document", "documents"):
         tree.add(hidden)
     for place in system["places"]:
         branch = tree
@@ -70,21 +70,21 @@ def _system_tree(system: Fields) -> Tree:
         elif system["num_tokens"]:
             branch = tree.add(Text("conversations without documents", style="bold"))
         _add_runs(branch, place["runs"], place["num_hidden"])
-    if hidden := _hidden(system["num_hidden_places"], "sets of documents"):
+    if hidden := _hidden(system["num_hidden_places"], "set of documents", "sets of documents"):
         tree.add(hidden)
     return tree
 
 
 def _add_runs(tree: Tree, runs: list[Fields], num_hidden: int) -> None:
     for run in runs:
-        numbers = f"{run['num_tokens']:,} tokens, {_counted(run['num_blocks'], 'block')}"
+        numbers = f"{_counted(run['num_tokens'], 'token')}, {_counted(run['num_blocks'], 'block')}"
         _add_runs(tree.add(_line("", _said(run), numbers, run)), run["children"], run["num_hidden"])
-    if hidden := _hidden(num_hidden, "runs"):
+    if hidden := _hidden(num_hidden, "run", "runs"):
         tree.add(hidden)
 
 
 def _document_line(document: Fields) -> Text:
-    numbers = f"{document['num_tokens']:,} tokens, {_counted(document['num_blocks'], 'block')}"
+    numbers = f"{_counted(document['num_tokens'], 'token')}, {_counted(document['num_blocks'], 'block')}"
     states = [
         word for word, is_so in (("pinned", document["pinned"]), ("computing", not document["is_ready"])) if is_so
     ]
@@ -113,8 +113,8 @@ def _said(fields: Fields) -> str | None:
     return " ".join(map(str, fields["token_ids"])) or None
 
 
-def _hidden(count: int, what: str) -> Text | None:
-    return Text(f"… {count:,} more {what}", style="dim") if count else None
+def _hidden(count: int, one: str, many: str) -> Text | None:
+    return Text(f"… {count:,} more {one if count == 1 else many}", style="dim") if count else None
 
 
 def _counted(count: int, what: str) -> str:

@@ -157,7 +157,7 @@ def _about(plan: CapacityPlan) -> Text:
         f"{demand.question_tokens:,} tokens",
         f"speed: {plan.speed.source}",
         f"β = {plan.saved_share:.3f} of the first token is saved where all documents are found: 1 / (1 - αβ)",
-        f"a document {uses}; the most popular ones for ever would be {plan.best_hit_rate:.1%}",
+        f"a document {uses}; with the most popular ones pinned, {plan.best_hit_rate:.1%} would be found",
         _serve_line(plan),
     )
     return Text("\n".join(lines), style="dim")

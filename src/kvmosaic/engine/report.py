@@ -66,6 +66,8 @@ def _history_note(num_reused: int, num_tokens: int, num_history: int, sees_other
         place = " behind these documents" if sees_others else ""
         return f"none of the {num_history} tokens of earlier turns is cached{place}"
     told = f"{found} of {num_tokens} tokens from earlier turns"
+    if num_reused > found:
+        told += f", {num_reused - found} more from a prompt that goes on alike"
     missing = num_history - found
     return told if missing <= 1 else f"{told}; {missing} more of theirs are now written in other tokens, or have left"
 

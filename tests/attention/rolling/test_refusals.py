@@ -39,6 +39,7 @@ def chunk(num_tokens: int = 2, value: float = 1.0) -> tuple[torch.Tensor, torch.
         ({"window_size": 0, "sink_size": 8}, "window_size is 0"),
         ({"sink_size": -1, "window_size": 9}, "sink_size is -1; give a whole number from 0"),
         ({"sink_size": False}, "sink_size is False"),
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16'; give one of torch, such as torch.bfloat16"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(changes: dict[str, object], message: str) -> None:
@@ -102,6 +103,7 @@ def test_a_wrong_chunk_number_is_refused_with_the_right_one(num_done: int, index
         (torch.zeros(2, 3), torch.zeros(2, 2, 5), r"k of shape \(2, 3\)"),
         (torch.zeros(2, 2, 3).double(), torch.zeros(2, 2, 5), "k in torch.float64 on cpu, .* torch.float32 on cpu"),
         (torch.zeros(2, 2, 3), torch.zeros(2, 2, 5, device="meta"), "v in torch.float32 on meta"),
+        ([1.0], torch.zeros(2, 2, 5), r"k as list; give a tensor of shape \(2, 2, 3\)"),
     ],
 )
 def test_a_chunk_that_does_not_fit_is_refused_and_nothing_is_written(

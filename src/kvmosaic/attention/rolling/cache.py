@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvmosaic.attention.rolling.checks import check_chunk, check_shapes, dimension, shape_of, whole_number
+from kvmosaic.attention.rolling.checks import check_chunk, check_shapes, dimension, dtype_of, shape_of, whole_number
 from kvmosaic.attention.rolling.places import Places
 from kvmosaic.attention.rolling.positions import sink_distance
 from kvmosaic.attention.rolling.shift import shift_left
@@ -97,7 +97,7 @@ class BlockKVCache:
         check_shapes(self.k_shape, self.v_shape, self.seq_dim, self.sink_size, self.window_size)
         if self.device is None:
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.dtype = self.dtype or torch.get_default_dtype()
+        self.dtype = dtype_of(self.dtype)
         self._places = sizes
         with torch.inference_mode(False):  # or it could be written in inference mode only
             self._k = torch.zeros(self.k_shape, device=self.device, dtype=self.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from kvmosaic.errors import InvalidChunk, InvalidConfig
@@ -45,6 +46,17 @@ def dimension(seq_dim: int, rank: int) -> int:
     return seq_dim % rank
 
 
+def dtype_of(dtype: torch.dtype | None) -> torch.dtype:
+    """The type of keys and values: torch's default if none is given.
+
+    Raises:
+        InvalidConfig: it is no type of torch.
+    """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise InvalidConfig(f"dtype is {dtype!r}; give one of torch, such as torch.bfloat16")
+    return dtype or torch.get_default_dtype()
+
+
 def check_shapes(
     k_shape: tuple[int, ...], v_shape: tuple[int, ...], dim: int, sink_size: int, window_size: int
 ) -> None:
@@ -62,6 +74,8 @@ def check_shapes(
 def check_chunk(name: str, chunk: Tensor, storage: Tensor, dim: int, chunk_size: int) -> None:
     """Raises InvalidChunk if the chunk cannot be written into the storage."""
     shape = (*storage.shape[:dim], chunk_size, *storage.shape[dim + 1 :])
+    if not isinstance(chunk, Tensor):
+        raise InvalidChunk(f"update got {name} as {type(chunk).__name__}; give a tensor of shape {shape}")
     if chunk.shape != shape:
         raise InvalidChunk(
             f"update got {name} of shape {tuple(chunk.shape)}, not {shape}: exactly chunk_size {chunk_size} tokens in "
