@@ -83,8 +83,8 @@ def _checked_offset(segment: Segment, lowest: int) -> int:
     offset = segment.position_offset
     if offset is None:
         raise InvalidOffset(
-            f"{segment.label} has no position_offset; the strategy 'absolute' needs one of at least {lowest} per chunk, "
-            "which Segment and chunks.create take"
+            f"{segment.label} has no position_offset; the strategy 'absolute' needs one of at least {lowest} per "
+            "chunk, which Segment and chunks.create take"
         )
     if offset < lowest:
         raise InvalidOffset(
