@@ -54,7 +54,9 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(context)
         except KVMosaicError as error:
-            typer.echo(f"kvmosaic: {error}", err=True)
+            from kvmosaic.console.text import printable
+
+            typer.echo(f"kvmosaic: {printable(str(error))}", err=True)
             raise typer.Exit(2) from error
 
 

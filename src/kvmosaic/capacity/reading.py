@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,8 +14,6 @@ _BUNDLED = "reader"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _MAX_CONFIG_BYTES = 2**24
 _LIMITS = {
-    "num_hidden_layers": 1_024,
-    "num_layers": 1_024,
     "hidden_size": 2**20,
     "intermediate_size": 2**22,
     "vocab_size": 2**26,
@@ -26,6 +25,8 @@ _LIMITS = {
     "n_routed_experts": 2**16,
 }
 _MAX_NUMBER = 2**40
+_MAX_LAYERS = 1_024
+"""Of whatever a family calls them: `num_hidden_layers`, `n_layer`, `decoder_layers`; each is built."""
 
 
 def read_model(
@@ -137,9 +138,12 @@ def _check_numbers(settings: dict[str, Any], depth: int = 0) -> None:
     for name, value in settings.items():
         if isinstance(value, dict) and depth < 8:
             _check_numbers(value, depth + 1)
-        elif isinstance(value, int) and not isinstance(value, bool) and abs(value) > _LIMITS.get(name, _MAX_NUMBER):
-            limit = _LIMITS.get(name, _MAX_NUMBER)
+        elif isinstance(value, int) and not isinstance(value, bool) and abs(value) > (limit := _limit_of(str(name))):
             raise InvalidConfig(f"{str(name)[:64]} is {value!r:.40} in this configuration; at most {limit:,} is read")
+
+
+def _limit_of(name: str) -> int:
+    return _MAX_LAYERS if re.search("layers?$", name) else _LIMITS.get(name, _MAX_NUMBER)
 
 
 def _stored_dtype(config: Any, name: str) -> str | None:
