@@ -189,9 +189,9 @@ def test_missing_packages_are_named_with_the_way_to_get_them(monkeypatch: pytest
 
 
 def test_a_tier_that_does_not_answer_keeps_no_server_from_starting_and_its_password_is_not_said() -> None:
-    with ServeCommand("--chunk-tier", "redis://:pass-word@127.0.0.1:1/0") as command:
+    with ServeCommand("--chunk-tier", "redis://:pass-word@127.0.0.1:1/0", "--chunk-tier", "host:100") as command:
         command.until_ready()
-        assert "tiers      redis redis://127.0.0.1:1/0" in command.log
+        assert "tiers      redis redis://127.0.0.1:1/0 ▸ host (100 bytes)" in command.log
         assert "is left alone until it answers again" in command.log
         body = {"model": "reader", "prompt": "a", "max_tokens": 1}
         assert httpx.post(command.url + "/v1/completions", json=body, timeout=60).status_code == 200

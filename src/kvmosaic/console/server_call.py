@@ -43,7 +43,7 @@ def fields_of_server(
     status, headers, reply = _call(url, place, method, path, timeout, body, most_bytes)
     fields = _fields_of(reply)
     if status != 200:
-        raise ServerError(_refusal(url, path, status, headers, fields.get("error")))
+        raise ServerError(_refusal(url, method, path, status, headers, fields.get("error")))
     return fields
 
 
@@ -128,16 +128,17 @@ def _fields_of(reply: bytes) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def _refusal(url: str, path: str, status: int, headers: Mapping[str, str], error: object) -> str:
-    """One line about a reply that is not 200, and the way out."""
+def _refusal(url: str, method: Method, path: str, status: int, headers: Mapping[str, str], error: object) -> str:
+    """One line about a reply that is not 200, and the way out. Whoever only looks (GET) may do so with any key."""
     told = error.get("message") if isinstance(error, dict) else None
     why = one_line(told, MAX_MESSAGE_CHARACTERS) if isinstance(told, str) else f"it answers {status} and nothing else"
     if 300 <= status < 400:
         return f"{url} sends to another address; give that one as --url"
     if status == 401:
         is_given = bool(_authorization())
-        wanted = f"does not know the API key in {KEY_VARIABLE}" if is_given else f"needs a key; set {KEY_VARIABLE}"
-        return f"{url} {wanted}{'' if is_given else ' to that of an admin'}"
+        whose = "yours" if method == "GET" else "that of an admin"
+        wanted = f"needs a key; set {KEY_VARIABLE} to {whose}"
+        return f"{url} {f'does not know the API key in {KEY_VARIABLE}' if is_given else wanted}"
     if status == 403 and isinstance(error, dict) and error.get("code") == "admin_only":
         return f"the API key in {KEY_VARIABLE} is not that of an admin of {url}"
     if status in (404, 405, 501):

@@ -150,8 +150,14 @@ def _shown_tier(tier: TierStat) -> str:
     size = tier.quota_bytes
     if size is None:
         return f"{tier.name} {tier.address}"
-    shown = f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:.3g} MiB"
-    return f"{tier.name} {tier.address}".strip() + f" ({shown})"
+    return f"{tier.name} {tier.address}".strip() + f" ({_shown_size(size)})"
+
+
+def _shown_size(num_bytes: int) -> str:
+    """A quota; one of less than a MiB, mostly a forgotten unit, in bytes."""
+    if num_bytes < 2**20:
+        return f"{num_bytes:,} bytes"
+    return f"{num_bytes / 2**30:.3g} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.3g} MiB"
 
 
 def _requests(number: int) -> str:
