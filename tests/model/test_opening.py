@@ -42,6 +42,15 @@ def test_a_bias_rounded_like_the_model_gives_nearly_the_slopes_before_rounding(n
     assert bias.slopes == pytest.approx(slopes.tolist(), rel=torch.finfo(dtype).eps / 4)
 
 
+@given(HEADS)
+def test_a_bias_in_float32_inside_a_float64_model_is_the_models(num_heads):
+    numbers = (slopes_of(num_heads)[:, None] * torch.arange(2100)).double()
+    bias = read_bias(numbers, torch.float64)
+    assert bias is not None and bias.rounding in (None, torch.float32)
+    positions = torch.arange(2100)
+    assert torch.equal(bias.between(positions[:1], positions[None], torch.float64)[:, 0], numbers)
+
+
 @given(HEADS.filter(lambda count: count != 1))
 def test_a_bias_in_bfloat16_inside_a_finer_model_is_rounded(num_heads):
     numbers = build_alibi_tensor(torch.ones(1, 2100, dtype=torch.long), num_heads, torch.float32).squeeze(1)

@@ -18,8 +18,8 @@ from torch import Tensor
 class DistanceBias:
     """The slopes of a layer's heads.
 
-    Some models round slope * position to 16 bits before it is added. Then the bias between two tokens depends on where
-    they stand, and with it what a token becomes: keys of such a layer cannot be moved.
+    Some models round slope * position to fewer bits before it is added. Then the bias between two tokens depends on
+    where they stand, and with it what a token becomes: keys of such a layer cannot be moved.
 
     Equal biases compare and hash equal, so layers that are alike share what is computed from them.
     """

@@ -79,7 +79,7 @@ def read_bias(numbers: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Dista
     is_own_rounding = numbers.dtype.itemsize > 2 or numbers.dtype is dtype
     if is_own_rounding and torch.equal((slopes[:, None] * steps).to(numbers.dtype).to(torch.float64), exact):
         return DistanceBias(tuple(slopes.tolist()), None, factor)
-    for rounding in (torch.bfloat16, torch.float16):
+    for rounding in (torch.bfloat16, torch.float16, torch.float32):
         product = slopes[:, None] * steps.to(rounding).to(torch.float64)
         if torch.equal(product.to(rounding).to(torch.float64), exact):
             return DistanceBias(tuple(slopes.tolist()), None if rounding is dtype else rounding, factor)
