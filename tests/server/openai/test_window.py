@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import httpx
 import pytest
 from support.asking import DOCUMENTS, GREEDY, MESSAGES, chat, post, refused, streamed_chat, text_of
+
+from kvmosaic import SamplingParams
+from kvmosaic.server.openai.sampling import prepared
 
 PROMPT = "The ferry goes to Oak Island."
 WINDOW = {"window_tokens": 24, "sink_tokens": 2}
 
 
 def test_all_routes_answer_alike_with_a_window(http: httpx.Client, server) -> None:
-    from kvmosaic import SamplingParams
-
     fields = {**GREEDY, "max_tokens": 60}
     completion = post(http, "/v1/completions", prompt=PROMPT, **fields, **WINDOW)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, **WINDOW)
@@ -60,6 +63,13 @@ def test_what_cannot_work_is_refused_with_its_reason(http: httpx.Client, fields:
     ):
         error = refused(http, path, **question, **fields)
         assert error["status"] == 400 and told in error["message"]
+
+
+def test_who_does_not_say_how_long_gets_no_more_than_the_model_has_positions(http: httpx.Client, server) -> None:
+    params = SamplingParams(window_tokens=24, max_tokens=None)
+    assert prepared(server.services, params).max_tokens == server.llm.engine.max_positions
+    assert prepared(server.services, replace(params, max_tokens=2**20)).max_tokens == 2**20
+    assert prepared(server.services, SamplingParams(max_tokens=None)).max_tokens is None
 
 
 def test_the_schema_names_the_fields(http: httpx.Client) -> None:

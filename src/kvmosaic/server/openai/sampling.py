@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -127,13 +128,11 @@ class SharedFields(DocumentFields, StructuredFields):
         Raises:
             InvalidSampling: values that do not go together, or a form that cannot be kept.
         """
-        if self.window_tokens is not None:
-            max_tokens = MAX_ENDLESS_ANSWER if max_tokens is None else max_tokens
-            if max_tokens > MAX_ENDLESS_ANSWER:
-                raise InvalidSampling(
-                    f"max_tokens is {max_tokens}; with window_tokens an answer has at most {MAX_ENDLESS_ANSWER} "
-                    "tokens: ask for fewer, and go on with another request"
-                )
+        if self.window_tokens is not None and max_tokens is not None and max_tokens > MAX_ENDLESS_ANSWER:
+            raise InvalidSampling(
+                f"max_tokens is {max_tokens}; with window_tokens an answer has at most {MAX_ENDLESS_ANSWER} "
+                "tokens: ask for fewer, and go on with another request"
+            )
         given = {name: value for name in _PLAIN_SAMPLING if (value := getattr(self, name)) is not None}
         return SamplingParams(
             **{**defaults, **given},
@@ -156,10 +155,16 @@ def defaults_of(services: Services) -> Defaults:
 def prepared(services: Services, params: SamplingParams, num_prompts: int = 1) -> SamplingParams:
     """The same parameters, their form compiled beside the engine, which then finds it ready.
 
+    An answer with a window that does not say how long it may be is as long as one without a window at most: whoever
+    wants more says so, and nobody computes for an hour by accident.
+
     Raises:
         InvalidSampling: what in the form cannot be used, or log probabilities that would fill the memory.
     """
-    room = services.llm.engine.max_positions if params.window_tokens is None else MAX_ENDLESS_ANSWER
+    room = services.llm.engine.max_positions
+    if params.window_tokens is not None:
+        params = replace(params, max_tokens=params.max_tokens or min(room or MAX_ENDLESS_ANSWER, MAX_ENDLESS_ANSWER))
+        room = None
     limits = [limit for limit in (params.max_tokens, room) if limit is not None]
     if params.logprobs is not None and limits:
         number = num_prompts * params.n * min(limits) * (params.logprobs + 1)
