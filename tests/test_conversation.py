@@ -127,6 +127,15 @@ def test_a_turn_that_is_asked_again_tells_its_own_tokens_from_those_of_earlier_t
     assert again.note == f"{segment.note}, {more} more from a prompt that goes on alike"
 
 
+def test_a_history_beyond_the_first_window_is_told_from_one_in_other_words(llm):
+    *_, (segment, _) = talk(llm, SamplingParams(temperature=0, max_tokens=8), DOCUMENTS)
+    assert segment.reused_tokens > 12
+    rolling = SamplingParams(temperature=0, max_tokens=8, sink_tokens=2, window_tokens=10)
+    *_, (segment, _) = talk(llm, rolling, DOCUMENTS)
+    assert 11 <= segment.reused_tokens <= 12
+    assert segment.note.endswith("more of theirs are beyond the first 12, which a rolling window can reuse")
+
+
 def test_a_history_in_other_words_is_told_from_one_that_is_known(llm):
     params = SamplingParams(temperature=0, max_tokens=8)
     first = [{"role": "user", "content": TURNS[0]}]

@@ -140,7 +140,13 @@ def test_an_endless_answer_ends_when_it_is_aborted_and_gives_everything_back() -
 
 def test_the_report_says_what_tokens_see() -> None:
     request, _ = answer(build_engine(loaded_family("llama")), random_prompt(1), endless(3, 6, 4))
-    assert "the first 3 and the newest 6 tokens" in request.reuse.composition
+    assert request.reuse.composition.endswith("the first 3 and the newest 6 tokens")
+
+
+def test_the_report_says_how_many_tokens_were_not_computed() -> None:
+    engine = build_engine(loaded_family("llama"))
+    request, _ = answer(engine, plain(60), endless(3, 6, 4))  # 60, without 3 sinks and the 6 + 5 that two layers reach
+    assert request.reuse.composition.endswith("; 46 of those between can change nothing and were not computed")
 
 
 def test_a_model_whose_keys_stay_where_they_are_refuses() -> None:

@@ -23,6 +23,8 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
     attachment, layout = sequence.attachment, sequence.request.layout
     assert attachment is not None
     num_found = sum(count > 0 for count in sequence.num_reused)
+    window = sequence.window
+    most_found = window.sink_tokens + window.window_tokens if window is not None else None
     segments = []
     for index, (span, attached) in enumerate(zip(layout.spans, attachment.spans, strict=True)):
         num_reused = min(sequence.num_reused[index], span.num_tokens)
@@ -40,12 +42,18 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
                 milliseconds=seconds * 1e3,
                 tier=sequence.tier_names.get(index) or ("device" if num_reused else None),
                 note=_note(attached, attachment, sequence.tier_names.get(index))
-                or _history_note(num_reused, span.num_tokens, span.segment.history_tokens, bool(span.views)),
+                or _history_note(
+                    num_reused, span.num_tokens, span.segment.history_tokens, bool(span.views), most_found
+                ),
             )
         )
     note = f"; {sequence.request.note}" if sequence.request.note else ""
-    if (window := sequence.window) is not None:
+    if window is not None:
         note += f"; tokens see the first {window.sink_tokens} and the newest {window.window_tokens} tokens"
+        num_tokens = layout.spans[-1].num_tokens
+        if (first := window.replay_from(num_tokens)) > window.sink_tokens:
+            num_left_out = first - window.head_tokens(num_tokens)
+            note += f"; {num_left_out} of those between can change nothing and were not computed"
     return ReuseReport(tuple(segments), time_to_first_token, composition_of(layout) + note)
 
 
@@ -57,8 +65,11 @@ def _action(num_reused: int, num_tokens: int, distance: int) -> SegmentAction:
     return "moved" if distance else "reused"
 
 
-def _history_note(num_reused: int, num_tokens: int, num_history: int, sees_others: bool) -> str:
-    """What became of the turns before this one; the token that ended an answer was sampled, but never computed."""
+def _history_note(num_reused: int, num_tokens: int, num_history: int, sees_others: bool, most_found: int | None) -> str:
+    """What became of the turns before this one; the token that ended an answer was sampled, but never computed.
+
+    With a rolling window only the first `most_found` tokens saw what they would see in a prompt, and can be found.
+    """
     if not num_history:
         return ""
     found = min(num_reused, num_history)
@@ -69,7 +80,11 @@ def _history_note(num_reused: int, num_tokens: int, num_history: int, sees_other
     if num_reused > found:
         told += f", {num_reused - found} more from a prompt that goes on alike"
     missing = num_history - found
-    return told if missing <= 1 else f"{told}; {missing} more of theirs are now written in other tokens, or have left"
+    if missing <= 1:
+        return told
+    if most_found is not None and found >= most_found - 1:
+        return f"{told}; {missing} more of theirs are beyond the first {most_found}, which a rolling window can reuse"
+    return f"{told}; {missing} more of theirs are now written in other tokens, or have left"
 
 
 def _note(attached: AttachedSpan, attachment: Attachment, tier_name: str | None) -> str:
