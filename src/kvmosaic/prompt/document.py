@@ -75,6 +75,11 @@ class Document:
         if "text" not in value:
             keys = ", ".join(sorted(map(repr, value)))[:200]
             raise InvalidDocument(f'a document needs a "text"; this one has {keys or "no keys"}')
+        if "position_offset" in value:
+            raise InvalidDocument(
+                "a document of a list has no position_offset; for absolute positions, make a Prompt of segments: "
+                "Segment(SegmentKind.CHUNK, token_ids, position_offset=…)"
+            )
         number = value.get("id", value.get("doc_id"))
         name = str(number) if isinstance(number, int) and not isinstance(number, bool) else number
         return cls(value["text"], value.get("title"), name, value.get("priority"))
