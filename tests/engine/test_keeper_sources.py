@@ -17,6 +17,7 @@ from support.tiers import TroubledTier
 from kvmosaic.cache import Chunk, Key
 from kvmosaic.config import TierConfig
 from kvmosaic.engine import ChunkEntries, Engine, Keeper
+from kvmosaic.engine import engine as engine_module
 from kvmosaic.memory import BlockStorage, ChunkTensors
 from kvmosaic.tiers import Deadline, Hierarchy
 
@@ -210,3 +211,18 @@ def test_no_order_of_events_writes_what_a_chunk_did_not_hold(moves: list[tuple[s
         watched.check()
     finally:
         watched.close()
+
+
+def test_chunks_of_a_step_that_fails_after_its_forward_are_not_stored(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine_module, "sample", fails)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            watched.ask(1)
+    watched.ask(2)
+    assert watched.check() == 3
+    assert set(watched.disk.entries) == {chunk.key for chunk in watched.engine.planner.chunks()}

@@ -10,7 +10,7 @@ from itertools import count
 
 import torch
 
-from kvmosaic.cache import Planner
+from kvmosaic.cache import Chunk, Planner
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.keeper import Keeper
 from kvmosaic.engine.placing import place
@@ -411,6 +411,7 @@ class Engine:
         if self.scheduler.preemption.swap is not None:
             num_prefilled = sum(work.num_tokens for work in step.works if work.num_tokens > 1)
             self.scheduler.preemption.swap.cost.note_step(step.num_tokens, num_prefilled, seconds * step.num_tokens)
+        computed: list[tuple[Chunk, float]] = []
         for work in step.works:
             spent = work.sequence.span_seconds
             spent[work.span] = spent.get(work.span, 0.0) + seconds * work.num_tokens
@@ -419,9 +420,11 @@ class Engine:
             chunk = work.sequence.attachment.spans[work.span].chunk
             if chunk is not None and work.first + work.num_tokens == chunk.num_tokens:
                 self.planner.record_compute(chunk, spent[work.span] * 1e3)
-                if self.keeper is not None:
-                    self.keeper.keep(chunk, spent[work.span])
+                computed.append((chunk, spent[work.span]))
         self._sample(step, logits, news)
+        if self.keeper is not None:  # now that the step cannot fail any more
+            for chunk, spent_seconds in computed:
+                self.keeper.keep(chunk, spent_seconds)
 
     def _sample(self, step: Step, logits: torch.Tensor, news: dict[str, Request]) -> None:
         sequences: list[Sequence] = []
