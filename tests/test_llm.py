@@ -317,7 +317,7 @@ def test_documents_without_places_are_told_who_takes_one(llm):
     with pytest.raises(
         InvalidOffset, match=r"needs one of at least \d+ per chunk, which Segment and chunks\.create take"
     ):
-        llm.chat(MESSAGES, GREEDY, documents=[{"text": "x", "position_offset": 40}], position_strategy="absolute")
+        llm.chat(MESSAGES, GREEDY, documents=["x"], position_strategy="absolute")
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
