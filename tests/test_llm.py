@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from support.families import build
-from support.tokenizers import CHATML, make_tokenizer
+from support.loaded import chatting_llama
+from support.tokenizers import make_tokenizer
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams
 from kvmosaic.attention import TorchBackend
@@ -45,9 +46,7 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
-    tokenizer = make_tokenizer(CHATML)
-    module = build("llama", torch.float32, vocab_size=len(tokenizer), max_position_embeddings=2048)
-    return LoadedModel.from_module(module, tokenizer)
+    return chatting_llama()
 
 
 @pytest.fixture

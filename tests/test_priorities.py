@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
-from support.families import build
-from support.tokenizers import CHATML, make_tokenizer
+from support.loaded import chatting_llama
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidPriority, UnknownChunk
@@ -21,9 +19,7 @@ SMALL = EngineConfig(request_cache="4MiB", max_batched_tokens=256, max_running=1
 
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
-    tokenizer = make_tokenizer(CHATML)
-    module = build("llama", torch.float32, vocab_size=len(tokenizer), max_position_embeddings=2048)
-    return LoadedModel.from_module(module, tokenizer)
+    return chatting_llama()
 
 
 @pytest.fixture

@@ -13,12 +13,20 @@ from kvmosaic.layout import DenseLayout, PositionStrategy, arrange, dense
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
 from support.families import build
+from support.tokenizers import CHATML, make_tokenizer
 
 
 @cache
 def loaded_family(family: str, dtype: torch.dtype = torch.float64) -> LoadedModel:
     """A tiny model of a family, built and probed once for all tests."""
     return LoadedModel.from_module(build(family, dtype))
+
+
+def chatting_llama() -> LoadedModel:
+    """A tiny model with a tokenizer that has a chat template."""
+    tokenizer = make_tokenizer(CHATML)
+    module = build("llama", torch.float32, vocab_size=len(tokenizer), max_position_embeddings=2048)
+    return LoadedModel.from_module(module, tokenizer)
 
 
 def random_prompt(seed: int = 0, *, system: int = 5, chunks: tuple[int, ...] = (9, 4, 12), question: int = 6) -> Prompt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,7 +23,7 @@ from kvmosaic.console.options import (
 )
 from kvmosaic.errors import InvalidConfig, InvalidDocument
 
-_DEVICE = "The plan of a device (with --device-memory)"
+_device_option = partial(typer.Option, rich_help_panel="The plan of a device (with --device-memory)")
 _OF_PROMPT = (
     *("prompt", "question", "system", "separator", "position_strategy", "chunk_context", "long_chunks", "capacity"),
     "device",
@@ -57,105 +58,86 @@ def plan(
     device: Device = "auto",
     device_memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Plan a device with so much memory, such as 80GiB.", rich_help_panel=_DEVICE),
+        _device_option(metavar="SIZE", help="Plan a device with so much memory, such as 80GiB."),
     ] = None,
     config: Annotated[
         str | None,
-        typer.Option(
+        _device_option(
             "--model",
             metavar="CONFIG",
             help="The same as MODEL; a config.json or a family of transformers, such as llama, will do.",
-            rich_help_panel=_DEVICE,
         ),
     ] = None,
     tokens_per_document: Annotated[
-        int | None, typer.Option(metavar="NUMBER", help="Tokens of each document.", rich_help_panel=_DEVICE)
+        int | None, _device_option(metavar="NUMBER", help="Tokens of each document.")
     ] = None,
-    concurrency: Annotated[
-        int, typer.Option(metavar="NUMBER", help="Prompts that run at once.", rich_help_panel=_DEVICE)
-    ] = 1,
-    documents_per_prompt: Annotated[
-        int, typer.Option(metavar="NUMBER", help="Documents of a prompt.", rich_help_panel=_DEVICE)
-    ] = 5,
-    system_tokens: Annotated[
-        int, typer.Option(metavar="NUMBER", help="Tokens of the system text.", rich_help_panel=_DEVICE)
-    ] = 256,
-    question_tokens: Annotated[
-        int, typer.Option(metavar="NUMBER", help="Tokens of a question.", rich_help_panel=_DEVICE)
-    ] = 64,
-    answer_tokens: Annotated[
-        int, typer.Option(metavar="NUMBER", help="Tokens of an answer.", rich_help_panel=_DEVICE)
-    ] = 256,
+    concurrency: Annotated[int, _device_option(metavar="NUMBER", help="Prompts that run at once.")] = 1,
+    documents_per_prompt: Annotated[int, _device_option(metavar="NUMBER", help="Documents of a prompt.")] = 5,
+    system_tokens: Annotated[int, _device_option(metavar="NUMBER", help="Tokens of the system text.")] = 256,
+    question_tokens: Annotated[int, _device_option(metavar="NUMBER", help="Tokens of a question.")] = 64,
+    answer_tokens: Annotated[int, _device_option(metavar="NUMBER", help="Tokens of an answer.")] = 256,
     zipf: Annotated[
         float,
-        typer.Option(
+        _device_option(
             metavar="EXPONENT",
             help="Popularity: rank r is drawn as 1 / r ** EXPONENT; 0: all alike.",
-            rich_help_panel=_DEVICE,
         ),
     ] = 1.0,
-    block_size: Annotated[
-        int, typer.Option(metavar="NUMBER", help="Token slots of a block.", rich_help_panel=_DEVICE)
-    ] = 16,
+    block_size: Annotated[int, _device_option(metavar="NUMBER", help="Token slots of a block.")] = 16,
     headroom: Annotated[
         str,
-        typer.Option(metavar="SIZE", help="For activations and the driver: a size, or 10%.", rich_help_panel=_DEVICE),
+        _device_option(metavar="SIZE", help="For activations and the driver: a size, or 10%."),
     ] = "10%",
     weights: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="What the weights take, if you know better.", rich_help_panel=_DEVICE),
+        _device_option(metavar="SIZE", help="What the weights take, if you know better."),
     ] = None,
     quantization: Annotated[
         Literal["none", "int8"],
-        typer.Option(help="int8: linear layers in 8-bit integers, for bfloat16 on a CPU.", rich_help_panel=_DEVICE),
+        _device_option(help="int8: linear layers in 8-bit integers, for bfloat16 on a CPU."),
     ] = "none",
     hardware: Annotated[
         str | None,
-        typer.Option(
+        _device_option(
             metavar="NAME",
             help="Speed by data sheet: a100, h100, h200, l4, l40s, rtx4090, mi300x. Half of it is counted.",
-            rich_help_panel=_DEVICE,
         ),
     ] = None,
     flops: Annotated[
         str | None,
-        typer.Option(metavar="RATE", help="Operations per second that are reached: 400T.", rich_help_panel=_DEVICE),
+        _device_option(metavar="RATE", help="Operations per second that are reached: 400T."),
     ] = None,
     bandwidth: Annotated[
         str | None,
-        typer.Option(metavar="RATE", help="Bytes of its memory per second: 2TB/s.", rich_help_panel=_DEVICE),
+        _device_option(metavar="RATE", help="Bytes of its memory per second: 2TB/s."),
     ] = None,
     measure: Annotated[
         bool,
-        typer.Option(
-            "--measure", help="Measure this machine and the tiers named, a few seconds.", rich_help_panel=_DEVICE
-        ),
+        _device_option("--measure", help="Measure this machine and the tiers named, a few seconds."),
     ] = False,
     chunk_tier: Annotated[
         list[str] | None,
-        typer.Option(
+        _device_option(
             metavar="URL",
             help="A tier behind the device, as for serve: host:64GiB, disk:FOLDER?quota=1TiB, redis://…, s3://….",
-            rich_help_panel=_DEVICE,
         ),
     ] = None,
     tier_speed: Annotated[
         list[str] | None,
-        typer.Option(
+        _device_option(
             metavar="KIND=RATE,TIME",
             help="How fast host, disk, redis or object is: disk=3GB/s,0.2ms.",
-            rich_help_panel=_DEVICE,
         ),
     ] = None,
     chunk_codec: Annotated[
         Literal["none", "fp8", "int8", "int4"],
-        typer.Option(help="How tiers store numbers: as they are, or in fewer bits.", rich_help_panel=_DEVICE),
+        _device_option(help="How tiers store numbers: as they are, or in fewer bits."),
     ] = "none",
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw hit rate and first token by memory (PNG).", rich_help_panel=_DEVICE),
+        _device_option(metavar="FILE", help="Draw hit rate and first token by memory (PNG)."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=_DEVICE)] = False,
+    as_json: Annotated[bool, _device_option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what one prompt takes; or, with --device-memory, what a device holds and what to expect of it.
 

@@ -93,6 +93,6 @@ class ChunkEntries:
         def accept(entry: Entry) -> ChunkSource:
             decoded = decode_entry(entry, expected, self._config.secret)
             tell(span.num_tokens, decoded.header.compute_seconds)
-            return ChunkSource.of(decoded.layers)
+            return ChunkSource(lambda: decoded.layers)
 
         return accept

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
-from kvmosaic.cache import Chunk
-from kvmosaic.memory import BlockStorage, ChunkTensors
+from kvmosaic.memory import ChunkTensors
 
 
 class ChunkSource:
@@ -19,26 +19,21 @@ class ChunkSource:
     engine calls `tensors` or `drop`, which wait for a copy that is being made.
     """
 
-    def __init__(self, storage: BlockStorage | None, chunk: Chunk | None, tensors: ChunkTensors | None = None) -> None:
-        self._storage = storage
-        self._place = None if chunk is None else (tuple(chunk.block_ids), chunk.num_tokens)
-        self._tensors = tensors
+    def __init__(self, read: Callable[[], ChunkTensors]) -> None:
+        """Calls `read` once, when the tensors are first asked for, on the thread that does."""
+        self._read: Callable[[], ChunkTensors] | None = read
+        self._tensors: ChunkTensors | None = None
         self._lock = threading.Lock()
-
-    @classmethod
-    def of(cls, tensors: ChunkTensors) -> ChunkSource:
-        """What came from a tier."""
-        return cls(None, None, tensors)
 
     def tensors(self) -> ChunkTensors | None:
         """The tensors, copied if they were not yet; None if the chunk was dropped before."""
         with self._lock:
-            if self._tensors is None and self._storage is not None and self._place is not None:
-                self._tensors = self._storage.read_chunk(*self._place)
-            self._storage = self._place = None
+            if self._read is not None:
+                self._tensors = self._read()
+                self._read = None
             return self._tensors
 
     def drop(self) -> None:
         """Lets go of it: the chunk was deleted."""
         with self._lock:
-            self._storage = self._place = self._tensors = None
+            self._read = self._tensors = None

@@ -300,8 +300,8 @@ class Engine:
         else:
             self.runner.copy(step.copies)
             self.planner.end_step()
-        if not step.works and self.scheduler.fetching and self.keeper is not None:
-            self.keeper.wait(_FETCH_SECONDS)
+            if self.scheduler.fetching and self.keeper is not None:
+                self.keeper.wait(_FETCH_SECONDS)
         for sequence in list(self.scheduler.running):
             if sequence.request.is_warm_up and sequence.is_prefilled:
                 sequence.request.reuse = reuse_report(sequence, None)

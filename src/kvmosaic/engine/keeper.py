@@ -279,7 +279,9 @@ class Keeper:
         num_bytes = chunk.num_tokens * self._bytes_per_token
         if not self.hierarchy.has_room(num_bytes):
             return
-        source = self._sources.get(chunk) or ChunkSource(self._storage, chunk)
+        # without `self`: a keeper that nobody uses goes, whatever is still to be written
+        storage, block_ids, num_tokens = self._storage, tuple(chunk.block_ids), chunk.num_tokens
+        source = self._sources.get(chunk) or ChunkSource(lambda: storage.read_chunk(block_ids, num_tokens))
         if volatile and not self._copy(source):
             return
         try:
