@@ -1,0 +1,1 @@
+"""Our planner and store inside other engines."""

@@ -1,0 +1,141 @@
+"""What a request to vLLM says about its segments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.layout import ChunkContext
+
+FIELD = "kvmosaic"
+"""The name inside `kv_transfer_params`, of requests and of answers."""
+MAX_CHUNKS = 4096
+MAX_TOKENS = 2**27
+MAX_REPAIR_TOKENS = 4096
+
+Placing = Literal["sequential", "shared"]
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """The borders of a prompt's token ids: system text, chunks, question.
+
+        token ids   s s s s s s | a a a a | b b b b b b | q q q
+                    system = 6    chunks = (4, 6)         what is left: the question
+
+    A chunk saw the system text and itself, never the other chunks. The question sees everything.
+    """
+
+    system: int
+    """Tokens of the system text; 0 or more."""
+    chunks: tuple[int, ...]
+    """Tokens of each chunk, in the order of the prompt; each 1 or more."""
+    position_strategy: Placing = "sequential"
+    chunk_context: ChunkContext = "system"
+    repair: int = 0
+    """The first tokens of each chunk that are computed again with everything before them in sight; 0: none."""
+    ids: tuple[str | None, ...] = ()
+    """Names of the chunks for the report; empty, or one each."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.system <= MAX_TOKENS:
+            raise InvalidConfig(f"system is {self.system} tokens; give a number from 0 to {MAX_TOKENS}")
+        if not 1 <= len(self.chunks) <= MAX_CHUNKS:
+            raise InvalidConfig(f"{len(self.chunks)} chunks; a composed prompt has 1 to {MAX_CHUNKS} of them")
+        if not all(1 <= length <= MAX_TOKENS for length in self.chunks):
+            shortest = min(self.chunks)
+            raise InvalidConfig(f"a chunk of {shortest} tokens; every chunk has 1 to {MAX_TOKENS}")
+        if self.position_strategy not in get_args(Placing):
+            raise InvalidConfig(
+                f"position_strategy is {self.position_strategy!r}; inside vLLM choose 'sequential' or 'shared'"
+            )
+        if self.chunk_context not in get_args(ChunkContext):
+            raise InvalidConfig(f"chunk_context is {self.chunk_context!r}; choose 'system' or 'none'")
+        if not 0 <= self.repair <= MAX_REPAIR_TOKENS:
+            raise InvalidConfig(f"repair is {self.repair} tokens of each chunk; give 0 to {MAX_REPAIR_TOKENS}")
+        if self.ids and len(self.ids) != len(self.chunks):
+            raise InvalidConfig(f"{len(self.ids)} ids for {len(self.chunks)} chunks; give one each, or none")
+
+    @property
+    def end(self) -> int:
+        """The index of the question's first token."""
+        return self.system + sum(self.chunks)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The index of each chunk's first token."""
+        starts, cursor = [], self.system
+        for length in self.chunks:
+            starts.append(cursor)
+            cursor += length
+        return tuple(starts)
+
+    @property
+    def question_position(self) -> int:
+        """Where the question's first token stands."""
+        if self.position_strategy == "shared":
+            return self.system + max(self.chunks)
+        return self.end
+
+    def position_of(self, chunk: int) -> int:
+        """Where a chunk's first token stands, as the question sees it."""
+        return self.system if self.position_strategy == "shared" else self.starts[chunk]
+
+    def to_params(self) -> dict[str, Any]:
+        """As `kv_transfer_params` of a request carry it."""
+        params: dict[str, Any] = {"system": self.system, "chunks": list(self.chunks)}
+        if self.position_strategy != "sequential":
+            params["position_strategy"] = self.position_strategy
+        if self.chunk_context != "system":
+            params["chunk_context"] = self.chunk_context
+        if self.repair:
+            params["repair"] = self.repair
+        if self.ids:
+            params["ids"] = list(self.ids)
+        return {FIELD: params}
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any] | None, num_tokens: int) -> Composition | None:
+        """What a request of `num_tokens` tokens says; None if it says nothing of segments.
+
+        Raises:
+            InvalidConfig: a field of another name or kind, a number out of its limits, or no token left to ask with.
+        """
+        if not params or params.get(FIELD) is None:
+            return None
+        fields = params[FIELD]
+        if not isinstance(fields, Mapping):
+            raise InvalidConfig(f"kv_transfer_params.{FIELD} is {fields!r:.80}; give an object with system and chunks")
+        known = {"system", "chunks", "position_strategy", "chunk_context", "repair", "ids"}
+        if unknown := sorted(map(str, set(fields) - known)):
+            raise InvalidConfig(f"{FIELD} has no field {unknown[0]!r:.80}; it has {', '.join(sorted(known))}")
+        composition = cls(
+            system=_number("system", fields.get("system", 0)),
+            chunks=tuple(_number("chunks", value) for value in _listed("chunks", fields.get("chunks"))),
+            position_strategy=fields.get("position_strategy", "sequential"),
+            chunk_context=fields.get("chunk_context", "system"),
+            repair=_number("repair", fields.get("repair", 0)),
+            ids=tuple(None if name is None else str(name)[:256] for name in _listed("ids", fields.get("ids", ()))),
+        )
+        if composition.end >= num_tokens:
+            raise InvalidConfig(
+                f"system and chunks are {composition.end} of {num_tokens} tokens; at least one token must be left to "
+                "ask with"
+            )
+        return composition
+
+
+def _number(name: str, value: Any) -> int:
+    if type(value) is not int:
+        raise InvalidConfig(f"{FIELD}.{name} holds {value!r:.80}; give whole numbers")
+    return value
+
+
+def _listed(name: str, value: Any) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise InvalidConfig(f"{FIELD}.{name} is {value!r:.80}; give a list")
+    if len(value) > MAX_CHUNKS:
+        raise InvalidConfig(f"{FIELD}.{name} has {len(value)} entries; at most {MAX_CHUNKS}")
+    return value

@@ -1,0 +1,1 @@
+"""In the API process: how documents reach a request."""

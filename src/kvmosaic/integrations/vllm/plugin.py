@@ -1,0 +1,14 @@
+"""What vLLM loads at its start, in each of its processes."""
+
+from __future__ import annotations
+
+NAME = "kvmosaic"
+"""The connector's name in `--kv-transfer-config`."""
+
+
+def register() -> None:
+    """Names the connector to vLLM; loads nothing until a configuration asks for it. Safe to call again."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(NAME, "kvmosaic.integrations.vllm.connector", "ComposingConnector")

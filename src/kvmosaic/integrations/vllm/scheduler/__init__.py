@@ -1,0 +1,1 @@
+"""In the engine process: which chunks are there, what is moved, and what is computed first."""

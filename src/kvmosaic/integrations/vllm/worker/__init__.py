@@ -1,0 +1,1 @@
+"""In every worker: where keys and values lie, and how keys are turned."""
