@@ -1,0 +1,106 @@
+"""The reuse report of a request inside vLLM."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmosaic.integrations.vllm.contract import Composition
+from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
+from kvmosaic.server.openai.usage import Report
+
+CACHED = ChunkOutcome("cached")
+SHAPE = Composition(system=6, chunks=(4, 8), ids=("ferry", None))
+
+
+def test_moved_chunks_are_told_with_their_distance_and_their_tier() -> None:
+    outcomes = (CACHED, ChunkOutcome("cached", tier="host", seconds=0.002))
+    told = ComposedReport(SHAPE, 20, outcomes, prefix_tokens=4).to_json()
+    ferry, other = told["documents"]
+    assert (ferry["id"], ferry["action"], ferry["distance"], ferry["tier"]) == ("ferry", "reused", 0, "device")
+    assert (other["id"], other["action"], other["distance"], other["tier"]) == (None, "moved", 4, "host")
+    assert (other["ms"], other["note"]) == (2.0, "loaded from host")
+    assert told["composition"] == "composed (sequential): documents do not see each other"
+    assert told["totals"] == {
+        **{"prompt_tokens": 20, "cached_tokens": 6, "composed_tokens": 12, "recomputed_tokens": 2},
+        "moved_tokens": 8,
+    }
+    assert told["bypass"] is None
+
+
+def test_a_computed_chunk_is_in_no_tier_and_an_awaited_one_was_computed_by_another_request() -> None:
+    told = ComposedReport(SHAPE, 20, (ChunkOutcome("computed"), ChunkOutcome("awaited"))).to_json()
+    computed, awaited = told["documents"]
+    assert (computed["action"], computed["tier"], computed["reused_tokens"]) == ("computed", None, 0)
+    assert (awaited["action"], awaited["note"]) == ("moved", "computed by another request")
+    assert told["segments"][0]["action"] == "computed"
+    assert told["totals"]["recomputed_tokens"] == 6 + 4 + 2
+
+
+def test_of_a_prompt_that_was_asked_before_all_that_the_prefix_cache_had_is_reused() -> None:
+    shape = Composition(system=6, chunks=(4, 8), position_strategy="shared", chunk_context="none")
+    told = ComposedReport(shape, 20, (CACHED, CACHED), prefix_tokens=19).to_json()
+    assert [segment["action"] for segment in told["segments"]] == ["reused", "moved", "moved", "partly reused"]
+    assert {document["distance"] for document in told["documents"]} == {6}
+    assert told["totals"]["recomputed_tokens"] == 1
+    assert "documents did not see the system prompt" in told["composition"]
+
+
+def test_repaired_tokens_count_as_computed() -> None:
+    shape = Composition(system=0, chunks=(4, 8), repair=4)
+    first, second = ComposedReport(shape, 20, (CACHED, CACHED)).to_json()["documents"]
+    assert (first["action"], first["tier"]) == ("computed", None)
+    assert (second["action"], second["reused_tokens"]) == ("partly reused", 4)
+    assert second["note"] == "its first 4 tokens computed again"
+
+
+def test_a_bypass_says_why_and_counts_what_an_ordinary_prompt_would_reuse() -> None:
+    told = ComposedReport(SHAPE, 20, prefix_tokens=12, bypass="it asks for prompt_logprobs").to_json()
+    assert told["bypass"] == "it asks for prompt_logprobs"
+    assert told["composition"] == "exact"
+    assert [document["action"] for document in told["documents"]] == ["reused", "partly reused"]
+    assert told["totals"]["cached_tokens"] == 12
+    assert told["totals"]["composed_tokens"] == 0
+
+
+@st.composite
+def reports(draw: st.DrawFn) -> ComposedReport:
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
+    shape = Composition(
+        system=draw(st.integers(0, 40)),
+        chunks=tuple(lengths),
+        position_strategy=draw(st.sampled_from(["sequential", "shared"])),
+        chunk_context=draw(st.sampled_from(["system", "none"])),
+        repair=draw(st.integers(0, 50)),
+        ids=tuple(map(str, lengths)) if draw(st.booleans()) else (),
+    )
+    num_tokens = shape.end + draw(st.integers(1, 40))
+    sources = st.builds(ChunkOutcome, st.sampled_from(["cached", "computed", "awaited", "same"]), st.just("disk"))
+    return ComposedReport(
+        shape,
+        num_tokens,
+        tuple(draw(st.lists(sources, min_size=len(lengths), max_size=len(lengths)))),
+        prefix_tokens=draw(st.integers(0, num_tokens - 1)),
+        bypass=draw(st.sampled_from(["", "the model has windows"])),
+    )
+
+
+@given(reports())
+def test_every_report_has_the_form_of_our_own_server_and_its_numbers_add_up(report: ComposedReport) -> None:
+    told = json.loads(json.dumps(report.to_json()))
+    own = {name: told[name] for name in Report.model_fields}
+    assert Report.model_validate(own).model_dump() == own
+    totals = told["totals"]
+    assert sum(segment["tokens"] for segment in told["segments"]) == totals["prompt_tokens"] == report.num_tokens
+    assert totals["cached_tokens"] + totals["composed_tokens"] + totals["recomputed_tokens"] == report.num_tokens
+    assert totals["recomputed_tokens"] >= 1
+    for number, document in enumerate(told["documents"]):
+        shift = report.composition.system if report.composition.chunk_context == "system" else 0
+        expected = report.composition.position_of(number) - shift if report.is_composed else 0
+        assert document["distance"] == expected
+
+
+def test_a_report_has_one_outcome_for_each_chunk() -> None:
+    with pytest.raises(AssertionError):
+        ComposedReport(SHAPE, 20, (CACHED,))
