@@ -1,0 +1,136 @@
+"""The two halves as one vLLM connector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from kvmosaic.integrations.vllm.operations import Operations, WorkerFacts
+from kvmosaic.integrations.vllm.scheduler.access import calling_scheduler
+from kvmosaic.integrations.vllm.scheduler.composer import Composer
+from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """One step's operations, on their way to the workers."""
+
+    operations: Operations
+
+
+@dataclass
+class WorkerMetadata(KVConnectorHandshakeMetadata):
+    """One worker's facts, on their way to the scheduler."""
+
+    facts: WorkerFacts
+
+
+class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
+    """Documents in any order inside vLLM: `--kv-transfer-config '{"kv_connector":"kvmosaic","kv_role":"kv_both"}'`.
+
+    vLLM makes one in the scheduler's process, which plans (`scheduler/`), and one in every worker, which moves keys and
+    values (`worker/`). Everything here only passes on.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._composer: Composer | None = None
+        self._worker: ComposingWorker | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._composer = Composer(vllm_config, kv_cache_config, calling_scheduler())
+        else:
+            self._worker = ComposingWorker(vllm_config, kv_cache_config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: what is lost is computed again."""
+        return False
+
+    # The scheduler's process
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """What the workers found out, by (pipeline rank, tensor rank)."""
+        self._planner.hear({rank: said.facts for rank, said in metadata.items()})
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """The same by rank, of versions of vLLM that know no pipeline here."""
+        self._planner.hear({rank: said.facts for rank, said in metadata.items()})
+
+    def on_new_request(self, request: Any) -> None:
+        """A request was added to the scheduler."""
+        self._planner.arrived(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens can be moved in; None while a chunk is being computed."""
+        return self._planner.matched(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The request was given blocks."""
+        self._planner.admitted(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """A step is scheduled."""
+        return StepMetadata(self._planner.operations(scheduler_output))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended; its blocks are free at once, and its answer carries the report."""
+        return False, self._planner.finished(request)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same where layers are in groups."""
+        return False, self._planner.finished(request)
+
+    @property
+    def _planner(self) -> Composer:
+        assert self._composer is not None
+        return self._composer
+
+    # A worker's process
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """The paged caches are there."""
+        self._mover.register(kv_caches)
+
+    def get_handshake_metadata(self) -> WorkerMetadata:
+        """What this worker can do."""
+        return WorkerMetadata(self._mover.facts)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin(connector_metadata.operations)
+
+    def clear_connector_metadata(self) -> None:
+        """A step is over."""
+        super().clear_connector_metadata()
+        if self._worker is not None:
+            self._worker.end()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Moves and repairs, before the step's forward."""
+        self._mover.run()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is loaded behind the forward's back."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """vLLM's prefix cache keeps what is computed."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""
+
+    @property
+    def _mover(self) -> ComposingWorker:
+        assert self._worker is not None
+        return self._worker

@@ -1,0 +1,277 @@
+"""The scheduler's half: finds chunks, asks for those that are missing, and plans what a step moves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.utils.hashing import get_hash_fn_by_name
+
+from kvmosaic.errors import KVMosaicError
+from kvmosaic.integrations.vllm.contract import FIELD, Composition
+from kvmosaic.integrations.vllm.operations import Move, Operations, Repair, Shift, WorkerFacts
+from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
+from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP, BlockStore
+from kvmosaic.integrations.vllm.scheduler.chunk_requests import ChunkRequests
+from kvmosaic.integrations.vllm.scheduler.composed import ComposedRequest, Sighting
+from kvmosaic.integrations.vllm.scheduler.hashing import ComposedHasher
+from kvmosaic.integrations.vllm.scheduler.pieces import Piece, repaired_runs, take_apart
+from kvmosaic.integrations.vllm.scheduler.trouble import engine_trouble, request_trouble, workers_trouble
+
+_MAX_ASKED = 8
+"""How often a chunk is computed for one request, if it is evicted each time before all others are there."""
+
+_log = logging.getLogger(__name__)
+
+
+class Composer:
+    """Follows every request with segments from its arrival to its end.
+
+        arrival          borders are read; chunks are looked up; missing ones are asked for
+        being scheduled  waits (`matched` gives None) until every piece was seen before this step; then its blocks are
+                         held until the step is complete
+        admitted         its pieces become moves into its own blocks
+        step complete    `operations` for the workers
+
+    Nothing here raises: vLLM's engine would end. What cannot be composed is bypassed, with the reason in its report.
+    """
+
+    def __init__(self, config: Any, kv_cache_config: Any, scheduler: Any) -> None:
+        self._config = config
+        self._scheduler = scheduler
+        self._trouble = engine_trouble(config, kv_cache_config)
+        self._facts: tuple[WorkerFacts, ...] = ()
+        self._num_workers = config.parallel_config.tensor_parallel_size * config.parallel_config.pipeline_parallel_size
+        self._block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        self._digest = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        self._requests: dict[str, ComposedRequest] = {}
+        self._chunks = ChunkRequests(scheduler.add_request)
+        self._waiters: dict[Any, set[str]] = {}
+        """Chunk prompts under way, and the composed requests that wait for them."""
+        self._admitted: list[str] = []
+        self._step = 0
+        self._store: BlockStore | None = None
+
+    @property
+    def store(self) -> BlockStore:
+        """The scheduler's block pool; it is made after the connector."""
+        if self._store is None:
+            self._store = BlockStore(self._scheduler.kv_cache_manager.block_pool)
+        return self._store
+
+    def hear(self, facts: Mapping[Any, WorkerFacts]) -> None:
+        """What the workers can do, told once at the start."""
+        self._facts = tuple(facts[rank] for rank in sorted(facts))
+        self._trouble = self._trouble or workers_trouble(self._facts, self._num_workers)
+        if self._trouble:
+            _log.warning("kvmosaic: documents are not composed: %s", self._trouble)
+
+    # Arrival and end
+
+    def arrived(self, request: Any) -> None:
+        """A request was added; if it has segments, they are looked up, and asked for."""
+        if request.request_id in self._chunks:
+            return
+        try:
+            composition = Composition.from_params(request.kv_transfer_params, request.num_prompt_tokens)
+        except KVMosaicError as error:
+            _log.warning("kvmosaic: request %s is answered as an ordinary prompt: %s", request.request_id, error)
+            return
+        if composition is None:
+            return
+        composed = ComposedRequest(request, composition, request._block_hasher)
+        self._requests[request.request_id] = composed
+        composed.bypass = self._trouble or request_trouble(request, composition, self._facts)
+        if not composed.bypass:
+            self._take_apart(composed)
+        if not composed.bypass:
+            self._rehash(composed, ComposedHasher(composition, self._block_size, self._digest))
+            composed.num_cached = self.store.num_leading(request.block_hashes) * self._block_size
+            self._look(composed, range(len(composed.pieces)), self._step - 1)
+            self._ask(composed, range(len(composed.pieces)))
+
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """A request ended; what its answer says of it."""
+        if request.request_id in self._chunks:
+            self._chunk_finished(self._chunks.finished(request.request_id))
+            return None
+        composed = self._requests.pop(request.request_id, None)
+        if composed is None:
+            return None
+        for waiters in self._waiters.values():
+            waiters.discard(request.request_id)
+        return {FIELD: self._report(composed).to_json()}
+
+    def _chunk_finished(self, name: Any) -> None:
+        for request_id in self._waiters.pop(name, ()):
+            composed = self._requests[request_id]
+            pieces = [i for i, piece in enumerate(composed.pieces) if composed.hashes[piece.prompt][-1] == name]
+            self._look(composed, pieces, self._step - 1)
+
+    def _take_apart(self, composed: ComposedRequest) -> None:
+        """Finds pieces and hashes of a request, or the reason why there is no room for them."""
+        request, size = composed.request, self._block_size
+        composed.prompts, composed.pieces = take_apart(composed.composition, request.prompt_token_ids, size)
+        longest = max(len(prompt.token_ids) for prompt in composed.prompts)
+        if longest + 1 > self._config.model_config.max_model_len:
+            composed.bypass = (
+                f"system text, its longest document and padding are {longest} tokens; the model takes "
+                f"{self._config.model_config.max_model_len - 1}"
+            )
+            return
+        needed = sum(len(prompt.token_ids) // size for prompt in composed.prompts) + request.num_tokens // size + 1
+        if needed > self.store.num_blocks:
+            composed.bypass = (
+                f"its documents and their copies need {needed} blocks of KV cache at once; there are "
+                f"{self.store.num_blocks}"
+            )
+            return
+        built = [self._chunks.build(composed, prompt) for prompt in composed.prompts]
+        composed.hashes = tuple(tuple(chunk.block_hashes) for chunk in built)
+
+    def _rehash(self, composed: ComposedRequest, hasher: Any) -> None:
+        request = composed.request
+        request._block_hasher = hasher
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+    # Looking and asking
+
+    def _look(self, composed: ComposedRequest, pieces: Any, step: int) -> None:
+        """Finds the blocks of pieces; they may be moved by steps after `step`."""
+        for index in pieces:
+            piece = composed.pieces[index]
+            blocks = self.store.find(self._hashes(composed, piece))
+            sighting = composed.sightings.get(index)
+            if blocks is None:
+                composed.sightings.pop(index, None)
+            elif sighting is None or sighting.blocks != blocks:
+                composed.sightings[index] = Sighting(blocks, step)
+
+    def _hashes(self, composed: ComposedRequest, piece: Piece) -> tuple[Any, ...]:
+        first = piece.offset // self._block_size
+        stop = piece.offset + piece.stop - piece.start
+        return composed.hashes[piece.prompt][first : -(-stop // self._block_size)]
+
+    def _ask(self, composed: ComposedRequest, pieces: Any) -> None:
+        """Has the chunk prompts of missing pieces computed, and waits for them."""
+        missing = {composed.pieces[index].prompt for index in pieces if index not in composed.sightings}
+        for number in sorted(missing):
+            name = composed.hashes[number][-1]
+            if composed.asked.get(number, 0) >= _MAX_ASKED:
+                self._give_up(composed, f"a document was evicted {_MAX_ASKED} times before the others were there")
+                return
+            composed.asked.setdefault(number, 0)
+            if not self._chunks.is_under_way(name):
+                composed.asked[number] += 1
+                self._chunks.ask(self._chunks.build(composed, composed.prompts[number]))
+            self._waiters.setdefault(name, set()).add(composed.request.request_id)
+
+    def _give_up(self, composed: ComposedRequest, reason: str) -> None:
+        composed.bypass = reason
+        self._rehash(composed, composed.ordinary_hasher)
+
+    # Scheduling
+
+    def matched(self, request: Any, num_local: int) -> int | None:
+        """How many tokens after the first `num_local` this step can move into the request's blocks; None: wait."""
+        composed = self._requests.get(request.request_id)
+        if composed is None or composed.bypass or num_local >= composed.composition.end:
+            return 0
+        needed = [index for index, piece in enumerate(composed.pieces) if piece.stop > num_local]
+        if any(self._chunks.is_under_way(composed.hashes[composed.pieces[i].prompt][-1]) for i in needed):
+            return None
+        self._look(composed, needed, self._step)
+        if any(index not in composed.sightings for index in needed):
+            self._ask(composed, needed)
+            return 0 if composed.bypass else None
+        if any(composed.sightings[index].step >= self._step for index in needed):
+            return None
+        composed.planned = [self._remainder(composed, index, num_local) for index in needed]
+        for _, blocks in composed.planned:
+            self.store.hold(blocks)
+        return composed.composition.end - num_local
+
+    def _remainder(self, composed: ComposedRequest, index: int, num_local: int) -> tuple[Piece, tuple[Any, ...]]:
+        """What is left of a piece behind the first `num_local` tokens, and the blocks that hold it."""
+        piece, blocks = composed.pieces[index], composed.sightings[index].blocks
+        cut = max(num_local - piece.start, 0)
+        left = Piece(piece.start + cut, piece.stop, piece.prompt, piece.offset + cut, piece.distance, piece.chunk)
+        return left, blocks[left.offset // self._block_size - piece.offset // self._block_size :]
+
+    def admitted(self, request: Any, blocks: Any, num_external: int) -> None:
+        """A request was given its blocks; the last `num_external` tokens of what it has are to be moved in."""
+        composed = self._requests.get(request.request_id)
+        if composed is None:
+            return
+        own, size = tuple(blocks.get_block_ids()[KV_GROUP]), self._block_size
+        if not num_external:
+            return
+        composed.moves, composed.repairs = [], []
+        for piece, held in composed.planned:
+            first, last = piece.start // size, -(-piece.stop // size)
+            composed.moves.append(
+                Move(
+                    source_blocks=tuple(block.block_id for block in held),
+                    source_start=piece.offset % size,
+                    target_blocks=own[first:last],
+                    target_start=piece.start % size,
+                    num_tokens=piece.stop - piece.start,
+                    position=piece.offset,
+                    distance=piece.distance,
+                )
+            )
+        if composed.composition.repair:
+            composed.repairs = self._repairs(composed, own, composed.planned[0][0].start)
+        self._admitted.append(request.request_id)
+
+    def _repairs(self, composed: ComposedRequest, blocks: tuple[int, ...], num_cached: int) -> list[Repair]:
+        shape = composed.composition
+        repairs = []
+        for start, stop in repaired_runs(shape, num_cached):
+            chunk = next(i for i, begin in enumerate(shape.starts) if begin <= start < begin + shape.chunks[i])
+            position = shape.position_of(chunk) + start - shape.starts[chunk]
+            tokens = tuple(composed.request.prompt_token_ids[start:stop])
+            repairs.append(Repair(blocks[: -(-stop // self._block_size)], start, tokens, position))
+        composed.num_repaired = sum(stop - start for start, stop in repaired_runs(shape, num_cached))
+        return repairs
+
+    def operations(self, scheduled: Any) -> Operations:
+        """What the workers do in the step that has just been scheduled; held blocks are free again after it."""
+        done = Operations()
+        for request_id in self._admitted:
+            composed = self._requests.get(request_id)
+            if composed is not None and request_id in scheduled.num_scheduled_tokens:
+                done.moves += composed.moves
+                done.repairs += composed.repairs
+        self._admitted.clear()
+        for request_id in scheduled.num_scheduled_tokens:
+            composed = self._requests.get(request_id)
+            if composed is not None and composed.position_shift:
+                blocks = self._scheduler.kv_cache_manager.get_blocks(request_id).get_block_ids()[KV_GROUP]
+                first = composed.composition.end // self._block_size
+                done.shifts.append(Shift(tuple(blocks[first:]), composed.position_shift))
+        self.store.release()
+        self._step += 1
+        return done
+
+    # Reports
+
+    def _report(self, composed: ComposedRequest) -> ComposedReport:
+        request, shape = composed.request, composed.composition
+        if composed.bypass:
+            return ComposedReport(shape, request.num_prompt_tokens, bypass=composed.bypass)
+        outcomes, seen = [], set()
+        for piece in composed.pieces:
+            if piece.chunk is None:
+                continue
+            if piece.prompt in seen:
+                source = "same"
+            elif piece.prompt in composed.asked:
+                source = "computed" if composed.asked[piece.prompt] else "awaited"
+            else:
+                source = "cached"
+            seen.add(piece.prompt)
+            outcomes.append(ChunkOutcome(source))  # type: ignore[arg-type]
+        return ComposedReport(shape, request.num_prompt_tokens, tuple(outcomes), min(composed.num_cached, shape.end))

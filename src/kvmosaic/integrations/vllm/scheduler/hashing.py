@@ -1,0 +1,48 @@
+"""Hashes of a composed request's blocks: what only composing can fill is named in a space of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
+
+from kvmosaic.integrations.vllm.contract import Composition
+from kvmosaic.integrations.vllm.scheduler.pieces import borders, first_private_block
+
+_SPACE = "kvmosaic-1"
+
+
+class ComposedHasher:
+    """Hashes the blocks of one composed request, as vLLM's own hasher does for an ordinary one.
+
+        block          0       1       2       3       4
+                   │ s s s │ s a a │ a b b │ b b q │ q q q │
+        hash           as an ordinary     private, each with the borders that fall into it
+                       prompt's
+
+    A block is named by its tokens, all blocks before it, and (from the first private one on) how it was composed and
+    where segments begin in it. So an ordinary prompt never meets approximate keys, and two composed prompts share
+    their blocks as long as they begin alike.
+    """
+
+    def __init__(self, composition: Composition, block_size: int, digest: Callable[[Any], bytes]) -> None:
+        self._block_size, self._digest = block_size, digest
+        self._first_private = first_private_block(composition, block_size)
+        self._method = (_SPACE, composition.position_strategy, composition.chunk_context, composition.repair)
+        self._borders = borders(composition)
+
+    def __call__(self, request: Any) -> list[BlockHash]:
+        """Hashes of the full blocks that have none yet."""
+        hashes: list[BlockHash] = []
+        size = self._block_size
+        before = request.block_hashes[-1] if request.block_hashes else None
+        for block in range(len(request.block_hashes), request.num_tokens // size):
+            start, stop = block * size, (block + 1) * size
+            extra, _ = generate_block_hash_extra_keys(request, start, stop, 0)
+            if block >= self._first_private:
+                inside = tuple(border - start for border in self._borders if start <= border < stop)
+                extra = (*(extra or ()), *self._method, *inside)
+            before = hash_block_tokens(self._digest, before, request.all_token_ids[start:stop], extra)
+            hashes.append(before)
+        return hashes

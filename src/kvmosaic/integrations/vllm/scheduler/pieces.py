@@ -1,0 +1,109 @@
+"""Where the tokens of a composed prompt come from: pieces of chunk prompts. No torch, no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvmosaic.integrations.vllm.contract import Composition
+
+PADDING_TOKEN = 0
+"""Fills the last block of a chunk prompt; what it computes is never read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPrompt:
+    """What is computed, and found again, for a chunk: what it saw, the chunk, and padding up to a full block.
+
+        system + chunk    │ s s s s │ s c c c │ c c p p │     context 5 tokens, chunk 5 tokens, 2 of padding
+
+    vLLM keeps full blocks only, so without padding the last tokens of nearly every chunk would be lost. Padding comes
+    last, so nothing sees it.
+    """
+
+    token_ids: tuple[int, ...]
+    num_tokens: int
+    """Without padding."""
+
+    @classmethod
+    def of(cls, seen: Sequence[int], chunk: Sequence[int], block_size: int) -> ChunkPrompt:
+        """The chunk prompt of a chunk that saw `seen`."""
+        num_tokens = len(seen) + len(chunk)
+        padding = -num_tokens % block_size
+        return cls((*seen, *chunk, *(PADDING_TOKEN,) * padding), num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of a composed prompt, `start` to `stop`, and where it is in a chunk prompt.
+
+    Token `start` of the composed prompt is token `offset` of chunk prompt number `prompt`, where it stands at position
+    `offset`; the composed prompt reads it `distance` positions further on.
+    """
+
+    start: int
+    stop: int
+    prompt: int
+    offset: int
+    distance: int
+    chunk: int | None
+    """Number of the chunk; None for the system text."""
+
+
+def take_apart(
+    composition: Composition, token_ids: Sequence[int], block_size: int
+) -> tuple[tuple[ChunkPrompt, ...], tuple[Piece, ...]]:
+    """The chunk prompts that a composed prompt needs, and its pieces, which cover tokens 0 to `composition.end`.
+
+    Chunks of the same tokens share one chunk prompt. The system text comes out of the first chunk's prompt, where the
+    chunks saw it, and has a prompt of its own where they did not.
+    """
+    system = token_ids[: composition.system]
+    seen = system if composition.chunk_context == "system" else ()
+    numbers: dict[ChunkPrompt, int] = {}
+    pieces: list[Piece] = []
+
+    def number_of(prompt: ChunkPrompt) -> int:
+        return numbers.setdefault(prompt, len(numbers))
+
+    if system and not seen:
+        pieces.append(Piece(0, len(system), number_of(ChunkPrompt.of((), system, block_size)), 0, 0, None))
+    elif system:
+        pieces.append(Piece(0, len(system), 0, 0, 0, None))
+    for chunk, (start, length) in enumerate(zip(composition.starts, composition.chunks, strict=True)):
+        number = number_of(ChunkPrompt.of(seen, token_ids[start : start + length], block_size))
+        distance = composition.position_of(chunk) - len(seen)
+        pieces.append(Piece(start, start + length, number, len(seen), distance, chunk))
+    return tuple(numbers), tuple(pieces)
+
+
+def first_private_block(composition: Composition, block_size: int) -> int:
+    """The first block that an ordinary prompt with the same tokens would fill with other keys and values.
+
+    The system text and the first chunk, at its place behind it, are what an ordinary prompt would compute: their full
+    blocks are shared with it.
+    """
+    exact = composition.system
+    if composition.chunk_context == "system":
+        exact += composition.chunks[0]
+    return exact // block_size
+
+
+def borders(composition: Composition) -> tuple[int, ...]:
+    """The index of the first token of every chunk and of the question."""
+    return (*composition.starts, composition.end)
+
+
+def repaired_runs(composition: Composition, num_cached: int) -> tuple[tuple[int, int], ...]:
+    """What is computed again, as (start, stop): the first tokens of each chunk, as far as they are not cached already.
+
+    The first chunk is left out where it saw the system text: it has seen all that comes before it.
+    """
+    runs = []
+    for chunk, (start, length) in enumerate(zip(composition.starts, composition.chunks, strict=True)):
+        if chunk == 0 and composition.chunk_context == "system":
+            continue
+        stop = start + min(composition.repair, length)
+        if max(start, num_cached) < stop:
+            runs.append((max(start, num_cached), stop))
+    return tuple(runs)
