@@ -12,7 +12,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from kvmosaic import errors
-from kvmosaic.server.wording import fault_of, for_clients
+from kvmosaic.prompt.ways_out import for_clients
+from kvmosaic.server.wording import fault_of
 
 logger = logging.getLogger("kvmosaic.server")
 

@@ -7,9 +7,9 @@ import re
 import httpx
 from support.server import RunningServer
 
+from kvmosaic.prompt.document_id import check_id
 from kvmosaic.server.dashboard.examples import example_documents, example_questions
 from kvmosaic.server.dashboard.markup import Markup
-from kvmosaic.server.documents.names import check_id
 
 
 def test_the_policy_names_the_one_script_and_the_one_style(own_server: RunningServer) -> None:

@@ -18,8 +18,8 @@ from kvmosaic.errors import (
     UnknownDocument,
 )
 from kvmosaic.prompt import read_documents
+from kvmosaic.prompt.document_id import REFUSED_ID_PATTERN, VERBS, check_id
 from kvmosaic.server.documents import DocumentStore, Draft, Match, StoreLimits, StoreUsage, shown_name
-from kvmosaic.server.documents.names import REFUSED_ID_PATTERN, VERBS, check_id
 
 
 class Clock:

@@ -6,37 +6,10 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvmosaic.errors import InvalidDocument
-
 if TYPE_CHECKING:
     from kvmosaic.sampling import ReuseReport
 
-MAX_ID_CHARACTERS = 256
-ID_PATTERN = r"^[A-Za-z0-9._:-]{1,256}$"
-VERBS = ("warm", "pin", "unpin", "sleep", "wake")
-"""What may follow an id and a colon in an address; the last two are kept free."""
-REFUSED_ID_PATTERN = rf"^\.\.?$|:({'|'.join(VERBS)})$"
-"""Programs take `.` and `..` out of an address, and `:warm` at its end would be read as a verb."""
-
 _LABEL = re.compile(r"(([A-Za-z0-9._:-]{1,256}) \[stored [0-9]+\])((?: \([0-9]+/[0-9]+\))?)")
-
-
-def check_id(document_id: str) -> str:
-    """The id itself, if a stored document may have it.
-
-    Raises:
-        InvalidDocument: too long, other characters, or one that cannot stand in an address.
-    """
-    if not re.fullmatch(ID_PATTERN.strip("^$"), document_id):
-        raise InvalidDocument(
-            f"a document's id has 1 to {MAX_ID_CHARACTERS} letters, digits and . _ : -, got {document_id!r:.80}"
-        )
-    if re.search(REFUSED_ID_PATTERN, document_id):
-        raise InvalidDocument(
-            f"the id {document_id!r:.80} cannot stand in an address; it must not be '.' or '..' nor end in "
-            + " or ".join(f"':{verb}'" for verb in VERBS)
-        )
-    return document_id
 
 
 def label_of(document_id: str, text_number: int) -> str:

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Request, Response
 
+from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS
 from kvmosaic.server.documents.cached import CachedChunk, drop_retired, find_cached, pin_cached, set_cached_priority
-from kvmosaic.server.documents.names import ID_PATTERN, MAX_ID_CHARACTERS
 from kvmosaic.server.documents.schemas import (
     MAX_LIST,
     ChunkObject,

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS, REFUSED_ID_PATTERN
 from kvmosaic.server.documents.cached import CachedChunk
-from kvmosaic.server.documents.names import ID_PATTERN, MAX_ID_CHARACTERS, REFUSED_ID_PATTERN, shown_name
+from kvmosaic.server.documents.names import shown_name
 from kvmosaic.server.documents.shelf import DocumentPage
 from kvmosaic.server.documents.store import DocumentStore
 from kvmosaic.server.documents.stored import (

@@ -18,7 +18,8 @@ from kvmosaic.errors import (
     UnknownDocument,
 )
 from kvmosaic.prompt.document import MAX_DOCUMENT_CHARACTERS
-from kvmosaic.server.documents.names import check_id, label_in, label_of
+from kvmosaic.prompt.document_id import check_id
+from kvmosaic.server.documents.names import label_in, label_of
 from kvmosaic.server.documents.shelf import DocumentPage, Order, Shelf
 from kvmosaic.server.documents.stored import Draft, Match, StoredDocument, StoredText
 

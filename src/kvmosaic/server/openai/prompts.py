@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,11 +10,10 @@ from kvmosaic.assembly import joined
 from kvmosaic.errors import InvalidMessages, InvalidPrompt
 from kvmosaic.llm import LLM
 from kvmosaic.prompt import Document, Prompt
+from kvmosaic.prompt.asking import check_variables, known_roles, take_separated
 from kvmosaic.prompt.breakpoints import take_marked
-from kvmosaic.prompt.message import is_system
 from kvmosaic.prompt.separator import named_parts
 from kvmosaic.server.openai.documents import DocumentFields, notes_of, read_documents, told_by_place
-from kvmosaic.server.openai.messages import content_parts
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
 
@@ -57,8 +55,8 @@ def chat_prompt(
         InvalidMessages, InvalidDocument, InvalidPrompt: see `PromptEncoder.encode_chat`.
         UnknownDocument: an id that this tenant has not stored.
     """
-    kept, marked = take_marked(_known_roles(services.llm, messages))
-    kept, separated = _take_separated(kept, services.settings.chunk_separator)
+    kept, marked = take_marked(known_roles(_template_of(services.llm), messages))
+    kept, separated = take_separated(kept, services.settings.chunk_separator)
     with told_by_place(body):
         documents = read_documents(services, tenant, body)
         rendering = replace(rendering, is_endless=_is_endless(body))
@@ -108,13 +106,13 @@ def _encode_chat(
     rendering: Rendering,
 ) -> Prompt:
     options = dict(rendering.template_options or {})
-    if not getattr(llm.model.tokenizer, "chat_template", None):
+    if not _template_of(llm):
         if options or rendering.continue_final_message:
             raise InvalidMessages(
                 "this model has no chat template, so there is nothing to be set; leave its options out"
             )
         return llm.compose(messages, documents=documents or None, salt=salt, is_endless=rendering.is_endless)
-    _check_options(llm.model.tokenizer, options)
+    check_variables(llm.model.tokenizer, options)
     if rendering.add_generation_prompt is not None:
         options["add_generation_prompt"] = rendering.add_generation_prompt
     if rendering.continue_final_message:
@@ -131,49 +129,5 @@ def _is_endless(body: DocumentFields) -> bool:
     return getattr(body, "window_tokens", None) is not None
 
 
-def _check_options(tokenizer: Any, options: Mapping[str, Any]) -> None:
-    """Only variables of the template itself may be set: no other template, no special tokens, no tokenizing."""
-    taken = set(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages", "salt", "self"}
-    taken |= set(getattr(tokenizer, "special_tokens_map", ()))
-    for name in options:
-        if name in taken or not name.isidentifier():
-            raise InvalidMessages(
-                f"chat_template_kwargs cannot set {name!r:.80}; it sets variables of the template only"
-            )
-
-
-def _known_roles(llm: LLM, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The conversation with 'system' for 'developer' where the template does not know the difference."""
-    if "developer" in str(getattr(llm.model.tokenizer, "chat_template", None) or ""):
-        return list(messages)
-    return [{**message, "role": "system"} if message.get("role") == "developer" else message for message in messages]
-
-
-def _take_separated(
-    messages: list[Mapping[str, Any]], separator: str | None
-) -> tuple[list[Mapping[str, Any]], tuple[Document, ...]]:
-    """Takes documents out of the messages of the user that hold separators, those of earlier turns included.
-
-    The part before the first separator is the system text of a conversation without one, else a document as well.
-    """
-    if separator is None:
-        return messages, ()
-    rest: list[Mapping[str, Any]] = []
-    texts: list[str] = []
-    system = None if any(is_system(message) for message in messages) else ""
-    for message in messages:
-        parts: object = ""
-        if message["role"] == "user":
-            parts = named_parts("\n".join(part["text"] for part in content_parts(message)), separator)
-        if isinstance(parts, tuple):
-            first, bodies, question = parts
-            if system == "":
-                system = first
-            else:
-                texts.append(first)
-            texts += bodies
-            message = {**message, "content": question}
-        rest.append(message)
-    if system:
-        rest.insert(0, {"role": "system", "content": system})
-    return rest, tuple(map(Document, texts))
+def _template_of(llm: LLM) -> str:
+    return str(getattr(llm.model.tokenizer, "chat_template", None) or "")

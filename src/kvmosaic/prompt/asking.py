@@ -1,0 +1,70 @@
+"""Chat bodies beyond plain messages: separators in them, roles that a template does not know, and its variables."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvmosaic.errors import InvalidMessages
+from kvmosaic.prompt.document import Document
+from kvmosaic.prompt.message import is_system
+from kvmosaic.prompt.separator import named_parts
+
+
+def take_separated(
+    messages: Sequence[Mapping[str, Any]], separator: str | None
+) -> tuple[list[Mapping[str, Any]], tuple[Document, ...]]:
+    """Takes documents out of the messages of the user that hold separators, those of earlier turns included.
+
+    The part before the first separator is the system text of a conversation without one, else a document as well.
+    """
+    if separator is None:
+        return list(messages), ()
+    rest: list[Mapping[str, Any]] = []
+    texts: list[str] = []
+    system = None if any(is_system(message) for message in messages) else ""
+    for message in messages:
+        parts: object = ""
+        if message["role"] == "user":
+            parts = named_parts("\n".join(part["text"] for part in content_parts(message)), separator)
+        if isinstance(parts, tuple):
+            first, bodies, question = parts
+            if system == "":
+                system = first
+            else:
+                texts.append(first)
+            texts += bodies
+            message = {**message, "content": question}
+        rest.append(message)
+    if system:
+        rest.insert(0, {"role": "system", "content": system})
+    return rest, tuple(map(Document, texts))
+
+
+def content_parts(message: Mapping[str, Any]) -> list[Any]:
+    """A content as a list of parts."""
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def known_roles(template: str | None, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The conversation with 'system' for 'developer' where the template does not know the difference."""
+    if "developer" in (template or ""):
+        return list(messages)
+    return [{**message, "role": "system"} if message.get("role") == "developer" else message for message in messages]
+
+
+def check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
+    """Only variables of the template itself may be set: no other template, no special tokens, no tokenizing.
+
+    Raises:
+        InvalidMessages: another name.
+    """
+    taken = set(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages", "salt", "self"}
+    taken |= set(getattr(tokenizer, "special_tokens_map", ()))
+    for name in variables:
+        if name in taken or not name.isidentifier():
+            raise InvalidMessages(
+                f"chat_template_kwargs cannot set {name!r:.80}; it sets variables of the template only"
+            )
