@@ -125,7 +125,7 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing is loaded behind the forward's back."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """vLLM's prefix cache keeps what is computed."""
+        """The prefix cache keeps what is computed."""
 
     def wait_for_save(self) -> None:
         """Nothing is saved."""
