@@ -65,6 +65,15 @@ class ComposedReport:
         """Whether chunks were put together; if not, it was an ordinary prompt."""
         return not self.bypass and bool(self.chunks)
 
+    @property
+    def repaired_tokens(self) -> int:
+        """Tokens of chunks that were computed again in this prompt."""
+        shape = self.composition
+        if not self.is_composed or not shape.repair:
+            return 0
+        pairs = zip(shape.starts, shape.chunks, strict=True)
+        return sum(min(shape.repair, length) for start, length in pairs if self.prefix_tokens < start + length)
+
     def to_json(self) -> dict[str, Any]:
         """The value of the field `kvmosaic` of an answer: that of our own server, and `totals` and `bypass`."""
         segments = self.segments()

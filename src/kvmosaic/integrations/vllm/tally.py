@@ -1,0 +1,121 @@
+"""What the plugin counts between two steps, as plain data that travels from the scheduler to the front end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvmosaic.integrations.vllm import families
+from kvmosaic.integrations.vllm.report import ComposedReport
+from kvmosaic.metrics import own_names
+from kvmosaic.metrics.family import Family
+
+MOST_REASONS = 32
+OTHER = "other"
+"""The label of all further reasons, so that there are never more than so many."""
+MOST_REPORTS = 256
+"""Between two steps; older ones are dropped."""
+
+Counts = dict[str, dict[str, float]]
+"""By name of a family, and by the value of its own label ("" if it has none)."""
+
+
+class Tally:
+    """Counts, and reports of requests that began, until someone takes them.
+
+        tally.composed(report, request_id); tally.moved(2048, 0.06)
+        tally.take()    {"counts": {"kvmosaic:moved_tokens": {"": 2048}, ...}, "reports": {request_id: {...}}}
+
+    Counting is always safe and never raises.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counts = {}
+        self._reports: dict[str, dict[str, Any]] = {}
+        self._reasons: set[str] = set()
+
+    def composed(self, report: ComposedReport, request_id: str | None = None) -> None:
+        """A request was put together from chunks; with its id, the report can be had in the front end."""
+        told = report.to_json()
+        self._add(families.COMPOSED, 1)
+        for row in told["documents"]:
+            self._add(own_names.CHUNK_TOKENS, row["tokens"] - row["reused_tokens"], "computed")
+            self._add(own_names.CHUNK_TOKENS, row["reused_tokens"], "moved" if row["distance"] else "reused")
+        num_chunks = len(report.chunks)
+        num_computed = sum(chunk.source == "computed" for chunk in report.chunks)
+        self._add(own_names.CHUNK_LOOKUPS, num_chunks)
+        self._add(own_names.CHUNK_MISSES, num_computed)
+        self._add(own_names.CHUNK_HITS, num_chunks - num_computed)
+        self._add(families.CHUNK_WAITS, sum(chunk.source == "awaited" for chunk in report.chunks))
+        self._add(families.REPAIRED_TOKENS, report.repaired_tokens)
+        for chunk, length in zip(report.chunks, report.composition.chunks, strict=True):
+            if chunk.source == "cached" and chunk.tier != "device":
+                self._add(own_names.CHUNK_LOADS, 1)
+                self._add(own_names.CHUNK_LOADED_TOKENS, length)
+        self._keep(request_id, told)
+
+    def bypassed(self, code: str, report: ComposedReport | None = None, request_id: str | None = None) -> None:
+        """A request with documents is answered as an ordinary prompt; `code` is its reason in one word."""
+        if code not in self._reasons:
+            if len(self._reasons) < MOST_REASONS:
+                self._reasons.add(code)
+            else:
+                code = OTHER
+        self._add(families.BYPASSED, 1, code)
+        if report is not None:
+            self._keep(request_id, report.to_json())
+
+    def chunk_prompts(self, num_started: int, num_running: int) -> None:
+        """So many internal requests began, and so many are not done now."""
+        self._add(families.CHUNK_PROMPTS, num_started)
+        self._counts[families.CHUNK_PROMPTS_RUNNING.name] = {"": num_running}
+
+    def moved(self, num_tokens: int, seconds: float = 0.0) -> None:
+        """A worker took `seconds` to copy tokens; the scheduler counts the tokens once, each worker its seconds."""
+        self._add(families.MOVED_TOKENS, num_tokens)
+        self._add(families.MOVE_SECONDS, seconds)
+
+    def take(self) -> dict[str, Any] | None:
+        """What was counted since the last time; None if nothing was."""
+        if not self._counts and not self._reports:
+            return None
+        taken = {"counts": self._counts, "reports": self._reports}
+        self._counts, self._reports = {}, {}
+        return taken
+
+    def _add(self, family: Family, number: float, label: str = "") -> None:
+        if number:
+            values = self._counts.setdefault(family.name, {})
+            values[label] = values.get(label, 0) + number
+
+    def _keep(self, request_id: str | None, told: dict[str, Any]) -> None:
+        if request_id is not None:
+            self._reports[request_id] = told
+            if len(self._reports) > MOST_REPORTS:
+                del self._reports[next(iter(self._reports))]
+
+
+def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Both together: counters add up, a gauge has the later value, and the latest reports stay."""
+    counts: Counts = {name: dict(values) for name, values in first.get("counts", {}).items()}
+    for name, values in second.get("counts", {}).items():
+        into = counts.setdefault(name, {})
+        for label, number in values.items():
+            into[label] = number if _is_gauge(name) else into.get(label, 0) + number
+    reports = {**first.get("reports", {}), **second.get("reports", {})}
+    return {"counts": counts, "reports": dict(list(reports.items())[-MOST_REPORTS:])}
+
+
+def summary(data: Mapping[str, Any]) -> dict[str, int | float]:
+    """One number for each count, for a line of the log."""
+    numbers: dict[str, int | float] = {}
+    for name, values in data.get("counts", {}).items():
+        for label, number in values.items():
+            short = name.removeprefix("kvmosaic:")
+            numbers[f"{short}[{label}]" if label else short] = round(number, 3)
+    return numbers
+
+
+def _is_gauge(name: str) -> bool:
+    family = families.BY_NAME.get(name)
+    return family is not None and family.kind == "gauge"
