@@ -50,6 +50,8 @@ class Composer:
         self._waiters: dict[Any, set[str]] = {}
         """Chunk prompts under way, and the composed requests that wait for them."""
         self._admitted: list[str] = []
+        self._again: str | None = None
+        """The one request that may ask for a chunk it asked for before: if all did, they would evict each other's."""
         self._step = 0
         self._store: BlockStore | None = None
 
@@ -99,6 +101,7 @@ class Composer:
         composed = self._requests.pop(request.request_id, None)
         if composed is None:
             return None
+        self._had_its_turn(composed)
         for waiters in self._waiters.values():
             waiters.discard(request.request_id)
         return {FIELD: self._report(composed).to_json()}
@@ -162,7 +165,10 @@ class Composer:
             if composed.asked.get(number, 0) >= _MAX_ASKED:
                 self._give_up(composed, f"a document was evicted {_MAX_ASKED} times before the others were there")
                 return
-            composed.asked.setdefault(number, 0)
+            if composed.asked.setdefault(number, 0):
+                if self._again not in (None, composed.request.request_id):
+                    continue
+                self._again = composed.request.request_id
             if not self._chunks.is_under_way(name):
                 composed.asked[number] += 1
                 self._chunks.ask(self._chunks.build(composed, composed.prompts[number]))
@@ -170,7 +176,12 @@ class Composer:
 
     def _give_up(self, composed: ComposedRequest, reason: str) -> None:
         composed.bypass = reason
+        self._had_its_turn(composed)
         self._rehash(composed, composed.ordinary_hasher)
+
+    def _had_its_turn(self, composed: ComposedRequest) -> None:
+        if self._again == composed.request.request_id:
+            self._again = None
 
     # Scheduling
 
@@ -205,6 +216,7 @@ class Composer:
         composed = self._requests.get(request.request_id)
         if composed is None:
             return
+        self._had_its_turn(composed)
         own, size = tuple(blocks.get_block_ids()[KV_GROUP]), self._block_size
         if not num_external:
             return
