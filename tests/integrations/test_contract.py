@@ -1,0 +1,81 @@
+"""What a request to vLLM says about its segments."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.integrations.vllm.contract import Composition
+
+COMPOSITIONS = st.builds(
+    lambda system, chunks, strategy, context, repair, named: Composition(
+        system,
+        tuple(chunks),
+        strategy,
+        context,
+        repair,
+        tuple(f"d{i}" for i in range(len(chunks))) if named else (),
+    ),
+    st.integers(0, 60),
+    st.lists(st.integers(1, 70), min_size=1, max_size=6),
+    st.sampled_from(["sequential", "shared"]),
+    st.sampled_from(["system", "none"]),
+    st.integers(0, 80),
+    st.booleans(),
+)
+
+
+@given(COMPOSITIONS, st.integers(1, 9))
+def test_a_composition_comes_back_from_its_fields(composition: Composition, question: int) -> None:
+    num_tokens = composition.end + question
+    assert Composition.from_params(composition.to_params(), num_tokens) == composition
+
+
+@given(COMPOSITIONS)
+def test_positions_are_those_of_our_own_layouts(composition: Composition) -> None:
+    from kvmosaic.layout import arrange, dense
+    from kvmosaic.prompt import Prompt
+
+    tokens = iter(range(composition.end))
+    take = lambda n: [next(tokens) for _ in range(n)]  # noqa: E731
+    if composition.system == 0:
+        return
+    prompt = Prompt.from_tokens(take(composition.system), [take(m) for m in composition.chunks], [1])
+    layout = arrange(prompt, composition.position_strategy, composition.chunk_context)
+    seen = list(dense(layout).question_positions)
+    for chunk, start in enumerate(composition.starts):
+        assert seen[start] == composition.position_of(chunk)
+    assert seen[-1] == composition.question_position
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, {"kvmosaic": None}])
+def test_a_request_without_segments_is_an_ordinary_one(params: dict[str, object] | None) -> None:
+    assert Composition.from_params(params, 10) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ([], "give an object"),
+        ({}, "give a list"),
+        ({"chunks": []}, "0 chunks"),
+        ({"chunks": [3, 0]}, "a chunk of 0 tokens"),
+        ({"chunks": [2.0]}, "whole numbers"),
+        ({"chunks": [True]}, "whole numbers"),
+        ({"chunks": "34"}, "give a list"),
+        ({"chunks": [5] * 4097}, "at most 4096"),
+        ({"system": -1, "chunks": [3]}, "from 0 to"),
+        ({"system": 5, "chunks": [5]}, "10 of 10 tokens"),
+        ({"system": 5, "chunks": [5], "chunk": 3}, "no field 'chunk'"),
+        ({"chunks": [5], "position_strategy": "absolute"}, "'sequential' or 'shared'"),
+        ({"chunks": [5], "chunk_context": "all"}, "'system' or 'none'"),
+        ({"chunks": [5], "repair": 5000}, "0 to 4096"),
+        ({"chunks": [5], "ids": ["a", "b"]}, "2 ids for 1 chunks"),
+        ({"system": 2**70, "chunks": [3]}, "from 0 to"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_its_value(fields: object, message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        Composition.from_params({"kvmosaic": fields}, 10)
