@@ -1,0 +1,29 @@
+"""One protocol and one file per order in which vLLM's attention backends keep keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvmosaic.errors import NotMovable
+from kvmosaic.integrations.vllm.worker.layouts.cpu import CpuLayout
+from kvmosaic.integrations.vllm.worker.layouts.latent import LatentLayout
+from kvmosaic.integrations.vllm.worker.layouts.layout import KeyValueLayout
+
+__all__ = ["LAYOUTS", "KeyValueLayout", "find_layout"]
+
+LAYOUTS: tuple[Any, ...] = (LatentLayout, CpuLayout)
+"""Asked in this order: `of(layer_name, layer, kv_cache)` says None for caches of another kind."""
+
+
+def find_layout(layer_name: str, layer: Any, kv_cache: Any) -> KeyValueLayout:
+    """The layout of an attention layer's cache.
+
+    Raises:
+        NotMovable: nothing is known that reads this cache, or it must not be moved; the message says why.
+    """
+    for kind in LAYOUTS:
+        found: KeyValueLayout | None = kind.of(layer_name, layer, kv_cache)
+        if found is not None:
+            return found
+    shape = tuple(kv_cache.shape) if hasattr(kv_cache, "shape") else f"{type(kv_cache).__name__} of {len(kv_cache)}"
+    raise NotMovable(f"{layer_name}: no layout is known for a {layer.attn_backend.get_name()} cache of shape {shape}")

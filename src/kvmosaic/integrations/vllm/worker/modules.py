@@ -1,0 +1,104 @@
+"""The modules around vLLM's attention layers: who applies the rotation, and where the model begins."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from kvmosaic.errors import NotMovable
+
+_MAX_CLIMB = 3
+"""Modules above an attention layer that may belong to it: its wrapper, the attention module, one more."""
+
+
+class ModuleTree:
+    """Who holds whom among the live modules, found by one look at all of them."""
+
+    def __init__(self) -> None:
+        self._parents: dict[int, list[nn.Module]] = {}
+        is_frozen = gc.get_freeze_count() > 0
+        if is_frozen:  # vLLM freezes what is alive once it is up, and frozen objects are not listed
+            gc.unfreeze()
+        objects = gc.get_objects()
+        if is_frozen:
+            gc.freeze()
+        for candidate in objects:
+            if issubclass(type(candidate), nn.Module):  # isinstance would wake up lazy proxies
+                for child in candidate.__dict__.get("_modules", {}).values():
+                    if child is not None:
+                        self._parents.setdefault(id(child), []).append(candidate)
+
+    def parents(self, module: nn.Module) -> list[nn.Module]:
+        """The modules that have this one as a direct child."""
+        return self._parents.get(id(module), [])
+
+    def root(self, module: nn.Module) -> nn.Module:
+        """The outermost module around this one: the model, called with token ids and positions."""
+        seen = {id(module)}
+        while True:
+            above = [parent for parent in self.parents(module) if id(parent) not in seen]
+            if not above:
+                return module
+            module = above[0]
+            seen.add(id(module))
+
+    def rotary(self, layer_name: str, layer: nn.Module) -> Any | None:
+        """The rotary embedding that turns this layer's keys; None if its module has none or does not use it.
+
+        Raises:
+            NotMovable: the layer is held by no module, or by one with several embeddings and no telling name.
+        """
+        level = self.parents(layer)
+        if not level:
+            raise NotMovable(
+                f"{layer_name}: no module of the model holds this attention layer, so its rotation is not found "
+                "(a model run through the transformers backend?)"
+            )
+        for _ in range(_MAX_CLIMB):
+            level = [module for module in level if not isinstance(module, nn.ModuleList)]
+            if any(_is_unused(module) for module in level):
+                return None
+            found = {id(rotary): rotary for module in level for rotary in _rotaries(module)}
+            if len(found) > 1:
+                found = {id(m.rotary_emb): m.rotary_emb for m in level if getattr(m, "rotary_emb", None) is not None}
+            if len(found) > 1:
+                kinds = ", ".join(sorted(type(rotary).__name__ for rotary in found.values()))
+                raise NotMovable(f"{layer_name}: its module has several rotary embeddings ({kinds})")
+            if found:
+                return next(iter(found.values()))
+            level = [parent for module in level for parent in self.parents(module)]
+        return None
+
+
+def _is_unused(module: nn.Module) -> bool:
+    """Whether a module says that its keys are not turned, though it may have a rotary embedding."""
+    return getattr(module, "use_rope", None) is False or getattr(module, "nope", None) is True
+
+
+def _rotaries(module: nn.Module) -> Iterable[Any]:
+    for child in module._modules.values():
+        if child is not None and (
+            hasattr(child, "cos_sin_cache")
+            or hasattr(child, "long_short_cos_sin_cache")
+            or type(child).__name__.endswith("RotaryEmbedding")
+        ):
+            yield child
+
+
+def require_attention(layer_name: str, layer: Any) -> None:
+    """Raises `NotMovable` unless the layer is ordinary attention, of which every token sees all before it."""
+    if not hasattr(layer, "head_size") or not hasattr(layer, "impl"):
+        raise NotMovable(f"{layer_name} ({type(layer).__name__}) keeps something else than keys and values of tokens")
+    reasons = {
+        "a window: it does not see all tokens before it": getattr(layer, "sliding_window", None) not in (None, -1),
+        "attention by chunks of positions": getattr(layer, "attention_chunk_size", None) is not None,
+        "the cache of another layer": getattr(layer, "kv_sharing_target_layer_name", None) is not None,
+        "attention of an encoder": getattr(layer, "attn_type", "decoder") != "decoder",
+        "a bias by distance (ALiBi)": getattr(layer.impl, "alibi_slopes", None) is not None,
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise NotMovable(f"{layer_name} has {reason}; such layers cannot be composed")
