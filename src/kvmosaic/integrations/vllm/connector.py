@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvmosaic.integrations.vllm.metrics import ComposingPromMetrics, ComposingStats
 from kvmosaic.integrations.vllm.operations import Operations, WorkerFacts
 from kvmosaic.integrations.vllm.scheduler.access import calling_scheduler
 from kvmosaic.integrations.vllm.scheduler.composer import Composer
@@ -53,6 +54,26 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """A cache: what is lost is computed again."""
         return False
+
+    # Numbers, from both
+
+    def get_kv_connector_stats(self) -> ComposingStats | None:
+        """What was counted since the last time."""
+        half = self._composer or self._worker
+        assert half is not None
+        return ComposingStats.taken_from(half.tally)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ComposingStats:
+        """Counts that come from another process."""
+        return ComposingStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> ComposingPromMetrics:
+        """What is added to /metrics."""
+        return ComposingPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # The scheduler's process
 

@@ -8,6 +8,7 @@ from typing import Any
 from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.operations import Move, Repair
 from kvmosaic.integrations.vllm.scheduler.pieces import ChunkPrompt, Piece
+from kvmosaic.integrations.vllm.scheduler.trouble import Bypass
 
 
 @dataclass(slots=True)
@@ -29,8 +30,8 @@ class ComposedRequest:
     request: Any
     composition: Composition
     ordinary_hasher: Any
-    bypass: str = ""
-    """Why it is answered as an ordinary prompt; empty: it is composed."""
+    bypass: Bypass | None = None
+    """Why it is answered as an ordinary prompt; None: it is composed."""
     prompts: tuple[ChunkPrompt, ...] = ()
     hashes: tuple[tuple[Any, ...], ...] = ()
     """Of each chunk prompt, its blocks'."""
@@ -46,6 +47,8 @@ class ComposedRequest:
     num_cached: int = 0
     """The first tokens of the prompt that vLLM's prefix cache had when the request arrived."""
     num_repaired: int = 0
+    is_told: bool = False
+    """Whether its report was given away already."""
 
     @property
     def position_shift(self) -> int:

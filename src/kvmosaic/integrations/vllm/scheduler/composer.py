@@ -11,13 +11,14 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD, Composition
 from kvmosaic.integrations.vllm.operations import Move, Operations, Repair, Shift, WorkerFacts
-from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
 from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP, BlockStore
 from kvmosaic.integrations.vllm.scheduler.chunk_requests import ChunkRequests
 from kvmosaic.integrations.vllm.scheduler.composed import ComposedRequest, Sighting
 from kvmosaic.integrations.vllm.scheduler.hashing import ComposedHasher
 from kvmosaic.integrations.vllm.scheduler.pieces import Piece, repaired_runs, take_apart
-from kvmosaic.integrations.vllm.scheduler.trouble import engine_trouble, request_trouble, workers_trouble
+from kvmosaic.integrations.vllm.scheduler.reporting import report_of
+from kvmosaic.integrations.vllm.scheduler.trouble import Bypass, engine_trouble, request_trouble, workers_trouble
+from kvmosaic.integrations.vllm.tally import Tally
 
 _MAX_ASKED = 8
 """How often a chunk is computed for one request, if it is evicted each time before all others are there."""
@@ -53,6 +54,8 @@ class Composer:
         self._again: str | None = None
         """The one request that may ask for a chunk it asked for before: if all did, they would evict each other's."""
         self._step = 0
+        self._num_asked = 0
+        self.tally = Tally()
         self._store: BlockStore | None = None
 
     @property
@@ -67,7 +70,7 @@ class Composer:
         self._facts = tuple(facts[rank] for rank in sorted(facts))
         self._trouble = self._trouble or workers_trouble(self._facts, self._num_workers)
         if self._trouble:
-            _log.warning("kvmosaic: documents are not composed: %s", self._trouble)
+            _log.warning("kvmosaic: documents are not composed: %s", self._trouble.reason)
 
     # Arrival and end
 
@@ -85,9 +88,11 @@ class Composer:
         composed = ComposedRequest(request, composition, request._block_hasher)
         self._requests[request.request_id] = composed
         composed.bypass = self._trouble or request_trouble(request, composition, self._facts)
-        if not composed.bypass:
+        if composed.bypass is None:
             self._take_apart(composed)
-        if not composed.bypass:
+        if composed.bypass is not None:
+            self.tally.bypassed(composed.bypass.code, report_of(composed), request.request_id)
+        else:
             self._rehash(composed, ComposedHasher(composition, self._block_size, self._digest))
             composed.num_cached = self.store.num_leading(request.block_hashes) * self._block_size
             self._look(composed, range(len(composed.pieces)), self._step - 1)
@@ -104,7 +109,7 @@ class Composer:
         self._had_its_turn(composed)
         for waiters in self._waiters.values():
             waiters.discard(request.request_id)
-        return {FIELD: self._report(composed).to_json()}
+        return {FIELD: report_of(composed).to_json()}
 
     def _chunk_finished(self, name: Any) -> None:
         for request_id in self._waiters.pop(name, ()):
@@ -118,16 +123,18 @@ class Composer:
         composed.prompts, composed.pieces = take_apart(composed.composition, request.prompt_token_ids, size)
         longest = max(len(prompt.token_ids) for prompt in composed.prompts)
         if longest + 1 > self._config.model_config.max_model_len:
-            composed.bypass = (
+            composed.bypass = Bypass(
+                "too_long",
                 f"system text, its longest document and padding are {longest} tokens; the model takes "
-                f"{self._config.model_config.max_model_len - 1}"
+                f"{self._config.model_config.max_model_len - 1}",
             )
             return
         needed = sum(len(prompt.token_ids) // size for prompt in composed.prompts) + request.num_tokens // size + 1
         if needed > self.store.num_blocks:
-            composed.bypass = (
+            composed.bypass = Bypass(
+                "no_room",
                 f"its documents and their copies need {needed} blocks of KV cache at once; there are "
-                f"{self.store.num_blocks}"
+                f"{self.store.num_blocks}",
             )
             return
         built = [self._chunks.build(composed, prompt) for prompt in composed.prompts]
@@ -163,7 +170,8 @@ class Composer:
         for number in sorted(missing):
             name = composed.hashes[number][-1]
             if composed.asked.get(number, 0) >= _MAX_ASKED:
-                self._give_up(composed, f"a document was evicted {_MAX_ASKED} times before the others were there")
+                reason = f"a document was evicted {_MAX_ASKED} times before the others were there"
+                self._give_up(composed, Bypass("evicted", reason))
                 return
             if composed.asked.setdefault(number, 0):
                 if self._again not in (None, composed.request.request_id):
@@ -171,13 +179,15 @@ class Composer:
                 self._again = composed.request.request_id
             if not self._chunks.is_under_way(name):
                 composed.asked[number] += 1
+                self._num_asked += 1
                 self._chunks.ask(self._chunks.build(composed, composed.prompts[number]))
             self._waiters.setdefault(name, set()).add(composed.request.request_id)
 
-    def _give_up(self, composed: ComposedRequest, reason: str) -> None:
-        composed.bypass = reason
+    def _give_up(self, composed: ComposedRequest, bypass: Bypass) -> None:
+        composed.bypass = bypass
         self._had_its_turn(composed)
         self._rehash(composed, composed.ordinary_hasher)
+        self.tally.bypassed(bypass.code, report_of(composed), composed.request.request_id)
 
     def _had_its_turn(self, composed: ComposedRequest) -> None:
         if self._again == composed.request.request_id:
@@ -214,9 +224,12 @@ class Composer:
     def admitted(self, request: Any, blocks: Any, num_external: int) -> None:
         """A request was given its blocks; the last `num_external` tokens of what it has are to be moved in."""
         composed = self._requests.get(request.request_id)
-        if composed is None:
+        if composed is None or composed.bypass is not None:
             return
         self._had_its_turn(composed)
+        if not composed.is_told:
+            composed.is_told = True
+            self.tally.composed(report_of(composed), request.request_id)
         own, size = tuple(blocks.get_block_ids()[KV_GROUP]), self._block_size
         if not num_external:
             return
@@ -266,24 +279,8 @@ class Composer:
                 done.shifts.append(Shift(tuple(blocks[first:]), composed.position_shift))
         self.store.release()
         self._step += 1
+        self.tally.moved(sum(move.num_tokens for move in done.moves))
+        if self._num_asked or self._chunks:
+            self.tally.chunk_prompts(self._num_asked, len(self._chunks))
+            self._num_asked = 0
         return done
-
-    # Reports
-
-    def _report(self, composed: ComposedRequest) -> ComposedReport:
-        request, shape = composed.request, composed.composition
-        if composed.bypass:
-            return ComposedReport(shape, request.num_prompt_tokens, bypass=composed.bypass)
-        outcomes, seen = [], set()
-        for piece in composed.pieces:
-            if piece.chunk is None:
-                continue
-            if piece.prompt in seen:
-                source = "same"
-            elif piece.prompt in composed.asked:
-                source = "computed" if composed.asked[piece.prompt] else "awaited"
-            else:
-                source = "cached"
-            seen.add(piece.prompt)
-            outcomes.append(ChunkOutcome(source))  # type: ignore[arg-type]
-        return ComposedReport(shape, request.num_prompt_tokens, tuple(outcomes), min(composed.num_cached, shape.end))

@@ -3,65 +3,90 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.operations import WorkerFacts
 
 
-def engine_trouble(config: Any, kv_cache_config: Any) -> str:
-    """Why no request of this engine can be composed; empty if they can."""
+@dataclass(frozen=True, slots=True)
+class Bypass:
+    """Why a request with segments is answered as an ordinary prompt."""
+
+    code: str
+    """One word, for counting."""
+    reason: str
+
+
+def engine_trouble(config: Any, kv_cache_config: Any) -> Bypass | None:
+    """Why no request of this engine can be composed; None if they can."""
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     if not cache.enable_prefix_caching:
-        return "prefix caching is off, and chunks are kept there; start vLLM with --enable-prefix-caching"
+        return Bypass(
+            "prefix_caching",
+            "prefix caching is off, and chunks are kept there; start vLLM with --enable-prefix-caching",
+        )
     if len(groups) != 1:
-        return f"the model's layers are in {len(groups)} groups of KV cache (sliding windows or recurrent state)"
+        return Bypass(
+            "cache_groups",
+            f"the model's layers are in {len(groups)} groups of KV cache (sliding windows or recurrent state)",
+        )
     kind = type(groups[0].kv_cache_spec).__name__
     if getattr(groups[0].kv_cache_spec, "sliding_window", None) or kind not in (
         "FullAttentionSpec",
         "MLAAttentionSpec",
         "AscendMLAAttentionSpec",
     ):
-        return f"the model's KV cache is of kind {kind}; chunks can be moved in full attention only"
+        return Bypass(
+            "cache_kind", f"the model's KV cache is of kind {kind}; chunks can be moved in full attention only"
+        )
     if str(cache.cache_dtype) not in ("auto", "float16", "bfloat16", "float32"):
-        return f"the KV cache is kept as {cache.cache_dtype}; use --kv-cache-dtype auto"
+        return Bypass("cache_dtype", f"the KV cache is kept as {cache.cache_dtype}; use --kv-cache-dtype auto")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            return f"context parallel ({name} = {getattr(parallel, name)}) spreads a block over several devices"
+            return Bypass(
+                "context_parallel",
+                f"context parallel ({name} = {getattr(parallel, name)}) spreads a block over several devices",
+            )
     if model.is_encoder_decoder:
-        return "the model has an encoder"
+        return Bypass("encoder", "the model has an encoder")
     if model.uses_mrope:
-        return "the model's positions have several dimensions (M-RoPE)"
+        return Bypass("positions", "the model's positions have several dimensions (M-RoPE)")
     if config.speculative_config is not None and config.speculative_config.method not in ("ngram", "suffix"):
-        return f"speculative decoding by {config.speculative_config.method} keeps keys of its own"
-    return ""
+        return Bypass(
+            "speculative", f"speculative decoding by {config.speculative_config.method} keeps keys of its own"
+        )
+    return None
 
 
-def workers_trouble(facts: Iterable[WorkerFacts], num_expected: int) -> str:
-    """Why the workers cannot move chunks; empty if all can."""
+def workers_trouble(facts: Iterable[WorkerFacts], num_expected: int) -> Bypass | None:
+    """Why the workers cannot move chunks; None if all can."""
     facts = list(facts)
     if len(facts) < num_expected:
-        return f"{len(facts)} of {num_expected} workers told what they can do"
-    return next((fact.trouble for fact in facts if fact.trouble), "")
+        return Bypass("workers", f"{len(facts)} of {num_expected} workers told what they can do")
+    return next((Bypass("model", fact.trouble) for fact in facts if fact.trouble), None)
 
 
-def request_trouble(request: Any, composition: Composition, facts: Iterable[WorkerFacts]) -> str:
-    """Why this request cannot be composed; empty if it can."""
+def request_trouble(request: Any, composition: Composition, facts: Iterable[WorkerFacts]) -> Bypass | None:
+    """Why this request cannot be composed; None if it can."""
     if request.sampling_params is None:
-        return "pooling requests have no question"
+        return Bypass("pooling", "pooling requests have no question")
     if request.sampling_params.prompt_logprobs is not None:
-        return "prompt_logprobs asks for every token of the prompt to be computed"
+        return Bypass("prompt_logprobs", "prompt_logprobs asks for every token of the prompt to be computed")
     if request.skip_reading_prefix_cache:
-        return "skip_reading_prefix_cache asks for every token of the prompt to be computed"
+        return Bypass("skip_reading", "skip_reading_prefix_cache asks for every token of the prompt to be computed")
     if request.mm_features:
-        return "the prompt has images, sounds or videos"
+        return Bypass("multimodal", "the prompt has images, sounds or videos")
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
-        return "the prompt is given as embeddings"
+        return Bypass("embeddings", "the prompt is given as embeddings")
     if request.resumable:
-        return "the prompt arrives in parts"
+        return Bypass("resumable", "the prompt arrives in parts")
     if composition.repair and not all(fact.can_repair for fact in facts):
-        return "repair cannot be computed on these workers"
+        return Bypass("repair", "repair cannot be computed on these workers")
     if composition.position_strategy == "shared" and not all(fact.can_shift for fact in facts):
-        return "positions cannot be shifted on these workers; use position_strategy 'sequential'"
-    return ""
+        return Bypass(
+            "shared_positions", "positions cannot be shifted on these workers; use position_strategy 'sequential'"
+        )
+    return None

@@ -3,38 +3,84 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
+from kvmosaic.errors import KVMosaicError
 from kvmosaic.integrations.vllm.operations import Operations, WorkerFacts
+from kvmosaic.integrations.vllm.tally import Tally
+from kvmosaic.integrations.vllm.worker import nested, shifting
+from kvmosaic.integrations.vllm.worker.moving import Mover
+from kvmosaic.integrations.vllm.worker.nested import Nested
+from kvmosaic.integrations.vllm.worker.places import Places
+from kvmosaic.integrations.vllm.worker.repairing import Repairer
+from kvmosaic.integrations.vllm.worker.shifting import PositionShift
 
 _log = logging.getLogger(__name__)
 
 
 class ComposingWorker:
-    """Moves, repairs and shifts of one worker's share of the model."""
+    """Moves, repairs and shifts of one worker's share of the model.
+
+    register    once: where keys and values lie, how they are turned, what this worker can do (`facts`)
+    begin       a step's operations are there; positions are shifted from now on
+    run         moves, then repairs: before the step's forward
+    end         the step is over
+    """
 
     def __init__(self, config: Any, kv_cache_config: Any) -> None:
         self._config, self._kv_cache_config = config, kv_cache_config
         self._operations = Operations()
+        self._mover: Mover | None = None
+        self._repairer: Repairer | None = None
+        self._shift: PositionShift | None = None
+        self.tally = Tally()
         self.facts = WorkerFacts(trouble="the KV cache is not there yet")
 
     def register(self, kv_caches: dict[str, Any]) -> None:
-        """Finds out where keys and values lie and how they are turned."""
-        from kvmosaic.integrations.vllm.worker._simple import SimpleMover
-
-        self._mover = SimpleMover(self._config, kv_caches)
-        self.facts = WorkerFacts()
+        """Finds out where keys and values lie and how they are turned; what is impossible becomes a fact."""
+        try:
+            places = Places.of(self._config, kv_caches)
+        except KVMosaicError as error:
+            self.facts = WorkerFacts(trouble=str(error))
+            return
+        self._mover = Mover(places)
+        if not (no_repair := nested.can_run(self._config, self._kv_cache_config)):
+            self._repairer = Repairer(Nested(self._config, self._kv_cache_config, places.root))
+        if not (no_shift := shifting.can_shift(self._config, self._kv_cache_config, places.root)):
+            in_place = shifting.captures_graphs(self._config)
+            self._shift = PositionShift(places.root, places.block_size, in_place=in_place)
+        for what, reason in (("repair", no_repair), ("shared positions", no_shift)):
+            if reason:
+                _log.info("kvmosaic: no %s here: %s", what, reason)
+        self.facts = WorkerFacts(can_repair=not no_repair, can_shift=not no_shift)
 
     def begin(self, operations: Operations) -> None:
         """A step begins."""
         self._operations = operations
+        if not operations.repairs:  # they run at positions of their own
+            self._begin_shifts(operations)
 
     def run(self) -> None:
         """Moves and repairs of this step; called once, before its forward or (with nothing to do) after it."""
         operations, self._operations = self._operations, Operations()
         if operations.moves:
+            assert self._mover is not None
+            began = time.perf_counter()
             self._mover.move(operations.moves)
+            self.tally.moved(0, time.perf_counter() - began)
+        if operations.repairs:
+            assert self._repairer is not None
+            self._repairer.run(operations.repairs)
+            self._begin_shifts(operations)
 
     def end(self) -> None:
         """A step is over."""
         self._operations = Operations()
+        if self._shift is not None:
+            self._shift.end()
+
+    def _begin_shifts(self, operations: Operations) -> None:
+        if operations.shifts:
+            assert self._shift is not None
+            self._shift.begin(operations.shifts)

@@ -1,0 +1,26 @@
+"""The report of a composed request, from what the scheduler's half knows of it."""
+
+from __future__ import annotations
+
+from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport, Source
+from kvmosaic.integrations.vllm.scheduler.composed import ComposedRequest
+
+
+def report_of(composed: ComposedRequest) -> ComposedReport:
+    """What was reused, moved and computed, or why nothing was."""
+    shape, num_tokens = composed.composition, composed.request.num_prompt_tokens
+    if composed.bypass is not None:
+        return ComposedReport(shape, num_tokens, bypass=composed.bypass.reason)
+    outcomes = []
+    seen: set[int] = set()
+    for piece in composed.pieces:
+        if piece.chunk is not None:
+            outcomes.append(ChunkOutcome("same" if piece.prompt in seen else _source(composed, piece.prompt)))
+            seen.add(piece.prompt)
+    return ComposedReport(shape, num_tokens, tuple(outcomes), min(composed.num_cached, shape.end))
+
+
+def _source(composed: ComposedRequest, prompt: int) -> Source:
+    if prompt not in composed.asked:
+        return "cached"
+    return "computed" if composed.asked[prompt] else "awaited"
