@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,6 +69,8 @@ class Places:
             if rotary is not None:
                 at_end = layout.is_latent or int(getattr(rotary, "head_size", layout.key_size)) < layout.key_size
                 turning = find_turning(name, rotary, dtype, layout.key_size, at_end=at_end)
+                if getattr(layout, "is_sorted_apart", False):
+                    turning = replace(turning, is_interleaved=False)
                 turning = turnings.setdefault((id(rotary), turning.first), turning)
             places.append(LayerPlace(name, layer, layout, turning))
         if not turnings:

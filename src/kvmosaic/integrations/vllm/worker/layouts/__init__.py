@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from kvmosaic.errors import NotMovable
+from kvmosaic.integrations.vllm.worker.layouts.ascend import AscendLatentLayout, AscendLayout
 from kvmosaic.integrations.vllm.worker.layouts.cpu import CpuLayout
 from kvmosaic.integrations.vllm.worker.layouts.latent import LatentLayout
 from kvmosaic.integrations.vllm.worker.layouts.layout import KeyValueLayout
 
 __all__ = ["LAYOUTS", "KeyValueLayout", "find_layout"]
 
-LAYOUTS: tuple[Any, ...] = (LatentLayout, CpuLayout)
+LAYOUTS: tuple[Any, ...] = (AscendLayout, AscendLatentLayout, LatentLayout, CpuLayout)
 """Asked in this order: `of(layer_name, layer, kv_cache)` says None for caches of another kind."""
 
 

@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from integrations.worker.ascend import (
+    Layer,
+    Module,
+    RecordedAttention,
+    RecordedLatentAttention,
+    RecordedRotary,
+    config_of,
+    part_of_cache,
+    torch_npu,
+)
+from torch import Tensor
+
+from kvmosaic.errors import NotMovable
+from kvmosaic.integrations.vllm.operations import Move
+from kvmosaic.integrations.vllm.worker.layouts import find_layout
+from kvmosaic.integrations.vllm.worker.layouts.ascend import AscendLatentLayout, AscendLayout
+from kvmosaic.integrations.vllm.worker.moving import Mover
+from kvmosaic.integrations.vllm.worker.places import Places
+
+BLOCKS, SIZE, HEADS, HEAD_SIZE, LATENT, TURNING = 6, 8, 2, 16, 24, 8
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def grouped(dtype: torch.dtype = torch.float32, value_size: int = HEAD_SIZE) -> tuple[Layer, tuple[Tensor, Tensor]]:
+    layer = Layer(RecordedAttention(), head_size=HEAD_SIZE, head_size_v=value_size, num_kv_heads=HEADS)
+    keys = part_of_cache(BLOCKS, SIZE, HEADS, HEAD_SIZE, dtype, padding=16)
+    return layer, (keys, part_of_cache(BLOCKS, SIZE, HEADS, value_size, dtype, padding=32))
+
+
+def latent(dtype: torch.dtype = torch.float32) -> tuple[Layer, tuple[Tensor, Tensor]]:
+    impl = RecordedLatentAttention(LATENT, TURNING)
+    layer = Layer(impl, head_size=LATENT + TURNING, num_kv_heads=1, kv_lora_rank=LATENT, qk_rope_head_dim=TURNING)
+    rows = part_of_cache(BLOCKS, SIZE, 1, LATENT, dtype, padding=16)
+    return layer, (rows, part_of_cache(BLOCKS, SIZE, 1, TURNING, dtype, padding=32))
+
+
+KINDS: dict[str, Any] = {"grouped": grouped, "latent": latent}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value_size", [HEAD_SIZE, 8])
+def test_keys_and_values_are_read_where_the_kernel_writes_them(dtype: torch.dtype, value_size: int) -> None:
+    layer, cache = grouped(dtype, value_size)
+    layout = find_layout("layer", layer, cache)
+    assert isinstance(layout, AscendLayout) and not layout.is_latent
+    slots = torch.tensor([5, 40, 17])
+    keys, values = torch.randn(3, HEADS, HEAD_SIZE).to(dtype), torch.randn(3, HEADS, value_size).to(dtype)
+    layer.impl.do_kv_cache_update(layer, keys, values, cache, slots.int())
+    read = layout.read(slots)
+    assert torch.equal(read[0], keys) and read[1] is not None and torch.equal(read[1], values)
+    layout.write(slots + 1, *read)
+    assert torch.equal(cache[0][5, 1], keys[1]) and torch.equal(cache[1][2, 2], values[2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_written_to_the_cache_while_its_layout_is_found(kind: str) -> None:
+    layer, cache = KINDS[kind]()
+    for part in cache:
+        part.fill_(3)
+    find_layout("layer", layer, cache)
+    assert all((part == 3).all() for part in cache)
+    assert getattr(layer.impl, "key_cache", None) is None, "the layer would go on writing to the small cache"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latent_rows_are_read_and_written_in_one_piece(dtype: torch.dtype) -> None:
+    layer, cache = latent(dtype)
+    layout = find_layout("layer", layer, cache)
+    assert isinstance(layout, AscendLatentLayout) and layout.is_latent
+    assert (layout.key_size, layout.block_size, layout.num_slots) == (LATENT + TURNING, SIZE, BLOCKS * SIZE)
+    rows = torch.randn(3, 1, LATENT + TURNING).to(dtype)
+    slots = torch.tensor([5, 40, 17])
+    layout.write(slots, rows, None)
+    assert torch.equal(layout.read(slots)[0], rows)
+    assert torch.equal(cache[1][5, 0, 0], rows[1, 0, LATENT:])
+
+
+def as_computed(
+    kind: str, layer: Layer, cache: Any, rotary: RecordedRotary, tokens: Tensor, start: int, slot: int
+) -> None:
+    """Has the layer compute tokens at positions from `start` on, and write them to slots from `slot` on."""
+    positions = torch.arange(start, start + len(tokens))
+    slots = torch.arange(slot, slot + len(tokens))
+    cos, sin = rotary.cos_sin_cache[positions].chunk(2, dim=-1)
+    if kind == "latent":
+        double = [torch.cat((half, half), dim=-1)[:, None, None] for half in (cos, sin)]
+        layer.impl.exec_kv_prefill(tokens, *double, cache, slots)
+        return
+    keys, values = tokens.view(len(tokens), 2, HEADS, HEAD_SIZE).unbind(1)
+    one, other = keys.chunk(2, dim=-1)
+    turned = torch.cat((one * cos[:, None] - other * sin[:, None], other * cos[:, None] + one * sin[:, None]), dim=-1)
+    layer.impl.do_kv_cache_update(layer, turned.contiguous(), values.contiguous(), cache, slots.int())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moved_keys_are_those_computed_at_the_new_place(kind: str) -> None:
+    torch.manual_seed(0)
+    layer, cache = KINDS[kind]()
+    is_latent = kind == "latent"
+    size = TURNING if is_latent else HEAD_SIZE
+    # DeepSeek's models pair neighbours
+    rotary = RecordedRotary(size, is_neox_style=not is_latent, dtype=torch.float32, head_size=size)
+    module = Module(layer, rotary)
+    places = Places.of(config_of({"layer": layer}, SIZE, torch.float32), {"layer": cache})
+    tokens = torch.randn(11, LATENT + TURNING if is_latent else 2 * HEADS * HEAD_SIZE)
+    as_computed(kind, layer, cache, rotary, tokens, start=3, slot=3)
+    Mover(places).move([Move((0, 1), 3, (3, 2, 5), 5, 11, position=3, distance=101)])
+    as_computed(kind, layer, cache, rotary, tokens, start=104, slot=4 * SIZE)  # blocks 4 and 5
+    moved = places.layers[0].layout.read(places.slots((3, 2, 5), 5, 11))
+    wanted = torch.cat([part.flatten(0, 1)[4 * SIZE : 4 * SIZE + 11] for part in cache], dim=-1)
+    found = torch.cat([part for part in moved if part is not None], dim=-1)
+    assert torch.allclose(found, wanted, atol=1e-6)
+    assert module.attn is layer
+
+
+def renamed(impl: Any, name: str = "", module: str = "", **attributes: Any) -> Any:
+    kind = type(impl)
+    new = type(name or kind.__name__, (kind,), dict(attributes))
+    new.__module__ = module or kind.__module__
+    impl.__class__ = new
+    return impl
+
+
+def refused(layer: Layer, cache: Any) -> str:
+    with pytest.raises(NotMovable) as caught:
+        find_layout("model.layers.0.attn", layer, cache)
+    assert str(caught.value).startswith("model.layers.0.attn")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_context_parallel_and_c8_are_refused(kind: str) -> None:
+    layer, cache = KINDS[kind]()
+    renamed(layer.impl, module="vllm_ascend.attention.context_parallel.mla_cp")
+    assert "context parallel" in refused(layer, cache)
+    layer, cache = KINDS[kind]()
+    renamed(layer.impl, name="AscendC8AttentionBackendImpl")
+    assert "C8" in refused(layer, cache)
+    layer, cache = KINDS[kind]()
+    assert "int8" in refused(layer, tuple(part.to(torch.int8) for part in cache))
+
+
+def test_sparse_and_packed_latent_caches_are_refused() -> None:
+    for attributes, said in [({"enable_kv_nz": True}, "enable_kv_nz"), ({"fa_quant_layer": True}, "quantizes")]:
+        layer, cache = latent()
+        renamed(layer.impl, **attributes)
+        assert said in refused(layer, cache)
+    for module in ("sfa_v1", "dsa_v1"):
+        layer, cache = latent()
+        renamed(layer.impl, module=f"vllm_ascend.attention.{module}")
+        assert "index of their own keys" in refused(layer, cache)
+    layer, cache = latent()
+    layer.indexer = object()
+    assert "index of their own keys" in refused(layer, cache)
+
+
+def test_caches_of_other_shapes_are_refused() -> None:
+    layer, cache = grouped()
+    assert "3 parts" in refused(layer, (*cache, cache[0]))
+    packed = tuple(torch.zeros(BLOCKS, HEADS * HEAD_SIZE // 16, SIZE, 16) for _ in range(2))
+    assert "Atlas 300I" in refused(layer, packed)
+    layer.hashk_cache = [torch.zeros(1)]
+    assert "KVComp" in refused(layer, cache)
+
+
+def test_a_kernel_that_stores_another_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch_npu.npu_kv_rmsnorm_rope_cache
+
+    def neighbours(kv: Tensor, *arguments: Any, **more: Any) -> Any:
+        sorted_back = kv.clone()
+        one, other = kv[..., LATENT:].chunk(2, dim=-1)
+        sorted_back[..., LATENT:] = torch.stack((one, other), dim=-1).flatten(-2)
+        return original(sorted_back, *arguments, **more)
+
+    layer, cache = latent()
+    monkeypatch.setattr(torch_npu, "npu_kv_rmsnorm_rope_cache", neighbours)
+    assert "another order" in refused(layer, cache)
+    layer, cache = grouped()
+    monkeypatch.setattr(
+        torch_npu,
+        "_npu_reshape_and_cache",
+        lambda *, key, value, key_cache, value_cache, slot_indices: key_cache.flatten()[: key.numel()].copy_(
+            key.flatten()
+        ),
+    )
+    assert "not found" in refused(layer, cache)
+
+
+def test_layers_of_other_platforms_are_left_to_others() -> None:
+    layer, cache = grouped()
+    renamed(layer.impl, module="vllm.v1.attention.backends.flash_attn")
+    assert AscendLayout.of("layer", layer, cache) is None
+    layer, cache = latent()
+    renamed(layer.impl, module="vllm.v1.attention.backends.mla.cpu_mla")
+    assert AscendLatentLayout.of("layer", layer, cache) is None
+
+
+SOURCE = os.environ.get("KVMOSAIC_ASCEND_SOURCE", "")
+"""An unpacked source distribution of vllm-ascend."""
+
+
+def method(path: str, class_name: str, name: str, **names: Any) -> Any:
+    """A method of vLLM-Ascend itself, cut out of its file, which as a whole imports only next to an NPU."""
+    tree = ast.parse((Path(SOURCE) / "vllm_ascend" / path).read_text())
+    (kind,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+    (found,) = (node for node in kind.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    found.decorator_list = []
+    for argument in found.args.args:
+        argument.annotation = None
+    found.returns = None
+    space: dict[str, Any] = {"torch": torch, "torch_npu": torch_npu, **names}
+    exec(compile(ast.Module([found], []), path, "exec"), space)
+    return space[name]
+
+
+@pytest.mark.skipif(not SOURCE, reason="KVMOSAIC_ASCEND_SOURCE names no source of vllm-ascend")
+def test_the_recorded_methods_are_those_of_vllm_ascend() -> None:
+    operator = SimpleNamespace()
+    write = method("device/device_op.py", "BaseDeviceAdaptor", "reshape_and_cache")
+    operator.reshape_and_cache = lambda **given: write(None, **given)
+    kinds = SimpleNamespace(ENCODER_ONLY="encoder_only", ENCODER="encoder")
+    names: dict[str, Any] = {"DeviceOperator": operator, "AttentionType": kinds}
+    update = method("attention/attention_v1.py", "AscendAttentionBackendImpl", "do_kv_cache_update", **names)
+    layer, cache = grouped()
+    renamed(layer.impl, do_kv_cache_update=update, attn_type="decoder")
+    find_layout("layer", layer, cache)
+
+    chips = SimpleNamespace(A5="A5")
+    names = {"get_ascend_device_type": lambda: "A3", "AscendDeviceType": chips}
+    prefill = method("attention/mla_v1.py", "AscendMLAImpl", "exec_kv_prefill", **names)
+    layer, cache = latent()
+    renamed(layer.impl, exec_kv_prefill=prefill)
+    find_layout("layer", layer, cache)
+
+
+@pytest.mark.skipif(not SOURCE, reason="KVMOSAIC_ASCEND_SOURCE names no source of vllm-ascend")
+def test_vllm_ascend_itself_sorts_neighbours_apart() -> None:
+    path, kind = "ops/rotary_embedding.py", "AscendDeepseekScalingRotaryEmbedding"
+    turn, halves = method(path, kind, "_apply_rotary_pos_emb"), method(path, kind, "_rotate_half")
+    rotary = RecordedRotary(TURNING, is_neox_style=False, dtype=torch.float32, head_size=TURNING)
+    cos, sin = (torch.cat((half, half), dim=-1) for half in rotary.cos_sin_cache.chunk(2, dim=-1))
+    row = torch.randn(1, LATENT + TURNING)
+    this = SimpleNamespace(_rotate_half=lambda x: halves(None, x))
+    _, wanted = turn(this, row[:, None, LATENT:], row[:, None, LATENT:], cos, sin, torch.tensor([77]))
+    layer, cache = latent()
+    as_computed("latent", layer, cache, rotary, row, start=77, slot=9)
+    assert torch.allclose(cache[1][1, 1, 0], wanted[0, 0], atol=1e-6)
