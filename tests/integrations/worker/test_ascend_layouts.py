@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.worker.ascend import (
+from support.ascend import (
     Layer,
     Module,
     RecordedAttention,
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kvmosaic.errors import NotMovable
 from kvmosaic.integrations.vllm.operations import Move
+from kvmosaic.integrations.vllm.worker import nested, shifting
 from kvmosaic.integrations.vllm.worker.layouts import find_layout
 from kvmosaic.integrations.vllm.worker.layouts.ascend import AscendLatentLayout, AscendLayout
 from kvmosaic.integrations.vllm.worker.moving import Mover
@@ -123,9 +124,9 @@ def test_moved_keys_are_those_computed_at_the_new_place(kind: str) -> None:
     assert module.attn is layer
 
 
-def renamed(impl: Any, name: str = "", module: str = "", **attributes: Any) -> Any:
+def renamed(impl: Any, name: str = "", module: str = "", attributes: dict[str, Any] | None = None) -> Any:
     kind = type(impl)
-    new = type(name or kind.__name__, (kind,), dict(attributes))
+    new = type(name or kind.__name__, (kind,), attributes or {})
     new.__module__ = module or kind.__module__
     impl.__class__ = new
     return impl
@@ -153,7 +154,7 @@ def test_context_parallel_and_c8_are_refused(kind: str) -> None:
 def test_sparse_and_packed_latent_caches_are_refused() -> None:
     for attributes, said in [({"enable_kv_nz": True}, "enable_kv_nz"), ({"fa_quant_layer": True}, "quantizes")]:
         layer, cache = latent()
-        renamed(layer.impl, **attributes)
+        renamed(layer.impl, attributes=attributes)
         assert said in refused(layer, cache)
     for module in ("sfa_v1", "dsa_v1"):
         layer, cache = latent()
@@ -205,6 +206,26 @@ def test_layers_of_other_platforms_are_left_to_others() -> None:
     assert AscendLatentLayout.of("layer", layer, cache) is None
 
 
+def test_repair_and_shared_positions_are_said_to_be_impossible_on_an_npu() -> None:
+    """Its runner looks up the angles of a step's positions, and makes other metadata, before the model is called."""
+    parallel = SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1)
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type="npu"),
+        model_config=SimpleNamespace(is_encoder_decoder=False, is_multimodal_model=False),
+        cache_config=SimpleNamespace(),
+        compilation_config=SimpleNamespace(cudagraph_mode=None),
+        parallel_config=parallel,
+        speculative_config=None,
+        lora_config=None,
+    )
+    groups = SimpleNamespace(kv_cache_groups=[object()])
+    for device_type, said in (("npu", "vLLM-Ascend"), ("cpu", "")):
+        config.device_config.device_type = device_type
+        assert nested.can_run(config, groups).startswith(said)
+        assert shifting.can_shift(config, groups, torch.nn.Linear(1, 1)).startswith(said)
+        assert bool(nested.can_run(config, groups)) == bool(said)
+
+
 SOURCE = os.environ.get("KVMOSAIC_ASCEND_SOURCE", "")
 """An unpacked source distribution of vllm-ascend."""
 
@@ -232,14 +253,14 @@ def test_the_recorded_methods_are_those_of_vllm_ascend() -> None:
     names: dict[str, Any] = {"DeviceOperator": operator, "AttentionType": kinds}
     update = method("attention/attention_v1.py", "AscendAttentionBackendImpl", "do_kv_cache_update", **names)
     layer, cache = grouped()
-    renamed(layer.impl, do_kv_cache_update=update, attn_type="decoder")
+    renamed(layer.impl, attributes={"do_kv_cache_update": update, "attn_type": "decoder"})
     find_layout("layer", layer, cache)
 
     chips = SimpleNamespace(A5="A5")
     names = {"get_ascend_device_type": lambda: "A3", "AscendDeviceType": chips}
     prefill = method("attention/mla_v1.py", "AscendMLAImpl", "exec_kv_prefill", **names)
     layer, cache = latent()
-    renamed(layer.impl, exec_kv_prefill=prefill)
+    renamed(layer.impl, attributes={"exec_kv_prefill": prefill})
     find_layout("layer", layer, cache)
 
 

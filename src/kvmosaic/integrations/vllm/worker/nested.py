@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from kvmosaic.integrations.vllm.operations import Repair
+from kvmosaic.integrations.vllm.worker.layouts.ascend import is_npu
 from kvmosaic.integrations.vllm.worker.metadata import AttentionRows, layer_groups
 
 
@@ -32,6 +33,7 @@ class Nested:
         self.max_runs = int(vllm_config.scheduler_config.max_num_seqs)
         self.max_length = int(vllm_config.model_config.max_model_len)
         self.vocabulary_size = int(vllm_config.model_config.get_vocab_size())
+        self.dtype: torch.dtype = vllm_config.model_config.dtype
         self._config = vllm_config
         self._root = root_module
         self._device = next(root_module.parameters()).device
@@ -95,6 +97,7 @@ def can_run(vllm_config: Any, kv_cache_config: Any) -> str:
         "data parallel with experts: the other replicas would have to run as well": (
             parallel.data_parallel_size > 1 and getattr(parallel, "is_moe_model", None) is not False
         ),
+        "vLLM-Ascend: its attention takes metadata of its own, which is not made here": is_npu(vllm_config),
         "prefill context parallel": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         "decode context parallel": getattr(parallel, "decode_context_parallel_size", 1) > 1,
         "experts are balanced by what a step ran": getattr(parallel, "enable_eplb", False),

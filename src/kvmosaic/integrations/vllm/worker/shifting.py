@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvmosaic.integrations.vllm.operations import Shift
+from kvmosaic.integrations.vllm.worker.layouts.ascend import is_npu
 
 
 class PositionShift:
@@ -120,6 +121,7 @@ def can_shift(vllm_config: Any, kv_cache_config: Any, root_module: nn.Module) ->
         ),
         "CUDA graphs of the whole model (VLLM_USE_BREAKABLE_CUDAGRAPH)": _breakable_graphs(),
         "the model's root module has no forward hooks": type(root_module).__call__ is not nn.Module.__call__,
+        "vLLM-Ascend: its runner looks up angles before the model is called": is_npu(vllm_config),
         "two half batches at once (--enable-dbo)": getattr(parallel, "use_ubatching", False),
         "prefill context parallel": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         "decode context parallel": getattr(parallel, "decode_context_parallel_size", 1) > 1,

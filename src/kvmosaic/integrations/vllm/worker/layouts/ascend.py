@@ -19,6 +19,11 @@ def is_ascend(layer: Any) -> bool:
     return type(layer.impl).__module__.startswith(_PACKAGE)
 
 
+def is_npu(vllm_config: Any) -> bool:
+    """Whether vLLM runs on Ascend's chips, by its configuration."""
+    return getattr(getattr(vllm_config, "device_config", None), "device_type", "") == "npu"
+
+
 class AscendLayout:
     """Keys and values in two tensors, token by token.
 

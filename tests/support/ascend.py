@@ -68,6 +68,7 @@ class RecordedAttention:
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
         if self.key_cache is None:
             self.key_cache, self.value_cache = kv_cache[0], kv_cache[1]
+        assert self.key_cache is not None and self.value_cache is not None
         torch_npu._npu_reshape_and_cache(
             key=key, value=value, key_cache=self.key_cache, value_cache=self.value_cache, slot_indices=slot_mapping
         )
