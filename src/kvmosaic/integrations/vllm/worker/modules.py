@@ -92,6 +92,12 @@ def require_attention(layer_name: str, layer: Any) -> None:
     """Raises `NotMovable` unless the layer is ordinary attention, of which every token sees all before it."""
     if not hasattr(layer, "head_size") or not hasattr(layer, "impl"):
         raise NotMovable(f"{layer_name} ({type(layer).__name__}) keeps something else than keys and values of tokens")
+    kind = type(layer)
+    is_derived = any(base.__name__ in ("Attention", "MLAAttention") for base in kind.__mro__[1:])
+    if is_derived and kind.__module__.startswith(
+        "vllm."
+    ):  # sinks before the prompt, windows, blocks pooled: each its own
+        raise NotMovable(f"{layer_name} is a {kind.__name__}, whose use of the cache is not known; nothing is moved")
     reasons = {
         "a window: it does not see all tokens before it": getattr(layer, "sliding_window", None) not in (None, -1),
         "attention by chunks of positions": getattr(layer, "attention_chunk_size", None) is not None,

@@ -41,20 +41,25 @@ class Turning:
 
     @property
     def table(self) -> Tensor:
-        """[positions, R], cosines then sines, as the forward uses them."""
+        """[positions, R], cosines then sines; the forward uses them in the type of `rows`."""
         rotary = self.rotary
         both = getattr(rotary, "long_short_cos_sin_cache", None)
         if both is not None:  # short rows, then long ones; the forward uses one of the two for every position
             short = rotary.original_max_position_embeddings
-            table: Tensor = both[short:] if rotary.use_long_rope else both[:short]
-            return table
-        table = rotary.cos_sin_cache
-        return table if getattr(rotary, "use_flashinfer", False) else table.to(self.dtype)
+            rows: Tensor = both[short:] if rotary.use_long_rope else both[:short]
+            return rows
+        table: Tensor = rotary.cos_sin_cache
+        return table
 
     @property
     def num_positions(self) -> int:
         """Positions that the table has."""
         return len(self.table)
+
+    def rows(self, positions: Tensor) -> Tensor:
+        """[T, R], the rows of T positions, rounded as the forward rounds them."""
+        rows = self.table[positions]
+        return rows if getattr(self.rotary, "use_flashinfer", False) else rows.to(self.dtype)
 
     def require(self, position: int) -> None:
         """Raises `PromptTooLong` if the table has no such position."""
@@ -72,9 +77,8 @@ class Turning:
             new: [T] positions to which they go; both inside the table (`require`).
             dtype: of the arithmetic.
         """
-        table = self.table
         half = self.rotary_dim // 2
-        before, after = table[old].to(dtype)[:, None], table[new].to(dtype)[:, None]
+        before, after = self.rows(old).to(dtype)[:, None], self.rows(new).to(dtype)[:, None]
         cos0, sin0, cos1, sin1 = before[..., :half], before[..., half:], after[..., :half], after[..., half:]
         size = cos0 * cos0 + sin0 * sin0
         return Factors((cos1 * cos0 + sin1 * sin0) / size, (sin1 * cos0 - cos1 * sin0) / size)

@@ -7,12 +7,23 @@ from typing import Any
 from kvmosaic.errors import NotMovable
 from kvmosaic.integrations.vllm.worker.layouts.ascend import AscendLatentLayout, AscendLayout
 from kvmosaic.integrations.vllm.worker.layouts.cpu import CpuLayout
+from kvmosaic.integrations.vllm.worker.layouts.joined import JoinedLayout
 from kvmosaic.integrations.vllm.worker.layouts.latent import LatentLayout
-from kvmosaic.integrations.vllm.worker.layouts.layout import KeyValueLayout
+from kvmosaic.integrations.vllm.worker.layouts.layout import KeyValueLayout, require_plain
+from kvmosaic.integrations.vllm.worker.layouts.separate import SeparateLayout
+from kvmosaic.integrations.vllm.worker.layouts.stacked import StackedLayout
 
 __all__ = ["LAYOUTS", "KeyValueLayout", "find_layout"]
 
-LAYOUTS: tuple[Any, ...] = (AscendLayout, AscendLatentLayout, LatentLayout, CpuLayout)
+LAYOUTS: tuple[Any, ...] = (
+    AscendLayout,
+    AscendLatentLayout,
+    LatentLayout,
+    CpuLayout,
+    JoinedLayout,
+    StackedLayout,
+    SeparateLayout,
+)
 """Asked in this order: `of(layer_name, layer, kv_cache)` says None for caches of another kind."""
 
 
@@ -26,5 +37,7 @@ def find_layout(layer_name: str, layer: Any, kv_cache: Any) -> KeyValueLayout:
         found: KeyValueLayout | None = kind.of(layer_name, layer, kv_cache)
         if found is not None:
             return found
+    if hasattr(kv_cache, "dtype"):
+        require_plain(layer_name, kv_cache)
     shape = tuple(kv_cache.shape) if hasattr(kv_cache, "shape") else f"{type(kv_cache).__name__} of {len(kv_cache)}"
     raise NotMovable(f"{layer_name}: no layout is known for a {layer.attn_backend.get_name()} cache of shape {shape}")
