@@ -1,4 +1,4 @@
-"""The command line: run, plan, check, demo, bench, warm, cache, serve, sleep, wake.
+"""The command line: run, plan, check, demo, bench, warm, cache, serve, vllm, sleep, wake.
 
 Commands import what they need when they run, so that `--help` stays without torch.
 """
@@ -6,6 +6,7 @@ Commands import what they need when they run, so that `--help` stays without tor
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +44,7 @@ from kvmosaic.console.options import (
     WindowTokens,
 )
 from kvmosaic.console.plan_command import plan
+from kvmosaic.console.vllm_commands import vllm
 from kvmosaic.errors import KVMosaicError
 
 
@@ -71,13 +73,15 @@ app = typer.Typer(
 
 
 app.add_typer(cache, name="cache")
+app.add_typer(vllm, name="vllm")
 
 
 def main() -> None:
     """Entry point of the `kvmosaic` command."""
     from kvmosaic.threads import this_machine, thread_variables
 
-    os.environ.update(thread_variables(os.environ, this_machine()))
+    if sys.argv[1:2] != ["vllm"]:  # which has ways of its own to use the cores
+        os.environ.update(thread_variables(os.environ, this_machine()))
     app(prog_name="kvmosaic")
 
 

@@ -1,0 +1,72 @@
+"""The commands of `kvmosaic vllm`: vLLM's own server, with documents."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from typing import Annotated
+
+import typer
+
+vllm = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Documents inside vLLM: its server, with each document computed once.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@vllm.callback()
+def _options() -> None:
+    pass
+
+
+@vllm.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    options_metavar="MODEL [OPTIONS] [OPTIONS OF VLLM SERVE]",
+)
+def serve(
+    context: typer.Context,
+    chunk_separator: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Text that splits a prompt into documents. Default: never split.")
+    ] = None,
+    position_strategy: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of requests that say nothing of it: sequential or shared.")
+    ] = None,
+    chunk_context: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What a document saw when it was computed: system or none.")
+    ] = None,
+    repair: Annotated[
+        str | None, typer.Option(metavar="REPAIR", help="none, or first(16): so many tokens are computed again.")
+    ] = None,
+    long_chunks: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A document that is too long for one chunk: error or split.")
+    ] = None,
+    documents_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where stored documents are kept, for several servers.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the command line, and run nothing.")] = False,
+) -> None:
+    """Run `vllm serve` with documents: all of its own options may be given, and ours are added where they are missing.
+
+    kvmosaic vllm serve Qwen/Qwen3-0.6B --max-model-len 8192 --position-strategy shared
+    """
+    from kvmosaic.integrations.vllm.front.command import check_installed, serving
+
+    choices = {
+        "chunk_separator": chunk_separator,
+        "position_strategy": position_strategy,
+        "chunk_context": chunk_context,
+        "repair": repair,
+        "long_chunks": long_chunks,
+        "documents_dir": documents_dir,
+    }
+    launch = serving(context.args, choices)
+    variables = [f"{name}={shlex.quote(value)}" for name, value in launch.variables.items()]
+    typer.echo(" ".join((*variables, "vllm", shlex.join(launch.arguments))), err=not show)
+    if show:
+        return
+    check_installed()
+    sys.stderr.flush()
+    os.execve(launch.command[0], launch.command, {**os.environ, **launch.variables})  # noqa: S606

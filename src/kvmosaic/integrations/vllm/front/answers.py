@@ -1,0 +1,144 @@
+"""Answers of vLLM with the report of a composed prompt where our own server has it: a field `kvmosaic`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from kvmosaic.integrations.vllm.contract import FIELD
+from kvmosaic.integrations.vllm.front.rewriting import Rewritten
+
+Report = dict[str, Any]
+TakeReport = Callable[[str], Report | None]
+"""The report of the request with this id, given once; None: there is none (yet)."""
+Message = MutableMapping[str, Any]
+_DONE = b"data: [DONE]"
+_WHOLE_RESPONSES = (b"event: response.completed", b"event: response.incomplete")
+_DETAILS = ("cached_tokens", "composed_tokens", "recomputed_tokens")
+
+
+def with_report(answer: dict[str, Any], take: TakeReport) -> bool:
+    """Moves the report out of `kv_transfer_params`, or adds the one that was taken; tells whether there is one."""
+    params = answer.get("kv_transfer_params")
+    report = params.pop(FIELD, None) if isinstance(params, dict) else None
+    if isinstance(params, dict) and not params:
+        answer["kv_transfer_params"] = None
+    if report is None:
+        report = take(str(answer.get("id", "")))
+    if not isinstance(report, dict):
+        return False
+    answer[FIELD] = report
+    _add_details(answer.get("usage"), report)
+    return True
+
+
+def _add_details(usage: Any, report: Report) -> None:
+    """Splits the tokens of the prompt as our own server does: reused as a prefix, reused in documents, computed."""
+    totals = report.get("totals")
+    if not isinstance(usage, dict) or not isinstance(totals, dict) or not all(name in totals for name in _DETAILS):
+        return
+    name = "input_tokens_details" if "input_tokens" in usage else "prompt_tokens_details"
+    usage[name] = {**(usage.get(name) or {}), **{detail: totals[detail] for detail in _DETAILS}}
+
+
+class JSONAnswer:
+    """Holds a whole answer back until its report is in it."""
+
+    def __init__(self, start: Message, take: TakeReport) -> None:
+        self._start = start
+        self._take = take
+        self._content = bytearray()
+
+    def messages(self, message: Message) -> list[Message]:
+        """What is sent when vLLM sends a part of the body."""
+        self._content += message.get("body", b"")
+        if message.get("more_body"):
+            return []
+        content = self._with_report(bytes(self._content))
+        headers = [pair for pair in self._start["headers"] if pair[0].lower() != b"content-length"]
+        headers.append((b"content-length", str(len(content)).encode()))
+        return [{**self._start, "headers": headers}, {"type": "http.response.body", "body": content}]
+
+    def _with_report(self, content: bytes) -> bytes:
+        try:
+            answer = json.loads(content)
+        except ValueError:
+            return content
+        if not isinstance(answer, dict):
+            return content
+        with_report(answer, self._take)
+        return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+
+
+class StreamAnswer:
+    """Lets a stream through event by event, at once, and adds the report to its last chunk.
+
+    The last chunk is the one in which the last choice ends, or the one with the usage. If the report is known only
+    later, it comes in a chunk of its own before `data: [DONE]`.
+    """
+
+    def __init__(self, start: Message, asked: Rewritten, take: TakeReport) -> None:
+        self._start: list[Message] = [start]
+        self._take = take
+        self._num_left = asked.num_choices
+        self._includes_usage = asked.includes_usage
+        self._head: dict[str, Any] | None = None
+        self._rest = b""
+        self._is_told = False
+
+    def messages(self, message: Message) -> list[Message]:
+        """What is sent when vLLM sends a part of the body."""
+        *events, self._rest = (self._rest + message.get("body", b"")).split(b"\n\n")
+        content = b"".join(self._changed(event) + b"\n\n" for event in events)
+        more = bool(message.get("more_body"))
+        if not more:
+            content, self._rest = content + self._rest, b""
+        start, self._start = self._start, []
+        if not content and more and not start:
+            return []
+        return [*start, {"type": "http.response.body", "body": content, "more_body": more}]
+
+    def _changed(self, event: bytes) -> bytes:
+        if self._is_told:
+            return event
+        if event.startswith(_DONE):
+            return self._own_chunk() + event
+        if event.startswith(_WHOLE_RESPONSES):
+            return self._with_report(event, "response")
+        if not event.startswith(b"data: {"):
+            return event
+        if self._head is None:
+            self._head = _head_of(event)
+        num_ended = event.count(b'"finish_reason":"') + event.count(b'"finish_reason": "')
+        self._num_left -= num_ended
+        is_usage = self._includes_usage and (b'"choices":[]' in event or b'"choices": []' in event)
+        is_last = is_usage if self._includes_usage else num_ended > 0 and self._num_left <= 0
+        return self._with_report(event) if is_last else event
+
+    def _with_report(self, event: bytes, field: str | None = None) -> bytes:
+        name, _, text = event.partition(b"data: ")
+        try:
+            chunk = json.loads(text)
+            answer = chunk if field is None else chunk[field]
+        except (ValueError, KeyError):
+            return event
+        if not isinstance(answer, dict) or not with_report(answer, self._take):
+            return event
+        self._is_told = True
+        return name + b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode()
+
+    def _own_chunk(self) -> bytes:
+        chunk: dict[str, Any] = {**(self._head or {}), "choices": []}
+        if self._head is None or not with_report(chunk, self._take):
+            return b""
+        return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _head_of(event: bytes) -> dict[str, Any] | None:
+    try:
+        chunk = json.loads(event.removeprefix(b"data: "))
+    except ValueError:
+        return None
+    names = ("id", "object", "created", "model")
+    return {name: chunk[name] for name in names if name in chunk} if isinstance(chunk, dict) else None

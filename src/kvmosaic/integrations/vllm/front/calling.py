@@ -1,0 +1,69 @@
+"""Asking the app behind the middleware, as the client that is being answered would."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole reply."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    content: bytes
+
+    async def send(self, send: Send) -> None:
+        """Sends it to somebody else."""
+        await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
+        await send({"type": "http.response.body", "body": self.content})
+
+
+def json_reply(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Reply:
+    """A reply of JSON."""
+    content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    said = {"content-type": "application/json", "content-length": str(len(content)), **(headers or {})}
+    return Reply(status, [(name.encode(), value.encode()) for name, value in said.items()], content)
+
+
+async def ask(app: App, scope: Scope, method: str, path: str, body: Any = None) -> Reply:
+    """The reply of the app to a request with the same headers, on another address."""
+    content = b"" if body is None else json.dumps(body).encode()
+    kept = [pair for pair in scope["headers"] if pair[0].lower() not in (b"content-length", b"content-type")]
+    headers = [*kept, (b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    root = scope.get("root_path", "")
+    other = {
+        **scope,
+        "method": method,
+        "path": root + path,
+        "raw_path": (root + path).encode(),
+        "query_string": b"",
+        "headers": headers,
+        "state": dict(scope.get("state") or {}),
+    }
+    parts = [{"type": "http.request", "body": content, "more_body": False}]
+    replied: list[Message] = []
+
+    async def receive() -> Message:
+        if parts:
+            return parts.pop()
+        await asyncio.Event().wait()  # nobody goes away before the reply
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        replied.append(message)
+
+    await app(other, receive, send)
+    start = next(message for message in replied if message["type"] == "http.response.start")
+    content = b"".join(message.get("body", b"") for message in replied if message["type"] == "http.response.body")
+    return Reply(start["status"], list(start.get("headers", [])), content)

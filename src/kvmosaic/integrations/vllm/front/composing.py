@@ -1,0 +1,47 @@
+"""Prompts of segments as vLLM takes them: one list of token ids, and where its segments end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmosaic.errors import InvalidPrompt
+from kvmosaic.integrations.vllm.contract import Composition
+from kvmosaic.integrations.vllm.front.how import How
+from kvmosaic.prompt import Prompt, SegmentKind
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """A prompt that is ready for vLLM."""
+
+    token_ids: tuple[int, ...]
+    composition: Composition | None
+    """None: an ordinary prompt."""
+
+
+def composed(prompt: Prompt, how: How) -> Composed:
+    """Flattens a tokenized prompt.
+
+    Raises:
+        InvalidPrompt: a document that sees others, or has a place of its own, which vLLM cannot compose.
+        InvalidConfig: more than the contract allows.
+    """
+    token_ids = tuple(token for segment in prompt.segments for token in segment.token_ids or ())
+    chunks = prompt.chunks
+    if not chunks:
+        return Composed(token_ids, None)
+    for chunk in chunks:
+        if chunk.sees or chunk.position_offset is not None:
+            field = "sees" if chunk.sees else "position_offset"
+            raise InvalidPrompt(f"the {chunk.label} has {field}, which vLLM cannot compose; leave it out")
+    first = prompt.segments[0]
+    names = tuple(chunk.name for chunk in chunks)
+    composition = Composition(
+        system=first.num_tokens if first.kind is SegmentKind.SYSTEM else 0,
+        chunks=tuple(chunk.num_tokens for chunk in chunks),
+        position_strategy=how.position_strategy,
+        chunk_context=how.chunk_context,
+        repair=how.repair,
+        ids=names if any(names) else (),
+    )
+    return Composed(token_ids, composition)

@@ -1,0 +1,66 @@
+"""How a prompt is composed: where its documents stand, what they saw, and what is computed again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.integrations.vllm.contract import MAX_REPAIR_TOKENS, Placing
+from kvmosaic.layout import ChunkContext
+
+FIELDS = ("position_strategy", "chunk_context", "repair")
+_FIRST = re.compile(r"\s*first\s*\(\s*(\d{1,9})\s*\)\s*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """The choices of one request, or what a server takes for choices that a request leaves out."""
+
+    position_strategy: Placing = "sequential"
+    chunk_context: ChunkContext = "system"
+    repair: int = 0
+    """The first tokens of each document that are computed again with everything before them in sight."""
+
+    def __post_init__(self) -> None:
+        _check("position_strategy", self.position_strategy, get_args(Placing))
+        _check("chunk_context", self.chunk_context, get_args(ChunkContext))
+
+    def updated(self, fields: Mapping[str, Any]) -> How:
+        """The same with the fields that are there and not None.
+
+        Raises:
+            InvalidConfig: a value that is none of those a field may have.
+        """
+        given = {name: fields[name] for name in FIELDS if fields.get(name) is not None}
+        if "repair" in given:
+            given["repair"] = read_repair(given["repair"])
+        return replace(self, **given)
+
+
+def read_repair(value: object) -> int:
+    """The number of first tokens that "none", "first(16)" or {"first": 16} stand for.
+
+    Raises:
+        InvalidConfig: anything else.
+    """
+    number: object = None
+    if value is None or value == "none":
+        return 0
+    if isinstance(value, str) and (found := _FIRST.fullmatch(value)):
+        number = int(found[1])
+    elif isinstance(value, Mapping) and set(value) == {"first"}:
+        number = value["first"]
+    if type(number) is not int or not 0 <= number <= MAX_REPAIR_TOKENS:
+        raise InvalidConfig(
+            f'repair is {value!r:.80}; write "none", or "first(16)" for the first 16 tokens of each document, at most '
+            f"{MAX_REPAIR_TOKENS}"
+        )
+    return number
+
+
+def _check(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidConfig(f"{name} is {value!r:.80}; inside vLLM choose {' or '.join(map(repr, choices))}")

@@ -1,0 +1,175 @@
+"""The middleware of `vllm serve`: documents in the bodies of requests, and /v1/documents."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from kvmosaic.integrations.vllm import reports
+from kvmosaic.integrations.vllm.front.answers import JSONAnswer, Report, StreamAnswer
+from kvmosaic.integrations.vllm.front.calling import App, Message, Receive, Scope, Send, json_reply
+from kvmosaic.integrations.vllm.front.document_routes import ROUTE as DOCUMENTS
+from kvmosaic.integrations.vllm.front.document_routes import DocumentRoutes
+from kvmosaic.integrations.vllm.front.handles import Handles
+from kvmosaic.integrations.vllm.front.refusing import Refusal
+from kvmosaic.integrations.vllm.front.rendering import Renderer
+from kvmosaic.integrations.vllm.front.rewriting import ROUTES, Rewritten, Route, may_have_documents, rewritten
+from kvmosaic.integrations.vllm.front.served_model import find_model
+from kvmosaic.integrations.vllm.front.settings import FrontSettings
+
+
+class ComposedDocuments:
+    """For `vllm serve --middleware kvmosaic.integrations.vllm.ComposedDocuments`.
+
+        client ──▶ ComposedDocuments ──▶ vLLM's own middlewares (keys, …) ──▶ vLLM's routes
+                     │ /v1/documents                                            │ receive()
+                     └ a body with documents is rewritten when a route reads it ◀┘
+
+    It stands outside of vLLM's check of keys. So a body is read and rewritten only when a route behind that check asks
+    for it. Requests without documents pass as they are, and so do the answers to them.
+    """
+
+    def __init__(self, app: App, settings: FrontSettings | None = None) -> None:
+        """Takes the app behind, and what the environment says if no settings are given.
+
+        Raises:
+            InvalidConfig: a variable of the environment whose value cannot be used.
+        """
+        self.app = app
+        self.settings = settings or FrontSettings.from_environment(os.environ)
+        self.handles = Handles.opened(self.settings)
+        self._routes = DocumentRoutes(self)
+        self._renderer: Renderer | None = None
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="kvmosaic-front")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request, or lets it through."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path == DOCUMENTS or path.startswith((f"{DOCUMENTS}/", f"{DOCUMENTS}:")):
+            return await self._routes(path, scope, receive, send)
+        route = ROUTES.get(path) if scope["method"] == "POST" else None
+        if route is None:
+            return await self.app(scope, receive, send)
+        return await _Exchange(self, route, scope, receive, send).run()
+
+    async def rewritten(self, content: bytes, route: Route, scope: Scope) -> Rewritten | None:
+        """A body with its documents composed; None if it has none.
+
+        Raises:
+            Refusal: what is wrong with it.
+        """
+        renderer = partial(self.renderer, scope)
+        return await self.in_thread(rewritten, content, route, renderer, self.settings.how)  # type: ignore[no-any-return]
+
+    def renderer(self, scope: Scope) -> Renderer:
+        """What writes the prompts of the served model; made when it is first needed, since vLLM loads it after us.
+
+        Raises:
+            Refusal: the model is not there yet, or its prompts cannot be written here.
+        """
+        if self._renderer is None:
+            model = find_model(scope["app"].state)
+            self._renderer = Renderer(model, self.settings, self.handles.resolve)
+        return self._renderer
+
+    async def in_thread(self, work: Any, *arguments: Any) -> Any:
+        """Does some work beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+
+class _Exchange:
+    """One request whose body may hold documents, and its answer."""
+
+    def __init__(self, front: ComposedDocuments, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
+        self._front = front
+        self._route = route
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._is_read = False
+        self._refusal: Refusal | None = None
+        self._asked: Rewritten | None = None
+        self._answer: JSONAnswer | StreamAnswer | None = None
+        self._has_begun = False
+
+    async def run(self) -> None:
+        """Lets vLLM answer; if the body cannot be used, says so instead of whatever vLLM says."""
+        try:
+            await self._front.app(self._scope, self.receive, self.send)
+        except Refusal as refusal:
+            if refusal is not self._refusal:
+                raise
+        if self._refusal is not None and not self._has_begun:
+            await json_reply(self._refusal.body, self._refusal.status).send(self._send)
+
+    async def receive(self) -> Message:
+        """The whole body, rewritten if it has documents; afterwards, what the client does."""
+        if self._is_read:
+            return await self._receive()
+        self._is_read = True
+        try:
+            content = await self._whole_body()
+            if content is None:
+                return {"type": "http.disconnect"}
+            if may_have_documents(content, self._front.settings.separator):
+                self._asked = await self._front.rewritten(content, self._route, self._scope)
+        except Refusal as refusal:
+            self._refusal = refusal
+            raise
+        return {"type": "http.request", "body": self._asked.content if self._asked else content, "more_body": False}
+
+    async def send(self, message: Message) -> None:
+        """Passes the answer on, with the report of a composed prompt in its place."""
+        if self._refusal is not None:
+            return
+        self._has_begun = True
+        if message["type"] == "http.response.start" and self._asked is not None and message["status"] == 200:
+            kinds = [value for name, value in message.get("headers", ()) if name.lower() == b"content-type"]
+            kind = kinds[0].partition(b";")[0].strip().lower() if kinds else b""
+            if kind == b"application/json":
+                self._answer = JSONAnswer(message, take_report)
+                return
+            if kind == b"text/event-stream":
+                self._answer = StreamAnswer(message, self._asked, take_report)
+                return
+        if self._answer is None or message["type"] != "http.response.body":
+            await self._send(message)
+            return
+        for changed in self._answer.messages(message):
+            await self._send(changed)
+
+    async def _whole_body(self) -> bytes | None:
+        """The body as it came; None if the client went away before its end.
+
+        Raises:
+            Refusal: 413, it is longer than allowed.
+        """
+        most, content = self._front.settings.max_body_bytes, bytearray()
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                return None
+            content += message.get("body", b"")
+            if len(content) > most:
+                raise Refusal(
+                    413,
+                    f"the body is longer than {most} bytes (KVMOSAIC_MAX_BODY_BYTES); send less at once, or store "
+                    "documents with PUT /v1/documents/{id}",
+                    code="body_too_large",
+                )
+            if not message.get("more_body", False):
+                return bytes(content)
+
+
+def take_report(request_id: str) -> Report | None:
+    """The report of a composed request whose answer does not carry it.
+
+    Inside the engine a prompt of /v1/completions is called `cmpl-7-0`, and the first of several answers `0_chatcmpl-7`.
+    """
+    names = (request_id, f"{request_id}-0", f"0_{request_id}", f"0_{request_id}-0")
+    return next((report for name in names if (report := reports.take(name)) is not None), None)

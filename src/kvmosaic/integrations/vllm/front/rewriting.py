@@ -1,0 +1,125 @@
+"""Bodies with documents become bodies that vLLM understands: token ids, and where their segments end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvmosaic.errors import InvalidPrompt, KVMosaicError
+from kvmosaic.integrations.vllm.contract import FIELD
+from kvmosaic.integrations.vllm.front.composing import composed
+from kvmosaic.integrations.vllm.front.how import FIELDS, How
+from kvmosaic.integrations.vllm.front.refusing import Refusal, refusal_of
+from kvmosaic.integrations.vllm.front.rendering import Renderer
+from kvmosaic.prompt.breakpoints import MARKS
+
+Route = Literal["chat", "completion", "response"]
+ROUTES: dict[str, Route] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completion",
+    "/v1/responses": "response",
+}
+_TOKENS = "prompt_token_ids"
+_OTHERWISE: dict[str, tuple[Any, ...]] = {
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "prompt_embeds": (None,),
+    "truncate_prompt_tokens": (None,),
+    "add_special_tokens": (None, False),
+}
+"""Fields that would change the prompt once more, and the values that do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A body for vLLM, and what its answer will look like."""
+
+    content: bytes
+    num_choices: int
+    """Answers that are drawn."""
+    includes_usage: bool
+    """Whether the last chunk of a stream holds the usage."""
+
+
+def may_have_documents(content: bytes, separator: str | None) -> bool:
+    """Whether a body is worth reading; False is always right. Escapes could hide anything."""
+    if b"\\u" in content or b'"documents"' in content:
+        return True
+    if any(mark.encode() in content for mark in MARKS):
+        return True
+    return separator is not None and json.dumps(separator, ensure_ascii=False)[1:-1].encode() in content
+
+
+def rewritten(content: bytes, route: Route, renderer: Callable[[], Renderer], default: How) -> Rewritten | None:
+    """The body with its documents composed; None if it has none, so that it goes to vLLM as it came.
+
+    Raises:
+        Refusal: what is wrong with the documents, or with what stands beside them.
+    """
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(body, dict):
+        return None
+    try:
+        return _rewritten(body, route, renderer(), default)
+    except KVMosaicError as error:
+        raise refusal_of(error, body) from error
+
+
+def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: How) -> Rewritten | None:
+    prompt = getattr(renderer, route)(body)
+    if prompt is None:
+        return None
+    if route != "completion" and not renderer.model.takes_chat_tokens:
+        raise Refusal(
+            501,
+            "this vLLM takes no token ids for a conversation, so its documents cannot be composed; send the prompt to "
+            "/v1/completions, or update vLLM (0.32 does)",
+            param="documents",
+        )
+    _check_others(body, route)
+    ready = composed(prompt, default.updated(body))
+    params = _given_params(body)
+    if ready.composition is not None:
+        params |= ready.composition.to_params()
+    token_ids = list(ready.token_ids)
+    changed = {name: value for name, value in body.items() if name not in ("documents", *FIELDS)}
+    if route == "completion":
+        changed["prompt"] = token_ids
+        changed.pop("add_special_tokens", None)
+    else:
+        params[_TOKENS] = token_ids
+    changed["kv_transfer_params"] = params
+    options = body.get("stream_options")
+    number = body.get("n")
+    return Rewritten(
+        json.dumps(changed, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass"),
+        num_choices=number if type(number) is int else 1,
+        includes_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+    )
+
+
+def _check_others(body: dict[str, Any], route: Route) -> None:
+    for name, allowed in _OTHERWISE.items():
+        value = body.get(name)
+        is_fine = value in allowed or (name == "add_special_tokens" and route == "completion" and value is True)
+        if not is_fine:
+            raise Refusal(400, f"{name} is {value!r:.80}, which does not go with documents; leave it out", param=name)
+
+
+def _given_params(body: dict[str, Any]) -> dict[str, Any]:
+    params = body.get("kv_transfer_params") or {}
+    if not isinstance(params, dict):
+        raise InvalidPrompt(f"kv_transfer_params is {params!r:.80}; send an object, or leave it out")
+    for name in (FIELD, _TOKENS):
+        if name in params:
+            raise Refusal(
+                400,
+                f"kv_transfer_params has {name}, and there are documents too; send one of them",
+                param="kv_transfer_params",
+            )
+    return dict(params)

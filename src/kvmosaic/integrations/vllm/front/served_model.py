@@ -1,0 +1,90 @@
+"""The model that a running vLLM serves, as far as prompts need it: found in the state of its app, changing nothing."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvmosaic.integrations.vllm.front.refusing import Refusal
+
+_PLACES = ("online_renderer", "openai_serving_render")
+"""Where vLLM 0.32 and 0.23 keep what renders conversations."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Tokenizer, template and limits of one served model."""
+
+    tokenizer: Any
+    vocab_size: int
+    max_positions: int | None
+    chat_template: str | None = None
+    """In place of the tokenizer's own."""
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    takes_other_templates: bool = False
+    takes_chat_tokens: bool = True
+    """Whether this vLLM takes the token ids of a conversation that somebody else rendered."""
+    config: Any = None
+
+    def template_for(self, wanted: str | None, tools: Any) -> str | None:
+        """The template that vLLM would use; None: the tokenizer's own."""
+        wanted = wanted or self.chat_template
+        if self.config is None:
+            return wanted
+        try:
+            from vllm.renderers.hf import resolve_chat_template
+
+            found = resolve_chat_template(self.tokenizer, wanted, tools, model_config=self.config)
+        except Exception:  # another vLLM, or a tokenizer that is none of transformers'
+            return wanted
+        return None if found is None else str(found)
+
+
+def find_model(state: Any) -> ServedModel:
+    """What the state of vLLM's app says.
+
+    Raises:
+        Refusal: 503, before the app is up; 501, a model whose prompts only vLLM itself can write.
+    """
+    door = next((found for name in _PLACES if (found := getattr(state, name, None)) is not None), None)
+    if door is None:
+        raise Refusal(503, "this server does not answer prompts yet, or not at all; ask again, or another server")
+    tokenizer = getattr(door.renderer, "tokenizer", None)
+    if getattr(door, "use_harmony", False) or not hasattr(tokenizer, "added_tokens_decoder"):
+        raise Refusal(
+            501, "the prompts of this model are written by vLLM alone; send the documents as text of a message"
+        )
+    config = door.model_config
+    return ServedModel(
+        tokenizer=copy.deepcopy(tokenizer),  # vLLM's own is used by its threads
+        vocab_size=config.get_vocab_size(),
+        max_positions=config.max_model_len,
+        chat_template=getattr(door, "chat_template", None),
+        template_variables=dict(getattr(door, "default_chat_template_kwargs", None) or {}),
+        takes_other_templates=bool(getattr(door, "trust_request_chat_template", False)),
+        takes_chat_tokens=_takes_chat_tokens(type(door)),
+        config=config,
+    )
+
+
+def template_tools(tools: Any) -> Any:
+    """Tools as vLLM shows them to a template: with the fields that a request left out."""
+    try:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+
+        return [ChatCompletionToolsParam.model_validate(tool).model_dump() for tool in tools]
+    except Exception:  # another vLLM; or tools that are none, which vLLM itself tells best
+        return tools
+
+
+def _takes_chat_tokens(kind: type) -> bool:
+    """Looks whether the module that renders conversations reads token ids; an older one would pass over them."""
+    try:
+        source = inspect.getsource(sys.modules[kind.__module__])
+    except (OSError, KeyError, TypeError):
+        return False
+    return '"prompt_token_ids"' in source and "kv_transfer_params" in source

@@ -1,0 +1,68 @@
+"""What whoever starts vLLM says about documents, in the environment: `--middleware` takes no arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.integrations.vllm.front.how import FIELDS, How
+from kvmosaic.prompt.separator import check_separator
+
+PREFIX = "KVMOSAIC_"
+"""As for our own server: the same settings have the same names."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrontSettings:
+    """Limits and defaults of the front; the first four are those of a `PromptEncoder`."""
+
+    separator: str | None = None
+    """Text that splits a prompt into documents; None: prompts are never split."""
+    max_chunk_tokens: int = 32_768
+    max_prompt_chunks: int = 4_096
+    long_chunks: Literal["error", "split"] = "error"
+    how: How = field(default_factory=How)
+    max_body_bytes: int = 2**26
+    documents_dir: Path | None = None
+    """Where stored documents are kept, to be shared by several servers; None: in memory."""
+    max_documents: int = 10_000
+    max_documents_bytes: int = 2**28
+    document_ttl: int | None = 3_600
+    """Seconds that a stored document lives if its creator says nothing about it; None: for ever."""
+
+    def __post_init__(self) -> None:
+        if self.separator is not None:
+            check_separator(self.separator)
+        if self.long_chunks not in ("error", "split"):
+            raise InvalidConfig(f"long_chunks is {self.long_chunks!r:.80}; choose 'error' or 'split'")
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> FrontSettings:
+        """Reads the variables that begin with KVMOSAIC_; those that are not there have their defaults.
+
+        Raises:
+            InvalidConfig: a variable whose value cannot be used, by its name.
+        """
+        said = {name.removeprefix(PREFIX).lower(): value for name, value in environ.items() if value}
+        given: dict[str, Any] = {"how": How().updated({name: said[name] for name in FIELDS if name in said})}
+        if "chunk_separator" in said:
+            given["separator"] = said["chunk_separator"]
+        if "long_chunks" in said:
+            given["long_chunks"] = cast(Literal["error", "split"], said["long_chunks"])
+        if "documents_dir" in said:
+            given["documents_dir"] = Path(said["documents_dir"])
+        for name, most in (("max_body_bytes", 2**30), ("max_documents", 10**6), ("max_documents_bytes", 2**40)):
+            if name in said:
+                given[name] = _number(name, said[name], 1, most)
+        if "document_ttl" in said:
+            given["document_ttl"] = _number("document_ttl", said["document_ttl"], 0, 31_536_000) or None
+        return cls(**given)
+
+
+def _number(name: str, value: str, least: int, most: int) -> int:
+    if not (value.isascii() and value.isdigit() and len(value) <= 18 and least <= int(value) <= most):
+        raise InvalidConfig(f"{PREFIX}{name.upper()} is {value!r:.80}; give a whole number from {least} to {most}")
+    return int(value)
