@@ -37,6 +37,21 @@ class ComposingWorker:
         self.tally = Tally()
         self.facts = WorkerFacts(trouble="the KV cache is not there yet")
 
+    @property
+    def configuration(self) -> tuple[Any, Any]:
+        """vLLM's configuration, and that of its cache."""
+        return self._config, self._kv_cache_config
+
+    @property
+    def mover(self) -> Mover | None:
+        """Carries out moves; None: this worker cannot."""
+        return self._mover
+
+    @property
+    def places(self) -> Places | None:
+        """Where keys and values lie; None: that is not known."""
+        return None if self._mover is None else self._mover.places
+
     def register(self, kv_caches: dict[str, Any]) -> None:
         """Finds out where keys and values lie and how they are turned; what is impossible becomes a fact."""
         try:
