@@ -39,7 +39,7 @@ class ComposingWorker:
 
     @property
     def configuration(self) -> tuple[Any, Any]:
-        """vLLM's configuration, and that of its cache."""
+        """The configuration of vLLM, and that of its cache."""
         return self._config, self._kv_cache_config
 
     @property
