@@ -1,0 +1,210 @@
+"""Engines for `vllm_plugin.py`: vLLM without and with the plugin, and our own, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+PLAIN, PLUGIN, OWN = "vLLM", "vLLM with kvmosaic", "kvmosaic"
+ENGINES = (PLAIN, PLUGIN, OWN)
+MOST_POSITIONS = 4_096
+BLOCK_SIZE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One prompt: token ids of the system text, the documents (none: an ordinary prompt) and the question."""
+
+    system: Sequence[int]
+    chunks: Sequence[Sequence[int]]
+    question: Sequence[int]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All of them, as an ordinary engine reads them."""
+        return [*self.system, *(token for chunk in self.chunks for token in chunk), *self.question]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What some prompts took, all asked at once."""
+
+    seconds: float
+    """Until the last token of the last answer."""
+    cpu_seconds: float
+    """Of the whole process."""
+    first_seconds: list[float]
+    """Until the first token of each."""
+    num_computed: int
+    """Tokens that went through the model before the first answered tokens: of prompts, and of chunks for them."""
+
+
+class Engine(Protocol):
+    """What runs in a process of its own."""
+
+    def answer(self, prompts: list[Asked], num_answer: int) -> Taken:
+        """Answers prompts, all at once, greedily, with exactly `num_answer` tokens each."""
+
+    def reset(self) -> None:
+        """Forgets what it kept of earlier prompts."""
+
+
+class VLLM:
+    """vLLM, its engine in this process."""
+
+    def __init__(self, folder: Path, dtype: str, *, with_plugin: bool, room: int) -> None:
+        os.environ["VLLM_PLUGINS"] = "kvmosaic" if with_plugin else ""
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, room >> 30))
+        import vllm
+
+        connector = {"kv_transfer_config": {"kv_connector": "kvmosaic", "kv_role": "kv_both"}} if with_plugin else {}
+        self._params = vllm.SamplingParams
+        self._is_composing = with_plugin
+        self._llm = vllm.LLM(
+            model=str(folder),
+            dtype=dtype,
+            max_model_len=MOST_POSITIONS,
+            max_num_batched_tokens=MOST_POSITIONS,
+            max_num_seqs=64,
+            block_size=BLOCK_SIZE,
+            skip_tokenizer_init=True,
+            enable_prefix_caching=True,
+            enforce_eager=True,
+            seed=0,
+            **connector,
+        )
+        self._num_scheduled = 0
+        self._count(self._llm.llm_engine.engine_core.engine_core.scheduler)
+
+    def _count(self, scheduler: Any) -> None:
+        """Counts the tokens of every step: what vLLM tells of a prompt leaves out those of its chunks."""
+        schedule = scheduler.schedule
+
+        def counting(*arguments: Any, **options: Any) -> Any:
+            scheduled = schedule(*arguments, **options)
+            self._num_scheduled += scheduled.total_num_scheduled_tokens
+            return scheduled
+
+        scheduler.schedule = counting
+
+    def answer(self, prompts: list[Asked], num_answer: int) -> Taken:
+        engine = self._llm.llm_engine
+        first: dict[str, float] = {}
+        before = self._num_scheduled
+        begin, cpu = time.monotonic(), time.process_time()
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), {"prompt_token_ids": prompt.token_ids}, self._sampling(prompt, num_answer))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.outputs and output.outputs[0].token_ids:
+                    first.setdefault(output.request_id, time.monotonic() - begin)
+        seconds, cpu = time.monotonic() - begin, time.process_time() - cpu
+        num_computed = self._num_scheduled - before - len(prompts) * (num_answer - 1)
+        return Taken(seconds, cpu, [first[str(number)] for number in range(len(prompts))], num_computed)
+
+    def _sampling(self, prompt: Asked, num_answer: int) -> Any:
+        extra: dict[str, Any] = {}
+        if self._is_composing and prompt.chunks:
+            from kvmosaic.integrations.vllm.contract import Composition
+
+            composition = Composition(len(prompt.system), tuple(map(len, prompt.chunks)))
+            extra = {"extra_args": {"kv_transfer_params": composition.to_params()}}
+        return self._params(temperature=0, max_tokens=num_answer, ignore_eos=True, detokenize=False, **extra)
+
+    def reset(self) -> None:
+        assert self._llm.reset_prefix_cache()
+
+
+class Own:
+    """kvmosaic's engine; documents one behind the other, as in vLLM."""
+
+    def __init__(self, folder: Path, dtype: str, room: int) -> None:
+        from kvmosaic import LLM, ChunkCacheConfig, EngineConfig
+
+        self._llm = LLM(
+            folder,
+            dtype=dtype,
+            chunk_cache_config=ChunkCacheConfig(capacity=room // 2, position_strategy="sequential"),
+            engine_config=EngineConfig(request_cache=room // 2, max_batched_tokens=MOST_POSITIONS, num_threads=1),
+        )
+
+    def answer(self, prompts: list[Asked], num_answer: int) -> Taken:
+        from kvmosaic import Prompt, SamplingParams
+
+        asked = [
+            Prompt.from_tokens(prompt.system, prompt.chunks, prompt.question)
+            if prompt.chunks
+            else Prompt.from_tokens(question=prompt.token_ids)
+            for prompt in prompts
+        ]
+        begin, cpu = time.monotonic(), time.process_time()
+        outputs = self._llm.generate(asked, SamplingParams(temperature=0, max_tokens=num_answer, ignore_eos=True))
+        seconds, cpu = time.monotonic() - begin, time.process_time() - cpu
+        first = [output.metrics.first_token_time - begin for output in outputs]
+        return Taken(seconds, cpu, first, sum(output.reuse.computed_tokens for output in outputs))
+
+    def reset(self) -> None:
+        self._llm.engine.planner.reset()
+
+
+class Forked:
+    """An engine in a forked process, spoken to in JSON."""
+
+    def __init__(self, name: str, folder: Path, dtype: str, room: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self.name = name
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, name, folder, dtype, room), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._receive()
+
+    def answer(self, prompts: list[Asked], num_answer: int) -> Taken:
+        """See `Engine.answer`."""
+        rows = [[list(p.system), [list(c) for c in p.chunks], list(p.question)] for p in prompts]
+        self._connection.send_bytes(json.dumps({"prompts": rows, "num_answer": num_answer}).encode())
+        return Taken(**self._receive())
+
+    def reset(self) -> None:
+        """See `Engine.reset`."""
+        self._connection.send_bytes(b'{"reset": true}')
+        self._receive()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._connection.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            reply: dict[str, Any] = json.loads(self._connection.recv_bytes())
+        except EOFError:
+            raise RuntimeError(f"{self.name} ended; what it printed says why") from None
+        return reply
+
+
+def _serve(connection: Connection, name: str, folder: Path, dtype: str, room: int) -> None:
+    engine: Engine = (
+        Own(folder, dtype, room) if name == OWN else VLLM(folder, dtype, with_plugin=name == PLUGIN, room=room)
+    )
+    connection.send_bytes(b"{}")
+    while True:
+        try:
+            message = json.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        if message.get("reset"):
+            engine.reset()
+            connection.send_bytes(b"{}")
+            continue
+        taken = engine.answer([Asked(*row) for row in message["prompts"]], message["num_answer"])
+        connection.send_bytes(json.dumps({field: getattr(taken, field) for field in taken.__slots__}).encode())
