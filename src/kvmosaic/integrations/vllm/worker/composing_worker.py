@@ -9,11 +9,12 @@ from typing import Any
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.integrations.vllm.operations import Operations, WorkerFacts
 from kvmosaic.integrations.vllm.tally import Tally
-from kvmosaic.integrations.vllm.worker import nested, shifting
+from kvmosaic.integrations.vllm.worker import shifting
 from kvmosaic.integrations.vllm.worker.moving import Mover
-from kvmosaic.integrations.vllm.worker.nested import Nested
+from kvmosaic.integrations.vllm.worker.nested import find_nested
 from kvmosaic.integrations.vllm.worker.places import Places
 from kvmosaic.integrations.vllm.worker.repairing import Repairer
+from kvmosaic.integrations.vllm.worker.self_check import check
 from kvmosaic.integrations.vllm.worker.shifting import PositionShift
 
 _log = logging.getLogger(__name__)
@@ -59,9 +60,16 @@ class ComposingWorker:
         except KVMosaicError as error:
             self.facts = WorkerFacts(trouble=str(error))
             return
+        forward = find_nested(self._config, self._kv_cache_config, places.root)
+        no_repair = ""
+        if isinstance(forward, str):
+            no_repair = forward
+        elif trouble := check(places, forward):
+            self.facts = WorkerFacts(trouble=trouble)
+            return
+        else:
+            self._repairer = Repairer(forward)
         self._mover = Mover(places)
-        if not (no_repair := nested.can_run(self._config, self._kv_cache_config)):
-            self._repairer = Repairer(Nested(self._config, self._kv_cache_config, places.root))
         if not (no_shift := shifting.can_shift(self._config, self._kv_cache_config, places.root)):
             in_place = shifting.captures_graphs(self._config)
             self._shift = PositionShift(places.root, places.block_size, in_place=in_place)

@@ -87,6 +87,16 @@ def _unseen_by_the_connector() -> Iterator[None]:
         connector._connector_metadata = metadata
 
 
+def find_nested(vllm_config: Any, kv_cache_config: Any, root_module: nn.Module) -> Nested | str:
+    """A nested forward, or why there is none."""
+    if reason := can_run(vllm_config, kv_cache_config):
+        return reason
+    try:
+        return Nested(vllm_config, kv_cache_config, root_module)
+    except Exception as error:  # vLLM comes up without it, whatever its backends say to being asked
+        return f"an attention backend was not made a second time: {type(error).__name__}: {error}"[:400]
+
+
 def can_run(vllm_config: Any, kv_cache_config: Any) -> str:
     """Why a nested forward must not run under this configuration; empty: it may."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
