@@ -98,6 +98,8 @@ def test_a_gauge_has_its_later_value() -> None:
     first = tally.take() or {}
     tally.chunk_prompts(0, 0)
     assert totals(merged(first, tally.take() or {})) == {"chunk_prompts": 3, "chunk_prompts_running": 0}
+    tally.chunk_prompts(0, 0)
+    assert tally.take() is None, "a gauge that stays is not sent again"
 
 
 def test_a_name_of_our_own_server_means_the_same_here() -> None:

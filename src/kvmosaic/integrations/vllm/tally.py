@@ -33,6 +33,7 @@ class Tally:
         self._counts: Counts = {}
         self._reports: dict[str, dict[str, Any]] = {}
         self._reasons: set[str] = set()
+        self._num_running = 0
 
     def composed(self, report: ComposedReport, request_id: str | None = None) -> None:
         """A request was put together from chunks; with its id, the report can be had in the front end."""
@@ -66,9 +67,11 @@ class Tally:
             self._keep(request_id, report.to_json())
 
     def chunk_prompts(self, num_started: int, num_running: int) -> None:
-        """So many internal requests began, and so many are not done now."""
+        """So many internal requests began, and so many are not done now; to be said after every step."""
         self._add(families.CHUNK_PROMPTS, num_started)
-        self._counts[families.CHUNK_PROMPTS_RUNNING.name] = {"": num_running}
+        if num_running != self._num_running:
+            self._num_running = num_running
+            self._counts[families.CHUNK_PROMPTS_RUNNING.name] = {"": num_running}
 
     def moved(self, num_tokens: int, seconds: float = 0.0) -> None:
         """A worker took `seconds` to copy tokens; the scheduler counts the tokens once, each worker its seconds."""

@@ -280,7 +280,6 @@ class Composer:
         self.store.release()
         self._step += 1
         self.tally.moved(sum(move.num_tokens for move in done.moves))
-        if self._num_asked or self._chunks:
-            self.tally.chunk_prompts(self._num_asked, len(self._chunks))
-            self._num_asked = 0
+        self.tally.chunk_prompts(self._num_asked, len(self._chunks))
+        self._num_asked = 0
         return done
