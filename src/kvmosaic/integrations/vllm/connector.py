@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -10,14 +10,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
 from kvmosaic.integrations.vllm.metrics import ComposingPromMetrics, ComposingStats
-from kvmosaic.integrations.vllm.operations import Operations, WorkerFacts
+from kvmosaic.integrations.vllm.operations import FetchReport, FingerprintReport, Operations, WorkerFacts
 from kvmosaic.integrations.vllm.scheduler.access import calling_scheduler
 from kvmosaic.integrations.vllm.scheduler.composer import Composer
 from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
+from kvmosaic.integrations.vllm.worker.tiering import WorkerTiers, open_worker_tiers
 
 
 @dataclass
@@ -34,6 +36,18 @@ class WorkerMetadata(KVConnectorHandshakeMetadata):
     facts: WorkerFacts
 
 
+@dataclass
+class StepReports(KVConnectorWorkerMetadata):
+    """What workers tell after a step, on its way to the scheduler."""
+
+    reports: list[FetchReport | FingerprintReport]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReports:
+        """Those of both."""
+        assert isinstance(other, StepReports)
+        return StepReports(self.reports + other.reports)
+
+
 class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
     """Documents in any order inside vLLM: `--kv-transfer-config '{"kv_connector":"kvmosaic","kv_role":"kv_both"}'`.
 
@@ -45,6 +59,7 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._composer: Composer | None = None
         self._worker: ComposingWorker | None = None
+        self._tiers: WorkerTiers | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._composer = Composer(vllm_config, kv_cache_config, calling_scheduler())
         else:
@@ -101,6 +116,18 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
         """A step is scheduled."""
         return StepMetadata(self._planner.operations(scheduler_output))
 
+    def update_connector_output(self, connector_output: Any) -> None:
+        """A step is over, and workers told something."""
+        told = connector_output.kv_connector_worker_meta
+        if self._planner.tiering is not None and isinstance(told, StepReports):
+            self._planner.tiering.told(told.reports)
+
+    def reset_cache(self) -> bool:
+        """What tiers have is of use again when the weights turn out to be the same."""
+        if self._planner.tiering is not None:
+            self._planner.tiering.reset()
+        return True
+
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; its blocks are free at once, and its answer carries the report."""
         return False, self._planner.finished(request)
@@ -121,10 +148,12 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """The paged caches are there."""
         self._mover.register(kv_caches)
+        self._tiers = open_worker_tiers(self._vllm_config, self._mover.places)
 
     def get_handshake_metadata(self) -> WorkerMetadata:
         """What this worker can do."""
-        return WorkerMetadata(self._mover.facts)
+        fingerprint = "" if self._tiers is None else self._tiers.fingerprint
+        return WorkerMetadata(replace(self._mover.facts, fingerprint=fingerprint))
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """A step begins."""
@@ -139,7 +168,9 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.end()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Moves and repairs, before the step's forward."""
+        """Loads, moves and repairs, before the step's forward."""
+        if self._tiers is not None and isinstance(self._connector_metadata, StepMetadata):
+            self._tiers.run(self._connector_metadata.operations)
         self._mover.run()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -149,7 +180,26 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
         """The prefix cache keeps what is computed."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """The forward is over: what it computed can be read."""
+        if self._tiers is not None and isinstance(self._connector_metadata, StepMetadata):
+            self._tiers.save(self._connector_metadata.operations.stores)
+
+    def build_connector_worker_meta(self) -> StepReports | None:
+        """What this worker has to tell after a step."""
+        reports = [] if self._tiers is None else self._tiers.told()
+        return StepReports(reports) if reports else None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that could not be loaded."""
+        if self._tiers is None:
+            return set()
+        failed, self._tiers.failed_blocks = self._tiers.failed_blocks, set()
+        return failed
+
+    def shutdown(self) -> None:
+        """The worker ends."""
+        if self._tiers is not None:
+            self._tiers.close()
 
     @property
     def _mover(self) -> ComposingWorker:

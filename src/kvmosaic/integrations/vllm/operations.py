@@ -46,16 +46,106 @@ class Shift:
     distance: int
 
 
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """A run of tokens as tiers know it: all that names it, and what its entry must say to be used.
+
+    Its first token stands at position `start`, which is also its index in its chunk prompt.
+    """
+
+    fingerprint: str
+    """Of the model, made of those of all workers."""
+    key: bytes
+    root: bytes
+    """What it saw, and where it starts; see `kvmosaic.cache.keys`."""
+    start: int
+    tokens: bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the run."""
+        return len(self.tokens) // 4
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """A run to be looked for in the tiers and kept in host memory under this number, until it is dropped."""
+
+    number: int
+    run: StoredRun
+    compute_seconds: float | None
+    """What computing it would take; None: nobody knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Tokens of a fetched run that are written into blocks, unturned.
+
+    the run, fetched       │ . . x x x x │       skip = 2, num_tokens = 4
+    blocks of a prompt     │ . . . . . . . x │ x x x . . . . . │     start = 7
+    """
+
+    number: int
+    skip: int
+    blocks: tuple[int, ...]
+    start: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A run that lies complete in these blocks after the step's forward, in slot `run.start` and on; to be stored."""
+
+    run: StoredRun
+    blocks: tuple[int, ...]
+    compute_seconds: float
+
+
 @dataclass(slots=True)
 class Operations:
-    """One step's work: moves first (they read what earlier steps wrote), then repairs, then the forward with shifts."""
+    """One step's work: moves first (they read what earlier steps wrote), then repairs, then the forward with shifts.
+
+    Loads come before the forward, too, and stores after it. Drops come after loads.
+    """
 
     moves: list[Move] = field(default_factory=list)
     repairs: list[Repair] = field(default_factory=list)
     shifts: list[Shift] = field(default_factory=list)
+    fetches: list[Fetch] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
+    drops: list[int] = field(default_factory=list)
+    """Numbers of fetches that nobody waits for any longer."""
+    fingerprint_round: int | None = None
+    """Take the fingerprint of the weights again, and tell it with this number."""
 
     def __bool__(self) -> bool:
-        return bool(self.moves or self.repairs or self.shifts)
+        return bool(self.moves or self.repairs or self.shifts or self.uses_tiers)
+
+    @property
+    def uses_tiers(self) -> bool:
+        """Whether there is anything to do for the tiers."""
+        asks = self.fetches or self.loads or self.stores or self.drops
+        return bool(asks) or self.fingerprint_round is not None
+
+
+@dataclass(frozen=True, slots=True)
+class FetchReport:
+    """What became of a fetch on one worker."""
+
+    number: int
+    rank: int
+    tier: str
+    """Where it was found; empty: nowhere, or it is faster to compute it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FingerprintReport:
+    """The fingerprint of one worker's weights, taken in this round; empty: they cannot be told from others."""
+
+    number: int
+    rank: int
+    fingerprint: str
 
 
 @dataclass(frozen=True, slots=True)

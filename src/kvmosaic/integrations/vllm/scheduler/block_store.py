@@ -25,6 +25,11 @@ class BlockStore:
         """Blocks that requests can use."""
         return int(self._pool.num_gpu_blocks) - 1  # one is the null block
 
+    @property
+    def table(self) -> object | None:
+        """The table of cached blocks: another object after vLLM forgot them all; None if that cannot be told."""
+        return getattr(self._pool, "cached_block_hash_to_block", None)
+
     def find(self, hashes: Sequence[Any]) -> tuple[Any, ...] | None:
         """The cached blocks of these hashes; None if one is missing."""
         blocks = []

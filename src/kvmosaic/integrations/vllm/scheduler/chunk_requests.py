@@ -12,16 +12,19 @@ from vllm.v1.request import Request
 
 from kvmosaic.integrations.vllm.scheduler.composed import ComposedRequest
 from kvmosaic.integrations.vllm.scheduler.pieces import ChunkPrompt
+from kvmosaic.integrations.vllm.scheduler.tiering import LoadedChunk, Tiering
 
 
 class ChunkRequests:
     """Asks the scheduler for chunk prompts, as for any request, and remembers which are under way.
 
     A chunk prompt is named by the hash of its last block, which stands for all its tokens, its salt and its adapter.
+    What of it is in a tier is not computed, but loaded.
     """
 
-    def __init__(self, submit: Callable[[Any], None]) -> None:
+    def __init__(self, submit: Callable[[Any], None], tiering: Tiering | None = None) -> None:
         self._submit = submit
+        self.tiering = tiering
         self._under_way: dict[Any, str] = {}
         self._names: dict[str, Any] = {}
         self._numbers = itertools.count()
@@ -53,16 +56,30 @@ class ChunkRequests:
             block_hasher=composed.ordinary_hasher,
         )
 
-    def ask(self, request: Any) -> None:
-        """Has a request of `build` computed."""
+    def ask(self, request: Any, prompt: ChunkPrompt) -> None:
+        """Has a request that was built for a chunk prompt computed."""
         name = request.block_hashes[-1]
         self._under_way[name] = request.request_id
         self._names[request.request_id] = name
+        if self.tiering is not None:
+            self.tiering.begin(request, prompt)
         self._submit(request)
 
-    def finished(self, request_id: str) -> Any:
-        """Forgets a request that ended, in whatever way; its name."""
-        name = self._names.pop(request_id)
-        if self._under_way.get(name) == request_id:
+    def matched(self, request: Any, num_local: int) -> int | None:
+        """How many tokens after the first `num_local` can be loaded; None: wait."""
+        return 0 if self.tiering is None else self.tiering.matched(request, num_local)
+
+    def admitted(self, request: Any, blocks: Any, num_external: int) -> None:
+        """A request of ours was given its blocks."""
+        if self.tiering is not None:
+            self.tiering.admitted(request, blocks, num_external)
+
+    def finished(self, request: Any) -> tuple[Any, LoadedChunk | None]:
+        """Forgets a request that ended, in whatever way; its name, and where its chunk came from if from a tier."""
+        name = self._names.pop(request.request_id)
+        if self._under_way.get(name) == request.request_id:
             del self._under_way[name]
-        return name
+        loaded = None
+        if self.tiering is not None:
+            loaded = self.tiering.finished(request.request_id, request.block_hashes)
+        return name, loaded

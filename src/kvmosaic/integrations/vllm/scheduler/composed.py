@@ -8,6 +8,7 @@ from typing import Any
 from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.operations import Move, Repair
 from kvmosaic.integrations.vllm.scheduler.pieces import ChunkPrompt, Piece
+from kvmosaic.integrations.vllm.scheduler.tiering import LoadedChunk
 from kvmosaic.integrations.vllm.scheduler.trouble import Bypass
 
 
@@ -40,6 +41,8 @@ class ComposedRequest:
     """By number of the piece."""
     asked: dict[int, int] = field(default_factory=dict)
     """How often each chunk prompt was asked to be computed for this request."""
+    loaded: dict[int, LoadedChunk] = field(default_factory=dict)
+    """Of the chunk prompts it waited for, those that came from a tier."""
     planned: list[tuple[Piece, tuple[Any, ...]]] = field(default_factory=list)
     """What to move if the request is admitted in this step: parts of pieces, and the blocks that hold them."""
     moves: list[Move] = field(default_factory=list)

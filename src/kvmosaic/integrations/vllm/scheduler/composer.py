@@ -17,6 +17,7 @@ from kvmosaic.integrations.vllm.scheduler.composed import ComposedRequest, Sight
 from kvmosaic.integrations.vllm.scheduler.hashing import ComposedHasher
 from kvmosaic.integrations.vllm.scheduler.pieces import Piece, repaired_runs, take_apart
 from kvmosaic.integrations.vllm.scheduler.reporting import report_of
+from kvmosaic.integrations.vllm.scheduler.tiering import LoadedChunk, Tiering
 from kvmosaic.integrations.vllm.scheduler.trouble import Bypass, engine_trouble, request_trouble, workers_trouble
 from kvmosaic.integrations.vllm.tally import Tally
 
@@ -47,7 +48,8 @@ class Composer:
         self._block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self._digest = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         self._requests: dict[str, ComposedRequest] = {}
-        self._chunks = ChunkRequests(scheduler.add_request)
+        self.tiering = Tiering.of(config, kv_cache_config, self._num_workers, lambda: self.store)
+        self._chunks = ChunkRequests(scheduler.add_request, self.tiering)
         self._waiters: dict[Any, set[str]] = {}
         """Chunk prompts under way, and the composed requests that wait for them."""
         self._admitted: list[str] = []
@@ -71,6 +73,8 @@ class Composer:
         self._trouble = self._trouble or workers_trouble(self._facts, self._num_workers)
         if self._trouble:
             _log.warning("kvmosaic: documents are not composed: %s", self._trouble.reason)
+        elif self.tiering is not None:
+            self.tiering.hear(dict(enumerate(fact.fingerprint for fact in self._facts)))
 
     # Arrival and end
 
@@ -101,7 +105,7 @@ class Composer:
     def finished(self, request: Any) -> dict[str, Any] | None:
         """A request ended; what its answer says of it."""
         if request.request_id in self._chunks:
-            self._chunk_finished(self._chunks.finished(request.request_id))
+            self._chunk_finished(*self._chunks.finished(request))
             return None
         composed = self._requests.pop(request.request_id, None)
         if composed is None:
@@ -111,11 +115,13 @@ class Composer:
             waiters.discard(request.request_id)
         return {FIELD: report_of(composed).to_json()}
 
-    def _chunk_finished(self, name: Any) -> None:
+    def _chunk_finished(self, name: Any, loaded: LoadedChunk | None) -> None:
         for request_id in self._waiters.pop(name, ()):
             composed = self._requests[request_id]
             pieces = [i for i, piece in enumerate(composed.pieces) if composed.hashes[piece.prompt][-1] == name]
             self._look(composed, pieces, self._step - 1)
+            if loaded is not None:
+                composed.loaded[composed.pieces[pieces[-1]].prompt] = loaded
 
     def _take_apart(self, composed: ComposedRequest) -> None:
         """Finds pieces and hashes of a request, or the reason why there is no room for them."""
@@ -180,7 +186,8 @@ class Composer:
             if not self._chunks.is_under_way(name):
                 composed.asked[number] += 1
                 self._num_asked += 1
-                self._chunks.ask(self._chunks.build(composed, composed.prompts[number]))
+                prompt = composed.prompts[number]
+                self._chunks.ask(self._chunks.build(composed, prompt), prompt)
             self._waiters.setdefault(name, set()).add(composed.request.request_id)
 
     def _give_up(self, composed: ComposedRequest, bypass: Bypass) -> None:
@@ -197,6 +204,8 @@ class Composer:
 
     def matched(self, request: Any, num_local: int) -> int | None:
         """How many tokens after the first `num_local` this step can move into the request's blocks; None: wait."""
+        if request.request_id in self._chunks:
+            return self._chunks.matched(request, num_local)
         composed = self._requests.get(request.request_id)
         if composed is None or composed.bypass or num_local >= composed.composition.end:
             return 0
@@ -223,6 +232,8 @@ class Composer:
 
     def admitted(self, request: Any, blocks: Any, num_external: int) -> None:
         """A request was given its blocks; the last `num_external` tokens of what it has are to be moved in."""
+        if request.request_id in self._chunks:
+            self._chunks.admitted(request, blocks, num_external)
         composed = self._requests.get(request.request_id)
         if composed is None or composed.bypass is not None:
             return
@@ -277,6 +288,8 @@ class Composer:
                 blocks = self._scheduler.kv_cache_manager.get_blocks(request_id).get_block_ids()[KV_GROUP]
                 first = composed.composition.end // self._block_size
                 done.shifts.append(Shift(tuple(blocks[first:]), composed.position_shift))
+        if self.tiering is not None:
+            self.tiering.operations(done, scheduled, bool(getattr(self._scheduler, "pause_state", 0)))
         self.store.release()
         self._step += 1
         self.tally.moved(sum(move.num_tokens for move in done.moves))

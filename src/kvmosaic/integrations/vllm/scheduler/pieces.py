@@ -24,13 +24,15 @@ class ChunkPrompt:
     token_ids: tuple[int, ...]
     num_tokens: int
     """Without padding."""
+    num_seen: int
+    """Tokens before the chunk."""
 
     @classmethod
     def of(cls, seen: Sequence[int], chunk: Sequence[int], block_size: int) -> ChunkPrompt:
         """The chunk prompt of a chunk that saw `seen`."""
         num_tokens = len(seen) + len(chunk)
         padding = -num_tokens % block_size
-        return cls((*seen, *chunk, *(PADDING_TOKEN,) * padding), num_tokens)
+        return cls((*seen, *chunk, *(PADDING_TOKEN,) * padding), num_tokens, len(seen))
 
 
 @dataclass(frozen=True, slots=True)

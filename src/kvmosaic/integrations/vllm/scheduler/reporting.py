@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport, Source
+from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
 from kvmosaic.integrations.vllm.scheduler.composed import ComposedRequest
 
 
@@ -15,12 +15,14 @@ def report_of(composed: ComposedRequest) -> ComposedReport:
     seen: set[int] = set()
     for piece in composed.pieces:
         if piece.chunk is not None:
-            outcomes.append(ChunkOutcome("same" if piece.prompt in seen else _source(composed, piece.prompt)))
+            outcomes.append(ChunkOutcome("same") if piece.prompt in seen else _outcome(composed, piece.prompt))
             seen.add(piece.prompt)
     return ComposedReport(shape, num_tokens, tuple(outcomes), min(composed.num_cached, shape.end))
 
 
-def _source(composed: ComposedRequest, prompt: int) -> Source:
+def _outcome(composed: ComposedRequest, prompt: int) -> ChunkOutcome:
     if prompt not in composed.asked:
-        return "cached"
-    return "computed" if composed.asked[prompt] else "awaited"
+        return ChunkOutcome("cached")
+    if (loaded := composed.loaded.get(prompt)) is not None:
+        return ChunkOutcome("cached", loaded.tier, loaded.seconds)
+    return ChunkOutcome("computed" if composed.asked[prompt] else "awaited")

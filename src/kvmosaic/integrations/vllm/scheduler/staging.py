@@ -1,0 +1,159 @@
+"""Runs that are fetched from tiers into the workers' host memory, for chunk prompts that wait. No torch, no vLLM."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvmosaic.integrations.vllm.operations import Fetch, FetchReport, StoredRun
+
+MISS_SECONDS = 2.0
+"""So long a run that no tier had is not asked for again: it is being computed, or the tiers fail."""
+MOST_MISSES = 4096
+
+
+@dataclass(slots=True, eq=False)
+class StagedRun:
+    """A run on its way, here, or known to be nowhere."""
+
+    run: StoredRun
+    number: int
+    num_bytes: int
+    began: float
+    waiters: set[str] = field(default_factory=set)
+    """Requests that will load it, or have yet to learn that they cannot."""
+    told: dict[int, str] = field(default_factory=dict)
+    """By rank, the tier that had it there; empty: it had none."""
+    seconds: float | None = None
+    """From asking until all ranks had told."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every rank has told."""
+        return self.seconds is not None
+
+    @property
+    def tier(self) -> str:
+        """Where it was found; empty if some rank does not have it, so that none can use it."""
+        return self.told[min(self.told)] if self.is_over and all(self.told.values()) else ""
+
+
+class Staging:
+    """Asks all workers for runs, once for all who wait, and counts what they hold.
+
+        want ──▶ `fetches` ──▶ told by every rank ──┬─ all have it: `tier`, until nobody waits for it any longer
+                                                    └─ one has not: dropped everywhere at once
+
+    What is staged takes at most `most_bytes` on each worker, or one prompt's runs if these are larger.
+    """
+
+    def __init__(self, num_workers: int, most_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._num_workers, self._most_bytes, self._clock = num_workers, most_bytes, clock
+        self._runs: dict[bytes, StagedRun] = {}
+        self._by_number: dict[int, StagedRun] = {}
+        self._of_request: dict[str, list[StagedRun]] = {}
+        self._misses: OrderedDict[bytes, float] = OrderedDict()
+        self._last_number = 0
+        self.num_bytes = 0
+        self.fetches: list[Fetch] = []
+        """To be asked for in the next step."""
+        self.drops: list[int] = []
+        """Numbers that workers need not hold any longer."""
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def want(
+        self, request_id: str, runs: Sequence[StoredRun], bytes_per_token: int, token_seconds: float | None = None
+    ) -> list[StagedRun | None] | None:
+        """Begins to fetch runs for a request, or joins others; None if there is no room for them now.
+
+        Returns:
+            Of each run, how far it is; None for one that was nowhere a moment ago.
+        """
+        new = [run for run in runs if run.key not in self._runs and not self._is_missed(run.key)]
+        num_bytes = sum(run.num_tokens for run in new) * bytes_per_token
+        if self.num_bytes and num_bytes and self.num_bytes + num_bytes > self._most_bytes:
+            return None
+        for run in new:
+            self._last_number += 1
+            staged = StagedRun(run, self._last_number, run.num_tokens * bytes_per_token, self._clock())
+            self._runs[run.key] = self._by_number[staged.number] = staged
+            self.num_bytes += staged.num_bytes
+            seconds = None if token_seconds is None else token_seconds * run.num_tokens
+            self.fetches.append(Fetch(staged.number, run, seconds))
+        found = [self._runs.get(run.key) for run in runs]
+        for each in found:
+            if each is not None and request_id not in each.waiters:
+                each.waiters.add(request_id)
+                self._of_request.setdefault(request_id, []).append(each)
+        return found
+
+    def hear(self, report: FetchReport) -> StagedRun | None:
+        """A worker tells what became of a fetch; the run, if it was the last one to do so."""
+        staged = self._by_number.get(report.number)
+        if staged is None or staged.is_over:
+            return None
+        staged.told[report.rank] = report.tier
+        if len(staged.told) < self._num_workers:
+            return None
+        staged.seconds = self._clock() - staged.began
+        if not staged.tier:
+            self._note_miss(staged.run.key)
+            self._forget_bytes(staged)
+        return staged
+
+    def release(self, request_id: str) -> None:
+        """A request has loaded what it waited for, or is gone; safe for one that waits for nothing."""
+        for staged in self._of_request.pop(request_id, ()):
+            staged.waiters.discard(request_id)
+            if not staged.waiters:
+                self._forget_bytes(staged)
+                if self._runs.get(staged.run.key) is staged:
+                    del self._runs[staged.run.key]
+
+    def stored(self, keys: Iterable[bytes]) -> None:
+        """These are written to the tiers now."""
+        for key in keys:
+            self._misses.pop(key, None)
+
+    def clear(self) -> None:
+        """Lets go of everything: the weights have changed, and with them all keys."""
+        for staged in self._runs.values():
+            self._forget_bytes(staged)
+        self._runs.clear()
+        self._of_request.clear()
+        self._misses.clear()
+        self.fetches.clear()
+
+    def check_invariants(self) -> None:
+        """Bytes are those of the runs that workers may hold, and every run has somebody who waits."""
+        assert self.num_bytes == sum(staged.num_bytes for staged in self._by_number.values())
+        assert all(staged.waiters for staged in self._runs.values())
+        waiters = {request_id for staged in self._runs.values() for request_id in staged.waiters}
+        assert waiters == set(self._of_request)
+
+    def _forget_bytes(self, staged: StagedRun) -> None:
+        if self._by_number.pop(staged.number, None) is None:
+            return
+        self.num_bytes -= staged.num_bytes
+        unsent = [fetch for fetch in self.fetches if fetch.number == staged.number]
+        if unsent:
+            self.fetches.remove(unsent[0])
+        else:
+            self.drops.append(staged.number)
+
+    def _note_miss(self, key: bytes) -> None:
+        self._misses[key] = self._clock()
+        self._misses.move_to_end(key)
+        if len(self._misses) > MOST_MISSES:
+            self._misses.popitem(last=False)
+
+    def _is_missed(self, key: bytes) -> bool:
+        since = self._misses.get(key)
+        if since is not None and self._clock() - since > MISS_SECONDS:
+            del self._misses[key]
+            since = None
+        return since is not None
