@@ -63,10 +63,11 @@ class ModuleTree:
                 return None
             found = {id(rotary): rotary for module in level for rotary in _rotaries(module)}
             if len(found) > 1:
-                found = {id(m.rotary_emb): m.rotary_emb for m in level if getattr(m, "rotary_emb", None) is not None}
-            if len(found) > 1:
-                kinds = ", ".join(sorted(type(rotary).__name__ for rotary in found.values()))
-                raise NotMovable(f"{layer_name}: its module has several rotary embeddings ({kinds})")
+                named = {id(m.rotary_emb): m.rotary_emb for m in level if getattr(m, "rotary_emb", None) is not None}
+                if len(named) != 1:
+                    kinds = ", ".join(sorted(type(rotary).__name__ for rotary in found.values()))
+                    raise NotMovable(f"{layer_name}: its module has several rotary embeddings ({kinds})")
+                found = named
             if found:
                 return next(iter(found.values()))
             level = [parent for module in level for parent in self.parents(module)]

@@ -97,8 +97,9 @@ class Places:
         wanted = blocks[start // self.block_size : -(-(start + num_tokens) // self.block_size)]
         if not wanted or len(wanted) * self.block_size < start % self.block_size + num_tokens:
             raise ValueError(f"tokens {start} to {start + num_tokens} lie outside {len(blocks)} blocks")
-        if not 0 <= min(wanted) <= max(wanted) < self.num_blocks:
-            raise ValueError(f"block {max(wanted)} of a cache with {self.num_blocks} blocks")
+        for block in (min(wanted), max(wanted)):
+            if not 0 <= block < self.num_blocks:
+                raise ValueError(f"block {block} of a cache with {self.num_blocks} blocks")
         offset = index - start // self.block_size * self.block_size
         return torch.tensor(wanted)[offset // self.block_size] * self.block_size + index % self.block_size
 
