@@ -45,7 +45,7 @@ from kvmosaic.console.options import (
 )
 from kvmosaic.console.plan_command import plan
 from kvmosaic.console.vllm_commands import vllm
-from kvmosaic.errors import KVMosaicError
+from kvmosaic.errors import InvalidConfig, KVMosaicError
 
 
 class _Commands(TyperGroup):
@@ -177,6 +177,16 @@ app.command()(plan)
 @app.command()
 def check(
     model: Model = "reader",
+    vllm_options: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="With --vllm, options of vllm serve behind two dashes: -- --tensor-parallel-size 2 --dtype bfloat16",
+            show_default=False,
+        ),
+    ] = None,
+    in_vllm: Annotated[
+        bool, typer.Option("--vllm", help="Check vLLM with the plugin instead, on this machine and its devices.")
+    ] = False,
     dtype: DType = "auto",
     device: Device = "auto",
     num_threads: Threads = None,
@@ -187,6 +197,14 @@ def check(
     chunk_compression: ChunkCompression = "none",
 ) -> None:
     """Check that a model's documents can be composed and moved, and that its tiers answer. Exit code 1 if not."""
+    if in_vllm:
+        from kvmosaic.console.vllm_checking import show_engine_check
+
+        if not show_engine_check(model, vllm_options or ()):
+            raise typer.Exit(1)
+        return
+    if vllm_options:
+        raise InvalidConfig(f"{vllm_options[0]!r:.80} is an option of vLLM; say --vllm as well")
     from kvmosaic.console.checking import show_check
     from kvmosaic.console.opening import Opening
 

@@ -1,0 +1,224 @@
+"""A check of vLLM with the plugin on the machine it runs on: `kvmosaic check --vllm`."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvmosaic.integrations.vllm.contract import FIELD, Composition
+from kvmosaic.integrations.vllm.operations import Move
+from kvmosaic.integrations.vllm.plugin import NAME
+from kvmosaic.integrations.vllm.worker.telling import KeyDifference, WorkerStory, compare_keys, tell
+
+_MOST_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was tried."""
+
+    what: str
+    compared_with: str
+    found: str
+    allowed: str
+    passed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCheck:
+    """Everything that was found out about one model in this vLLM on this machine."""
+
+    version: str
+    platform: str
+    model: str
+    dtype: str
+    block_size: int
+    trouble: str
+    """Why no request is composed here; empty: they are."""
+    workers: tuple[WorkerStory, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether documents can be composed, and all that was tried came out right."""
+        return not self.trouble and bool(self.findings) and all(finding.passed for finding in self.findings)
+
+
+def check_engine(model: str, options: Sequence[str] = ()) -> EngineCheck:
+    """Starts vLLM with the plugin in this process, and tries it.
+
+    Args:
+        model: a folder or a hub name.
+        options: of `vllm serve`, such as `["--tensor-parallel-size", "2"]`.
+    """
+    # the scheduler must be in this process, to be asked for its blocks
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import vllm
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    arguments = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *options]))
+    if arguments.enable_prefix_caching is None:  # some models have it off unless it is asked for
+        arguments.enable_prefix_caching = True
+    arguments.kv_transfer_config = KVTransferConfig(kv_connector=NAME, kv_role="kv_both")
+    llm = vllm.LLM.from_engine_args(arguments)
+    try:
+        engine = _Engine(llm)
+        workers = tuple(llm.collective_rpc(tell))
+        findings: list[Finding] = []
+        if not engine.trouble:
+            findings += engine.moved_keys()
+            findings += engine.composed(
+                can_repair=not any(worker.no_repair for worker in workers),
+                can_shift=not any(worker.no_shift for worker in workers),
+            )
+        return EngineCheck(
+            version=vllm.__version__,
+            platform=current_platform.device_name or current_platform.device_type,
+            model=model,
+            dtype=str(engine.config.model_config.dtype).removeprefix("torch."),
+            block_size=engine.block_size,
+            trouble=engine.trouble,
+            workers=workers,
+            findings=tuple(findings),
+        )
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+class _Engine:
+    """The engine in this process, and prompts of random tokens for it."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.core = llm.llm_engine.engine_core.engine_core
+        self.config = llm.llm_engine.vllm_config
+        self.scheduler = self.core.scheduler
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.block_size = int(self.scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        said = self.scheduler.connector._planner._trouble
+        self.trouble = said.reason if said else ""
+        self._random = random.Random(0)  # noqa: S311 (any tokens will do)
+        self._vocabulary = min(int(self.config.model_config.get_vocab_size()), 30_000)
+
+    def tokens(self, number: int) -> list[int]:
+        """Token ids that no other prompt here begins with."""
+        return [self._random.randrange(10, self._vocabulary) for _ in range(number)]
+
+    def answer(self, token_ids: Sequence[int], composition: Composition | None = None, **prompt: Any) -> Any:
+        """The output for a prompt: greedy, one token, with the log-probabilities of some."""
+        from vllm import SamplingParams
+
+        most = min(_MOST_LOGPROBS, self.config.model_config.max_logprobs)
+        extra = {} if composition is None else {"kv_transfer_params": composition.to_params()}
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=most, detokenize=False, extra_args=extra)
+        (output,) = self.llm.generate([{"prompt_token_ids": list(token_ids), **prompt}], params, use_tqdm=False)
+        return output
+
+    def moved_keys(self) -> list[Finding]:
+        """Keys of the first layer know a token and its position only: moved ones must equal computed ones.
+
+        source      │ other text │ chunk … │              distance = the difference of the other texts' lengths
+        computed    │ more other text      │ chunk … │
+        """
+        start, distance, length = 5, self.block_size + 3, 2 * self.block_size + 7
+        chunk = self.tokens(length)
+        source = self._cached([*self.tokens(start), *chunk])
+        computed = self._cached([*self.tokens(start + distance), *chunk])
+        held = [*source, *computed]
+        self.pool.touch(held)
+        target = self.pool.get_new_blocks(-(-length // self.block_size))
+        try:
+            numbers = [tuple(block.block_id for block in blocks) for blocks in (source, target, computed)]
+            move = Move(numbers[0], start, numbers[1], 0, length, position=start, distance=distance)
+            found = self.llm.collective_rpc(compare_keys, args=(move, numbers[2], start + distance))
+        finally:
+            self.pool.free_blocks(target)
+            self.pool.free_blocks(held)
+        findings = []
+        for rank, difference in enumerate(found):
+            if difference is not None:
+                findings += _key_findings(difference, distance, "" if len(found) == 1 else f", worker {rank}")
+        return findings
+
+    def _cached(self, token_ids: list[int]) -> list[Any]:
+        """The blocks in which vLLM keeps a prompt, after it was computed."""
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        token_ids = [*token_ids, *self.tokens(-len(token_ids) % self.block_size)]
+        self.answer([*token_ids, 10])
+        request = Request(
+            request_id="kvmosaic-check",
+            prompt_token_ids=token_ids,
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            block_hasher=self.core.request_block_hasher,
+        )
+        blocks = []
+        for block_hash in request.block_hashes:
+            found = self.pool.get_cached_block(block_hash, [0])
+            if not found:
+                raise RuntimeError("vLLM did not keep a prompt of three blocks; give the KV cache more memory")
+            blocks.append(found[0])
+        return blocks
+
+    def composed(self, *, can_repair: bool, can_shift: bool) -> list[Finding]:
+        """Prompts of documents: composed at all, and one document at its own place like an ordinary prompt."""
+        system, question = self.tokens(self.block_size // 2 + 3), self.tokens(9)
+        first, second = self.tokens(self.block_size + 11), self.tokens(self.block_size // 2 + 5)
+        alone = Composition(system=len(system), chunks=(len(first),))
+        prompt = [*system, *first, *question]
+        findings = [self._same(self.answer(prompt, alone, cache_salt="composed"), self.answer(prompt))]
+        both = Composition(system=len(system), chunks=(len(second), len(first)))
+        kinds = {"two documents, one moved": both}
+        if can_shift:
+            kinds["two documents at shared positions"] = replace(both, position_strategy="shared")
+        if can_repair:
+            kinds["two documents, their first 8 tokens repaired"] = replace(both, repair=8)
+        for what, composition in kinds.items():
+            output = self.answer([*system, *second, *first, *question], composition)
+            report = (output.kv_transfer_params or {}).get(FIELD) or {}
+            said = "no report" if not report else report.get("bypass") or "composed"
+            findings.append(Finding(what, "", said, "composed", said == "composed"))
+        return findings
+
+    def _same(self, composed: Any, plain: Any) -> Finding:
+        """The likeliest next tokens of both ways to compute one prompt."""
+        ours, theirs = (
+            {token: found.logprob for token, found in output.outputs[0].logprobs[0].items()}
+            for output in (composed, plain)
+        )
+        shared = ours.keys() & theirs.keys()
+        difference = max((abs(ours[token] - theirs[token]) for token in shared), default=float("inf"))
+        allowed = 1e-3 if str(self.config.model_config.dtype) == "torch.float32" else 0.5
+        passed = difference <= allowed and 2 * len(shared) >= len(theirs)
+        return Finding("one document", "an ordinary prompt", f"{difference:.2g}", f"{allowed:g}", passed)
+
+
+def _key_findings(difference: KeyDifference, distance: int, where: str) -> list[Finding]:
+    allowed = difference.allowed
+    is_telling = difference.unturned > 10 * allowed
+    keys = Finding(
+        f"keys of {difference.layer}, moved by {distance}{where}",
+        f"computed there (not turned: {difference.unturned:.2g})",
+        f"{difference.keys:.2g}",
+        f"{allowed:.2g}",
+        difference.keys <= allowed and is_telling,
+    )
+    if difference.values is None:
+        return [keys]
+    values = Finding(
+        f"values of {difference.layer}{where}",
+        "computed there",
+        f"{difference.values:.2g}",
+        f"{allowed:.2g}",
+        difference.values <= allowed,
+    )
+    return [keys, values]
