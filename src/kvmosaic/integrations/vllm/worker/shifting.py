@@ -82,11 +82,11 @@ class PositionShift:
             self._changed = None
 
     def _distances_of(self, slots: Tensor) -> Tensor:
-        """[T]: by how much each token is lowered; 0 for padding, whose slot is negative."""
+        """[T]: by how much each token is lowered; 0 for padding, whose slot is negative and so in no block."""
         blocks, distances = self._blocks.to(slots.device), self._distances.to(slots.device)
         block = slots.to(torch.int64).div(self._block_size, rounding_mode="floor")
         nearest = torch.searchsorted(blocks, block).clamp(max=len(blocks) - 1)
-        return torch.where((blocks[nearest] == block) & (slots >= 0), distances[nearest], 0)
+        return torch.where(blocks[nearest] == block, distances[nearest], 0)
 
 
 def step_slots() -> Tensor | None:
