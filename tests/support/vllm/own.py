@@ -1,0 +1,29 @@
+"""Our own engine's answers to the same prompts: two implementations, one meaning."""
+
+from __future__ import annotations
+
+from kvmosaic import LLM, Prompt, SamplingParams
+from support.vllm.asking import Answer, Ask
+
+
+def own_answer(llm: LLM, ask: Ask) -> Answer:
+    """What our engine says; it must have the chunk context of the ask."""
+    params = SamplingParams(temperature=0, max_tokens=ask.max_tokens, logprobs=ask.logprobs, ignore_eos=True)
+    how = ask.composition
+    if how is None:
+        (output,) = llm.generate([list(ask.token_ids)], params)
+    else:
+        assert how.chunk_context == llm.chunk_cache_config.chunk_context
+        ids = list(ask.token_ids)
+        chunks = [ids[start : start + length] for start, length in zip(how.starts, how.chunks, strict=True)]
+        prompt = Prompt.from_tokens(ids[: how.system] or None, chunks, ids[how.end :])
+        (output,) = llm.generate([prompt], params, position_strategy=how.position_strategy)
+    answers = output.outputs
+    return Answer(
+        token_ids=[list(answer.token_ids) for answer in answers],
+        logprobs=[
+            [{token: entry.logprob for token, entry in step.items()} for step in answer.logprobs or ()]
+            for answer in answers
+        ],
+        num_cached_tokens=output.num_cached_tokens,
+    )
