@@ -139,4 +139,4 @@ def test_orders_of_the_cpu_kernel_are_found_out(vllm_engine, instructions, layou
 
 def test_the_order_for_matrix_tiles_is_found_out_too(vllm_engine):
     engine = vllm_engine("llama", plugin=False)
-    assert engine.call(kernel_order, instructions="amx", dtype="bfloat16") == ["CpuLayout"]
+    assert engine.call(kernel_order, instructions="amx", dtype="bfloat16") == ["CpuTiledLayout"]

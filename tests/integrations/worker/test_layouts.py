@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kvmosaic.errors import NotMovable
 from kvmosaic.integrations.vllm.worker.layouts import KeyValueLayout, find_layout
-from kvmosaic.integrations.vllm.worker.layouts.cpu import CpuLayout, CpuVectorLayout
+from kvmosaic.integrations.vllm.worker.layouts.cpu import CpuTiledLayout, CpuVectorLayout
 
 SLOTS = st.lists(st.integers(0, BLOCKS * SIZE - 1), unique=True, min_size=1)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -98,7 +98,7 @@ def test_trying_a_backend_leaves_the_cache_alone() -> None:
 
 def test_the_common_order_of_cpus_is_read_without_looking_places_up() -> None:
     assert type(find_layout("layer", *cache_of("cpu vector"))) is CpuVectorLayout
-    assert type(find_layout("layer", *cache_of("cpu tiled"))) is CpuLayout
+    assert type(find_layout("layer", *cache_of("cpu tiled"))) is CpuTiledLayout
 
 
 class Quantizing(CpuVector):

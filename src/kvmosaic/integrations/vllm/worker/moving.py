@@ -22,7 +22,7 @@ class Mover:
     possible. A move by distance 0 copies bytes.
     """
 
-    def __init__(self, places: Places, part_tokens: int = 16384) -> None:
+    def __init__(self, places: Places, part_tokens: int = 2048) -> None:
         """Keeps copies of at most `part_tokens` tokens of one layer at a time."""
         assert part_tokens > 0
         self.places = places

@@ -74,7 +74,10 @@ class Places:
                 turning = turnings.setdefault((id(rotary), turning.first), turning)
             places.append(LayerPlace(name, layer, layout, turning))
         if not turnings:
-            raise NotMovable("no layer has a rotary embedding: its positions are part of what tokens carry, not moved")
+            raise NotMovable(
+                "no layer has a rotary embedding of vLLM's: positions are learned, or keys are turned where it is not "
+                "seen (--model-impl transformers); such models cannot be composed"
+            )
         block_size = int(vllm_config.cache_config.block_size)
         for place in places:
             if block_size % place.layout.block_size:

@@ -35,26 +35,10 @@ class CpuWriter:
 
 
 class CpuLayout:
-    """Tokens found by where the kernel put numbers that were written to try it.
-
-    cache [N, G, P, 2D], one block of one head:    │ 2·P·D numbers in an order that the kernel chose │
-    key_places, value_places [P, G, D]:            where in a block token p keeps number d of head g
-
-    Writing goes through the kernel; reading looks the places up.
-    """
-
-    is_latent = False
-
-    def __init__(self, cache: Tensor, key_places: Tensor, value_places: Tensor, writer: CpuWriter) -> None:
-        self.cache = cache
-        self.writer = writer
-        self.key_places = key_places
-        self.value_places = value_places
-        self.block_size, _, self.key_size = key_places.shape
-        self.num_slots = cache.shape[0] * self.block_size
+    """The cache of a layer of the CPU backend, in whatever order."""
 
     @classmethod
-    def of(cls, layer_name: str, layer: Any, kv_cache: Any) -> CpuLayout | None:
+    def of(cls, layer_name: str, layer: Any, kv_cache: Any) -> CpuVectorLayout | CpuTiledLayout | None:
         """The layout of a layer of the CPU backend; None for a layer of another one.
 
         Raises:
@@ -70,13 +54,60 @@ class CpuLayout:
                 f"[blocks, {num_heads}, block size, {key_size + value_size}]"
             )
         writer = CpuWriter(layer)
-        key_places, value_places = _places(layer_name, kv_cache, writer, key_size, value_size)
-        made: type[CpuLayout] = cls
-        if torch.equal(key_places, _transposed(key_places.shape)) and torch.equal(
-            value_places, _plain(value_places.shape)
-        ):
-            made = CpuVectorLayout
-        return made(kv_cache, key_places, value_places, writer)
+        if key_size == value_size and _is_found(CpuVectorLayout(stand_in(kv_cache, 0), writer)):
+            return CpuVectorLayout(kv_cache, writer)
+        places = _places(layer_name, kv_cache, writer, key_size, value_size)
+        if not _is_found(CpuTiledLayout(stand_in(kv_cache, 0), writer, *places)):
+            raise NotMovable(f"{layer_name}: the CPU kernel packs tokens together; they cannot be moved apart")
+        return CpuTiledLayout(kv_cache, writer, *places)
+
+
+class CpuVectorLayout:
+    """The order of most instruction sets: keys transposed, then values.
+
+        one block of one head:    │ keys [D, P] │ values [P, D] │
+
+    P tokens, D numbers.
+    """
+
+    is_latent = False
+
+    def __init__(self, cache: Tensor, writer: CpuWriter) -> None:
+        """Takes a cache [N, G, P, 2D]."""
+        self.cache, self.writer = cache, writer
+        num_blocks, num_heads, self.block_size, both = cache.shape
+        self.key_size = both // 2
+        self.num_slots = num_blocks * self.block_size
+        halves = cache.view(num_blocks, num_heads, 2, -1)
+        self._keys = halves[:, :, 0].view(num_blocks, num_heads, self.key_size, self.block_size)
+        self._values = halves[:, :, 1].view(num_blocks, num_heads, self.block_size, self.key_size)
+
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """See `KeyValueLayout.read`."""
+        blocks, offsets = slots // self.block_size, slots % self.block_size
+        return self._keys[blocks, :, :, offsets], self._values[blocks, :, offsets]
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
+        """See `KeyValueLayout.write`."""
+        assert values is not None
+        self.writer(self.cache, slots, keys, values)
+
+
+class CpuTiledLayout:
+    """Another order, such as tiles for matrix instructions: tokens found by where the kernel put what it was given.
+
+        key_places, value_places [P, G, D]:    where in a block [2·G·P·D] token p keeps number d of head g
+
+    Writing goes through the kernel; reading looks the places up.
+    """
+
+    is_latent = False
+
+    def __init__(self, cache: Tensor, writer: CpuWriter, key_places: Tensor, value_places: Tensor) -> None:
+        self.cache, self.writer = cache, writer
+        self.key_places, self.value_places = key_places, value_places
+        self.block_size, _, self.key_size = key_places.shape
+        self.num_slots = cache.shape[0] * self.block_size
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """See `KeyValueLayout.read`."""
@@ -89,24 +120,6 @@ class CpuLayout:
         """See `KeyValueLayout.write`."""
         assert values is not None
         self.writer(self.cache, slots, keys, values)
-
-
-class CpuVectorLayout(CpuLayout):
-    """The order of most instruction sets, read faster: keys transposed, then values.
-
-    one block of one head:    │ keys [D, P] │ values [P, D] │
-
-    P tokens, D numbers.
-    """
-
-    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """See `KeyValueLayout.read`."""
-        num_blocks, num_heads = self.cache.shape[:2]
-        halves = self.cache.view(num_blocks, num_heads, 2, -1)
-        keys = halves[:, :, 0].view(num_blocks, num_heads, self.key_size, self.block_size)
-        values = halves[:, :, 1].view(num_blocks, num_heads, self.block_size, self.key_size)
-        blocks, offsets = slots // self.block_size, slots % self.block_size
-        return keys[blocks, :, :, offsets], values[blocks, :, offsets]
 
 
 def _places(layer_name: str, cache: Tensor, writer: CpuWriter, key_size: int, value_size: int) -> tuple[Tensor, Tensor]:
@@ -137,31 +150,16 @@ def _places(layer_name: str, cache: Tensor, writer: CpuWriter, key_size: int, va
             raise NotMovable(f"{layer_name}: the {which} that the CPU kernel wrote are not found in its cache")
         places[rank_at[mine]] = mine
         found[which] = places.reshape(block_size, num_heads, sizes[which])
-    _confirm(layer_name, cache, writer, found["keys"], found["values"])
     return found["keys"], found["values"]
 
 
-def _confirm(layer_name: str, cache: Tensor, writer: CpuWriter, key_places: Tensor, value_places: Tensor) -> None:
-    """Writes other numbers, to two blocks in another order of tokens, and finds them where the places say."""
-    layout = CpuLayout(stand_in(cache, 0), key_places, value_places, writer)
+def _is_found(layout: CpuVectorLayout | CpuTiledLayout) -> bool:
+    """Whether numbers that the kernel wrote to a small cache, in another order of tokens, are read again."""
     slots = torch.arange(layout.num_slots).flip(0)
-    keys = numbered(len(slots), key_places.shape[1], key_places.shape[2], like=cache)
-    values = numbered(len(slots), value_places.shape[1], value_places.shape[2], like=cache, first=7)
+    num_heads = layout.cache.shape[1]
+    keys = numbered(len(slots), num_heads, layout.key_size, like=layout.cache)
+    value_size = layout.cache.shape[3] - layout.key_size
+    values = numbered(len(slots), num_heads, value_size, like=layout.cache, first=7)
     layout.write(slots, keys, values)
     read_keys, read_values = layout.read(slots)
-    if not torch.equal(read_keys, keys) or not torch.equal(read_values, values):
-        raise NotMovable(f"{layer_name}: the CPU kernel packs tokens of a block together; they cannot be moved apart")
-
-
-def _transposed(shape: torch.Size) -> Tensor:
-    """[P, G, D]: the same number of all tokens of a block side by side, in the first half of a head's part."""
-    block_size, num_heads, size = shape
-    head = torch.arange(num_heads)[None, :, None] * (2 * block_size * size)
-    return head + torch.arange(block_size)[:, None, None] + torch.arange(size) * block_size
-
-
-def _plain(shape: torch.Size) -> Tensor:
-    """[P, G, D]: the numbers of a token side by side, in the second half of a head's part."""
-    block_size, num_heads, size = shape
-    head = torch.arange(num_heads)[None, :, None] * (2 * block_size * size)
-    return head + block_size * size + torch.arange(block_size)[:, None, None] * size + torch.arange(size)
+    return torch.equal(read_keys, keys) and torch.equal(read_values, values)
