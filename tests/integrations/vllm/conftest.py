@@ -38,7 +38,7 @@ def vllm_engine(vllm_model: Callable[[str], Path]) -> Iterator[Callable[..., For
     def engine(name: str, **options: Any) -> ForkedEngine:
         key = json.dumps([name, options], sort_keys=True)
         if key not in engines:
-            engines[key] = ForkedEngine(vllm_model(name), **ENGINE_OPTIONS.get(name, {}), **options)
+            engines[key] = ForkedEngine(vllm_model(name), **{**ENGINE_OPTIONS.get(name, {}), **options})
         return engines[key]
 
     yield engine

@@ -46,7 +46,7 @@ _open_ends: list[socket.socket] = []
 class Fork:
     """A fork of this process that runs `main(its end of a socket)`; what it prints goes to `log`."""
 
-    def __init__(self, main: Callable[[socket.socket], None]) -> None:
+    def __init__(self, main: Callable[[socket.socket], None], environment: Mapping[str, str]) -> None:
         load_vllm()
         log, self.log = tempfile.mkstemp(prefix="vllm-", suffix=".log")
         self.socket, theirs = socket.socketpair()
@@ -57,6 +57,7 @@ class Fork:
             )  # newer Pythons warn of forks beside threads; none of them holds a lock here
             self.process_id = os.fork()
         if not self.process_id:
+            os.environ.update(environment)
             _run(main, theirs, log)
         os.close(log)
         theirs.close()
@@ -102,13 +103,15 @@ def _run(main: Callable[[socket.socket], None], end: socket.socket, log: int) ->
 
 
 class ForkedEngine(Fork):
-    """`vllm.LLM` in a fork, with the plugin unless told otherwise."""
+    """`vllm.LLM` in a fork, with the plugin unless told otherwise; `environment` holds for the fork alone."""
 
-    def __init__(self, model: Path, *, plugin: bool = True, **options: Any) -> None:
+    def __init__(
+        self, model: Path, *, plugin: bool = True, environment: Mapping[str, str] | None = None, **options: Any
+    ) -> None:
         options = {**OPTIONS, **options}
         if plugin:
             options.setdefault("kv_transfer_config", CONNECTOR)
-        super().__init__(lambda end: inside.serve(str(model), options, end))
+        super().__init__(lambda end: inside.serve(str(model), options, end), environment or {})
         self._lines = self.socket.makefile("rw")
         self._read()  # it is up
 

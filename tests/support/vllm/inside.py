@@ -155,3 +155,24 @@ def count_preemptions(engine: Inside) -> None:
         return preempt(*arguments, **named)
 
     engine.scheduler._preempt_request = counted
+
+
+def first_layer(engine: Inside, ask: dict[str, Any]) -> list[list[float]]:
+    """Keys and values of the first layer, one row per token of a prompt, as they lie in the cache after its prefill."""
+    import torch
+
+    from kvmosaic.integrations.vllm.worker.layouts import find_layout
+
+    prompt, params = _prompt(ask)
+    engine.engine.add_request("looked-at", prompt, params)
+    while not engine.engine.step():
+        pass
+    (running,) = engine.scheduler.running
+    (blocks,) = engine.scheduler.kv_cache_manager.get_block_ids(running.request_id)
+    layer_name, layer = next(iter(engine.core.vllm_config.compilation_config.static_forward_context.items()))
+    size = engine.core.vllm_config.cache_config.block_size
+    slots = torch.tensor([blocks[index // size] * size + index % size for index in range(len(ask["token_ids"]))])
+    parts = find_layout(layer_name, layer, layer.kv_cache).read(slots)
+    engine.engine.abort_request(["looked-at"])
+    rows: list[list[float]] = torch.cat([part.flatten(1) for part in parts if part is not None], dim=1).tolist()
+    return rows

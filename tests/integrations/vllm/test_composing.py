@@ -1,0 +1,98 @@
+"""Composed prompts inside vLLM: the numbers of our own engine, computed once, in any order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.vllm.asking import compose, difference, documents
+from support.vllm.models import MODELS
+from support.vllm.own import own_answer
+
+CLOSE = 1e-4
+SYSTEM, A, B, C, QUESTION = documents(7, 50, 83, 64, 131, 21)
+
+
+@pytest.fixture(params=MODELS)
+def name(request):
+    return request.param
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "shared"])
+def test_log_probabilities_are_those_of_our_engine(vllm_engine, own_engine, name, strategy):
+    ask = compose(SYSTEM, [A, B, C], QUESTION, position_strategy=strategy)
+    theirs = vllm_engine(name).ask(ask)
+    assert theirs.is_composed, theirs.report
+    assert difference(theirs, own_answer(own_engine(name), ask)) < CLOSE
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "shared"])
+def test_without_context_too(vllm_engine, own_engine, name, strategy):
+    ask = compose(SYSTEM, [B, A], QUESTION, position_strategy=strategy, chunk_context="none")
+    theirs = vllm_engine(name).ask(ask)
+    assert theirs.is_composed, theirs.report
+    assert difference(theirs, own_answer(own_engine(name, chunk_context="none"), ask)) < CLOSE
+
+
+def test_a_hit_says_what_a_miss_said(vllm_engine, name):
+    engine = vllm_engine(name)
+    system, *chunks, question = documents(8, 40, 70, 33, 64, 17)
+    ask = compose(system, chunks, question)
+    engine.call("reset_prefix_cache")
+    missed, hit = engine.ask(ask), engine.ask(ask)
+    engine.ask(compose(system, chunks[::-1], question))
+    again = engine.ask(ask)
+    assert missed.tokens == hit.tokens == again.tokens
+    assert difference(missed, hit) < CLOSE and difference(missed, again) < CLOSE
+
+
+def test_permuted_documents_compute_the_question_alone(vllm_engine, name):
+    engine = vllm_engine(name)
+    system, *chunks, question = documents(9, 45, 70, 90, 61, 17)
+    engine.ask(compose(system, chunks, question))
+    for order in ([2, 0, 1], [1, 2, 0], [0, 2]):
+        ask = compose(system, [chunks[index] for index in order], question)
+        answer = engine.ask(ask)
+        assert answer.is_composed, answer.report
+        assert answer.num_cached_tokens == len(ask.token_ids) - ask.question
+
+
+def test_plain_prompts_are_bit_for_bit_those_of_vllm_without_the_plugin(vllm_engine, name):
+    """Alone, the chunks saw no system prompt, so nothing of them is a prefix of the plain prompt."""
+    bare, engine = vllm_engine(name, plugin=False), vllm_engine(name)
+    system, *chunks, question = documents(10, 20, 96, 64, 32)
+    ask = replace(compose(system, chunks, question, chunk_context="none"), max_tokens=8)
+    composed = engine.ask(ask)
+    for _ in range(2):  # computed, then from vLLM's prefix cache
+        found, expected = engine.ask(ask.plain), bare.ask(ask.plain)
+        assert found.num_cached_tokens == expected.num_cached_tokens
+        assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
+    assert difference(composed, found) > 0.01, "composed and plain differ, or this test says nothing"
+    assert difference(engine.ask(ask), composed) < CLOSE, "and no composed prompt met plain blocks"
+
+
+def test_composed_blocks_are_hidden_from_plain_prompts_and_the_reverse(vllm_engine, name):
+    bare, engine = vllm_engine(name, plugin=False), vllm_engine(name)
+    system, *chunks, question = documents(11, 64, 96, 64, 32)
+    ask = replace(compose(system, chunks, question), max_tokens=8)
+    composed, plain = engine.ask(ask), engine.ask(ask.plain)
+    assert plain.num_cached_tokens <= len(system) + len(chunks[0]), "the first chunk is exact"
+    assert difference(plain, bare.ask(ask.plain)) < CLOSE
+    assert difference(composed, plain) > 0.01
+    swapped = compose(system, chunks[::-1], question)
+    engine.ask(swapped.plain)
+    assert difference(engine.ask(swapped), vllm_engine(name).ask(swapped)) < CLOSE
+    assert difference(engine.ask(ask), composed) < CLOSE
+
+
+def test_moved_keys_are_those_that_would_have_been_computed(vllm_engine, name):
+    """Layer 0 sees the token and its position only, so there moved and recomputed keys are one; values too."""
+    engine = vllm_engine(name)
+    system, *chunks, question = documents(12, 50, 83, 64, 21)
+    ask = compose(system, chunks, question)
+    engine.ask(compose(system, chunks[::-1], question))
+    moved = engine.call("first_layer", ask=ask.to_json())
+    computed = engine.call("first_layer", ask=ask.plain.to_json(cache_salt="nothing cached"))
+    assert len(moved) == len(computed) == len(ask.token_ids)
+    largest = max(max(abs(x - y) for x, y in zip(a, b, strict=True)) for a, b in zip(moved, computed, strict=True))
+    assert largest < 1e-5
