@@ -16,7 +16,7 @@ from kvmosaic.integrations.vllm.worker.telling import KeyDifference, WorkerStory
 WORKER = WorkerStory("0.1", "npu:1", 2, ("2 x ascend, blocks of 128",), ("2 x 64 of 64",), "", "no [metadata] here", "")
 GOOD = Finding("keys", "computed there", "1e-07", "1e-06", True)
 CHECK = EngineCheck("0.23.0", "npu", "models/m", "bfloat16", 128, "", (WORKER,), (GOOD,))
-DIFFERENCE = KeyDifference("layers.0.attn", "float32", keys=1e-7, unturned=1.4, values=0.0, allowed=1e-6)
+DIFFERENCE = KeyDifference(keys=1e-7, unturned=1.4, values=0.0, allowed=1e-6)
 
 
 def printed(check: EngineCheck) -> str:

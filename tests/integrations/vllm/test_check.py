@@ -37,7 +37,7 @@ def checked(model: str, *, turn_wrongly: bool = False) -> dict[str, Any]:
         found = check_engine(model, [*OPTIONS, "--num-gpu-blocks-override", "64"])
         end.sendall(json.dumps({**asdict(found), "passed": found.passed}).encode() + b"\n")
 
-    fork = Fork(main)
+    fork = Fork(main, {})
     try:
         line = fork.socket.makefile().readline()
         assert line, fork.output()

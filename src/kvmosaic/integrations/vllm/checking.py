@@ -206,7 +206,7 @@ def _key_findings(difference: KeyDifference, distance: int, where: str) -> list[
     allowed = difference.allowed
     is_telling = difference.unturned > 10 * allowed
     keys = Finding(
-        f"keys of {difference.layer}, moved by {distance}{where}",
+        f"keys of the first layer, moved by {distance}{where}",
         f"computed there (not turned: {difference.unturned:.2g})",
         f"{difference.keys:.2g}",
         f"{allowed:.2g}",
@@ -215,7 +215,7 @@ def _key_findings(difference: KeyDifference, distance: int, where: str) -> list[
     if difference.values is None:
         return [keys]
     values = Finding(
-        f"values of {difference.layer}{where}",
+        f"values of the first layer{where}",
         "computed there",
         f"{difference.values:.2g}",
         f"{allowed:.2g}",

@@ -36,8 +36,6 @@ class WorkerStory:
 class KeyDifference:
     """Keys and values of the first layer, moved and computed, in parts of the largest computed one."""
 
-    layer: str
-    dtype: str
     keys: float
     unturned: float
     """The same without turning the keys: what a wrong rotation would look like."""
@@ -92,8 +90,6 @@ def compare_keys(worker: Any, move: Move, computed_blocks: Sequence[int], comput
     computed = _read(places, place, computed_blocks, computed_start, move.num_tokens)
     dtype = computed[0].dtype
     return KeyDifference(
-        layer=place.name,
-        dtype=str(dtype).removeprefix("torch."),
         keys=_difference(moved[0], computed[0]),
         unturned=_difference(source[0], computed[0]),
         values=None if moved[1] is None or computed[1] is None else _difference(moved[1], computed[1]),
