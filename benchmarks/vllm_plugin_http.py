@@ -231,8 +231,10 @@ def several_at_once(url: str, model: Path, ask: Ask, scratch: Path) -> dict[str,
 
 def shown(values: Sequence[float], scale: float = 1.0) -> str:
     """Median (quartiles)."""
-    lower, middle, upper = statistics.quantiles([*values, *values], n=4, method="inclusive")
-    return f"{middle * scale:.3g} ({lower * scale:.3g} to {upper * scale:.3g})"
+    if len(values) == 1:
+        return f"{values[0] * scale:.3g}"
+    lower, middle, upper = (value * scale for value in statistics.quantiles(values, n=4, method="inclusive"))
+    return f"{middle:.3g} ({lower:.3g} to {upper:.3g})"
 
 
 def written(report: Mapping[str, Any]) -> str:
