@@ -12,7 +12,7 @@ from kvmosaic.cli import ContextKind, LongChunks, Strategy, app
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.layout import ChunkContext, PositionStrategy
 
-COMMANDS = ("run", "plan", "check", "demo", "warm", "cache", "serve", "sleep", "wake")
+COMMANDS = ("run", "plan", "check", "demo", "warm", "cache", "serve", "vllm", "sleep", "wake")
 
 
 def kvmosaic(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -105,6 +105,15 @@ class Handles:
             self._place.touch(document, now)
         return Document(document.text, document.title, document.id)
 
+    def document(self, document_id: str) -> Document:
+        """The text of a document, without counting a hit.
+
+        Raises:
+            UnknownDocument: see `resolve`.
+        """
+        document = self.get(document_id)
+        return Document(document.text, document.title, document.id)
+
     def get(self, document_id: str) -> StoredDocument:
         """A document, without counting a hit.
 

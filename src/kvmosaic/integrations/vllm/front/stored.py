@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import RLock
@@ -136,12 +136,17 @@ class FolderPlace:
             ) from None
         self._folder = folder
         self._lock = RLock()
+        self._is_locked = False
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """A context in which no other thread and no other process writes."""
-        with self._lock, (self._folder / "lock").open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        """A context in which no other thread and no other process writes; one inside another is welcome."""
+        with self._lock, ExitStack() as held:
+            if not self._is_locked:  # a second lock of the same file would wait for the first one for ever
+                file = held.enter_context((self._folder / "lock").open("rb"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+                self._is_locked = True
+                held.callback(setattr, self, "_is_locked", False)
             yield
 
     def read(self, document_id: str) -> StoredDocument | None:

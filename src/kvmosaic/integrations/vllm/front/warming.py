@@ -103,7 +103,7 @@ async def _warm_one(front: ComposedDocuments, scope: Scope, entry: Any, options:
 def _prompt_of(front: ComposedDocuments, scope: Scope, entry: Any, options: Mapping[str, Any]) -> Any:
     """The prompt of a request that has this document alone."""
     try:
-        documents = read_documents([entry], front.handles.resolve, 1)
+        documents = read_documents([entry], front.handles.document, 1)
         prompt = front.renderer(scope).warming(documents, options.get("system"), options.get("endpoint"))
         return composed(prompt, front.settings.how.updated({"chunk_context": options.get("chunk_context")}))
     except KVMosaicError as error:

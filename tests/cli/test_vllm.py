@@ -1,0 +1,90 @@
+"""`kvmosaic vllm serve`: vLLM's command line, with ours where the user has given nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvmosaic.cli import app
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.integrations.vllm.front import command
+from kvmosaic.integrations.vllm.front.command import serving
+
+MIDDLEWARE = "kvmosaic.integrations.vllm.ComposedDocuments"
+
+
+def shown(*arguments: str) -> list[str]:
+    result = CliRunner().invoke(app, ["vllm", "serve", *arguments, "--show"])
+    assert result.exit_code == 0, result.output
+    return shlex.split(result.stdout)
+
+
+def test_options_of_vllm_stay_in_their_order_and_ours_come_behind() -> None:
+    given = ["--max-model-len", "2048", "some/model", "-tp", "2", "--middleware", "a.B", "-O3"]
+    words = shown(*given)
+    assert words[: 2 + len(given)] == ["vllm", "serve", *given]
+    added = words[2 + len(given) :]
+    assert added[::2] == ["--kv-transfer-config", "--middleware", "--enable-prefix-caching"]
+    assert json.loads(added[1]) == {"kv_connector": "kvmosaic", "kv_role": "kv_both"}
+    assert added[3] == MIDDLEWARE
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        ["--kv-transfer-config", "{}"],
+        ["--kv-transfer-config={}"],
+        ["--kv_transfer_config", "{}"],
+        ["--kv-transfer-config.kv_connector", "x"],
+        ["--middleware", MIDDLEWARE],
+        ["--middleware", "kvmosaic.integrations.vllm.front.middleware.ComposedDocuments"],
+        ["--enable-prefix-caching"],
+    ],
+)
+def test_what_the_user_gives_is_not_given_again(own: list[str]) -> None:
+    name = own[0].replace("_", "-").partition("=")[0].partition(".")[0]
+    arguments = serving(["model", *own], {}).arguments
+    assert sum(argument.replace("_", "-").startswith(name) for argument in arguments) == 1
+
+
+def test_our_choices_become_variables() -> None:
+    assert shown("m", "--repair", "first(16)", "--position-strategy", "shared")[:2] == [
+        "KVMOSAIC_POSITION_STRATEGY=shared", "KVMOSAIC_REPAIR=first(16)",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "choices"),
+    [
+        ([], {}),
+        (["m"], {"repair": "5"}),
+        (["m"], {"position_strategy": "absolute"}),
+        (["m", "--no-enable-prefix-caching"], {}),
+    ],
+)
+def test_what_cannot_work_is_told_before_vllm_starts(arguments: list[str], choices: dict[str, str]) -> None:
+    with pytest.raises(InvalidConfig):
+        serving(arguments, choices)
+
+
+def test_without_vllm_there_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    result = CliRunner().invoke(app, ["vllm", "serve", "m"])
+    assert result.exit_code == 2 and "pip install" in result.stderr
+
+
+def test_vllm_takes_the_place_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[Any] = []
+    monkeypatch.setattr(command, "find_spec", lambda name: object())
+    monkeypatch.setattr(os, "execve", lambda *given: run.append(given))
+    assert CliRunner().invoke(app, ["vllm", "serve", "m", "--repair", "first(2)"]).exit_code == 0
+    [(program, arguments, variables)] = run
+    assert program == sys.executable
+    assert arguments[1:5] == ("-m", "vllm.entrypoints.cli.main", "serve", "m")
+    assert variables["KVMOSAIC_REPAIR"] == "first(2)" and variables["PATH"] == os.environ["PATH"]

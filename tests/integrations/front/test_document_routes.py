@@ -1,0 +1,156 @@
+"""/v1/documents behind the middleware, as a client of our own server would use it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.asking import MESSAGES
+from support.vllm.front import REPORT, App
+
+CHAT = "/v1/chat/completions"
+
+
+def error_of(reply: Any) -> tuple[int, str | None]:
+    return reply.status_code, reply.json()["error"]["code"]
+
+
+@pytest.fixture
+def app() -> App:
+    return App()
+
+
+@pytest.fixture
+def client(app: App, tmp_path: Path) -> Any:
+    return app.client(documents_dir=tmp_path, max_documents=5)
+
+
+def test_a_document_is_stored_and_named_by_its_id(app: App, client: Any) -> None:
+    reply = client.put("/v1/documents/ferry", json={"title": "The ferry", "text": "It goes to Oak Island."})
+    assert reply.status_code == 201 and reply.headers["etag"] == '"1"'
+    stored = reply.json()
+    assert (stored["id"], stored["characters"], stored["ttl_seconds"], stored["hits"]) == ("ferry", 22, 3600, 0)
+    assert "text" not in stored
+    whole = {"id": "ferry", "title": "The ferry", "text": "It goes to Oak Island."}
+    bodies = []
+    for document in (whole, {"id": "ferry"}):
+        assert client.post(CHAT, json={"messages": MESSAGES, "documents": [document]}).status_code == 200
+        bodies.append(app.body)
+    assert bodies[0] == bodies[1]
+    read = client.get("/v1/documents/ferry").json()
+    assert (read["text"], read["hits"], read["version"]) == ("It goes to Oak Island.", 1, 1)
+
+
+def test_a_change_that_was_meant_for_another_version_is_refused(client: Any) -> None:
+    client.put("/v1/documents/a", json={"text": "x"})
+    reply = client.put("/v1/documents/a", json={"text": "y"}, headers={"If-Match": '"1"'})
+    assert (reply.status_code, reply.headers["etag"]) == (200, '"2"')
+    refused = client.put("/v1/documents/a", json={"text": "z"}, headers={"If-Match": '"1"'})
+    assert error_of(refused) == (412, "document_changed")
+    assert error_of(client.delete("/v1/documents/a", headers={"If-Match": '"1"'})) == (412, "document_changed")
+    deleted = client.delete("/v1/documents/a").json()
+    assert deleted == {"id": "a", "object": "document.deleted", "deleted": True}
+    assert error_of(client.get("/v1/documents/a")) == (404, "document_not_found")
+
+
+def test_posting_makes_an_id_and_takes_none_twice(client: Any) -> None:
+    reply = client.post("/v1/documents", json={"text": "x"})
+    assert reply.status_code == 201
+    taken = client.post("/v1/documents", json={"text": "x", "id": reply.json()["id"]})
+    assert error_of(taken) == (409, "document_exists")
+    for _ in range(4):
+        client.post("/v1/documents", json={"text": "x"})
+    assert error_of(client.post("/v1/documents", json={"text": "x"})) == (429, "document_store_full")
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_a_list_is_read_in_parts(client: Any, order: str) -> None:
+    for name in "abcde":
+        client.put(f"/v1/documents/{name}", json={"text": "x"})
+    seen: list[str] = []
+    query: dict[str, Any] = {"limit": 2, "order": order}
+    while True:
+        part = client.get("/v1/documents", params=query).json()
+        seen += [document["id"] for document in part["data"]]
+        assert (part["first_id"], part["last_id"]) == (part["data"][0]["id"], part["data"][-1]["id"])
+        if not part["has_more"]:
+            break
+        query["after"] = part["next_after"] if len(seen) == 2 else part["last_id"]
+    assert "".join(seen if order == "asc" else seen[::-1]) == "abcde"
+    for wrong in ({"limit": 0}, {"limit": "x"}, {"limit": 1001}, {"order": "up"}):
+        assert client.get("/v1/documents", params=wrong).status_code == 400
+    assert client.get("/v1/documents", params={"after": "gone"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status"),
+    [
+        ("PUT", "/v1/documents/a", b"{", 400),
+        ("PUT", "/v1/documents/a", b"[]", 400),
+        ("PUT", "/v1/documents/a", b"{}", 400),
+        ("PUT", "/v1/documents/a", b'{"text": "x", "id": "b"}', 400),
+        ("PUT", "/v1/documents/a", b'{"text": "x", "id": 3}', 400),
+        ("PUT", "/v1/documents/..%2f..%2fetc", b'{"text": "x"}', 400),
+        ("PUT", "/v1/documents/a:warm", b'{"text": "x"}', 405),
+        ("PATCH", "/v1/documents/a", b"{}", 405),
+        ("DELETE", "/v1/documents", b"", 405),
+        ("POST", "/v1/documents/a:pin", b"", 404),
+        ("POST", "/v1/documents/a:warm", b"", 404),
+        ("POST", "/v1/documents:warm", b'{"ids": 3}', 400),
+        ("POST", "/v1/documents:warm", b'{"stream": true}', 400),
+        ("POST", "/v1/documents:warm", b'{"systm": "x"}', 400),
+        ("POST", "/v1/documents:warm", b'{"system": 3, "documents": ["x"]}', 400),
+        ("POST", "/v1/documents:warm", b'{"documents": [3]}', 400),
+    ],
+)
+def test_what_cannot_be_done_is_told(client: Any, method: str, path: str, content: bytes, status: int) -> None:
+    reply = client.request(method, path, content=content)
+    assert reply.status_code == status, reply.text
+    assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_warming_asks_for_the_document_as_later_requests_do(app: App, client: Any) -> None:
+    client.put("/v1/documents/ferry", json={"text": "It goes to Oak Island."})
+    system = MESSAGES[0]["content"]
+    reply = client.post("/v1/documents/ferry:warm", json={"system": system, "cache_salt": "s"}).json()
+    assert (reply["num_documents"], reply["num_cached"], reply["num_failed"]) == (1, 1, 0)
+    [entry] = reply["data"]
+    assert (entry["object"], entry["id"], entry["was_cached"]) == ("document.warmed", "ferry", True)
+    warmed = app.body
+    assert (warmed["max_tokens"], warmed["cache_salt"]) == (1, "s")
+    client.post(CHAT, json={"messages": MESSAGES, "documents": [{"id": "ferry"}]})
+    later = app.body["kv_transfer_params"]
+    shape = warmed["kv_transfer_params"]["kvmosaic"]
+    assert {name: shape[name] for name in ("system", "chunks")} == {
+        name: later["kvmosaic"][name] for name in ("system", "chunks")
+    }
+    end = shape["system"] + sum(shape["chunks"])
+    assert warmed["prompt"][:end] == later["prompt_token_ids"][:end]
+    assert client.get("/v1/documents/ferry").json()["hits"] == 1
+
+
+def test_many_are_warmed_and_one_that_fails_stops_no_other(app: App, client: Any) -> None:
+    for name in "ab":
+        client.put(f"/v1/documents/{name}", json={"text": f"Text {name}."})
+    app.report = {**REPORT, "documents": [{"action": "computed"}]}
+    every = client.post("/v1/documents:warm", json={}).json()
+    assert (every["num_documents"], every["num_computed"]) == (2, 2)
+    some = client.post("/v1/documents:warm", json={"ids": ["a", "gone"], "documents": ["A text."]}).json()
+    assert [entry["object"].partition(".")[2] for entry in some["data"]] == ["warmed", "failed", "warmed"]
+    assert some["data"][1]["error"]["code"] == "document_not_found"
+    assert client.post("/v1/documents:warm", json={"ids": ["gone"]}).status_code == 404
+    assert client.post("/v1/documents:warm", json={"ids": []}).json()["num_documents"] == 0
+
+
+def test_a_refusal_of_vllm_is_passed_on(app: App, client: Any) -> None:
+    app.refusal = "too long"
+    reply = client.post("/v1/documents:warm", json={"documents": ["x"]})
+    assert reply.status_code == 400 and "too long" in reply.json()["error"]["message"]
+
+
+def test_texts_are_sent_as_they_are(client: Any) -> None:
+    text = 'ü☃ "quoted" \\ back \u2028'
+    client.put("/v1/documents/a", json={"text": text})
+    assert json.loads(client.get("/v1/documents/a").content)["text"] == text.strip()

@@ -1,0 +1,253 @@
+"""Stored documents: in memory and in a shared folder the same, and safe in both."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from kvmosaic.errors import (
+    DocumentChanged,
+    DocumentExists,
+    DocumentStoreFull,
+    DocumentTooLarge,
+    InvalidConfig,
+    InvalidDocument,
+    KVMosaicError,
+    UnknownDocument,
+)
+from kvmosaic.integrations.vllm.front.handles import Draft, Handles
+from kvmosaic.integrations.vllm.front.settings import FrontSettings
+from kvmosaic.integrations.vllm.front.stored import FolderPlace, MemoryPlace
+
+Make = Callable[..., Handles]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(params=["memory", "folder"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    clock = Clock()
+
+    def made(**limits: Any) -> Handles:
+        place = MemoryPlace() if request.param == "memory" else FolderPlace(tmp_path / "docs")
+        handles = Handles(place, FrontSettings(**limits), clock)
+        handles.test_clock = clock  # type: ignore[attr-defined]
+        return handles
+
+    return made
+
+
+def draft(text: str = "A text.", **fields: Any) -> Draft:
+    return Draft.read({"text": text, **fields}, 60)
+
+
+def test_a_document_is_stored_read_replaced_and_deleted(make: Make) -> None:
+    handles = make()
+    first, is_new = handles.put("a", draft(" One. ", title="T", metadata={"k": "v"}))
+    assert is_new and (first.version, first.text, first.title, first.metadata) == (1, "One.", "T", {"k": "v"})
+    assert handles.get("a") == first
+    second, is_new = handles.put("a", draft("Two. ☃"))
+    assert not is_new and (second.version, second.number, second.num_bytes) == (2, first.number, 8)
+    document = handles.resolve("a")
+    assert (document.text, document.title, document.id) == ("Two. ☃", None, "a")
+    assert handles.hits("a").number == 1
+    handles.delete("a")
+    for call in (handles.get, handles.resolve, handles.document, handles.delete):
+        with pytest.raises(UnknownDocument, match="store it again"):
+            call("a")
+
+
+def test_an_id_is_made_and_never_taken_twice(make: Make) -> None:
+    handles = make()
+    made = handles.create(draft())
+    assert made.id.startswith("doc-")
+    with pytest.raises(DocumentExists, match="replace it with PUT"):
+        handles.create(draft(), made.id)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "a b", "x" * 257, "a:warm", "é"])
+def test_an_id_is_no_path(make: Make, name: str) -> None:
+    handles = make()
+    with pytest.raises(InvalidDocument):
+        handles.put(name, draft())
+    with pytest.raises(UnknownDocument):
+        handles.get(name)
+
+
+def test_a_document_lives_as_long_as_it_was_told(make: Make) -> None:
+    handles = make()
+    clock: Clock = handles.test_clock  # type: ignore[attr-defined]
+    handles.put("short", draft())
+    handles.put("read", draft(refresh_ttl_on_hit=True))
+    handles.put("ever", draft(ttl_seconds=None))
+    clock.now += 59
+    handles.resolve("read")
+    handles.resolve("short")
+    clock.now += 2
+    assert {each.id for each in handles.all()} == {"read", "ever"}
+    with pytest.raises(UnknownDocument):
+        handles.resolve("short")
+    assert handles.create(draft(), "short").version == 1
+
+
+def test_two_writers_do_not_overwrite_each_other(make: Make) -> None:
+    handles = make()
+    handles.put("a", draft())
+    with pytest.raises(DocumentChanged, match="version 1"):
+        handles.put("a", draft("new"), '"2"')
+    handles.put("a", draft("new"), '"7", "1"')
+    with pytest.raises(DocumentChanged):
+        handles.delete("a", '"1"')
+    with pytest.raises(DocumentChanged, match="is not stored"):
+        handles.put("b", draft(), "*")
+    handles.delete("a", "*")
+
+
+def test_no_more_is_stored_than_allowed(make: Make) -> None:
+    handles = make(max_documents=2, max_documents_bytes=20)
+    handles.put("a", draft("x" * 10))
+    with pytest.raises(DocumentTooLarge, match="20 may be stored"):
+        handles.put("b", draft("x" * 21))
+    with pytest.raises(DocumentStoreFull, match="limit is 20"):
+        handles.put("b", draft("x" * 11))
+    handles.put("a", draft("x" * 20))
+    handles.put("a", draft("x"))
+    handles.put("b", draft("x"))
+    with pytest.raises(DocumentStoreFull, match="2 documents"):
+        handles.put("c", draft("x"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"text": ""},
+        {"text": 3},
+        {"title": 3},
+        {"ttl_seconds": 0},
+        {"ttl_seconds": True},
+        {"ttl_seconds": 10**9},
+        {"refresh_ttl_on_hit": 1},
+        {"metadata": [1]},
+        {"metadata": {"a": 1}},
+        {"metadata": {"": "x"}},
+        {"metadata": {str(number): "x" for number in range(17)}},
+        {"metadata": {"a": "\ud800"}},
+        {"pinned": True},
+        {"priority": 0.3},
+        {"txt": "x"},
+    ],
+)
+def test_a_document_that_cannot_be_stored_says_why(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidDocument):
+        draft(**fields)
+
+
+def test_servers_that_share_a_folder_see_the_same(tmp_path: Path) -> None:
+    one, other = (Handles.opened(FrontSettings(documents_dir=tmp_path / "docs")) for _ in range(2))
+    one.put("a", draft())
+    assert other.get("a").version == 1
+    other.put("a", draft("new"))
+    assert one.get("a").text == "new"
+    with pytest.raises(DocumentExists):
+        other.create(draft(), "a")
+
+
+def test_writers_at_once_leave_whole_documents_and_all_versions(tmp_path: Path) -> None:
+    servers = [Handles.opened(FrontSettings(documents_dir=tmp_path / "docs")) for _ in range(4)]
+
+    def write(handles: Handles, letter: str) -> None:
+        for _ in range(10):
+            handles.put("a", draft(letter * 1_000))
+            assert set(handles.get("a").text) <= {"w", "x", "y", "z"}
+            assert len(set(handles.get("a").text)) == 1
+
+    threads = [
+        threading.Thread(target=write, args=(server, letter)) for server, letter in zip(servers, "wxyz", strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert servers[0].get("a").version == 40
+    assert not list((tmp_path / "docs").glob(".new-*"))
+
+
+def test_a_damaged_file_is_no_document(tmp_path: Path) -> None:
+    handles = Handles.opened(FrontSettings(documents_dir=tmp_path))
+    handles.put("a", draft())
+    [file] = tmp_path.glob("*.json")
+    whole = file.read_bytes()
+    for damaged in (b"", whole[:20], b"[]\n[]\n", whole.replace(b'"version"', b'"verzion"')):
+        file.write_bytes(damaged)
+        with pytest.raises(UnknownDocument):
+            handles.get("a")
+        assert handles.all() == []
+    file.write_bytes(whole.replace(b'"id": "a"', b'"id": "b"'))
+    with pytest.raises(UnknownDocument):
+        handles.get("a")
+
+
+def test_a_place_that_cannot_be_written_to_is_told_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InvalidConfig, match="KVMOSAIC_DOCUMENTS_DIR"):
+        Handles.opened(FrontSettings(documents_dir=tmp_path / "file"))
+
+
+def test_memory_and_folder_answer_alike(tmp_path: Path) -> None:
+    numbers = iter(range(10**6))
+
+    class Pair(RuleBasedStateMachine):
+        @initialize()
+        def begin(self) -> None:
+            self.clock = Clock()
+            limits = FrontSettings(max_documents=3, max_documents_bytes=40)
+            places = (MemoryPlace(), FolderPlace(tmp_path / str(next(numbers))))
+            self.pair = [Handles(place, limits, self.clock) for place in places]
+
+        def both(self, call: Callable[[Handles], Any]) -> None:
+            results = []
+            for handles in self.pair:
+                try:
+                    results.append(call(handles))
+                except KVMosaicError as error:
+                    results.append((type(error), str(error)))
+            assert results[0] == results[1]
+
+        @rule(name=st.sampled_from("abcd"), text=st.text("xyz☃", min_size=1, max_size=12), ttl=st.integers(1, 9),
+              refresh=st.booleans(), version=st.none() | st.integers(1, 4))  # fmt: skip
+        def put(self, name: str, text: str, ttl: int, refresh: bool, version: int | None) -> None:
+            match = None if version is None else f'"{version}"'
+            wanted = draft(text, ttl_seconds=ttl, refresh_ttl_on_hit=refresh)
+            self.both(lambda handles: handles.put(name, wanted, match))
+
+        @rule(name=st.sampled_from("abcd"))
+        def delete(self, name: str) -> None:
+            self.both(lambda handles: handles.delete(name))
+
+        @rule(name=st.sampled_from("abcd"))
+        def resolve(self, name: str) -> None:
+            self.both(lambda handles: (handles.resolve(name), replace(handles.get(name))))
+
+        @rule()
+        def look(self) -> None:
+            self.both(lambda handles: handles.all())
+
+        @rule(seconds=st.integers(1, 5))
+        def wait(self, seconds: int) -> None:
+            self.clock.now += seconds
+
+    run_state_machine_as_test(Pair, settings=settings(max_examples=15, stateful_step_count=20, deadline=None))

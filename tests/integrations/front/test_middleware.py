@@ -1,0 +1,193 @@
+"""The middleware in front of an app: what passes, what is changed, who may ask, and what comes back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anyio
+import pytest
+from support.asking import DOCUMENTS, MESSAGES
+from support.vllm.front import REPORT, App
+
+from kvmosaic.errors import InvalidConfig, InvalidSeparator
+from kvmosaic.integrations.vllm import ComposedDocuments, reports
+from kvmosaic.integrations.vllm.front.settings import FrontSettings
+
+CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+DOCUMENTED = {"messages": MESSAGES, "documents": DOCUMENTS}
+
+
+def events(client: Any, path: str, **body: Any) -> list[Any]:
+    reply = client.post(path, json={**body, "stream": True})
+    assert reply.status_code == 200, reply.text
+    data = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
+    assert data[-1] == "[DONE]"
+    return [json.loads(text) for text in data[:-1]]
+
+
+def test_a_request_without_documents_passes_byte_for_byte() -> None:
+    app = App()
+    client = app.client()
+    body = b'{ "messages" :[],\n "kv_transfer_params": {"kvmosaic": {"system": 1}}, "n": 1.0}'
+    reply = client.post(CHAT, content=body)
+    assert app.bodies == [body]
+    assert reply.json()["kv_transfer_params"] == {"kvmosaic": REPORT}
+
+
+def test_documents_become_token_ids_and_the_report_stands_beside_usage() -> None:
+    app = App()
+    reply = app.client().post(CHAT, json={**DOCUMENTED, "temperature": 0, "repair": "first(4)"}).json()
+    assert set(app.body) == {"messages", "temperature", "kv_transfer_params"}
+    assert app.body["kv_transfer_params"]["kvmosaic"]["repair"] == 4
+    assert reply["kvmosaic"] == REPORT
+    assert reply["kv_transfer_params"] is None
+    details = {"cached_tokens": 4, "composed_tokens": 9, "recomputed_tokens": 5}
+    assert reply["usage"] == {"prompt_tokens": 18, "prompt_tokens_details": details}
+
+
+def test_params_of_others_stay_in_the_answer() -> None:
+    app = App()
+    client = app.client()
+    app.report = None
+    assert "kvmosaic" not in client.post(TEXT, json={"prompt": "x", "documents": ["y"]}).json()
+
+
+def test_a_report_that_the_answer_does_not_carry_is_taken_from_the_shelf() -> None:
+    app = App(report=None)
+    reports.put("cmpl-7-0-0123abcd", REPORT)
+    assert app.client().post(TEXT, json={"prompt": "x", "documents": ["y"]}).json()["kvmosaic"] == REPORT
+    assert reports.take("cmpl-7-0") is None
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("options", [None, {"include_usage": True}])
+def test_the_last_chunk_of_a_stream_has_the_report(number: int, options: Any) -> None:
+    reports.put("cmpl-7-0123abcd", REPORT)
+    chunks = events(App().client(), CHAT, **DOCUMENTED, n=number, stream_options=options)
+    assert [chunk.get("kvmosaic") for chunk in chunks] == [None] * (len(chunks) - 1) + [REPORT]
+    assert len(chunks) == 2 * number + (options is not None)
+    if options:
+        assert chunks[-1]["usage"]["prompt_tokens_details"]["composed_tokens"] == 9
+
+
+def test_a_report_that_comes_late_has_a_chunk_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def take(name: str) -> Any:
+        asked.append(name)
+        return REPORT if len(asked) > 4 else None
+
+    monkeypatch.setattr(reports, "take", take)
+    chunks = events(App().client(), CHAT, **DOCUMENTED)
+    assert chunks[-1] == {"id": "cmpl-7", "object": "chunk", "created": 1, "model": "m", "choices": [],
+                          "kvmosaic": REPORT}  # fmt: skip
+    assert asked[0] == "cmpl-7"
+
+
+def test_a_stream_without_a_report_is_as_it_came() -> None:
+    app = App()
+    client = app.client()
+    with_documents = client.post(CHAT, json={**DOCUMENTED, "stream": True}).content
+    assert with_documents == client.post(CHAT, json={"messages": MESSAGES, "stream": True}).content
+
+
+def test_every_event_is_sent_at_once() -> None:
+    """Parts of events wait for their end, and nothing else waits."""
+    sent: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for part in (b'data: {"id":"a","choices"', b':[]}\n\ndata: {"b":1}\n\n', b"data: [DONE]\n\n"):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            sent.append(b"|")
+        await send({"type": "http.response.body", "body": b"rest"})
+
+    async def check() -> None:
+        outer = App()
+        front = ComposedDocuments(app, FrontSettings())
+        body = {"type": "http.request", "body": json.dumps(DOCUMENTED).encode()}
+        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "app": outer.app}
+
+        async def receive() -> Any:
+            return body
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b"start"))
+
+        await front(scope, receive, send)
+
+    anyio.run(check)
+    assert sent == [
+        b"start", b"", b"|", b'data: {"id":"a","choices":[]}\n\ndata: {"b":1}\n\n', b"|", b"data: [DONE]\n\n", b"|",
+        b"rest",
+    ]  # fmt: skip
+
+
+def test_nothing_is_rendered_for_somebody_without_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = App()
+    client = app.client()
+    client.headers["Authorization"] = "Bearer guessed"
+    monkeypatch.setattr(ComposedDocuments, "rewritten", None)
+    reply = client.post(CHAT, json={**DOCUMENTED, "documents": [{"id": "unknown"}]})
+    assert (reply.status_code, reply.json()) == (401, {"error": "Unauthorized"})
+    assert client.put("/v1/documents/a", json={"text": "x"}).status_code == 401
+    assert client.get("/v1/documents").status_code == 401
+
+
+def test_what_is_wrong_is_told_in_the_form_of_openai() -> None:
+    app = App()
+    reply = app.client().post(CHAT, json={**DOCUMENTED, "documents": ["x", ""]})
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", "documents.1", None)
+    assert not app.bodies
+
+
+def test_a_body_over_the_limit_is_refused() -> None:
+    app = App()
+    client = app.client(max_body_bytes=2_000)
+    assert client.post(CHAT, json={"messages": MESSAGES}).status_code == 200
+    reply = client.post(CHAT, json={"messages": [{"role": "user", "content": "x" * 2_000}]})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (413, "body_too_large")
+    assert "2000 bytes" in reply.json()["error"]["message"]
+    assert len(app.bodies) == 1
+    assert client.put("/v1/documents/a", json={"text": "x" * 2_000}).status_code == 413
+
+
+def test_before_the_model_is_there_documents_are_refused_and_the_rest_passes() -> None:
+    app = App()
+    client = app.client()
+    del app.app.state.online_renderer
+    assert client.post(CHAT, json=DOCUMENTED).status_code == 503
+    assert client.post(CHAT, json={"messages": MESSAGES}).status_code == 200
+
+
+def test_a_response_has_its_report_in_its_last_event() -> None:
+    from kvmosaic.integrations.vllm.front.answers import StreamAnswer
+    from kvmosaic.integrations.vllm.front.rewriting import Rewritten
+
+    whole = {"type": "response.completed", "response": {"id": "r", "kv_transfer_params": {"kvmosaic": REPORT}}}
+    answer = StreamAnswer({"type": "http.response.start"}, Rewritten(b"", 1, False), lambda name: None)
+    text = f"event: response.completed\ndata: {json.dumps(whole)}\n\n"
+    [_, part] = answer.messages({"body": text.encode(), "more_body": True})
+    name, _, data = part["body"].decode().partition("\n")
+    assert name == "event: response.completed"
+    assert json.loads(data.removeprefix("data: "))["response"] == {
+        "id": "r", "kv_transfer_params": None, "kvmosaic": REPORT,
+    }  # fmt: skip
+
+
+def test_the_environment_says_what_requests_leave_out() -> None:
+    said = {
+        "KVMOSAIC_CHUNK_SEPARATOR": "@@", "KVMOSAIC_REPAIR": "first(8)", "KVMOSAIC_POSITION_STRATEGY": "shared",
+        "KVMOSAIC_DOCUMENT_TTL": "0", "KVMOSAIC_MAX_DOCUMENTS": "3", "KVMOSAIC_UNRELATED": "x",
+    }  # fmt: skip
+    settings = FrontSettings.from_environment(said)
+    assert (settings.separator, settings.how.repair, settings.how.position_strategy) == ("@@", 8, "shared")
+    assert (settings.document_ttl, settings.max_documents) == (None, 3)
+    for name, value in [("REPAIR", "8"), ("MAX_BODY_BYTES", "-1"), ("LONG_CHUNKS", "no"), ("CHUNK_SEPARATOR", " ")]:
+        with pytest.raises((InvalidConfig, InvalidSeparator)):
+            FrontSettings.from_environment({f"KVMOSAIC_{name}": value})
