@@ -123,6 +123,7 @@ REFUSED: dict[str, tuple[Layer, Any, str]] = {
     "a latent quantized": (Layer(Joined(), **LATENT_SIZES), ROWS.to(torch.uint8), "unquantized"),
     "written elsewhere": (Layer(StackedFirst()), torch.zeros(BLOCKS, 2, SIZE, HEADS, KEY), "not found|fails"),
     "rounded on a CPU": (Layer(Quantizing(), "CPU_ATTN"), JOINED, "keys that the CPU kernel wrote are not found"),
+    "a CPU kernel that fails": (Layer(Failing(), "CPU_ATTN"), JOINED, "CPU_ATTN fails: no kernel for this device"),
     "a kernel that fails": (Layer(Failing()), JOINED, "fails: no kernel for this device"),
     "other heads": (Layer(Separate(), num_kv_heads=3), (JOINED, JOINED), "expected 3 heads"),
     "another shape": (Layer(Joined()), torch.zeros(BLOCKS, 5, 3, KEY), r"no layout .* shape \(6, 5, 3, 16\)"),

@@ -144,6 +144,17 @@ def test_tokens_spread_over_workers_are_refused(name: str) -> None:
         places_of(Model(AttentionModule(layer, Rotary())), layer, cache, **{name: 2})
 
 
+def test_the_scheduler_says_how_large_its_blocks_are() -> None:
+    layer, cache = cache_of("cpu vector")
+    model = Model(AttentionModule(layer, Rotary()))
+    config = config_of({"one": layer})
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
+    places = Places.of(config, {"one": cache}, SimpleNamespace(kv_cache_groups=[group]))
+    assert (places.block_size, places.num_blocks, places.root) == (16, 3, model)
+    with pytest.raises(NotMovable, match="2 groups with blocks of their own"):
+        Places.of(config, {"one": cache}, SimpleNamespace(kv_cache_groups=[group, group]))
+
+
 def test_blocks_that_do_not_fill_those_of_the_scheduler_are_refused() -> None:
     layer, cache = cache_of("cpu vector")
     with pytest.raises(NotMovable, match="blocks of 8 tokens, which do not fill the scheduler's blocks of 12"):

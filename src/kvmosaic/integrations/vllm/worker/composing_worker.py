@@ -56,7 +56,7 @@ class ComposingWorker:
     def register(self, kv_caches: dict[str, Any]) -> None:
         """Finds out where keys and values lie and how they are turned; what is impossible becomes a fact."""
         try:
-            places = Places.of(self._config, kv_caches)
+            places = Places.of(self._config, kv_caches, self._kv_cache_config)
         except KVMosaicError as error:
             self.facts = WorkerFacts(trouble=str(error))
             return

@@ -40,12 +40,13 @@ class Places:
     """The model, called with token ids and positions."""
 
     @classmethod
-    def of(cls, vllm_config: Any, kv_caches: Mapping[str, Any]) -> Places:
+    def of(cls, vllm_config: Any, kv_caches: Mapping[str, Any], kv_cache_config: Any = None) -> Places:
         """Finds the place of every layer that has a cache.
 
         Args:
             vllm_config: vLLM's configuration, after the model was loaded.
             kv_caches: what `register_kv_caches` was given: a cache for each layer's name.
+            kv_cache_config: how the scheduler cuts them into blocks; None: all as the configuration says.
 
         Raises:
             NotMovable: some layer cannot be moved; the message names it and says why.
@@ -78,7 +79,7 @@ class Places:
                 "no layer has a rotary embedding of vLLM's: positions are learned, or keys are turned where it is not "
                 "seen (--model-impl transformers); such models cannot be composed"
             )
-        block_size = int(vllm_config.cache_config.block_size)
+        block_size = _block_size(vllm_config, kv_cache_config)
         for place in places:
             if block_size % place.layout.block_size:
                 raise NotMovable(
@@ -110,6 +111,15 @@ class Places:
         """Raises `PromptTooLong` if some layer's table has no such position."""
         for turning in {place.turning for place in self.layers if place.turning is not None}:
             turning.require(position)
+
+
+def _block_size(vllm_config: Any, kv_cache_config: Any) -> int:
+    if kv_cache_config is None:
+        return int(vllm_config.cache_config.block_size)
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise NotMovable(f"the layers are in {len(groups)} groups with blocks of their own; only one can be moved")
+    return int(groups[0].kv_cache_spec.block_size)
 
 
 def _require_whole_tokens(vllm_config: Any) -> None:

@@ -34,7 +34,13 @@ def find_layout(layer_name: str, layer: Any, kv_cache: Any) -> KeyValueLayout:
         NotMovable: nothing is known that reads this cache, or it must not be moved; the message says why.
     """
     for kind in LAYOUTS:
-        found: KeyValueLayout | None = kind.of(layer_name, layer, kv_cache)
+        try:
+            found: KeyValueLayout | None = kind.of(layer_name, layer, kv_cache)
+        except NotMovable:
+            raise
+        except Exception as error:  # whatever a foreign kernel says to being tried, the cache is not known then
+            backend = layer.attn_backend.get_name()
+            raise NotMovable(f"{layer_name}: trying the cache of {backend} fails: {error}") from error
         if found is not None:
             return found
     if hasattr(kv_cache, "dtype"):
