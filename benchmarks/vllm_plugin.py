@@ -90,32 +90,42 @@ def paired(measured: Mapping[str, Any], engine: str, other: str, figure: str) ->
 
 def written(report: Mapping[str, Any]) -> str:
     """Tables in Markdown."""
-    names = [name for name in ENGINES if name in report["works"][0]["engines"]]
+    works = report["works"]
+    names = [name for name in ENGINES if name in works[0]["engines"]]
     lines = ["# Documents inside vLLM", "", "Written by `benchmarks/vllm_plugin.py`; median (quartiles).", ""]
-    lines += [f"{report['about']}.", "", "## First token, ms", "", _head(["documents", *names])]
-    single = [one for one in report["works"] if one["at_once"] == 1]
-    for one in single:
-        lines.append(_line([one["name"], *(shown(one["engines"][name]["first_seconds"], 1e3) for name in names)]))
-    lines += ["", "## Several at once, requests per second", "", _head(["documents", *names])]
-    for one in report["works"]:
-        if one["at_once"] > 1:
-            rates = [f"{one['engines'][name]['requests_per_second']:.3g}" for name in names]
-            lines.append(_line([one["name"], *rates]))
-    lines += ["", "## Tokens that went through the model", "", _head(["documents", "of prompts", *names])]
-    for one in report["works"]:
-        computed = [f"{one['engines'][name]['computed_tokens']:,}" for name in names]
-        lines.append(_line([one["name"], f"{one['prompt_tokens']:,}", *computed]))
-    lines += ["", "## Ratios of time, round by round", ""]
-    pairs = [(PLAIN, PLUGIN), (OWN, PLUGIN)]
-    pairs = [(one, two) for one, two in pairs if one in names and two in names]
-    heads = [f"{one} by {two}{unit}" for one, two in pairs for unit in ("", ", CPU time")]
-    lines.append(_head(["documents", *heads]))
-    for one in report["works"]:
-        figure = "first_seconds" if one["at_once"] == 1 and one["answer_tokens"] == 1 else "seconds"
-        cells = [shown(paired(one, *pair, unit)) for pair in pairs for unit in (figure, "cpu_seconds")]
-        lines.append(_line([one["name"], *cells]))
-    lines += ["", *verdicts(report)]
+    lines += [f"{report['about']}."]
+    single, several = ([one for one in works if (one["at_once"] == 1) is alone] for alone in (True, False))
+    first = [[one["name"], *(shown(one["engines"][name]["first_seconds"], 1e3) for name in names)] for one in single]
+    lines += table("First token, ms", ["documents", *names], first)
+    rates = [
+        [one["name"], *(f"{one['engines'][name]['requests_per_second']:.3g}" for name in names)] for one in several
+    ]
+    lines += table("Several at once, requests per second", ["documents", *names], rates)
+    counts = [
+        [one["name"], f"{one['prompt_tokens']:,}", *(f"{one['engines'][n]['computed_tokens']:,}" for n in names)]
+        for one in works
+    ]
+    lines += table("Tokens that went through the model", ["documents", "of prompts", *names], counts)
+    pairs = [(one, two) for one, two in ((PLAIN, PLUGIN), (OWN, PLUGIN)) if one in names and two in names]
+    if pairs:
+        heads = [f"{one} by {two}{unit}" for one, two in pairs for unit in ("", ", CPU time")]
+        lines += table("Ratios of time, round by round", ["documents", *heads], [ratios(one, pairs) for one in works])
+        lines += ["", *verdicts(report)]
     return "\n".join(lines) + "\n"
+
+
+def ratios(measured: Mapping[str, Any], pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """A row: of the first token where nothing else is answered, else of the whole answers."""
+    figure = "first_seconds" if measured["answer_tokens"] == 1 else "seconds"
+    figures = [(*pair, each) for pair in pairs for each in (figure, "cpu_seconds")]
+    return [measured["name"], *(shown(paired(measured, *each)) for each in figures)]
+
+
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A heading and a table; nothing without rows."""
+    if not rows:
+        return []
+    return ["", f"## {title}", "", *("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))]
 
 
 def verdicts(report: Mapping[str, Any]) -> Iterator[str]:
@@ -128,14 +138,6 @@ def verdicts(report: Mapping[str, Any]) -> Iterator[str]:
         figures = ("seconds", "cpu_seconds")
         wall, cpu = (statistics.median(paired(works["none"], PLUGIN, PLAIN, figure)) for figure in figures)
         yield f"- prompts without documents: {wall:.3f} of plain vLLM's time, {cpu:.3f} of its CPU time (target: 1.02)"
-
-
-def _head(cells: Sequence[str]) -> str:
-    return _line(cells) + "\n" + "|---" * len(cells) + "|"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
