@@ -23,6 +23,7 @@ from torch import Tensor
 from kvmosaic.errors import NotMovable
 from kvmosaic.integrations.vllm.operations import Move
 from kvmosaic.integrations.vllm.worker import nested, shifting
+from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
 from kvmosaic.integrations.vllm.worker.layouts import find_layout
 from kvmosaic.integrations.vllm.worker.layouts.ascend import AscendLatentLayout, AscendLayout
 from kvmosaic.integrations.vllm.worker.moving import Mover
@@ -195,6 +196,20 @@ def test_a_kernel_that_stores_another_order_is_refused(monkeypatch: pytest.Monke
         ),
     )
     assert "not found" in refused(layer, cache)
+
+
+def test_a_kernel_that_fails_is_trouble_and_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any, **more: Any) -> Any:
+        raise RuntimeError("error code 561002")
+
+    monkeypatch.setattr(torch_npu, "npu_kv_rmsnorm_rope_cache", broken)
+    layer, cache = latent()
+    rotary = RecordedRotary(TURNING, is_neox_style=False, dtype=torch.float32, head_size=TURNING)
+    module = Module(layer, rotary)
+    worker = ComposingWorker(config_of({"layer": layer}, SIZE, torch.float32), None)
+    worker.register({"layer": cache})
+    assert "561002" in worker.facts.trouble and worker.places is None
+    assert module.attn is layer
 
 
 def test_layers_of_other_platforms_are_left_to_others() -> None:

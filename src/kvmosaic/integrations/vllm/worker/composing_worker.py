@@ -60,6 +60,9 @@ class ComposingWorker:
         except KVMosaicError as error:
             self.facts = WorkerFacts(trouble=str(error))
             return
+        except Exception as error:  # vLLM must come up, without composing, whatever its parts say to being tried
+            self.facts = WorkerFacts(trouble=f"its cache could not be tried: {type(error).__name__}: {error}"[:400])
+            return
         forward = find_nested(self._config, self._kv_cache_config, places.root)
         no_repair = ""
         if isinstance(forward, str):
