@@ -76,6 +76,8 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
         """What was counted since the last time."""
         half = self._composer or self._worker
         assert half is not None
+        if self._tiers is not None:
+            self._tiers.count(half.tally)
         return ComposingStats.taken_from(half.tally)
 
     @classmethod
@@ -180,13 +182,15 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
         """The prefix cache keeps what is computed."""
 
     def wait_for_save(self) -> None:
-        """The forward is over: what it computed can be read."""
-        if self._tiers is not None and isinstance(self._connector_metadata, StepMetadata):
-            self._tiers.save(self._connector_metadata.operations.stores)
+        """Nothing is saved here, which is not called in every step by every version of vLLM."""
 
     def build_connector_worker_meta(self) -> StepReports | None:
-        """What this worker has to tell after a step."""
-        reports = [] if self._tiers is None else self._tiers.told()
+        """The forward is over: what it computed is stored, and the worker tells what it has to."""
+        if self._tiers is None:
+            return None
+        if isinstance(self._connector_metadata, StepMetadata):
+            self._tiers.save(self._connector_metadata.operations.stores)
+        reports = self._tiers.told()
         return StepReports(reports) if reports else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

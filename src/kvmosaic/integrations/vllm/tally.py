@@ -78,6 +78,10 @@ class Tally:
         self._add(families.MOVED_TOKENS, num_tokens)
         self._add(families.MOVE_SECONDS, seconds)
 
+    def counted(self, family: Family, number: float, label: str = "") -> None:
+        """Something was counted elsewhere."""
+        self._add(family, number, label)
+
     def take(self) -> dict[str, Any] | None:
         """What was counted since the last time; None if nothing was."""
         if not self._counts and not self._reports:

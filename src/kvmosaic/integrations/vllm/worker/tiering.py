@@ -22,10 +22,12 @@ from kvmosaic.integrations.vllm.operations import (
     Store,
     StoredRun,
 )
+from kvmosaic.integrations.vllm.tally import Tally
 from kvmosaic.integrations.vllm.tier_settings import tier_config
 from kvmosaic.integrations.vllm.worker.fingerprinting import worker_fingerprint
 from kvmosaic.integrations.vllm.worker.places import Places
 from kvmosaic.integrations.vllm.worker.stored_entries import Share, StoredEntries
+from kvmosaic.integrations.vllm.worker.tier_counts import TierCounts
 from kvmosaic.memory import ChunkTensors
 from kvmosaic.memory.buffer import pinned_bytes
 from kvmosaic.tiers import Fetch as TierFetch
@@ -84,6 +86,7 @@ class WorkerTiers:
         self._reports: list[FetchReport | FingerprintReport] = []
         self.failed_blocks: set[int] = set()
         """Blocks into which nothing could be loaded; vLLM computes them."""
+        self._counts = TierCounts(self.hierarchy)
         self.fingerprint = take_fingerprint()
 
     def __len__(self) -> int:
@@ -135,6 +138,10 @@ class WorkerTiers:
         reports, self._reports = self._reports, []
         return reports
 
+    def count(self, tally: Tally) -> None:
+        """Adds what the tiers did since the last time, about once a second."""
+        self._counts.add_to(tally)
+
     def close(self) -> None:
         """Writes what is queued, as far as that is possible in a moment, and closes the tiers."""
         self._staged.clear()
@@ -148,8 +155,12 @@ class WorkerTiers:
         if fetch is None:
             self._reports.append(FetchReport(asked.number, self._rank, ""))
             return
-        until = time.monotonic() + self.hierarchy.longest_wait(num_bytes, asked.compute_seconds)
-        self._staged[asked.number] = _Staged(asked.run, fetch, until)
+        waiting = [staged.fetch for staged in self._staged.values() if not staged.is_told] + [fetch]
+        seconds = [each.compute_seconds for each in waiting if each.compute_seconds is not None]
+        most = self.hierarchy.longest_wait(
+            sum(each.num_bytes for each in waiting), sum(seconds) if len(seconds) == len(waiting) else None
+        )
+        self._staged[asked.number] = _Staged(asked.run, fetch, time.monotonic() + most)
 
     def _load(self, load: Load) -> None:
         tensors = self._staged[load.number].tensors

@@ -1,0 +1,63 @@
+"""What the tiers of one worker did, as counts for vLLM's /metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvmosaic.integrations.vllm.tally import Tally
+from kvmosaic.metrics.family import Family
+from kvmosaic.metrics.own_names import (
+    TIER_EVICTIONS,
+    TIER_FAILURES,
+    TIER_FETCHES,
+    TIER_HITS,
+    TIER_MISSES,
+    TIER_PUTS,
+    TIER_QUARANTINED,
+    TIER_READ_BYTES,
+    TIER_STORES,
+    TIER_WRITTEN_BYTES,
+)
+from kvmosaic.tiers import Hierarchy
+
+_EVERY_SECONDS = 1.0
+OF_TIER = {
+    TIER_HITS: "hits",
+    TIER_MISSES: "misses",
+    TIER_PUTS: "puts",
+    TIER_WRITTEN_BYTES: "put_bytes",
+    TIER_READ_BYTES: "get_bytes",
+    TIER_EVICTIONS: "evictions",
+    TIER_FAILURES: "failures",
+    TIER_QUARANTINED: "quarantined",
+}
+OF_CHUNKS = {
+    TIER_FETCHES: ("fetched", "missed", "late", "invalid", "skipped"),
+    TIER_STORES: ("stored", "dropped", "failed"),
+}
+
+
+class TierCounts:
+    """Tells a tally by how much the counters of a hierarchy have grown since the last time."""
+
+    def __init__(self, hierarchy: Hierarchy[Any], clock: Callable[[], float] = time.monotonic) -> None:
+        self._hierarchy, self._clock = hierarchy, clock
+        self._before: dict[tuple[Family, str], float] = {}
+        self._next = 0.0
+
+    def add_to(self, tally: Tally) -> None:
+        """Adds what is new; looks at most once a second, since every step asks."""
+        if self._clock() < self._next:
+            return
+        self._next = self._clock() + _EVERY_SECONDS
+        now: dict[tuple[Family, str], float] = {}
+        for stat in self._hierarchy.tier_stats():
+            for family, name in OF_TIER.items():
+                now[family, stat.name] = now.get((family, stat.name), 0) + getattr(stat, name)
+        for family, outcomes in OF_CHUNKS.items():
+            now |= {(family, outcome): getattr(self._hierarchy.stats, outcome) for outcome in outcomes}
+        for (family, label), number in now.items():
+            tally.counted(family, number - self._before.get((family, label), 0), label)
+        self._before = now

@@ -1,0 +1,31 @@
+"""What tiers inside vLLM count."""
+
+from __future__ import annotations
+
+from kvmosaic.cache.keys import Key
+from kvmosaic.integrations.vllm.tally import Tally
+from kvmosaic.integrations.vllm.worker.tier_counts import TierCounts
+from kvmosaic.tiers import Deadline, Hierarchy, HostTier
+
+
+def test_counts_grow_by_what_is_new_and_are_looked_at_once_a_second():
+    now = 100.0
+    hierarchy: Hierarchy[bytes] = Hierarchy([HostTier(1000)], most_pending_bytes=1000)
+    counts, tally = TierCounts(hierarchy, lambda: now), Tally()
+    (tier,) = hierarchy.tiers
+    for _ in range(2):
+        tier.put_many({Key(bytes(32)): b"entry"}, Deadline(1.0))
+        tier.get_many([Key(bytes(32)), Key(bytes([1] * 32))], Deadline(1.0))
+        counts.add_to(tally)
+        assert counts.add_to(tally) is None  # too early
+        taken = tally.take()
+        assert taken is not None
+        assert taken["counts"] == {
+            "kvmosaic:tier_hits": {"host": 1},
+            "kvmosaic:tier_misses": {"host": 1},
+            "kvmosaic:tier_puts": {"host": 1},
+            "kvmosaic:tier_written_bytes": {"host": 5},
+            "kvmosaic:tier_read_bytes": {"host": 5},
+        }
+        now += 1.1
+    hierarchy.close()
