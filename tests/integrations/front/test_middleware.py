@@ -170,7 +170,7 @@ def test_a_response_has_its_report_in_its_last_event() -> None:
     from kvmosaic.integrations.vllm.front.rewriting import Rewritten
 
     whole = {"type": "response.completed", "response": {"id": "r", "kv_transfer_params": {"kvmosaic": REPORT}}}
-    answer = StreamAnswer({"type": "http.response.start"}, Rewritten(b"", 1, False), lambda name: None)
+    answer = StreamAnswer({"type": "http.response.start"}, Rewritten(b"", 1, includes_usage=False), lambda name: None)
     text = f"event: response.completed\ndata: {json.dumps(whole)}\n\n"
     [_, part] = answer.messages({"body": text.encode(), "more_body": True})
     name, _, data = part["body"].decode().partition("\n")
@@ -191,3 +191,56 @@ def test_the_environment_says_what_requests_leave_out() -> None:
     for name, value in [("REPAIR", "8"), ("MAX_BODY_BYTES", "-1"), ("LONG_CHUNKS", "no"), ("CHUNK_SEPARATOR", " ")]:
         with pytest.raises((InvalidConfig, InvalidSeparator)):
             FrontSettings.from_environment({f"KVMOSAIC_{name}": value})
+
+
+def test_an_older_vllm_answers_conversations_on_completions() -> None:
+    newer, older = App(), App(is_older=True)
+    newer.client().post(CHAT, json=DOCUMENTED)
+    client = older.client()
+    reply = client.post(CHAT, json={**DOCUMENTED, "max_completion_tokens": 5, "temperature": 0}).json()
+    assert older.token_ids == newer.token_ids
+    assert set(older.body) == {"prompt", "max_tokens", "temperature", "kv_transfer_params"}
+    assert older.body["max_tokens"] == 5
+    assert older.body["kv_transfer_params"]["kvmosaic"] == newer.body["kv_transfer_params"]["kvmosaic"]
+    assert reply["object"] == "chat.completion" and reply["kvmosaic"] == REPORT
+    assert reply["choices"] == [
+        {"index": 0, "logprobs": None, "finish_reason": "stop", "stop_reason": None,
+         "message": {"role": "assistant", "content": " Oak"}},
+    ]  # fmt: skip
+    assert len(older.bodies) == 1
+    client.post(CHAT, json=DOCUMENTED)
+    assert older.body["max_tokens"] == 4096 - len(older.token_ids)
+
+
+def test_an_older_vllm_streams_conversations() -> None:
+    reports.put("cmpl-7-0-0123abcd", REPORT)
+    chunks = events(App(is_older=True).client(), CHAT, **DOCUMENTED)
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert [chunk["choices"][0]["delta"]["role"] for chunk in chunks] == ["assistant", "assistant"]
+    assert chunks[-1]["kvmosaic"] == REPORT and chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("fields", [{"tools": [{}]}, {"logprobs": True}, {"prompt_logprobs": 1}])
+def test_what_an_older_vllm_cannot_do_with_documents_is_told(fields: dict[str, Any]) -> None:
+    app = App(is_older=True)
+    client = app.client()
+    reply = client.post(CHAT, json={**DOCUMENTED, **fields})
+    assert reply.status_code == 501 and next(iter(fields)) in reply.json()["error"]["message"]
+    assert client.post(RESPONSE, json={"input": "x", "documents": ["y"]}).status_code == 501
+    assert not app.bodies
+    assert client.post(CHAT, json={"messages": MESSAGES, **fields}).status_code == 200
+
+
+def test_an_older_vllm_checks_the_key_first() -> None:
+    app = App(is_older=True)
+    client = app.client()
+    client.headers["Authorization"] = "Bearer guessed"
+    assert client.post(CHAT, json=DOCUMENTED).status_code == 401
+    assert not app.bodies
+
+
+def test_fields_that_are_ours_do_not_reach_a_route_of_another_name() -> None:
+    app = App()
+    client = app.client()
+    assert client.get("/v1/models").status_code == 200
+    assert client.post("/v1/embeddings", json={"documents": ["x"]}).status_code == 404

@@ -276,8 +276,8 @@ def test_arguments_of_tool_calls_reach_the_template_as_objects() -> None:
     assert '"arguments": {"a": [1]}' in text
 
 
-def test_an_older_vllm_composes_completions_only() -> None:
-    front = renderer(CHATML, takes_chat_tokens=False)
+def test_an_older_vllm_that_sorts_out_thoughts_composes_completions_only() -> None:
+    front = renderer(CHATML, takes_chat_tokens=False, reasons=True)
     assert told(front, "chat", messages=MESSAGES, documents=["x"]).status == 501
     assert rewrite(front, "completion", prompt="x", documents=["x"]) is not None
 

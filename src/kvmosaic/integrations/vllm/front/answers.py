@@ -7,6 +7,7 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from kvmosaic.integrations.vllm.contract import FIELD
+from kvmosaic.integrations.vllm.front.older_chat import as_chunk, as_conversation
 from kvmosaic.integrations.vllm.front.rewriting import Rewritten
 
 Report = dict[str, Any]
@@ -45,8 +46,9 @@ def _add_details(usage: Any, report: Report) -> None:
 class JSONAnswer:
     """Holds a whole answer back until its report is in it."""
 
-    def __init__(self, start: Message, take: TakeReport) -> None:
+    def __init__(self, start: Message, asked: Rewritten, take: TakeReport) -> None:
         self._start = start
+        self._is_elsewhere = asked.is_elsewhere
         self._take = take
         self._content = bytearray()
 
@@ -68,6 +70,8 @@ class JSONAnswer:
         if not isinstance(answer, dict):
             return content
         with_report(answer, self._take)
+        if self._is_elsewhere:
+            as_conversation(answer)
         return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 
@@ -83,6 +87,7 @@ class StreamAnswer:
         self._take = take
         self._num_left = asked.num_choices
         self._includes_usage = asked.includes_usage
+        self._is_elsewhere = asked.is_elsewhere
         self._head: dict[str, Any] | None = None
         self._rest = b""
         self._is_told = False
@@ -90,7 +95,7 @@ class StreamAnswer:
     def messages(self, message: Message) -> list[Message]:
         """What is sent when vLLM sends a part of the body."""
         *events, self._rest = (self._rest + message.get("body", b"")).split(b"\n\n")
-        content = b"".join(self._changed(event) + b"\n\n" for event in events)
+        content = b"".join(self._written(event) + b"\n\n" for event in events)
         more = bool(message.get("more_body"))
         if not more:
             content, self._rest = content + self._rest, b""
@@ -98,6 +103,10 @@ class StreamAnswer:
         if not content and more and not start:
             return []
         return [*start, {"type": "http.response.body", "body": content, "more_body": more}]
+
+    def _written(self, event: bytes) -> bytes:
+        changed = self._changed(event)
+        return as_chunk(changed) if self._is_elsewhere else changed
 
     def _changed(self, event: bytes) -> bytes:
         if self._is_told:

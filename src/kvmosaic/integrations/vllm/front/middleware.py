@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,14 @@ from kvmosaic.integrations.vllm.front.document_routes import DocumentRoutes
 from kvmosaic.integrations.vllm.front.handles import Handles
 from kvmosaic.integrations.vllm.front.refusing import Refusal
 from kvmosaic.integrations.vllm.front.rendering import Renderer
-from kvmosaic.integrations.vllm.front.rewriting import ROUTES, Rewritten, Route, may_have_documents, rewritten
+from kvmosaic.integrations.vllm.front.rewriting import (
+    COMPLETIONS,
+    ROUTES,
+    Rewritten,
+    Route,
+    may_have_documents,
+    rewritten,
+)
 from kvmosaic.integrations.vllm.front.served_model import find_model
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 
@@ -82,6 +90,10 @@ class ComposedDocuments:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
 
+class _Elsewhere(Exception):
+    """A body that another route is to answer."""
+
+
 class _Exchange:
     """One request whose body may hold documents, and its answer."""
 
@@ -96,14 +108,15 @@ class _Exchange:
         self._asked: Rewritten | None = None
         self._answer: JSONAnswer | StreamAnswer | None = None
         self._has_begun = False
+        self._is_there = False
 
     async def run(self) -> None:
         """Lets vLLM answer; if the body cannot be used, says so instead of whatever vLLM says."""
-        try:
+        before = {**self._scope, "state": dict(self._scope.get("state") or {})}
+        with suppress(Refusal, _Elsewhere):  # our own, if nobody in between made something else of them
             await self._front.app(self._scope, self.receive, self.send)
-        except Refusal as refusal:
-            if refusal is not self._refusal:
-                raise
+        if self._asked is not None and self._asked.is_elsewhere:
+            await self._ask_elsewhere(before, self._asked.content)
         if self._refusal is not None and not self._has_begun:
             await json_reply(self._refusal.body, self._refusal.status).send(self._send)
 
@@ -121,18 +134,32 @@ class _Exchange:
         except Refusal as refusal:
             self._refusal = refusal
             raise
+        if self._asked is not None and self._asked.is_elsewhere:
+            raise _Elsewhere
         return {"type": "http.request", "body": self._asked.content if self._asked else content, "more_body": False}
+
+    async def _ask_elsewhere(self, scope: Scope, content: bytes) -> None:
+        """Asks on /v1/completions instead; whoever got so far has the key."""
+        path = scope.get("root_path", "") + COMPLETIONS
+        scope = {**scope, "path": path, "raw_path": path.encode()}
+        body: list[Message] = [{"type": "http.request", "body": content, "more_body": False}]
+        self._is_there = True
+
+        async def receive() -> Message:
+            return body.pop() if body else await self._receive()
+
+        await self._front.app(scope, receive, self.send)
 
     async def send(self, message: Message) -> None:
         """Passes the answer on, with the report of a composed prompt in its place."""
-        if self._refusal is not None:
-            return
+        if self._refusal is not None or (self._asked is not None and self._asked.is_elsewhere and not self._is_there):
+            return  # what vLLM says of a body that was not given to it
         self._has_begun = True
         if message["type"] == "http.response.start" and self._asked is not None and message["status"] == 200:
             kinds = [value for name, value in message.get("headers", ()) if name.lower() == b"content-type"]
             kind = kinds[0].partition(b";")[0].strip().lower() if kinds else b""
             if kind == b"application/json":
-                self._answer = JSONAnswer(message, take_report)
+                self._answer = JSONAnswer(message, self._asked, take_report)
                 return
             if kind == b"text/event-stream":
                 self._answer = StreamAnswer(message, self._asked, take_report)

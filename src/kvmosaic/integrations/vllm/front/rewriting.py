@@ -11,14 +11,16 @@ from kvmosaic.errors import InvalidPrompt, KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD
 from kvmosaic.integrations.vllm.front.composing import composed
 from kvmosaic.integrations.vllm.front.how import FIELDS, How
+from kvmosaic.integrations.vllm.front.older_chat import as_completion
 from kvmosaic.integrations.vllm.front.refusing import Refusal, refusal_of
 from kvmosaic.integrations.vllm.front.rendering import Renderer
 from kvmosaic.prompt.breakpoints import MARKS
 
 Route = Literal["chat", "completion", "response"]
+COMPLETIONS = "/v1/completions"
 ROUTES: dict[str, Route] = {
     "/v1/chat/completions": "chat",
-    "/v1/completions": "completion",
+    COMPLETIONS: "completion",
     "/v1/responses": "response",
 }
 _TOKENS = "prompt_token_ids"
@@ -41,6 +43,8 @@ class Rewritten:
     """Answers that are drawn."""
     includes_usage: bool
     """Whether the last chunk of a stream holds the usage."""
+    is_elsewhere: bool = False
+    """Whether a conversation goes to /v1/completions, since this vLLM takes token ids only there."""
 
 
 def may_have_documents(content: bytes, separator: str | None) -> bool:
@@ -74,11 +78,12 @@ def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: 
     prompt = getattr(renderer, route)(body)
     if prompt is None:
         return None
-    if route != "completion" and not renderer.model.takes_chat_tokens:
+    is_elsewhere = route != "completion" and not renderer.model.takes_chat_tokens
+    if is_elsewhere and (route == "response" or renderer.model.reasons):
         raise Refusal(
             501,
-            "this vLLM takes no token ids for a conversation, so its documents cannot be composed; send the prompt to "
-            "/v1/completions, or update vLLM (0.32 does)",
+            "this vLLM takes no token ids here, so documents cannot be composed; send the prompt to /v1/completions, "
+            "or update vLLM (0.32 takes them)",
             param="documents",
         )
     _check_others(body, route)
@@ -88,7 +93,9 @@ def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: 
         params |= ready.composition.to_params()
     token_ids = list(ready.token_ids)
     changed = {name: value for name, value in body.items() if name not in ("documents", *FIELDS)}
-    if route == "completion":
+    if is_elsewhere:
+        changed = as_completion(changed, token_ids, renderer.model.max_positions)
+    elif route == "completion":
         changed["prompt"] = token_ids
         changed.pop("add_special_tokens", None)
     else:
@@ -100,6 +107,7 @@ def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: 
         json.dumps(changed, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass"),
         num_choices=number if type(number) is int else 1,
         includes_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+        is_elsewhere=is_elsewhere,
     )
 
 

@@ -28,6 +28,8 @@ class ServedModel:
     takes_other_templates: bool = False
     takes_chat_tokens: bool = True
     """Whether this vLLM takes the token ids of a conversation that somebody else rendered."""
+    reasons: bool = False
+    """Whether vLLM takes what a model thinks out of its answers."""
     config: Any = None
 
     def template_for(self, wanted: str | None, tools: Any) -> str | None:
@@ -67,6 +69,7 @@ def find_model(state: Any) -> ServedModel:
         template_variables=dict(getattr(door, "default_chat_template_kwargs", None) or {}),
         takes_other_templates=bool(getattr(door, "trust_request_chat_template", False)),
         takes_chat_tokens=_takes_chat_tokens(type(door)),
+        reasons=getattr(door, "reasoning_parser", None) is not None,
         config=config,
     )
 
