@@ -95,4 +95,4 @@ def test_moved_keys_are_those_that_would_have_been_computed(vllm_engine, name):
     computed = engine.call("first_layer", ask=ask.plain.to_json(cache_salt="nothing cached"))
     assert len(moved) == len(computed) == len(ask.token_ids)
     largest = max(max(abs(x - y) for x, y in zip(a, b, strict=True)) for a, b in zip(moved, computed, strict=True))
-    assert largest < 1e-5
+    assert largest < 1e-6 * max(max(map(abs, row)) for row in computed)

@@ -7,6 +7,7 @@ this process (vLLM imported, no engine)
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -40,6 +41,7 @@ OPTIONS: dict[str, Any] = {
 PATIENCE_SECONDS = 600
 """An engine that says nothing for so long hangs; no test is about time."""
 
+_DIE_WITH_PARENT = 1  # Linux: PR_SET_PDEATHSIG
 _open_ends: list[socket.socket] = []
 
 
@@ -82,8 +84,9 @@ def _run(main: Callable[[socket.socket], None], end: socket.socket, log: int) ->
     code = 1
     try:
         os.setpgid(0, 0)
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
         for other in _open_ends:
-            other.close()
+            os.close(other.fileno())  # close() would wait for the files made from it
         nothing = os.open(os.devnull, os.O_RDONLY)
         for target, source in ((0, nothing), (1, log), (2, log)):
             os.dup2(source, target)
@@ -137,6 +140,11 @@ class ForkedEngine(Fork):
     def ask(self, ask: Ask, **fields: Any) -> Answer:
         """One answer."""
         return self.generate([ask], **fields)[0]
+
+    def play(self, asks: Sequence[Ask], at: Sequence[int], abort: Sequence[int | None]) -> list[Answer | None]:
+        """Answers to requests that arrive and are aborted at given steps; see `inside.play`."""
+        said = self.call("play", asks=[ask.to_json() for ask in asks], at=list(at), abort=list(abort))
+        return [None if each is None else Answer(**each) for each in said]
 
     def _read(self) -> Any:
         try:

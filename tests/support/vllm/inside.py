@@ -11,7 +11,7 @@ import sys
 import traceback
 from typing import Any
 
-MAX_STEPS = 100_000
+MAX_STEPS = 3_000
 
 
 class Inside:
@@ -139,6 +139,11 @@ def state(engine: Inside) -> dict[str, Any]:
 def reset_prefix_cache(engine: Inside) -> bool:
     """Forgets every cached block; whether that was possible."""
     return bool(engine.llm.reset_prefix_cache())
+
+
+def has_prefix_caching(engine: Inside) -> bool:
+    """Whether vLLM keeps prefixes of this model on this machine."""
+    return bool(engine.core.vllm_config.cache_config.enable_prefix_caching)
 
 
 def preemptions(engine: Inside) -> int:
