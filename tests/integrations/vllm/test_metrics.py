@@ -30,7 +30,8 @@ def test_every_request_is_counted_where_prometheus_looks(engine):
     [known] = engine.call("play", asks=[compose(SYSTEM, [SECOND, FIRST], QUESTION).to_json()], at=[0], abort=[None])
     assert engine.call(metering.taken, request_id="played-0") == known["kv_transfer_params"][FIELD]
     assert engine.call(metering.taken, request_id="played-0") is None
-    engine.ask(compose(SYSTEM, [FIRST, SECOND], QUESTION), prompt_logprobs=1)
+    bypassed = engine.ask(compose(SYSTEM, [FIRST, SECOND], QUESTION), prompt_logprobs=1)
+    assert bypassed.kv_transfer_params[FIELD]["totals"]["cached_tokens"] == 0
     engine.call("settle")
     after = engine.call(metering.shown)
     assert after["kvmosaic:composed_requests_total"] == 2

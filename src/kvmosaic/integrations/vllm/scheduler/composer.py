@@ -194,6 +194,7 @@ class Composer:
         composed.bypass = bypass
         self._had_its_turn(composed)
         self._rehash(composed, composed.ordinary_hasher)
+        composed.num_cached = 0
         self.tally.bypassed(bypass.code, report_of(composed), composed.request.request_id)
 
     def _had_its_turn(self, composed: ComposedRequest) -> None:
@@ -207,7 +208,9 @@ class Composer:
         if request.request_id in self._chunks:
             return self._chunks.matched(request, num_local)
         composed = self._requests.get(request.request_id)
-        if composed is None or composed.bypass or num_local >= composed.composition.end:
+        if composed is not None and composed.bypass is not None and not request.num_preemptions:
+            composed.num_cached = num_local
+        if composed is None or composed.bypass is not None or num_local >= composed.composition.end:
             return 0
         needed = [index for index, piece in enumerate(composed.pieces) if piece.stop > num_local]
         if any(self._chunks.is_under_way(composed.hashes[composed.pieces[i].prompt][-1]) for i in needed):
@@ -215,7 +218,7 @@ class Composer:
         self._look(composed, needed, self._step)
         if any(index not in composed.sightings for index in needed):
             self._ask(composed, needed)
-            return 0 if composed.bypass else None
+            return None  # given up: the first tokens are to be looked up again, as those of an ordinary prompt
         if any(composed.sightings[index].step >= self._step for index in needed):
             return None
         composed.planned = [self._remainder(composed, index, num_local) for index in needed]

@@ -10,8 +10,7 @@ def report_of(composed: ComposedRequest) -> ComposedReport:
     """What was reused, moved and computed, or why nothing was."""
     shape, num_tokens = composed.composition, composed.request.num_prompt_tokens
     if composed.bypass is not None:
-        found = max(composed.request.num_cached_tokens, 0)  # less than nothing: it has not begun
-        return ComposedReport(shape, num_tokens, prefix_tokens=found, bypass=composed.bypass.reason)
+        return ComposedReport(shape, num_tokens, prefix_tokens=composed.num_cached, bypass=composed.bypass.reason)
     outcomes = []
     seen: set[int] = set()
     for piece in composed.pieces:
