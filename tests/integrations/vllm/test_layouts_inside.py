@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from support.vllm.asking import documents
-from support.vllm.models import MODELS
 
 from kvmosaic.integrations.vllm.operations import Move
 from kvmosaic.integrations.vllm.worker.moving import Mover
@@ -16,6 +15,19 @@ from kvmosaic.integrations.vllm.worker.places import Places
 CHUNK, SHORT, LONG = 150, 37, 301
 DTYPES = {"float32": 1e-6, "bfloat16": 2**-5}
 """In bfloat16 a key below 8 is rounded by up to 2⁻⁶ twice: by vLLM, and once more when it was turned."""
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", {}, {"layout": "CpuVectorLayout", "turned": [0, 32], "root": "LlamaForCausalLM"}),
+    "qwen3": ("qwen3", {}, {"layout": "CpuVectorLayout", "turned": [0, 32], "root": "Qwen3ForCausalLM"}),
+    "keys joined": ("deepseek", {}, {"layout": "CpuVectorLayout", "turned": [32, 64], "root": "DeepseekV2ForCausalLM"}),
+    "latent": (
+        "deepseek",
+        {"environment": {"VLLM_MLA_DISABLE": "0"}},
+        {"layout": "LatentLayout", "turned": [512, 64], "root": "DeepseekV2ForCausalLM"},
+    ),
+}
+"""Model, options of the engine, and what is found of its layers."""
 
 
 def places_of(engine: Any) -> Places:
@@ -108,23 +120,24 @@ def kernel_order(engine: Any, instructions: str, dtype: str) -> list[str]:
     return [type(layout).__name__]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_layers_and_their_rotation_are_found(vllm_engine, name):
-    found = vllm_engine(name, plugin=False).call(look)
-    is_latent = name == "deepseek"
-    assert found["layouts"] == ["LatentLayout" if is_latent else "CpuVectorLayout"] * 3
-    assert found["turned"] == [[512, 64] if is_latent else [0, 32]] * 3
-    assert found["interleaved"] == [is_latent] * 3
+@pytest.mark.parametrize("case", CASES)
+def test_layers_and_their_rotation_are_found(vllm_engine, case):
+    name, options, wanted = CASES[case]
+    found = vllm_engine(name, plugin=False, **options).call(look)
+    assert found["layouts"] == [wanted["layout"]] * 3
+    assert found["turned"] == [wanted["turned"]] * 3
+    assert found["interleaved"] == [name == "deepseek"] * 3
     assert found["shared"] == 1
-    assert found["root"] == {"llama": "Llama", "qwen3": "Qwen3", "deepseek": "DeepseekV2"}[name] + "ForCausalLM"
+    assert found["root"] == wanted["root"]
 
 
 @pytest.mark.parametrize("before, after", [(SHORT, LONG), (LONG, SHORT)])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", MODELS)
-def test_moved_keys_of_the_first_layer_are_those_that_vllm_computes_there(vllm_engine, name, dtype, before, after):
-    engine = vllm_engine(name, plugin=False, **({} if dtype == "float32" else {"dtype": dtype}))
-    found = engine.call(moved, before=before, after=after)
+@pytest.mark.parametrize("case", CASES)
+def test_moved_keys_of_the_first_layer_are_those_that_vllm_computes_there(vllm_engine, case, dtype, before, after):
+    name, options, _ = CASES[case]
+    given = options if dtype == "float32" else {**options, "dtype": dtype}
+    found = vllm_engine(name, plugin=False, **given).call(moved, before=before, after=after)
     assert found["difference"] <= DTYPES[dtype]
     assert found["same_values"] and found["same_latent"]
     assert found["without"] > 1, "or there was nothing to turn"
