@@ -137,6 +137,14 @@ def test_a_model_without_any_rotation_is_refused() -> None:
         places_of(Model(AttentionModule(layer, None)), layer, cache)
 
 
+def test_a_rotation_outside_the_layers_is_nobodys() -> None:
+    layer, cache = cache_of("cpu vector")
+    model = Model(AttentionModule(layer, None))
+    model.rotary_emb = Rotary()
+    with pytest.raises(NotMovable, match="no layer has a rotary embedding"):
+        places_of(model, layer, cache)
+
+
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_tokens_spread_over_workers_are_refused(name: str) -> None:
     layer, cache = cache_of("cpu vector")
