@@ -244,3 +244,9 @@ def test_fields_that_are_ours_do_not_reach_a_route_of_another_name() -> None:
     client = app.client()
     assert client.get("/v1/models").status_code == 200
     assert client.post("/v1/embeddings", json={"documents": ["x"]}).status_code == 404
+
+
+def test_preflights_are_answered_by_vllm() -> None:
+    app = App()
+    reply = app.client().options("/v1/documents", headers={"Origin": "https://somewhere"})
+    assert reply.status_code == 404 and "error" not in reply.text

@@ -55,7 +55,7 @@ class ComposedDocuments:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request, or lets it through."""
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["method"] == "OPTIONS":
             return await self.app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path == DOCUMENTS or path.startswith((f"{DOCUMENTS}/", f"{DOCUMENTS}:")):
