@@ -82,10 +82,10 @@ def test_documents_longer_than_a_step(vllm_engine):
 
 
 def test_preempted_prompts_say_the_same(vllm_engine):
-    """Six answers of 60 tokens do not fit together: some lose their blocks, and start again."""
+    """Six answers of 250 tokens do not fit together: some lose their blocks, and start again."""
     small = vllm_engine("llama", num_gpu_blocks_override=40)
     small.call("count_preemptions")
-    asks = [replace(ask, max_tokens=60) for ask in crowd(3, 6)]
+    asks = [replace(compose(SYSTEM, [chunk], [9 + index]), max_tokens=250) for index, chunk in enumerate(LIBRARY[:6])]
     answers = small.play(asks, [0] * 6, [None] * 6)
     assert small.call("preemptions") > 0, "nothing was preempted, so this test says nothing"
     at_rest(small)
@@ -95,7 +95,7 @@ def test_preempted_prompts_say_the_same(vllm_engine):
 
 def test_prompts_that_fill_the_whole_cache_are_answered(vllm_engine):
     """The request alone fits, its chunks beside it do not: it is answered all the same, composed or not."""
-    tiny = vllm_engine("llama", num_gpu_blocks_override=24)
+    tiny = vllm_engine("llama", num_gpu_blocks_override=24, max_model_len=640)
     system, *chunks, question = documents(51, 40, 128, 128, 128, 128, 40)
     ask = compose(system, chunks, question)
     answer = tiny.play([ask], [0], [None])[0]
@@ -138,7 +138,7 @@ def test_salts_share_nothing(vllm_engine):
     yours = engine.ask(ask, cache_salt="yours")
     assert {segment["reused_tokens"] for segment in yours.report["segments"]} == {0}, yours.report
     again = engine.ask(compose(system, chunks[::-1], question), cache_salt="mine")
-    assert again.report["totals"]["reused_tokens"] > 0
+    assert again.report["totals"]["composed_tokens"] > 0
     assert same(mine, yours)
 
 
