@@ -18,6 +18,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -74,8 +75,9 @@ class Fork:
         if self.socket in _open_ends:
             _open_ends.remove(self.socket)
             self.socket.close()
-            os.killpg(self.process_id, signal.SIGKILL)
-            os.waitpid(self.process_id, 0)
+            with suppress(ProcessLookupError, ChildProcessError):  # it may be gone already
+                os.killpg(self.process_id, signal.SIGKILL)
+                os.waitpid(self.process_id, 0)
             Path(self.log).unlink()
 
 

@@ -1,0 +1,80 @@
+"""`vllm serve` in a fork of this process; its engine and its workers are forks of that, so it is up in seconds."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from support.vllm.forking import CONNECTOR, OPTIONS, PATIENCE_SECONDS, Fork
+
+_STEP_SECONDS = 0.2
+
+
+class ForkedServer(Fork):
+    """A server with the plugin unless told otherwise; `http` is a client of it."""
+
+    def __init__(self, model: Path, *arguments: str, plugin: bool = True, tensor_parallel_size: int = 1) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="serve-"))
+        self.path = folder / "http"
+        options = {"served-model-name": "small", "uds": self.path, "tensor-parallel-size": tensor_parallel_size}
+        names = ("dtype", "max_model_len", "block_size", "num_gpu_blocks_override", "max_num_seqs")
+        options |= {name.replace("_", "-"): OPTIONS[name] for name in names}
+        flags = [f"--{name}={value}" for name, value in options.items()]
+        if plugin:
+            flags.append(f"--kv-transfer-config={json.dumps(CONNECTOR)}")
+        flags += ["--enforce-eager", "--enable-prompt-tokens-details", "--distributed-executor-backend=mp"]
+        said = [f"--model={model}", *flags, *arguments]
+        super().__init__(lambda end: _serve(said), {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+        self.http = httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(self.path)), base_url="http://small", timeout=PATIENCE_SECONDS
+        )
+        self._wait()
+
+    def complete(self, token_ids: list[int], **fields: Any) -> dict[str, Any]:
+        """A reply of /v1/completions, greedy unless told otherwise."""
+        asked = {"model": "small", "prompt": token_ids, "temperature": 0, "max_tokens": 4, "ignore_eos": True}
+        reply = self.http.post("/v1/completions", json={**asked, **fields})
+        assert reply.status_code == 200, reply.text
+        read: dict[str, Any] = reply.json()
+        return read
+
+    def stop(self) -> None:
+        """Ends it and all that it started."""
+        self.http.close()
+        super().stop()
+
+    def _wait(self) -> None:
+        for _ in range(int(PATIENCE_SECONDS / _STEP_SECONDS)):
+            ended, _ = os.waitpid(self.process_id, os.WNOHANG)
+            assert not ended, f"the server is gone; its last words:\n{self.output()}"
+            with socket.socket(socket.AF_UNIX) as attempt:
+                if not attempt.connect_ex(str(self.path)):
+                    break
+            time.sleep(_STEP_SECONDS)
+        if self.path.exists() and self.http.get("/health").status_code == 200:
+            return
+        raise AssertionError(f"the server does not come up; its last words:\n{self.output()}")
+
+
+def _serve(arguments: list[str]) -> None:
+    """What `vllm serve` does, but that processes are forked where it would start them anew."""
+    import uvloop
+    from vllm.entrypoints.launchers.api_server import entry
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
+
+    for module in (utils, multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    validate_parsed_serve_args(parsed)
+    uvloop.run(entry.run_server(parsed))
