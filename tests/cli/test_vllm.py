@@ -15,6 +15,7 @@ from kvmosaic.cli import app
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.front import command
 from kvmosaic.integrations.vllm.front.command import serving
+from kvmosaic.integrations.vllm.tier_settings import tier_config
 
 MIDDLEWARE = "kvmosaic.integrations.vllm.ComposedDocuments"
 
@@ -71,6 +72,37 @@ def test_our_choices_become_variables() -> None:
 def test_what_cannot_work_is_told_before_vllm_starts(arguments: list[str], choices: dict[str, str]) -> None:
     with pytest.raises(InvalidConfig):
         serving(arguments, choices)
+
+
+def test_tiers_become_a_configuration_and_passwords_variables_that_are_not_shown() -> None:
+    said = shown(
+        *("m", "--chunk-tier", "host:1GiB", "--chunk-tier", "redis://:hidden-word@cache:6379/0"),
+        *("--chunk-compression", "zstd", "--chunk-loading", "always"),
+    )
+    assert "hidden-word" not in " ".join(said)
+    launch = serving(["m"], {}, ["host:1GiB", "redis://:hidden-word@cache:6379/0"], {"compression": "zstd"})
+    assert launch.variables == {"KVMOSAIC_VLLM_TIER_2": "redis://:hidden-word@cache:6379/0"}
+    configuration = json.loads(launch.arguments[launch.arguments.index("--kv-transfer-config") + 1])
+    extra = configuration["kv_connector_extra_config"]
+    assert extra == {"tiers": ["host:1GiB", "env:KVMOSAIC_VLLM_TIER_2"], "compression": "zstd"}
+    config = tier_config(extra, launch.variables)
+    assert config is not None
+    assert config.tiers == ("host:1GiB", "redis://:hidden-word@cache:6379/0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tiers", "options"),
+    [
+        (["m", "--kv-transfer-config", "{}"], ["host:1GiB"], {}),
+        (["m"], ["host"], {}),
+        (["m"], ["host:1GiB"], {"loading": "often"}),
+    ],
+)
+def test_tiers_that_cannot_be_are_told_before_vllm_starts(
+    arguments: list[str], tiers: list[str], options: dict[str, str]
+) -> None:
+    with pytest.raises(InvalidConfig):
+        serving(arguments, {}, tiers, options)
 
 
 def test_without_vllm_there_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:

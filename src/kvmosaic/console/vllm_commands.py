@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from kvmosaic.console.options import ChunkTiers
+
 vllm = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -46,6 +48,14 @@ def serve(
     documents_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where stored documents are kept, for several servers.")
     ] = None,
+    chunk_tier: ChunkTiers = None,
+    chunk_compression: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of what tiers keep: none or zstd.")
+    ] = None,
+    chunk_loading: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="From tiers: auto, where that is faster than computing; or always."),
+    ] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the command line, and run nothing.")] = False,
 ) -> None:
     """Run `vllm serve` with documents: all of its own options may be given, and ours are added where they are missing.
@@ -62,8 +72,9 @@ def serve(
         "long_chunks": long_chunks,
         "documents_dir": documents_dir,
     }
-    launch = serving(context.args, choices)
-    variables = [f"{name}={shlex.quote(value)}" for name, value in launch.variables.items()]
+    tier_options = {"compression": chunk_compression, "loading": chunk_loading}
+    launch = serving(context.args, choices, chunk_tier or (), tier_options)
+    variables = [f"{name}={shlex.quote(value)}" for name, value in launch.shown_variables.items()]
     typer.echo(" ".join((*variables, "vllm", shlex.join(launch.arguments))), err=not show)
     if show:
         return

