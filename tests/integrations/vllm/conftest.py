@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
     from kvmosaic import LLM
 
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*"]
+collect_ignore_glob = ["*"]
+if importlib.util.find_spec("vllm"):
+    from support.vllm.loading import load_vllm
+
+    load_vllm()  # before any test module imports parts of it, and its warnings become errors
+    collect_ignore_glob = []
 
 
 @pytest.fixture(scope="session")
