@@ -163,6 +163,10 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.begin(connector_metadata.operations)
 
+    def has_connector_metadata(self) -> bool:
+        """No: layers then do not call before and after each attention, where there is nothing to do."""
+        return False
+
     def clear_connector_metadata(self) -> None:
         """A step is over."""
         super().clear_connector_metadata()
