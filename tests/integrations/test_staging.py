@@ -92,6 +92,25 @@ def test_beyond_its_bytes_nothing_is_fetched_but_one_prompt_always_is():
     assert staging.want("next", [run(3)], 1) is not None
 
 
+def test_who_holds_one_run_and_has_no_room_for_another_lets_go_so_that_others_go_on():
+    staging = Staging(1, 20)
+    assert staging.want("a", [run(1, 8)], 1)
+    assert staging.want("b", [run(2, 8)], 1)
+    assert staging.want("a", [run(3, 8), run(1, 8)], 1) is None  # what both saw left vLLM's cache meanwhile
+    found = staging.want("b", [run(3, 8), run(2, 8)], 1)
+    assert found is not None
+    assert all(found)
+    staging.release("b")
+    assert staging.want("a", [run(3, 8), run(1, 8)], 1)
+    staging.check_invariants()
+
+
+def test_one_prompt_alone_gets_more_than_there_is_room_for_in_two_parts_as_well():
+    staging = Staging(1, 10)
+    assert staging.want("a", [run(1, 8)], 1)
+    assert staging.want("a", [run(3, 8), run(1, 8)], 1)
+
+
 @settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_whatever_happens_bytes_and_waiters_add_up(data):

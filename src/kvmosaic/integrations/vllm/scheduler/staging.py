@@ -70,13 +70,17 @@ class Staging:
     ) -> list[StagedRun | None] | None:
         """Begins to fetch runs for a request, or joins others; None if there is no room for them now.
 
+        Whoever waits for room holds nothing meanwhile: if all held something and waited for more, nobody would go on.
+
         Returns:
             Of each run, how far it is; None for one that was nowhere a moment ago.
         """
-        new = [run for run in runs if run.key not in self._runs and not self._is_missed(run.key)]
-        num_bytes = sum(run.num_tokens for run in new) * bytes_per_token
-        if self.num_bytes and num_bytes and self.num_bytes + num_bytes > self._most_bytes:
-            return None
+        new = self._new(runs)
+        if not self._has_room(new, bytes_per_token):
+            self.release(request_id)
+            new = self._new(runs)
+            if not self._has_room(new, bytes_per_token):
+                return None
         for run in new:
             self._last_number += 1
             staged = StagedRun(run, self._last_number, run.num_tokens * bytes_per_token, self._clock())
@@ -134,6 +138,13 @@ class Staging:
         assert all(staged.waiters for staged in self._runs.values())
         waiters = {request_id for staged in self._runs.values() for request_id in staged.waiters}
         assert waiters == set(self._of_request)
+
+    def _new(self, runs: Sequence[StoredRun]) -> list[StoredRun]:
+        return [run for run in runs if run.key not in self._runs and not self._is_missed(run.key)]
+
+    def _has_room(self, new: Sequence[StoredRun], bytes_per_token: int) -> bool:
+        num_bytes = sum(run.num_tokens for run in new) * bytes_per_token
+        return not self.num_bytes or not num_bytes or self.num_bytes + num_bytes <= self._most_bytes
 
     def _forget_bytes(self, staged: StagedRun) -> None:
         if self._by_number.pop(staged.number, None) is None:
