@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,13 @@ def with_tiers(*urls: str, **extra: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def engine(vllm_engine: Callable[..., ForkedEngine], places: dict[str, Any]) -> ForkedEngine:
     return vllm_engine("llama", kv_transfer_config=with_tiers("host:64MiB", places["disk"], places["redis"]))
+
+
+@pytest.fixture(scope="module")
+def narrow(vllm_engine: Callable[..., ForkedEngine], places: dict[str, Any]) -> ForkedEngine:
+    """Another engine with the same Redis, few blocks, and hardly room for what is fetched."""
+    transfer = with_tiers("host:16MiB", places["redis"], compression="zstd", staged="200KiB")
+    return vllm_engine("llama", kv_transfer_config=transfer, num_gpu_blocks_override=48)
 
 
 def ask(engine: ForkedEngine, *asks: Ask) -> tuple[list[Answer], int]:
@@ -171,15 +179,29 @@ def test_cancelled_requests_leave_nothing_behind(engine):
     assert not state["leaked"] and not state["staged"]
 
 
-def test_another_process_computes_nothing_that_the_first_one_stored(engine, vllm_engine, places):
+def test_another_process_computes_nothing_that_the_first_one_stored(engine, narrow):
     prompt = compose(SYSTEM, DOCUMENTS, QUESTION)
     (theirs,), _ = ask(engine, prompt)
     engine.call(tiers.settle)
-    second = vllm_engine("llama", kv_transfer_config=with_tiers("host:1MiB", places["redis"], compression="zstd"))
-    (ours,), computed = ask(second, prompt)
+    (ours,), computed = ask(narrow, prompt)
     assert sources(ours) == ["redis"] * 3
     assert computed <= little(3, prompt)
     assert difference(ours, theirs) < 1e-5
+
+
+def test_a_crowd_with_few_blocks_and_little_room_is_answered_as_one_by_one(narrow):
+    draw = random.Random(3)
+    chunks = documents(4, *(draw.randrange(20, 120) for _ in range(10)))
+    prompts = [compose(SYSTEM, draw.sample(chunks, draw.randrange(1, 5)), QUESTION) for _ in range(24)]
+    alone = [ask(narrow, prompt)[0][0] for prompt in prompts]
+    at = [index // 4 for index in range(24)]
+    abort = [index + 5 if index % 3 == 0 else None for index in range(24)]
+    answers = narrow.call("play", asks=[prompt.to_json() for prompt in prompts], at=at, abort=abort)
+    for one, other in zip(alone, answers, strict=True):
+        if other is not None:
+            assert difference(one, Answer(**other)) < 1e-4
+    state = narrow.call(tiers.settle)
+    assert not state["leaked"] and not state["staged"]
 
 
 def test_latent_rows_come_back_bit_for_bit(vllm_engine):
