@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 from support.vllm.asking import Ask, compose, difference, documents
 
+from kvmosaic.integrations.vllm.contract import Composition
+
 CLOSE = 1e-4
 SYSTEM, *LIBRARY = documents(20, 37, 61, 32, 90, 45, 77, 128, 33, 50)
 
@@ -49,7 +51,7 @@ def test_a_crowd_with_cancels_says_what_each_says_alone(vllm_engine):
     assert all(answer is not None for answer, step in zip(answers, abort, strict=True) if step is None)
     for ask, answer in zip(asks, answers, strict=True):
         if answer is not None:
-            assert answer.report["bypass"] is None or not answer.report["bypass"] if ask.composition else True
+            assert ask.composition is None or answer.is_composed, answer.report
             assert same(answer, alone.ask(ask))
     at_rest(alone)
 
@@ -128,6 +130,28 @@ def test_several_answers_to_one_prompt(vllm_engine):
         one, first = (replace(each, token_ids=[each.token_ids[0][:1]]) for each in (one, first))
         assert difference(one, first) < CLOSE
     at_rest(engine)
+
+
+@pytest.mark.parametrize(
+    "before, then",
+    [
+        (Composition(5, (100, 50)), Composition(50, (55, 50))),  # the second chunk saw another system text
+        (Composition(5, (50,)), Composition(5, (50, 60))),  # what was a question is a chunk
+        (Composition(5, (50, 60)), Composition(5, (50,))),
+        (Composition(5, (50, 60), position_strategy="shared"), Composition(5, (50,), position_strategy="shared")),
+        (Composition(40, (20, 40), chunk_context="none"), Composition(60, (40,), chunk_context="none")),
+    ],
+)
+def test_the_same_tokens_with_other_borders_share_nothing_approximate(vllm_engine, before, then):
+    engine = vllm_engine("llama")
+    (tokens,) = documents(60, 200)
+    engine.call("reset_prefix_cache")
+    alone = engine.ask(Ask(tuple(tokens), then))
+    engine.call("reset_prefix_cache")
+    engine.ask(Ask(tuple(tokens), before))
+    answer = engine.ask(Ask(tuple(tokens), then))
+    assert answer.is_composed, answer.report
+    assert same(answer, alone)
 
 
 def test_salts_share_nothing(vllm_engine):
