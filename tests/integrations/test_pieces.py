@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.scheduler.pieces import borders, first_private_block, repaired_runs, take_apart
+from kvmosaic.integrations.vllm.scheduler.pieces import first_private_block, repaired_runs, take_apart
 
 COMPOSITIONS = st.builds(
     lambda system, chunks, strategy, context, repair: Composition(system, tuple(chunks), strategy, context, repair),
@@ -80,7 +80,3 @@ def test_repaired_runs_are_the_first_tokens_of_chunks_that_are_not_cached(
     runs = repaired_runs(composition, num_cached)
     assert {token for start, stop in runs for token in range(start, stop)} == {t for t in expected if t >= num_cached}
     assert all(start < stop for start, stop in runs)
-
-
-def test_borders_are_where_chunks_and_the_question_begin() -> None:
-    assert borders(Composition(3, (4, 5))) == (3, 7, 12)

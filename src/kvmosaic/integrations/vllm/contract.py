@@ -103,7 +103,7 @@ class Composition:
         Raises:
             InvalidConfig: a field of another name or kind, a number out of its limits, or no token left to ask with.
         """
-        if not params or params.get(FIELD) is None:
+        if not isinstance(params, Mapping) or params.get(FIELD) is None:
             return None
         fields = params[FIELD]
         if not isinstance(fields, Mapping):

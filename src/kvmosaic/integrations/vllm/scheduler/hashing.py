@@ -8,7 +8,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
 
 from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.scheduler.pieces import borders, first_private_block
+from kvmosaic.integrations.vllm.scheduler.pieces import first_private_block
 
 _SPACE = "kvmosaic-1"
 
@@ -18,19 +18,22 @@ class ComposedHasher:
 
         block          0       1       2       3       4
                    │ s s s │ s a a │ a b b │ b b q │ q q q │
-        hash           as an ordinary     private, each with the borders that fall into it
+        hash           as an ordinary     private, each with what begins in it
                        prompt's
 
-    A block is named by its tokens, all blocks before it, and (from the first private one on) how it was composed and
-    where segments begin in it. So an ordinary prompt never meets approximate keys, and two composed prompts share
-    their blocks as long as they begin alike.
+    A block is named by its tokens, all blocks before it, and (from the first private one on) how it was composed, how
+    long the system text is, where chunks begin in it, and where the question does. So an ordinary prompt never meets
+    approximate keys, and two composed prompts share their blocks as long as they begin alike.
     """
 
     def __init__(self, composition: Composition, block_size: int, digest: Callable[[Any], bytes]) -> None:
         self._block_size, self._digest = block_size, digest
         self._first_private = first_private_block(composition, block_size)
-        self._method = (_SPACE, composition.position_strategy, composition.chunk_context, composition.repair)
-        self._borders = borders(composition)
+        self._method = (
+            *(_SPACE, composition.position_strategy, composition.chunk_context),
+            *(composition.repair, composition.system),
+        )
+        self._chunks, self._question = composition.starts, composition.end
 
     def __call__(self, request: Any) -> list[BlockHash]:
         """Hashes of the full blocks that have none yet."""
@@ -41,8 +44,9 @@ class ComposedHasher:
             start, stop = block * size, (block + 1) * size
             extra, _ = generate_block_hash_extra_keys(request, start, stop, 0)
             if block >= self._first_private:
-                inside = tuple(border - start for border in self._borders if start <= border < stop)
-                extra = (*(extra or ()), *self._method, *inside)
+                extra = (*(extra or ()), *self._method, *(at - start for at in self._chunks if start <= at < stop))
+                if start <= self._question < stop:  # it sees all that a chunk at its place would not
+                    extra = (*extra, "question", self._question - start)
             before = hash_block_tokens(self._digest, before, request.all_token_ids[start:stop], extra)
             hashes.append(before)
         return hashes

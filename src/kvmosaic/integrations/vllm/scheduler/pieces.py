@@ -91,11 +91,6 @@ def first_private_block(composition: Composition, block_size: int) -> int:
     return exact // block_size
 
 
-def borders(composition: Composition) -> tuple[int, ...]:
-    """The index of the first token of every chunk and of the question."""
-    return (*composition.starts, composition.end)
-
-
 def repaired_runs(composition: Composition, num_cached: int) -> tuple[tuple[int, int], ...]:
     """What is computed again, as (start, stop): the first tokens of each chunk, as far as they are not cached already.
 
