@@ -95,6 +95,28 @@ def test_preempted_prompts_say_the_same(vllm_engine):
         assert same(answer, vllm_engine("llama").ask(ask))
 
 
+def test_a_block_that_others_wrote_meanwhile_is_moved_only_when_it_is_written_again(vllm_engine):
+    """While a composed prompt waits for its turn, its document's only block is taken, freed, and written again."""
+    small = vllm_engine("llama", num_gpu_blocks_override=17, max_model_len=512, max_num_seqs=2)
+    chunk, question, other, long, rest = documents(61, 20, 20, 20, 32 * 14 - 2, 3)
+    padded = [*chunk, *[0] * 12]
+    ask = replace(compose([], [chunk], question), max_tokens=5)
+    answers = small.play(
+        [
+            Ask(tuple(padded), max_tokens=1),
+            Ask(tuple(other), max_tokens=6),
+            Ask(tuple(long), max_tokens=6),  # its answer takes the last block that is free, which is the document's
+            Ask((*padded, *rest)),
+            ask,
+        ],
+        [0, 2, 2, 3, 3],
+        [None] * 5,
+    )
+    assert answers[-1] is not None and answers[-1].is_composed
+    assert same(answers[-1], vllm_engine("llama").ask(ask))
+    at_rest(small)
+
+
 def test_prompts_that_fill_the_whole_cache_are_answered(vllm_engine):
     """The request alone fits, its chunks beside it do not: it is answered all the same, composed or not."""
     tiny = vllm_engine("llama", num_gpu_blocks_override=24, max_model_len=640)

@@ -18,6 +18,8 @@ class Sighting:
 
     blocks: tuple[Any, ...]
     step: int
+    num_steps: int
+    """How many steps were scheduled when they were found. One that writes them later makes this worthless."""
 
 
 @dataclass(slots=True)

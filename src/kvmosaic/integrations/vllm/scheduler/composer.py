@@ -19,6 +19,7 @@ from kvmosaic.integrations.vllm.scheduler.pieces import Piece, repaired_runs, ta
 from kvmosaic.integrations.vllm.scheduler.reporting import report_of
 from kvmosaic.integrations.vllm.scheduler.tiering import LoadedChunk, Tiering
 from kvmosaic.integrations.vllm.scheduler.trouble import Bypass, engine_trouble, request_trouble, workers_trouble
+from kvmosaic.integrations.vllm.scheduler.written_blocks import WrittenBlocks
 from kvmosaic.integrations.vllm.tally import Tally
 
 _MAX_ASKED = 8
@@ -53,6 +54,9 @@ class Composer:
         self._waiters: dict[Any, set[str]] = {}
         """Chunk prompts under way, and the composed requests that wait for them."""
         self._admitted: list[str] = []
+        self._moved: dict[str, int] = {}
+        """Tokens that are moved or loaded into requests that begin in the step that is being scheduled."""
+        self._written = WrittenBlocks(self._block_size)
         self._again: str | None = None
         """The one request that may ask for a chunk it asked for before: if all did, they would evict each other's."""
         self._step = 0
@@ -162,8 +166,8 @@ class Composer:
             sighting = composed.sightings.get(index)
             if blocks is None:
                 composed.sightings.pop(index, None)
-            elif sighting is None or sighting.blocks != blocks:
-                composed.sightings[index] = Sighting(blocks, step)
+            elif sighting is None or sighting.blocks != blocks or self._written.since(blocks, sighting.num_steps):
+                composed.sightings[index] = Sighting(blocks, step, self._step)
 
     def _hashes(self, composed: ComposedRequest, piece: Piece) -> tuple[Any, ...]:
         first = piece.offset // self._block_size
@@ -235,6 +239,8 @@ class Composer:
 
     def admitted(self, request: Any, blocks: Any, num_external: int) -> None:
         """A request was given its blocks; the last `num_external` tokens of what it has are to be moved in."""
+        if num_external:
+            self._moved[request.request_id] = num_external
         if request.request_id in self._chunks:
             self._chunks.admitted(request, blocks, num_external)
         composed = self._requests.get(request.request_id)
@@ -285,6 +291,8 @@ class Composer:
                 done.moves += composed.moves
                 done.repairs += composed.repairs
         self._admitted.clear()
+        self._written.note(scheduled, self._step, self._moved)
+        self._moved.clear()
         for request_id in scheduled.num_scheduled_tokens:
             composed = self._requests.get(request_id)
             if composed is not None and composed.position_shift:
