@@ -41,6 +41,8 @@ class ComposedRequest:
     pieces: tuple[Piece, ...] = ()
     sightings: dict[int, Sighting] = field(default_factory=dict)
     """By number of the piece."""
+    prefix: Sighting | None = None
+    """Of what vLLM's prefix cache has of the request itself."""
     asked: dict[int, int] = field(default_factory=dict)
     """How often each chunk prompt was asked to be computed for this request."""
     loaded: dict[int, LoadedChunk] = field(default_factory=dict)

@@ -104,6 +104,7 @@ class Composer:
             self._rehash(composed, ComposedHasher(composition, self._block_size, self._digest))
             composed.num_cached = self.store.num_leading(request.block_hashes) * self._block_size
             self._look(composed, range(len(composed.pieces)), self._step - 1)
+            self._has_seen_prefix(composed, composed.num_cached, self._step - 1)
             self._ask(composed, range(len(composed.pieces)))
 
     def finished(self, request: Any) -> dict[str, Any] | None:
@@ -225,10 +226,27 @@ class Composer:
             return None  # given up: the first tokens are to be looked up again, as those of an ordinary prompt
         if any(composed.sightings[index].step >= self._step for index in needed):
             return None
+        if composed.composition.repair and not self._has_seen_prefix(composed, num_local, self._step):
+            return None
         composed.planned = [self._remainder(composed, index, num_local) for index in needed]
         for _, blocks in composed.planned:
             self.store.hold(blocks)
         return composed.composition.end - num_local
+
+    def _has_seen_prefix(self, composed: ComposedRequest, num_local: int, step: int) -> bool:
+        """Whether the blocks of the first `num_local` tokens were seen before this step.
+
+        Repairs read them before the step's forward, while vLLM hands out blocks that only this forward writes.
+        """
+        blocks = self.store.find(composed.request.block_hashes[: num_local // self._block_size])
+        if blocks is None:
+            return False
+        seen = composed.prefix
+        is_known = seen is not None and seen.step < self._step and seen.blocks[: len(blocks)] == blocks
+        if seen is not None and is_known and not self._written.since(blocks, seen.num_steps):
+            return True
+        composed.prefix = Sighting(blocks, step, self._step)
+        return not blocks
 
     def _remainder(self, composed: ComposedRequest, index: int, num_local: int) -> tuple[Piece, tuple[Any, ...]]:
         """What is left of a piece behind the first `num_local` tokens, and the blocks that hold it."""
