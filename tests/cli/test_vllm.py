@@ -18,6 +18,7 @@ from kvmosaic.integrations.vllm.front.command import serving
 from kvmosaic.integrations.vllm.tier_settings import tier_config
 
 MIDDLEWARE = "kvmosaic.integrations.vllm.ComposedDocuments"
+CONNECTOR = '{"kv_connector": "kvmosaic", "kv_role": "kv_both"}'
 
 
 def shown(*arguments: str) -> list[str]:
@@ -39,10 +40,11 @@ def test_options_of_vllm_stay_in_their_order_and_ours_come_behind() -> None:
 @pytest.mark.parametrize(
     "own",
     [
-        ["--kv-transfer-config", "{}"],
-        ["--kv-transfer-config={}"],
-        ["--kv_transfer_config", "{}"],
-        ["--kv-transfer-config.kv_connector", "x"],
+        ["--kv-transfer-config", CONNECTOR],
+        [f"--kv-transfer-config={CONNECTOR}"],
+        ["--kv_transfer_config", CONNECTOR],
+        ["--kv-transfer-config.kv_connector", "kvmosaic"],
+        ["--kv-transfer-config.kv_connector=kvmosaic", "--kv-transfer-config.kv_role=kv_both"],
         ["--middleware", MIDDLEWARE],
         ["--middleware", "kvmosaic.integrations.vllm.front.middleware.ComposedDocuments"],
         ["--enable-prefix-caching"],
@@ -51,7 +53,8 @@ def test_options_of_vllm_stay_in_their_order_and_ours_come_behind() -> None:
 def test_what_the_user_gives_is_not_given_again(own: list[str]) -> None:
     name = own[0].replace("_", "-").partition("=")[0].partition(".")[0]
     arguments = serving(["model", *own], {}).arguments
-    assert sum(argument.replace("_", "-").startswith(name) for argument in arguments) == 1
+    given = sum(argument.replace("_", "-").startswith(name) for argument in own)
+    assert sum(argument.replace("_", "-").startswith(name) for argument in arguments) == given
 
 
 def test_our_choices_become_variables() -> None:
@@ -67,6 +70,8 @@ def test_our_choices_become_variables() -> None:
         (["m"], {"repair": "5"}),
         (["m"], {"position_strategy": "absolute"}),
         (["m", "--no-enable-prefix-caching"], {}),
+        (["m", "--kv-transfer-config", '{"kv_connector": "OffloadingConnector"}'], {}),
+        (["kvmosaic", "--kv-transfer-config={}"], {}),
     ],
 )
 def test_what_cannot_work_is_told_before_vllm_starts(arguments: list[str], choices: dict[str, str]) -> None:
@@ -96,6 +101,8 @@ def test_tiers_become_a_configuration_and_passwords_variables_that_are_not_shown
         (["m", "--kv-transfer-config", "{}"], ["host:1GiB"], {}),
         (["m"], ["host"], {}),
         (["m"], ["host:1GiB"], {"loading": "often"}),
+        (["m"], [], {"loading": "always"}),
+        (["m", "--kv-transfer-config", CONNECTOR], [], {"compression": "zstd"}),
     ],
 )
 def test_tiers_that_cannot_be_are_told_before_vllm_starts(

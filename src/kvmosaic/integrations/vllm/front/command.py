@@ -55,7 +55,8 @@ def serving(
         tier_options: compression and loading; None: left alone.
 
     Raises:
-        InvalidConfig: no model, a choice that is none, prefix caching switched off, or tiers besides a configuration.
+        InvalidConfig: no model, a choice that is none, prefix caching switched off, choices of tiers without any, tiers
+            besides a configuration, or a configuration of another connector.
     """
     variables = {PREFIX + name.upper(): value for name, value in choices.items() if value is not None}
     FrontSettings.from_environment(variables)  # told now, and not when vLLM is up
@@ -65,6 +66,11 @@ def serving(
         raise InvalidConfig(
             "--no-enable-prefix-caching is given, and documents are kept in vLLM's prefix cache; leave it out"
         )
+    for name, value in (tier_options or {}).items():
+        if value is not None and not tiers:
+            raise InvalidConfig(
+                f"--chunk-{name} is {value!r} and there is no tier; add one, such as --chunk-tier host:4GiB"
+            )
     added: list[str] = []
     if not _has(arguments, "--kv-transfer-config"):
         extra = _tiers(tiers, tier_options or {}, variables)
@@ -74,6 +80,11 @@ def serving(
         raise InvalidConfig(
             "--chunk-tier and --kv-transfer-config are both given; write the tiers into the latter: "
             '"kv_connector_extra_config": {"tiers": ["host:4GiB"]}'
+        )
+    elif not _names(arguments, "--kv-transfer-config", NAME):
+        raise InvalidConfig(
+            f"--kv-transfer-config does not name {NAME}, so no document would be composed; leave it out, or give "
+            f'{{"kv_connector": "{NAME}", "kv_role": "kv_both"}}'
         )
     if not any(argument.endswith(MIDDLEWARE.rpartition(".")[2]) for argument in arguments):
         added += ["--middleware", MIDDLEWARE]
@@ -116,3 +127,9 @@ def _has(arguments: Sequence[str], option: str) -> bool:
     """Whether an option is there, as vLLM reads it: with - or _, with = or a field behind it."""
     names = (argument.partition("=")[0].partition(".")[0].replace("_", "-") for argument in arguments)
     return option in names
+
+
+def _names(arguments: Sequence[str], option: str, word: str) -> bool:
+    """Whether the word is in the value of an option, behind = or in the next argument."""
+    pairs = zip(arguments, [*arguments[1:], ""], strict=True)
+    return any(_has([argument], option) and word in argument + value for argument, value in pairs)
