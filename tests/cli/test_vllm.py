@@ -79,6 +79,13 @@ def test_what_cannot_work_is_told_before_vllm_starts(arguments: list[str], choic
         serving(arguments, choices)
 
 
+def test_variables_that_cannot_be_are_told_before_vllm_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVMOSAIC_REPAIR", "abc")
+    with pytest.raises(InvalidConfig, match="'abc'"):
+        serving(["m"], {})
+    serving(["m"], {"repair": "first(2)"})  # the flag comes first
+
+
 def test_tiers_become_a_configuration_and_passwords_variables_that_are_not_shown() -> None:
     said = shown(
         *("m", "--chunk-tier", "host:1GiB", "--chunk-tier", "redis://:hidden-word@cache:6379/0"),

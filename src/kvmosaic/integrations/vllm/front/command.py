@@ -59,7 +59,7 @@ def serving(
             besides a configuration, or a configuration of another connector.
     """
     variables = {PREFIX + name.upper(): value for name, value in choices.items() if value is not None}
-    FrontSettings.from_environment(variables)  # told now, and not when vLLM is up
+    FrontSettings.from_environment({**os.environ, **variables})  # told now, and not when vLLM is up
     if not arguments:
         raise InvalidConfig("no model is given; write for example: kvmosaic vllm serve Qwen/Qwen3-0.6B")
     if _has(arguments, "--no-enable-prefix-caching"):
