@@ -96,3 +96,17 @@ def test_moved_keys_are_those_that_would_have_been_computed(vllm_engine, name):
     assert len(moved) == len(computed) == len(ask.token_ids)
     largest = max(max(abs(x - y) for x, y in zip(a, b, strict=True)) for a, b in zip(moved, computed, strict=True))
     assert largest < 1e-6 * max(max(map(abs, row)) for row in computed)
+
+
+def test_repairs_read_nothing_that_only_this_step_writes(vllm_engine):
+    """An ordinary prompt that begins alike hands its blocks on while its step is still being scheduled."""
+    engine = vllm_engine("llama")
+    system, first, second, rest, question = documents(12, 32, 32, 33, 40, 9)
+    ask = compose(system, [first, second], question, repair=5)
+    engine.call("reset_prefix_cache")
+    expected = engine.ask(ask)
+    engine.call("reset_prefix_cache")
+    engine.ask(compose(system, [second], question))
+    beside = replace(ask.plain, token_ids=(*system, *first, *rest))
+    _, answer = engine.generate([beside, ask])
+    assert answer.is_composed and difference(expected, answer) < CLOSE
