@@ -288,4 +288,5 @@ def test_only_bodies_that_may_have_documents_are_read() -> None:
     assert may_have_documents(json.dumps({"prompt": 'a "—" b'}).encode(), '"—"')
     assert may_have_documents(b'{"d\\u006fcuments": ["x"]}', None)
     assert may_have_documents(b'{"documents": ["x"]}', None)
+    assert may_have_documents('{"documents": ["x"]}'.encode("utf-16"), None)
     assert may_have_documents(b'{"cache_control": {}}', None)

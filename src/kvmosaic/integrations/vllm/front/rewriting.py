@@ -48,8 +48,8 @@ class Rewritten:
 
 
 def may_have_documents(content: bytes, separator: str | None) -> bool:
-    """Whether a body is worth reading; False is always right. Escapes could hide anything."""
-    if b"\\u" in content or b'"documents"' in content:
+    """Whether a body is worth reading; True is always right. Escapes could hide anything, and so could UTF-16."""
+    if b"\\u" in content or b"\0" in content or b'"documents"' in content:
         return True
     if any(mark.encode() in content for mark in MARKS):
         return True
