@@ -28,7 +28,7 @@ def first_column(text: str) -> set[str]:
 
 def test_every_reason_of_a_bypass_is_explained_and_no_other() -> None:
     said = "".join(path.read_text() for path in (SOURCE / "scheduler").glob("*.py"))
-    codes = set(re.findall(r'Bypass\(\s*"(\w+)"', said))
+    codes = set(re.findall(r'(?:Bypass|bypassed)\(\s*"(\w+)"', said))
     assert {"prefix_caching", "prompt_logprobs", "too_long"} <= codes
     assert first_column(section("What is bypassed")) - {"reason"} == codes
 

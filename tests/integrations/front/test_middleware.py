@@ -29,7 +29,7 @@ def events(client: Any, path: str, **body: Any) -> list[Any]:
 def test_a_request_without_documents_passes_byte_for_byte() -> None:
     app = App()
     client = app.client()
-    body = b'{ "messages" :[],\n "kv_transfer_params": {"kvmosaic": {"system": 1}}, "n": 1.0}'
+    body = b'{ "messages" :[],\n "kv_transfer_params": {"other": {"system": 1}}, "n": 1.0}'
     reply = client.post(CHAT, content=body)
     assert app.bodies == [body]
     assert reply.json()["kv_transfer_params"] == {"kvmosaic": REPORT}

@@ -290,3 +290,45 @@ def test_only_bodies_that_may_have_documents_are_read() -> None:
     assert may_have_documents(b'{"documents": ["x"]}', None)
     assert may_have_documents('{"documents": ["x"]}'.encode("utf-16"), None)
     assert may_have_documents(b'{"cache_control": {}}', None)
+
+
+BORDERS = {"system": 2, "chunks": [3, 1]}
+
+
+def own_borders(route: str, tokens: Any, borders: Any) -> bytes:
+    if route == "completion":
+        return json.dumps({"prompt": tokens, "kv_transfer_params": {"kvmosaic": borders}}).encode()
+    params = {"prompt_token_ids": tokens, "kvmosaic": borders}
+    return json.dumps({"messages": [{"role": "user", "content": "?"}], "kv_transfer_params": params}).encode()
+
+
+@pytest.mark.parametrize("route", ["completion", "chat"])
+def test_borders_of_a_sender_are_checked_and_passed_on_as_they_are(route: Any) -> None:
+    content = own_borders(route, [1, 15, 9, 33, 21, 8, 40, 5], BORDERS)
+    assert may_have_documents(content, None)
+    ready = rewritten(content, route, lambda: renderer(CHATML), How())
+    assert ready is not None and ready.content == content
+
+
+@pytest.mark.parametrize("route", ["completion", "chat"])
+@pytest.mark.parametrize(
+    ("tokens", "borders", "message"),
+    [
+        ([1, 15, 9, 33, 21, 8], {"system": 2, "chunks": [3, 10]}, "15 of 6 tokens"),
+        ([1, 15, 9], {"system": -2, "chunks": [1]}, "-2 tokens"),
+        ([1, 15, 9], {"system": 1, "chunks": [1], "repiar": 3}, "no field 'repiar'"),
+        ([1, 15, 9], 5, "give an object"),
+        ("a text", BORDERS, "counts token ids"),
+    ],
+)
+def test_borders_that_cannot_be_right_are_refused(route: Any, tokens: Any, borders: Any, message: str) -> None:
+    with pytest.raises(Refusal, match=message) as caught:
+        rewritten(own_borders(route, tokens, borders), route, lambda: renderer(CHATML), How())
+    assert caught.value.status == 400
+
+
+def test_without_the_connector_documents_are_refused_instead_of_read_another_way() -> None:
+    body = json.dumps({"messages": MESSAGES, "documents": DOCUMENTS}).encode()
+    with pytest.raises(Refusal, match="kv-transfer-config") as caught:
+        rewritten(body, "chat", lambda: renderer(CHATML, has_connector=False), How())
+    assert caught.value.status == 501

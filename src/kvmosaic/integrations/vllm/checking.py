@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.contract import FIELD, Composition
 from kvmosaic.integrations.vllm.operations import Move
 from kvmosaic.integrations.vllm.plugin import NAME
@@ -67,7 +68,11 @@ def check_engine(model: str, options: Sequence[str] = ()) -> EngineCheck:
     if arguments.enable_prefix_caching is None:  # some models have it off unless it is asked for
         arguments.enable_prefix_caching = True
     arguments.kv_transfer_config = KVTransferConfig(kv_connector=NAME, kv_role="kv_both")
-    llm = vllm.LLM.from_engine_args(arguments)
+    try:
+        llm = vllm.LLM.from_engine_args(arguments)
+    except Exception as error:  # whatever vLLM says of a model or an option
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise InvalidConfig(f"vLLM does not start with {model!r:.200}: {said[0][:400]}") from error
     try:
         engine = _Engine(llm)
         workers = tuple(llm.collective_rpc(tell))
@@ -102,8 +107,7 @@ class _Engine:
         self.scheduler = self.core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.block_size = int(self.scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
-        said = self.scheduler.connector._planner._trouble
-        self.trouble = said.reason if said else ""
+        self.trouble = str(self.scheduler.connector.trouble)
         self._random = random.Random(0)  # noqa: S311 (any tokens will do)
         self._vocabulary = min(int(self.config.model_config.get_vocab_size()), 30_000)
 

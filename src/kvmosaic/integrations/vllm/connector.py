@@ -141,6 +141,11 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
         return False, self._planner.finished(request)
 
     @property
+    def trouble(self) -> str:
+        """Why nothing is composed here; empty: it is."""
+        return self._planner.trouble
+
+    @property
     def _planner(self) -> Composer:
         assert self._composer is not None
         return self._composer

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvmosaic.errors import InvalidPrompt, KVMosaicError
-from kvmosaic.integrations.vllm.contract import FIELD
+from kvmosaic.integrations.vllm.contract import FIELD, Composition
 from kvmosaic.integrations.vllm.front.composing import composed
 from kvmosaic.integrations.vllm.front.how import FIELDS, How
 from kvmosaic.integrations.vllm.front.older_chat import as_completion
@@ -24,6 +24,7 @@ ROUTES: dict[str, Route] = {
     "/v1/responses": "response",
 }
 _TOKENS = "prompt_token_ids"
+_OWN_BORDERS = f'"{FIELD}"'.encode()
 _OTHERWISE: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "suffix": (None, ""),
@@ -49,7 +50,7 @@ class Rewritten:
 
 def may_have_documents(content: bytes, separator: str | None) -> bool:
     """Whether a body is worth reading; True is always right. Escapes could hide anything, and so could UTF-16."""
-    if b"\\u" in content or b"\0" in content or b'"documents"' in content:
+    if b"\\u" in content or b"\0" in content or b'"documents"' in content or _OWN_BORDERS in content:
         return True
     if any(mark.encode() in content for mark in MARKS):
         return True
@@ -58,6 +59,8 @@ def may_have_documents(content: bytes, separator: str | None) -> bool:
 
 def rewritten(content: bytes, route: Route, renderer: Callable[[], Renderer], default: How) -> Rewritten | None:
     """The body with its documents composed; None if it has none, so that it goes to vLLM as it came.
+
+    A body whose sender set the borders himself is checked and stays as it is.
 
     Raises:
         Refusal: what is wrong with the documents, or with what stands beside them.
@@ -69,15 +72,27 @@ def rewritten(content: bytes, route: Route, renderer: Callable[[], Renderer], de
     if not isinstance(body, dict):
         return None
     try:
-        return _rewritten(body, route, renderer(), default)
+        ready = _rewritten(body, route, renderer(), default)
+        return replace(ready, content=content) if ready is not None and not ready.content else ready
     except KVMosaicError as error:
         raise refusal_of(error, body) from error
 
 
 def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: How) -> Rewritten | None:
     prompt = getattr(renderer, route)(body)
-    if prompt is None:
+    params = body.get("kv_transfer_params")
+    if prompt is None and (not isinstance(params, dict) or params.get(FIELD) is None):
         return None
+    if not renderer.model.has_connector:
+        raise Refusal(
+            501,
+            "this vLLM runs without the connector that composes documents; start it with kvmosaic vllm serve, or with "
+            """--kv-transfer-config '{"kv_connector": "kvmosaic", "kv_role": "kv_both"}'""",
+        )
+    if prompt is None:
+        assert isinstance(params, dict)
+        _check_borders(body, route, params)
+        return _as_it_is(b"", body)
     is_elsewhere = route != "completion" and not renderer.model.takes_chat_tokens
     if is_elsewhere and (route == "response" or renderer.model.reasons):
         raise Refusal(
@@ -101,14 +116,30 @@ def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: 
     else:
         params[_TOKENS] = token_ids
     changed["kv_transfer_params"] = params
-    options = body.get("stream_options")
-    number = body.get("n")
+    content = json.dumps(changed, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    return replace(_as_it_is(content, body), is_elsewhere=is_elsewhere)
+
+
+def _as_it_is(content: bytes, body: dict[str, Any]) -> Rewritten:
+    options, number = body.get("stream_options"), body.get("n")
     return Rewritten(
-        json.dumps(changed, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass"),
+        content,
         num_choices=number if type(number) is int else 1,
         includes_usage=isinstance(options, dict) and bool(options.get("include_usage")),
-        is_elsewhere=is_elsewhere,
     )
+
+
+def _check_borders(body: dict[str, Any], route: Route, params: dict[str, Any]) -> None:
+    """Borders that a request brings along count its own token ids."""
+    token_ids = body.get("prompt") if route == "completion" else params.get(_TOKENS)
+    if not isinstance(token_ids, list) or not all(type(token) is int for token in token_ids):
+        place = "prompt" if route == "completion" else f"kv_transfer_params.{_TOKENS}"
+        raise Refusal(
+            400,
+            f"kv_transfer_params.{FIELD} counts token ids; send {place} as a list of them, or documents as text",
+            param="kv_transfer_params",
+        )
+    Composition.from_params(params, len(token_ids))
 
 
 def _check_others(body: dict[str, Any], route: Route) -> None:

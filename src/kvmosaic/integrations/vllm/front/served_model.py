@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmosaic.integrations.vllm.front.refusing import Refusal
+from kvmosaic.integrations.vllm.plugin import NAME
 
 _PLACES = ("online_renderer", "openai_serving_render")
 """Where vLLM 0.32 and 0.23 keep what renders conversations."""
@@ -31,6 +32,8 @@ class ServedModel:
     reasons: bool = False
     """Whether vLLM takes what a model thinks out of its answers."""
     config: Any = None
+    has_connector: bool = True
+    """Whether what composes documents runs in its engine."""
 
     def template_for(self, wanted: str | None, tools: Any) -> str | None:
         """The template that vLLM would use; None: the tokenizer's own."""
@@ -71,7 +74,17 @@ def find_model(state: Any) -> ServedModel:
         takes_chat_tokens=_takes_chat_tokens(type(door)),
         reasons=getattr(door, "reasoning_parser", None) is not None,
         config=config,
+        has_connector=_has_connector(state),
     )
+
+
+def _has_connector(state: Any) -> bool:
+    """Whether the connector is ours, or one of several; True if the state does not tell."""
+    config = getattr(state, "vllm_config", None)
+    if config is None:
+        return True
+    transfer = config.kv_transfer_config
+    return transfer is not None and NAME in f"{transfer.kv_connector} {transfer.kv_connector_extra_config}"
 
 
 def template_tools(tools: Any) -> Any:

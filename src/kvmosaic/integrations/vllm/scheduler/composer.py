@@ -49,6 +49,8 @@ class Composer:
         self._block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self._digest = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         self._requests: dict[str, ComposedRequest] = {}
+        self._invalid: dict[str, str] = {}
+        """Requests whose borders cannot be used, and why."""
         self.tiering = Tiering.of(config, kv_cache_config, self._num_workers, lambda: self.store)
         self._chunks = ChunkRequests(scheduler.add_request, self.tiering)
         self._waiters: dict[Any, set[str]] = {}
@@ -71,6 +73,11 @@ class Composer:
             self._store = BlockStore(self._scheduler.kv_cache_manager.block_pool)
         return self._store
 
+    @property
+    def trouble(self) -> str:
+        """Why nothing is composed here; empty: it is."""
+        return self._trouble.reason if self._trouble else ""
+
     def hear(self, facts: Mapping[Any, WorkerFacts]) -> None:
         """What the workers can do, told once at the start."""
         self._facts = tuple(facts[rank] for rank in sorted(facts))
@@ -89,7 +96,9 @@ class Composer:
         try:
             composition = Composition.from_params(request.kv_transfer_params, request.num_prompt_tokens)
         except KVMosaicError as error:
-            _log.warning("kvmosaic: request %s is answered as an ordinary prompt: %s", request.request_id, error)
+            _log.debug("kvmosaic: request %s is answered as an ordinary prompt: %s", request.request_id, error)
+            self._invalid[request.request_id] = str(error)
+            self.tally.bypassed("invalid")
             return
         if composition is None:
             return
@@ -112,6 +121,8 @@ class Composer:
         if request.request_id in self._chunks:
             self._chunk_finished(*self._chunks.finished(request))
             return None
+        if (reason := self._invalid.pop(request.request_id, None)) is not None:
+            return {FIELD: {"bypass": reason}}
         composed = self._requests.pop(request.request_id, None)
         if composed is None:
             return None
