@@ -54,14 +54,20 @@ def vllm_engine(vllm_model: Callable[[str], Path]) -> Iterator[Callable[..., For
 @pytest.fixture(scope="session")
 def own_engine(vllm_model: Callable[[str], Path]) -> Callable[..., LLM]:
     """`own_engine("llama", chunk_context="none")`: our own engine over the same folder."""
-    from kvmosaic import LLM, ChunkCacheConfig
+    from kvmosaic import LLM, ChunkCacheConfig, EngineConfig
 
     made: dict[str, LLM] = {}
 
     def engine(name: str, **options: Any) -> LLM:
         key = json.dumps([name, options], sort_keys=True)
         if key not in made:
-            made[key] = LLM(vllm_model(name), dtype="float32", chunk_cache_config=ChunkCacheConfig(**options))
+            made[key] = LLM(
+                vllm_model(name),
+                dtype="float32",
+                # small: every engine of vLLM is a fork of this process
+                chunk_cache_config=ChunkCacheConfig(capacity="64MiB", **options),
+                engine_config=EngineConfig(request_cache="64MiB"),
+            )
         return made[key]
 
     return engine
