@@ -16,8 +16,8 @@ SYSTEM, A, B, QUESTION = documents(21, 37, 70, 45, 12)
 def sleep_and_wake(engine: Any, ask: dict[str, Any], level: int, known: bool) -> dict[str, Any]:
     """Asks while the engine sleeps, looks what it says meanwhile, wakes it, and waits for the answer.
 
-    Workers on a CPU cannot give memory back, so from level 1 on a stand-in does to the cache what a GPU does to it: what
-    was there is gone.
+    Workers on a CPU cannot give memory back, so from level 1 on a stand-in does to the cache what a GPU does to it:
+    what was there is gone.
     """
     from support.vllm.inside import _prompt, _said, state
 
