@@ -192,3 +192,16 @@ SNAPSHOT_AGE = _family(
 BUILD = _family(
     "build_info", "gauge", "Always 1; the versions are in the labels.", *("version", "python", "torch", "transformers")
 )
+TIER_COUNTERS = {
+    TIER_HITS: "hits",
+    TIER_MISSES: "misses",
+    TIER_PUTS: "puts",
+    TIER_WRITTEN_BYTES: "put_bytes",
+    TIER_READ_BYTES: "get_bytes",
+    TIER_EVICTIONS: "evictions",
+    TIER_FAILURES: "failures",
+    TIER_QUARANTINED: "quarantined",
+}
+"""What one tier counts, by the fields of its `TierStat`."""
+TIER_OUTCOMES = {TIER_STORES: STORED, TIER_FETCHES: FETCHED}
+"""What all tiers together count, by the fields of their `HierarchyStats`."""

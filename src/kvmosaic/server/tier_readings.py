@@ -49,7 +49,7 @@ def tier_readings(keeper: Keeper | None) -> Iterator[Reading]:
     for moment in look_at_tiers(keeper):
         yield from _readings_of(moment)
     stats = keeper.hierarchy.stats
-    for family, outcomes in ((own_names.TIER_STORES, own_names.STORED), (own_names.TIER_FETCHES, own_names.FETCHED)):
+    for family, outcomes in own_names.TIER_OUTCOMES.items():
         for outcome in outcomes:
             yield Reading(family, getattr(stats, outcome), {"outcome": outcome})
     yield Reading(own_names.TIER_PENDING_BYTES, keeper.hierarchy.pending_bytes)
@@ -61,14 +61,7 @@ def _readings_of(moment: TierMoment) -> Iterator[Reading]:
         own_names.TIER_ENTRIES: stat.num_entries,
         own_names.TIER_BYTES: stat.num_bytes,
         own_names.TIER_UP: float(moment.is_up),
-        own_names.TIER_HITS: stat.hits,
-        own_names.TIER_MISSES: stat.misses,
-        own_names.TIER_PUTS: stat.puts,
-        own_names.TIER_WRITTEN_BYTES: stat.put_bytes,
-        own_names.TIER_READ_BYTES: stat.get_bytes,
-        own_names.TIER_EVICTIONS: stat.evictions,
-        own_names.TIER_FAILURES: stat.failures,
-        own_names.TIER_QUARANTINED: stat.quarantined,
+        **{family: getattr(stat, field) for family, field in own_names.TIER_COUNTERS.items()},
     }
     for family, value in values.items():
         yield Reading(family, value, labels)

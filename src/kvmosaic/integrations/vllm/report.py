@@ -47,14 +47,8 @@ class ComposedReport:
     """One each; empty if nothing was composed."""
     prefix_tokens: int = 0
     """The first tokens of the prompt that vLLM's own prefix cache had."""
-    system_reused: int | None = None
-    """Tokens of the system text that were there; None: all of it if a chunk was cached, else those of the prefix."""
     bypass: str = ""
     """Why it was answered as an ordinary prompt; empty: it was composed."""
-    time_to_first_token: float | None = None
-    """Seconds from the arrival of the request to its first token."""
-    notes: tuple[str, ...] = ()
-    """What else a reader should know, for example that a repair which was asked for is not possible here."""
 
     def __post_init__(self) -> None:
         if self.is_composed:
@@ -81,10 +75,9 @@ class ComposedReport:
         exact = reused
         if self.is_composed:
             exact = sum(segment["reused_tokens"] for segment in segments if segment["kind"] == "system")
-        seconds = self.time_to_first_token
         return {
             "composition": self._meaning(),
-            "time_to_first_token_ms": None if seconds is None else round(seconds * 1e3, 3),
+            "time_to_first_token_ms": None,  # the scheduler, which makes this, does not know it
             "documents": [segment for segment in segments if segment["kind"] == "chunk"],
             "segments": segments,
             "totals": {
@@ -112,9 +105,8 @@ class ComposedReport:
         return min(max(self.prefix_tokens - start, 0), length)
 
     def _system_reused(self) -> int:
+        """All of it if a chunk was cached that saw it; else what the prefix cache had."""
         system = self.composition.system
-        if self.system_reused is not None:
-            return min(self.system_reused, system)
         saw_it = self.is_composed and self.composition.chunk_context == "system"
         if saw_it and any(chunk.source == "cached" for chunk in self.chunks):
             return system
@@ -151,7 +143,7 @@ class ComposedReport:
     def _meaning(self) -> str:
         """What the prompt meant, in words."""
         if not self.is_composed:
-            return "; ".join(("exact", *self.notes))
+            return "exact"
         shape = self.composition
         parts = ["documents do not see each other"]
         if shape.chunk_context == "none":
@@ -159,7 +151,7 @@ class ComposedReport:
         meaning = [f"composed ({shape.position_strategy}): " + ", ".join(parts)]
         if shape.repair:
             meaning.append(f"the first {shape.repair} tokens of each document see everything before them")
-        return "; ".join((*meaning, *self.notes))
+        return "; ".join(meaning)
 
 
 def _row(

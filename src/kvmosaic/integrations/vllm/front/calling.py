@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvmosaic.integrations.vllm.front.refusing import Refusal
+
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -34,6 +36,24 @@ def json_reply(body: Any, status: int = 200, headers: dict[str, str] | None = No
     content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
     said = {"content-type": "application/json", "content-length": str(len(content)), **(headers or {})}
     return Reply(status, [(name.encode(), value.encode()) for name, value in said.items()], content)
+
+
+async def whole_body(receive: Receive, most_bytes: int, way_out: str) -> bytes | None:
+    """The body of a request as it came; None if the client went away before its end.
+
+    Raises:
+        Refusal: 413, it is longer than `most_bytes`; the message ends with `way_out`.
+    """
+    content = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        content += message.get("body", b"")
+        if len(content) > most_bytes:
+            raise Refusal(413, f"the body is longer than {most_bytes} bytes{way_out}", code="body_too_large")
+        if not message.get("more_body", False):
+            return bytes(content)
 
 
 async def ask(app: App, scope: Scope, method: str, path: str, body: Any = None) -> Reply:

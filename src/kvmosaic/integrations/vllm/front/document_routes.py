@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from kvmosaic.errors import InvalidDocument, KVMosaicError, UnknownDocument
-from kvmosaic.integrations.vllm.front.calling import Receive, Reply, Scope, Send, ask, json_reply
+from kvmosaic.integrations.vllm.front.calling import Receive, Reply, Scope, Send, ask, json_reply, whole_body
 from kvmosaic.integrations.vllm.front.handles import Draft, Handles
 from kvmosaic.integrations.vllm.front.refusing import Refusal, refusal_of
 from kvmosaic.integrations.vllm.front.stored import StoredDocument
@@ -94,18 +94,11 @@ class DocumentRoutes:
         return json_reply(await warm(self._front, scope, entries, body))
 
     async def _body(self, receive: Receive) -> dict[str, Any]:
-        most, content = self._front.settings.max_body_bytes, bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise Refusal(400, "the client went away before the end of the body")
-            content += message.get("body", b"")
-            if len(content) > most:
-                raise Refusal(413, f"the body is longer than {most} bytes; send less at once", code="body_too_large")
-            if not message.get("more_body", False):
-                break
+        content = await whole_body(receive, self._front.settings.max_body_bytes, "; send less at once")
+        if content is None:
+            raise Refusal(400, "the client went away before the end of the body")
         try:
-            body = json.loads(bytes(content)) if content.strip() else {}
+            body = json.loads(content) if content.strip() else {}
         except (ValueError, RecursionError):
             raise Refusal(400, "the body is not JSON", code="invalid_json") from None
         if not isinstance(body, dict):

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvmosaic.integrations.vllm import reports
 from kvmosaic.integrations.vllm.front.answers import JSONAnswer, Report, StreamAnswer
-from kvmosaic.integrations.vllm.front.calling import App, Message, Receive, Scope, Send, json_reply
+from kvmosaic.integrations.vllm.front.calling import App, Message, Receive, Scope, Send, json_reply, whole_body
 from kvmosaic.integrations.vllm.front.document_routes import ROUTE as DOCUMENTS
 from kvmosaic.integrations.vllm.front.document_routes import DocumentRoutes
 from kvmosaic.integrations.vllm.front.handles import Handles
@@ -27,6 +27,8 @@ from kvmosaic.integrations.vllm.front.rewriting import (
 )
 from kvmosaic.integrations.vllm.front.served_model import find_model
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
+
+_SEND_LESS = " (KVMOSAIC_MAX_BODY_BYTES); send less at once, or store documents with PUT /v1/documents/{id}"
 
 
 class ComposedDocuments:
@@ -126,7 +128,7 @@ class _Exchange:
             return await self._receive()
         self._is_read = True
         try:
-            content = await self._whole_body()
+            content = await whole_body(self._receive, self._front.settings.max_body_bytes, _SEND_LESS)
             if content is None:
                 return {"type": "http.disconnect"}
             if may_have_documents(content, self._front.settings.separator):
@@ -169,28 +171,6 @@ class _Exchange:
             return
         for changed in self._answer.messages(message):
             await self._send(changed)
-
-    async def _whole_body(self) -> bytes | None:
-        """The body as it came; None if the client went away before its end.
-
-        Raises:
-            Refusal: 413, it is longer than allowed.
-        """
-        most, content = self._front.settings.max_body_bytes, bytearray()
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                return None
-            content += message.get("body", b"")
-            if len(content) > most:
-                raise Refusal(
-                    413,
-                    f"the body is longer than {most} bytes (KVMOSAIC_MAX_BODY_BYTES); send less at once, or store "
-                    "documents with PUT /v1/documents/{id}",
-                    code="body_too_large",
-                )
-            if not message.get("more_body", False):
-                return bytes(content)
 
 
 def take_report(request_id: str) -> Report | None:

@@ -53,7 +53,6 @@ class ComposedRequest:
     repairs: list[Repair] = field(default_factory=list)
     num_cached: int = 0
     """The first tokens of the prompt that vLLM's prefix cache had when the request came; of a bypass, at its turn."""
-    num_repaired: int = 0
     is_told: bool = False
     """Whether its report was given away already."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -263,7 +264,7 @@ class Composer:
         """What is left of a piece behind the first `num_local` tokens, and the blocks that hold it."""
         piece, blocks = composed.pieces[index], composed.sightings[index].blocks
         cut = max(num_local - piece.start, 0)
-        left = Piece(piece.start + cut, piece.stop, piece.prompt, piece.offset + cut, piece.distance, piece.chunk)
+        left = replace(piece, start=piece.start + cut, offset=piece.offset + cut)
         return left, blocks[left.offset // self._block_size - piece.offset // self._block_size :]
 
     def admitted(self, request: Any, blocks: Any, num_external: int) -> None:
@@ -308,7 +309,6 @@ class Composer:
             position = shape.position_of(chunk) + start - shape.starts[chunk]
             tokens = tuple(composed.request.prompt_token_ids[start:stop])
             repairs.append(Repair(blocks[: -(-stop // self._block_size)], start, tokens, position))
-        composed.num_repaired = sum(stop - start for start, stop in repaired_runs(shape, num_cached))
         return repairs
 
     def operations(self, scheduled: Any) -> Operations:

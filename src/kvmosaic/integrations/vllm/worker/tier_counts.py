@@ -8,35 +8,10 @@ from typing import Any
 
 from kvmosaic.integrations.vllm.tally import Tally
 from kvmosaic.metrics.family import Family
-from kvmosaic.metrics.own_names import (
-    TIER_EVICTIONS,
-    TIER_FAILURES,
-    TIER_FETCHES,
-    TIER_HITS,
-    TIER_MISSES,
-    TIER_PUTS,
-    TIER_QUARANTINED,
-    TIER_READ_BYTES,
-    TIER_STORES,
-    TIER_WRITTEN_BYTES,
-)
+from kvmosaic.metrics.own_names import TIER_COUNTERS, TIER_OUTCOMES
 from kvmosaic.tiers import Hierarchy
 
 _EVERY_SECONDS = 1.0
-OF_TIER = {
-    TIER_HITS: "hits",
-    TIER_MISSES: "misses",
-    TIER_PUTS: "puts",
-    TIER_WRITTEN_BYTES: "put_bytes",
-    TIER_READ_BYTES: "get_bytes",
-    TIER_EVICTIONS: "evictions",
-    TIER_FAILURES: "failures",
-    TIER_QUARANTINED: "quarantined",
-}
-OF_CHUNKS = {
-    TIER_FETCHES: ("fetched", "missed", "late", "invalid", "skipped"),
-    TIER_STORES: ("stored", "dropped", "failed"),
-}
 
 
 class TierCounts:
@@ -54,9 +29,9 @@ class TierCounts:
         self._next = self._clock() + _EVERY_SECONDS
         now: dict[tuple[Family, str], float] = {}
         for stat in self._hierarchy.tier_stats():
-            for family, name in OF_TIER.items():
+            for family, name in TIER_COUNTERS.items():
                 now[family, stat.name] = now.get((family, stat.name), 0) + getattr(stat, name)
-        for family, outcomes in OF_CHUNKS.items():
+        for family, outcomes in TIER_OUTCOMES.items():
             now |= {(family, outcome): getattr(self._hierarchy.stats, outcome) for outcome in outcomes}
         for (family, label), number in now.items():
             tally.counted(family, number - self._before.get((family, label), 0), label)
