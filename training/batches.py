@@ -7,10 +7,10 @@ from random import Random
 import torch
 from tokenizers import Tokenizer
 
+from kvmosaic.eval.text.documents import Example
 from training.layout import Strategy, place
 from training.model import PAD_SEGMENT, Batch
 from training.pointers import find_source, make_pointers
-from training.text import Example
 from training.tokenizer import ASSISTANT, BEGIN, DOCUMENT, END, PAD, SYSTEM, USER, token_id
 
 
@@ -40,6 +40,7 @@ class Reading:
     chat: bool = True
     edges: bool = False  # whether segments of the raw form may carry white space at their edges
     gap: int = 0  # up to how many extra positions lie between the segments
+    cut: int = 0  # the documents are one long text, cut after every so many tokens; 0 leaves them apart
     turns: bool = False  # whether every second question follows an earlier question and its answer
 
 
@@ -56,6 +57,7 @@ class Row:
     reading: Reading
     asked: list[int]  # for each block, the index of its question in the example
     sources: list[list[int]]  # for each block, the context index that each answer token is copied from, or -1
+    bridges: list[list[int]]  # the same for the name that leads to the answer: its last token
     learn_text: bool = True  # whether the tokens outside the answers can be predicted at all
 
 
@@ -76,10 +78,13 @@ class Writer:
         if reading.chat:
             system = f"{BEGIN}{SYSTEM}{example.system}\n" if example.system else BEGIN
             documents = [
-                f"{DOCUMENT}{d.title}\n{d.text}\n" if d.title else f"{DOCUMENT}{d.text}\n" for d in example.documents
+                f"{'' if index and reading.cut else DOCUMENT}{f'{d.title}{chr(10)}' if d.title else ''}{d.text}\n"
+                for index, d in enumerate(example.documents)
             ]
             return system, documents, [f"{USER}{q.text}\n{ASSISTANT}" for q in example.questions]
         documents = [f"{d.title}\n{d.text}" if d.title else d.text for d in example.documents]
+        if reading.cut:
+            documents = [f"{text}\n" for text in documents]
         system, questions = example.system or "", [q.text for q in example.questions]
         if reading.edges:
             style = self.random.random()
@@ -104,6 +109,11 @@ class Writer:
         context = encoded[: 1 + len(documents)]
         asked = encoded[len(context) : len(context) + len(questions)]
         answers = encoded[len(context) + len(questions) :]
+        starts = [sum(len(one) for one in context[:index]) for index in range(len(context))]
+        whole = list(context)
+        if reading.cut:
+            text = [token for document in context[1:] for token in document]
+            context = [context[0], *(text[i : i + reading.cut] for i in range(0, len(text), reading.cut))]
         gaps: list[int] = []
         if reading.gap:
             gaps = [
@@ -116,9 +126,9 @@ class Writer:
             len(context[0]), [len(one) for one in context[1:]], reading.strategy, reading.sees_system, gaps
         )
         segments = [index for index, segment in enumerate(context) for _ in segment]
-        starts = [sum(len(one) for one in context[:index]) for index in range(len(context))]
         blocks: list[tuple[list[int], int]] = []
         sources: list[list[int]] = []
+        bridges: list[list[int]] = []
         kept: list[int] = []
         used = 0
         earlier: list[int] = []
@@ -130,10 +140,27 @@ class Writer:
                 used += len(tokens)
                 kept.append(index)
                 blocks.append((tokens, len(question)))
-                number = example.questions[index].document + 1
-                sources.append(find_source(context[number], answer, starts[number]) if number else [-1] * len(answer))
+                asking = example.questions[index]
+                number = asking.document + 1
+                sources.append(find_source(whole[number], answer, starts[number]) if number else [-1] * len(answer))
+                bridges.append([-1] * len(answer))
+                if asking.bridge is not None:
+                    [name] = self.encode([f" {asking.bridge.text}"])
+                    number = asking.bridge.document + 1
+                    bridges[-1] = [find_source(whole[number], name, starts[number])[-1]] * len(answer)
         flat = [token for segment in context for token in segment]
-        return Row(flat, positions.local, positions.moved, segments, blocks, positions.question, reading, kept, sources)
+        return Row(
+            flat,
+            positions.local,
+            positions.moved,
+            segments,
+            blocks,
+            positions.question,
+            reading,
+            kept,
+            sources,
+            bridges,
+        )
 
 
 def collate(
@@ -152,6 +179,7 @@ def collate(
     spans: list[tuple[int, int, int]] = []
     others: list[tuple[int, int]] = []
     pointed: list[tuple[int, int]] = []
+    bridged: list[tuple[int, int]] = []
     for index, row in enumerate(rows):
         base, count = index * length, len(row.tokens)
         tokens[index, :count] = torch.tensor(row.tokens)
@@ -177,6 +205,7 @@ def collate(
             places = range(base + cursor + asked - 1, base + stop - 1)
             if row.sources:
                 pointed += [pair for pair in zip(places, row.sources[number - 1], strict=False) if pair[1] >= 0]
+                bridged += [pair for pair in zip(places, row.bridges[number - 1], strict=False) if pair[1] >= 0]
             chosen += places
             targets += block[asked:]
             others += [(base + cursor + i, block[i + 1]) for i in range(asked - 1)] if row.learn_text else []
@@ -202,6 +231,7 @@ def collate(
             torch.tensor(weights + [0.0] * missing),
             shape.context,
             make_pointers(pointed, shape.rows, shape.context),
+            make_pointers(bridged, shape.rows, shape.context),
         ),
         spans,
     )

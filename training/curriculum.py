@@ -1,71 +1,113 @@
 """What is trained when: the recipes of the text, the ways of reading and the share of copying exercises."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from training.batches import Reading, Row
-from training.layout import STRATEGIES, place
-from training.text import Recipe
+from kvmosaic.eval.text.chains import ChainRecipe, chain_example
+from kvmosaic.eval.text.documents import Example, Recipe, TextSource
+from kvmosaic.eval.text.orders import OrderRecipe, order_example
+from kvmosaic.eval.text.stories import StoryRecipe, story_example
+from training.batches import Reading, Row, Writer
+from training.layout import Strategy, place
 from training.tokenizer import SPECIAL, VOCABULARY
+
+QUESTION_TOKENS = 224
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What is trained from a step on."""
+    """What is trained from a step on. Shares are of all prompts; what is left is drawn from `recipe`."""
 
     start: int  # the first step
     recipe: Recipe
-    drill: float = 0.0  # share of prompts in which only the names tell the documents apart
+    drill: float = 0.0  # only the names tell the documents apart
     pronoun_drill: float = 0.0  # the same with pronouns
-    copying: float = 0.0  # share of prompts that are random tokens to be copied
+    chains: float = 0.0  # questions over two hops
+    stories: float = 0.0  # documents that begin in the middle of a story
+    orders: float = 0.0  # documents that contradict each other
+    needles: float = 0.0  # many short documents
+    cuts: float = 0.0  # one long text, cut after every so many tokens
+    copying: float = 0.0  # random tokens to be copied
     gaps: float = 0.0  # share of prompts with extra distances
     edges: float = 0.1  # share of prompts with white space at the edges of segments
     turns: float = 0.0  # share of prompts with questions after other questions
-    causal: int = 1  # how many times as often as each other way of reading a prompt is read causally
 
 
 PLAIN = Recipe(sentences=(1, 3), questions=16, repeated=True, pronouns=0, joined=0, fillers=0)
 FULL = Recipe(sentences=(1, 5), questions=16, repeated=True)
 DRILL = replace(PLAIN, documents=(3, 6), sentences=(1, 2), same_kind=1.0, same_relations=True)
 PRONOUN_DRILL = replace(DRILL, documents=(2, 5), sentences=(2, 3), pronouns=0.6, joined=0.2)
-STAGES = (
-    Stage(0, replace(PLAIN, documents=(1, 2), same_kind=0.3), copying=0.25),
-    Stage(300, replace(PLAIN, documents=(1, 3)), copying=0.1),
-    Stage(
-        1200, replace(FULL, documents=(1, 5), sentences=(1, 4), pronouns=0.1, joined=0.05, fillers=0.1), copying=0.03
-    ),
-    Stage(1800, replace(FULL, documents=(1, 5), pronouns=0.2), gaps=0.05),
-    Stage(2400, replace(FULL, documents=(1, 5), pronouns=0.2), drill=0.5, gaps=0.05),
-    Stage(2600, replace(FULL, documents=(1, 6), pronouns=0.35), drill=0.4, gaps=0.1),
-    Stage(
-        4600,
-        replace(FULL, documents=(1, 8), sentences=(2, 6)),
-        drill=0.2,
-        pronoun_drill=0.2,
-        gaps=0.1,
-        edges=0.2,
-        turns=0.07,
-        causal=2,
-    ),
+NEEDLES = replace(FULL, documents=(8, 14), sentences=(1, 2), same_kind=0.5)
+CUT_LENGTHS = (24, 32, 48, 64)
+ALL_TASKS = Stage(
+    0,
+    replace(FULL, documents=(1, 8), sentences=(2, 6)),
+    drill=0.07,
+    pronoun_drill=0.1,
+    chains=0.3,
+    stories=0.2,
+    orders=0.1,
+    needles=0.07,
+    cuts=0.06,
+    gaps=0.05,
+    edges=0.15,
+    turns=0.03,
 )
+STAGES: dict[str, tuple[Stage, ...]] = {
+    # from nothing, in ordinary causal order only
+    "causal": (
+        Stage(0, replace(PLAIN, documents=(1, 2), same_kind=0.3), copying=0.25),
+        Stage(200, replace(PLAIN, documents=(1, 3)), drill=0.3, copying=0.1),
+        Stage(700, replace(FULL, documents=(1, 5), pronouns=0.1), drill=0.4, chains=0.1, stories=0.05, copying=0.03),
+        Stage(1200, replace(FULL, documents=(1, 5), pronouns=0.2), drill=0.25, chains=0.25, stories=0.15, orders=0.05),
+        replace(ALL_TASKS, start=1800),
+    ),
+    # from a reader that has learned to look up, in all three ways of reading
+    "reader": (ALL_TASKS,),
+}
 
 
-def stage_at(step: int, stages: tuple[Stage, ...] = STAGES) -> Stage:
+def stage_at(step: int, stages: tuple[Stage, ...]) -> Stage:
     """The last stage that has started."""
     return [stage for stage in stages if stage.start <= step][-1]
 
 
-def draw_recipe(random: Random, stage: Stage) -> Recipe:
-    """The recipe of the next prompt."""
-    drawn = random.random()
-    if drawn < stage.drill:
-        return DRILL
-    return PRONOUN_DRILL if drawn < stage.drill + stage.pronoun_drill else stage.recipe
+def draw_row(random: Random, source: TextSource, writer: Writer, stage: Stage, ways: tuple[Strategy, ...]) -> Row:
+    """The next prompt as a row."""
+    shares = {
+        "copying": stage.copying,
+        "drill": stage.drill,
+        "pronoun_drill": stage.pronoun_drill,
+        "chains": stage.chains,
+        "stories": stage.stories,
+        "orders": stage.orders,
+        "needles": stage.needles,
+        "cuts": stage.cuts,
+    }
+    [task] = random.choices([*shares, "plain"], [*shares.values(), 1 - sum(shares.values())])
+    if task in ("stories", "orders", "cuts"):  # at shared positions, nothing tells which document came first
+        ways = tuple(way for way in ways if way != "shared")
+    reading = draw_reading(random, stage, ways)
+    if task == "copying":
+        return copying_row(random, reading)
+    if task == "cuts":
+        reading = replace(reading, cut=random.choice(CUT_LENGTHS), gap=0)
+    examples: dict[str, Callable[[], Example]] = {
+        "drill": lambda: source.example(DRILL),
+        "pronoun_drill": lambda: source.example(PRONOUN_DRILL),
+        "chains": lambda: chain_example(source, ChainRecipe()),
+        "stories": lambda: story_example(source, StoryRecipe()),
+        "orders": lambda: order_example(source, OrderRecipe()),
+        "needles": lambda: source.example(NEEDLES),
+    }
+    example = examples.get(task, lambda: source.example(stage.recipe))()
+    return writer.row(example, reading, QUESTION_TOKENS)
 
 
-def draw_reading(random: Random, stage: Stage) -> Reading:
+def draw_reading(random: Random, stage: Stage, ways: tuple[Strategy, ...]) -> Reading:
     """Draws the strategy, whether documents see the system text, chat or raw form, and what else the stage mixes in."""
-    strategy = random.choices(STRATEGIES, [stage.causal if one == "causal" else 1 for one in STRATEGIES])[0]
+    strategy = random.choice(ways)
     return Reading(
         strategy,
         sees_system=strategy == "causal" or random.random() > 0.15,
@@ -94,5 +136,15 @@ def copying_row(random: Random, reading: Reading) -> Row:
     segments = [index for index, segment in enumerate(context) for _ in segment]
     flat = [token for segment in context for token in segment]
     return Row(
-        flat, positions.local, positions.moved, segments, blocks, positions.question, reading, [], [], learn_text=False
+        flat,
+        positions.local,
+        positions.moved,
+        segments,
+        blocks,
+        positions.question,
+        reading,
+        [],
+        [],
+        [],
+        learn_text=False,
     )

@@ -8,17 +8,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import argparse
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from kvmosaic.eval.text.documents import Recipe, TextSource
 from training.batches import Reading
 from training.layout import STRATEGIES
 from training.measure import Score, measure
 from training.model import Reader, ReaderConfig
-from training.text import Recipe
 
 MAIN = Recipe(documents=(3, 6))
 
@@ -53,7 +54,9 @@ def evaluate(model: Reader, tokenizer: Tokenizer, questions: int) -> dict[str, d
             if not sees_system and strategy == "causal":
                 continue
             reading = Reading(strategy, sees_system=sees_system, chat=chat)
-            row[strategy] = measure(model.answers, tokenizer, recipe, reading, questions, seed=7)
+            row[strategy] = measure(
+                model.answers, tokenizer, partial(TextSource.example, recipe=recipe), reading, questions, seed=7
+            )
         results[name] = {
             strategy: {"exact_match": round(score.accuracy, 4), "right": score.right, "questions": score.asked}
             for strategy, score in row.items()

@@ -9,9 +9,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from kvmosaic.eval.text.documents import Example, TextSource
 from training.batches import SHAPES, Reading, Row, Shape, Writer, collate
 from training.model import Batch
-from training.text import Example, Recipe, TextSource
 from training.tokenizer import PAD, token_id
 
 
@@ -32,7 +32,7 @@ class Score:
 def measure(
     answers: Callable[[Batch], Tensor],
     tokenizer: Tokenizer,
-    recipe: Recipe,
+    draw: Callable[[TextSource], Example],
     reading: Reading,
     questions: int,
     seed: int = 1,
@@ -48,7 +48,7 @@ def measure(
     waiting: dict[Shape, list[tuple[Example, Row]]] = defaultdict(list)
     score = Score()
     while score.asked < questions:
-        example = source.example(recipe)
+        example = draw(source)
         row = writer.row(example, reading, min(shape.questions for shape in shapes))
         fitting = [shape for shape in shapes if len(row.tokens) <= shape.context]
         if not fitting:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.pointers import HEADS, LAYER, Pointers, pointer_loss
+from training.pointers import HEADS, HOP_LAYER, LAYER, Pointers, pointer_loss
 
 PAD_SEGMENT = -1
 
@@ -25,7 +25,7 @@ class ReaderConfig:
 
     vocabulary: int = 3072
     hidden: int = 256
-    layers: int = 5
+    layers: int = 6
     heads: int = 4
     kv_heads: int = 2
     intermediate: int = 512
@@ -54,6 +54,7 @@ class Batch:
     weights: Tensor  # [K]
     context: int
     pointers: Pointers
+    bridges: Pointers
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -207,10 +208,11 @@ class Reader(nn.Module):
         masks = visibility(batch)
         pointing = torch.zeros(())
         for index, layer in enumerate(self.model.layers):
-            if index == LAYER and self.training and isinstance(layer, Layer):
+            pointers = {LAYER: batch.pointers, HOP_LAYER: batch.bridges}.get(index)
+            if pointers is not None and self.training and isinstance(layer, Layer):
                 states = layer.input_layernorm(x)
                 looks = layer.self_attn.looks(states, tuple(angles), masks[1], batch.context, HEADS)
-                pointing = pointer_loss(looks, batch.pointers, x.shape[1])
+                pointing = pointing + pointer_loss(looks, pointers, x.shape[1])
             x = layer(x, tuple(angles), masks, batch.context)
         x = self.model.norm(x.flatten(0, 1)[batch.chosen])
         return F.linear(x, table).float(), pointing

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LAYER = 3
+LAYER = 4
+HOP_LAYER = 3  # the layer below finds the name that leads to the answer
 HEADS = 2  # the query heads of the layer's first key head
 PER_ROW = 48  # room for pointers in a row of a batch
 WEIGHT = 0.3  # of the loss beside that of the answers

@@ -15,44 +15,46 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from kvmosaic.eval.text.chains import ChainRecipe, chain_example
+from kvmosaic.eval.text.documents import Example, Recipe, TextSource
+from kvmosaic.eval.text.orders import OrderRecipe, order_example
+from kvmosaic.eval.text.stories import StoryRecipe, story_example
 from training.batches import Packer, Reading, Shape, Writer
-from training.curriculum import copying_row, draw_reading, draw_recipe, stage_at
-from training.layout import STRATEGIES
+from training.curriculum import STAGES, draw_row, stage_at
+from training.grow import grow
+from training.layout import STRATEGIES, Strategy
 from training.measure import measure
 from training.model import Batch, Reader, ReaderConfig
 from training.optimizers import Optimizers, resume, save
 from training.pointers import WEIGHT as POINTER_WEIGHT
 from training.start import initialise
-from training.text import Recipe, TextSource
 from training.tokenizer import train_tokenizer
 
-QUESTION_TOKENS = 224
-PROGRESS_SHAPES = (Shape(10, 320, 160),)
-PROGRESS_RECIPES = (
-    Recipe(documents=(1, 1), sentences=(1, 3), pronouns=0, joined=0, fillers=0),
-    Recipe(documents=(3, 6)),
-)
+PROGRESS_SHAPES = (Shape(10, 384, 160),)
+PROGRESS: dict[str, Callable[[TextSource], Example]] = {
+    "one document": lambda source: source.example(Recipe((1, 1), sentences=(1, 3), pronouns=0, joined=0, fillers=0)),
+    "3-6 documents": lambda source: source.example(Recipe(documents=(3, 6))),
+    "two hops": lambda source: chain_example(source, ChainRecipe(one_hop=0, questions=6)),
+    "stories": lambda source: story_example(source, StoryRecipe(questions=6)),
+    "orders": lambda source: order_example(source, OrderRecipe(questions=6)),
+}
 
 
 class Data:
     """An endless stream of batches that follows the curriculum."""
 
-    def __init__(self, seed: int, step: int, tokenizer: Tokenizer, text_weight: float) -> None:
-        self.random = Random(f"reading-{seed}-{step}")
-        self.source = TextSource(seed + 1000 * step)
+    def __init__(self, options: argparse.Namespace, step: int, tokenizer: Tokenizer) -> None:
+        self.random = Random(f"reading-{options.seed}-{step}")
+        self.source = TextSource(options.seed + 1000 * step)
         self.writer = Writer(tokenizer, self.random)
-        self.packer = Packer(tokenizer, self.random, text_weight)
+        self.packer = Packer(tokenizer, self.random, options.text_weight)
+        self.stages = STAGES[options.curriculum]
+        self.ways: tuple[Strategy, ...] = ("causal",) if options.curriculum == "causal" else STRATEGIES
         self.step = step
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
-            stage = stage_at(self.step)
-            reading = draw_reading(self.random, stage)
-            if self.random.random() < stage.copying:
-                row = copying_row(self.random, reading)
-            else:
-                example = self.source.example(draw_recipe(self.random, stage))
-                row = self.writer.row(example, reading, QUESTION_TOKENS)
+            row = draw_row(self.random, self.source, self.writer, stage_at(self.step, self.stages), self.ways)
             for batch in self.packer.add(row):
                 yield batch
                 self.step += 1
@@ -63,12 +65,12 @@ def rate_factor(step: int, warmup: int, steps: int, decay: int) -> float:
     return min(1.0, (step + 1) / warmup) * min(1.0, max(0.02, (steps - step) / decay))
 
 
-def show_progress(answers: Callable[[Batch], Tensor], tokenizer: Tokenizer) -> None:
+def show_progress(answers: Callable[[Batch], Tensor], tokenizer: Tokenizer, ways: tuple[Strategy, ...]) -> None:
     """Prints the accuracy on a few held-out prompts, and some wrong answers."""
-    for recipe in PROGRESS_RECIPES:
-        scores = {s: measure(answers, tokenizer, recipe, Reading(s), 150, shapes=PROGRESS_SHAPES) for s in STRATEGIES}
-        print(f"  documents {recipe.documents}:", *(f"{s} {score.accuracy:.3f}" for s, score in scores.items()))
-    print(*scores["shared"].wrong[:4], sep="\n", flush=True)
+    for name, draw in PROGRESS.items():
+        scores = {way: measure(answers, tokenizer, draw, Reading(way), 120, shapes=PROGRESS_SHAPES) for way in ways}
+        print(f"  {name}:", *(f"{way} {score.accuracy:.3f}" for way, score in scores.items()))
+        print(*(f"    {wrong}" for wrong in scores["causal"].wrong[:2]), sep="\n", flush=True)
 
 
 def parse_options() -> argparse.Namespace:
@@ -76,6 +78,8 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="checkpoint folder; training resumes from it")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; trained when missing")
+    parser.add_argument("--curriculum", choices=sorted(STAGES), default="reader")
+    parser.add_argument("--grow", type=Path, help="model folder with fewer layers to start from")
     parser.add_argument("--steps", type=int, default=12000)
     parser.add_argument("--decay", type=int, default=3000, help="steps of falling rate at the end")
     parser.add_argument("--warmup", type=int, default=200)
@@ -100,11 +104,14 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(path))
     model = Reader(ReaderConfig())
     initialise(model)
+    if options.grow:
+        grow(model, options.grow)
     optimizers = Optimizers(model, options.matrix_rate, options.other_rate)
     record = resume(options.folder, model, optimizers)
     loss_of = torch.compile(model, dynamic=False)
     answers_of = torch.compile(model.answers, dynamic=False)
-    data = iter(Data(options.seed, int(record["step"]), tokenizer, options.text_weight))
+    stream = Data(options, int(record["step"]), tokenizer)
+    data = iter(stream)
     shown, shown_tokens, losses = time.perf_counter(), record["tokens"], 0.0
     for step in range(int(record["step"]), options.steps):
         started = time.perf_counter()
@@ -126,7 +133,7 @@ def main() -> None:
             shown, shown_tokens, losses = now, record["tokens"], 0.0
         if (step + 1) % options.evaluate_every == 0 or step + 1 == options.steps:
             save(options.folder, model, optimizers, record)
-            show_progress(answers_of, tokenizer)
+            show_progress(answers_of, tokenizer, stream.ways)
 
 
 if __name__ == "__main__":

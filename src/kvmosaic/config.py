@@ -10,6 +10,7 @@ from kvmosaic.errors import InvalidConfig, InvalidSeparator
 from kvmosaic.eviction import EvictionPolicy, choose
 from kvmosaic.layout import ChunkContext, PositionStrategy
 from kvmosaic.prompt.separator import check_separator
+from kvmosaic.repair import RepairPolicy, repair_policy
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -60,6 +61,9 @@ class ChunkCacheConfig:
     """Where documents stand: all right after the system prompt, one behind the other, or where the caller says."""
     chunk_context: ChunkContext = "system"
     """What a document saw when it was computed: the system prompt, or nothing."""
+    repair: str | RepairPolicy = "none"
+    """Which tokens of cached documents every request computes again, if it does not say so itself: see
+    `kvmosaic.repair`."""
     eviction: str | EvictionPolicy = "lru"
     """Who leaves first when the cache is full: "lru", "priority", or a policy of your own."""
     verify_tokens: bool = True
@@ -73,6 +77,7 @@ class ChunkCacheConfig:
         _check_choice("position_strategy", self.position_strategy, ("shared", "sequential", "absolute"))
         _check_choice("chunk_context", self.chunk_context, ("system", "none"))
         choose(self.eviction)
+        repair_policy(self.repair)
         _check_range("block_size", self.block_size, 1, 4096)
         _check_range("max_chunks", self.max_chunks, 1, 10**8)
         _check_range("max_chunk_tokens", self.max_chunk_tokens, 1, 10**7)

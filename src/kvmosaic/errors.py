@@ -2,6 +2,7 @@
 
     KVMosaicError
     ├── InvalidConfig                 a setting that cannot work
+    │   ├── InvalidRepair             a repair policy that does not exist, or does not suit the request
     │   ├── NativeUnavailable         the C extension is asked for and is not there
     │   └── TritonUnavailable         Triton attention is asked for and cannot run here
     ├── InvalidPrompt                 a prompt that cannot be answered
@@ -66,6 +67,10 @@ class KVMosaicError(Exception):
 
 class InvalidConfig(KVMosaicError, ValueError):
     """A setting that cannot work."""
+
+
+class InvalidRepair(InvalidConfig):
+    """A repair policy that does not exist, or does not suit the model or the request."""
 
 
 class NativeUnavailable(InvalidConfig):

@@ -10,7 +10,7 @@ from training.curriculum import STAGES, copying_row, draw_reading, stage_at
 from training.layout import Strategy, place
 from training.model import PAD_SEGMENT, Batch, Reader, ReaderConfig
 from training.pointers import find_source, make_pointers
-from training.text import Recipe, TextSource
+from kvmosaic.eval.text.documents import Recipe, TextSource
 
 SMALL = ReaderConfig(vocabulary=300, hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96)
 

@@ -13,7 +13,7 @@ from training.batches import Reading, Writer
 from training.evaluate import MAIN, load_reader
 from training.layout import STRATEGIES, Strategy
 from training.measure import measure
-from training.text import Recipe, TextSource
+from kvmosaic.eval.text.documents import Recipe, TextSource
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "src" / "kvmosaic" / "bundled" / "reader"

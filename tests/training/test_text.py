@@ -2,9 +2,9 @@ import re
 
 import pytest
 
-from training import words
-from training.names import NameSource, is_held_out
-from training.text import Example, Recipe, TextSource
+from kvmosaic.eval.text import words
+from kvmosaic.eval.text.names import NameSource, is_held_out
+from kvmosaic.eval.text.documents import Example, Recipe, TextSource
 
 
 def draw(seed: int, split: str, count: int, recipe: Recipe | None = None) -> list[Example]:

@@ -6,7 +6,7 @@ from kvmosaic.sampling.detokenizer import Decoder, Detokenizer, decode_all
 from kvmosaic.sampling.grammar import Grammar, GrammarCompiler, Matcher
 from kvmosaic.sampling.output import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from kvmosaic.sampling.params import DEFAULT_SINK_TOKENS, MAX_TOKENS, MAX_WINDOW_TOKENS, SamplingParams
-from kvmosaic.sampling.reuse import ReuseReport, SegmentAction, SegmentReuse
+from kvmosaic.sampling.reuse import RepairUse, ReuseReport, SegmentAction, SegmentReuse
 from kvmosaic.sampling.sampler import SampledToken, SamplingState, sample
 from kvmosaic.sampling.stopping import Finish, StopRules, StopStrings
 from kvmosaic.sampling.structured import StructuredOutputs
@@ -25,6 +25,7 @@ __all__ = [
     "GrammarCompiler",
     "Logprob",
     "Matcher",
+    "RepairUse",
     "RequestMetrics",
     "RequestOutput",
     "ReuseReport",

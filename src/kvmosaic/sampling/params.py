@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvmosaic.errors import InvalidSampling
+from kvmosaic.repair import RepairPolicy, repair_policy
 from kvmosaic.sampling.structured import StructuredOutputs
 
 MAX_ANSWERS = 256
@@ -67,6 +68,8 @@ class SamplingParams:
     question and answer, besides system prompt and documents. None: a token sees everything, up to the model's limit."""
     sink_tokens: int | None = None
     """First tokens of the question (or the plain prompt) that stay visible; `DEFAULT_SINK_TOKENS` with a window."""
+    repair: str | RepairPolicy | None = None
+    """Which tokens of cached documents are computed again, such as "query(0.15)"; None: as the engine is configured."""
     structured_outputs: StructuredOutputs | None = None
     """The form that the answer must have; a mapping of its fields will do. A complete form ends the answer, also with
     `ignore_eos` and before `min_tokens`."""
@@ -93,6 +96,8 @@ class SamplingParams:
         if self.logprobs is not None:
             _check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, "None returns no log probabilities")
         self._check_window()
+        if self.repair is not None:
+            repair_policy(self.repair)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidSampling(f"{name} must be True or False, got {getattr(self, name)!r}")

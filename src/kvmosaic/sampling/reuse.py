@@ -49,6 +49,40 @@ class SegmentReuse:
 
 
 @dataclass(frozen=True, slots=True)
+class RepairUse:
+    """What was computed again of the documents, and what that cost."""
+
+    policy: str
+    """Its text, such as "query(0.15)"."""
+    document_tokens: int
+    """Tokens of all documents of the prompt."""
+    repaired_tokens: int
+    """Of these, those that the answer reads as they are when they see what stands before them."""
+    computed_tokens: int
+    """Of these, those that went through the model; the others were repaired for an earlier request and kept."""
+    work_fraction: float
+    """Layers computed for choosing and repairing tokens, by the layers of all document tokens: 1 is what computing all
+    documents once costs. A token counts once for each layer."""
+    milliseconds: float
+    """Spent on choosing and repairing, of the steps it was in by its share of their tokens."""
+
+    @property
+    def fraction(self) -> float:
+        """Repaired tokens by all tokens of documents."""
+        return self.repaired_tokens / self.document_tokens if self.document_tokens else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Names and values, for JSON."""
+        return {**asdict(self), "fraction": self.fraction}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.policy}: {self.repaired_tokens} of {self.document_tokens} document tokens repaired "
+            f"({self.fraction:.1%}), {self.computed_tokens} of them computed for this, {self.milliseconds:.2f} ms"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ReuseReport:
     """What each segment of a prompt cost."""
 
@@ -57,6 +91,8 @@ class ReuseReport:
     """Seconds from the arrival of the request to its first token."""
     composition: str = "exact"
     """"exact", or the approximation that the settings asked for."""
+    repair: RepairUse | None = None
+    """What was computed again of the documents, if that was asked for."""
 
     @property
     def num_tokens(self) -> int:
@@ -93,6 +129,7 @@ class ReuseReport:
             "computed_tokens": self.computed_tokens,
             "time_to_first_token": self.time_to_first_token,
             "composition": self.composition,
+            "repair": self.repair.to_dict() if self.repair else None,
         }
 
     def __str__(self) -> str:
@@ -101,4 +138,4 @@ class ReuseReport:
             f"{self.num_tokens} tokens: {self.reused_tokens} reused ({self.reused_fraction:.0%}; "
             f"{self.moved_tokens} of them moved), {self.computed_tokens} computed{first}; {self.composition}"
         )
-        return "\n".join([*map(str, self.segments), summary])
+        return "\n".join([*map(str, self.segments), *([str(self.repair)] if self.repair else []), summary])

@@ -1,7 +1,7 @@
 """Answers: the values that a relation can have."""
 
-from training import words
-from training.names import NameSource
+from kvmosaic.eval.text import words
+from kvmosaic.eval.text.names import NameSource
 
 LISTS: dict[str, list[str]] = {
     "job": words.JOBS,

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from random import Random
 
-from training import words
-from training.names import NameSource, Split
-from training.relations import Kind, Relation, load_kinds
-from training.values import draw_value, with_article
+from kvmosaic.eval.text import words
+from kvmosaic.eval.text.names import NameSource, Split
+from kvmosaic.eval.text.relations import Kind, Relation, load_kinds
+from kvmosaic.eval.text.values import draw_value, with_article
 
 UNKNOWN = "not in the documents"
 
@@ -55,12 +55,22 @@ class Document:
 
 
 @dataclass(frozen=True)
+class Source:
+    """Words of a document that an answer needs."""
+
+    document: int
+    text: str
+
+
+@dataclass(frozen=True)
 class Question:
     """A question and its only right answer."""
 
     text: str
     answer: str
     document: int  # the index of the document with the answer; -1 for none
+    bridge: Source | None = None  # the name that leads from the question to the document with the answer
+    needs: tuple[int, ...] = ()  # the documents that must be read together, where one alone is not enough
 
 
 @dataclass(frozen=True)
@@ -98,34 +108,40 @@ class TextSource:
         kind = random.choice(self.kinds)
         entities: list[Entity] = []
         taken: set[str] = set()
-        said = self._relations(kind, recipe) if recipe.same_relations else None
+        said = self.relations(kind, recipe) if recipe.same_relations else None
         while len(entities) < count:
             entity = (
-                self._entity(kind, recipe, taken, said)
+                self.entity(kind, recipe, taken, said)
                 if same
-                else self._entity(random.choice(self.kinds), recipe, taken)
+                else self.entity(random.choice(self.kinds), recipe, taken)
             )
             entities.append(entity)
             taken.add(entity.name)
-        documents = tuple(self._document(entity, recipe) for entity in entities)
-        system = None if random.random() < 0.08 else random.choice(words.SYSTEMS)
-        return Example(system, documents, self._questions(entities, recipe))
+        documents = tuple(self.document(entity, recipe) for entity in entities)
+        return Example(self.system(), documents, self._questions(entities, recipe))
 
-    def _relations(self, kind: Kind, recipe: Recipe) -> list[Relation]:
+    def system(self) -> str | None:
+        """A system text, or none."""
+        return None if self.random.random() < 0.08 else self.random.choice(words.SYSTEMS)
+
+    def relations(self, kind: Kind, recipe: Recipe) -> list[Relation]:
+        """What the documents of a prompt say about one kind of thing."""
         count = min(self.random.randint(*recipe.sentences), len(kind.relations))
         return self.random.sample(kind.relations, count)
 
-    def _entity(self, kind: Kind, recipe: Recipe, taken: set[str], said: list[Relation] | None = None) -> Entity:
+    def entity(self, kind: Kind, recipe: Recipe, taken: set[str], said: list[Relation] | None = None) -> Entity:
+        """A thing with a name that is not taken, and what there is to say about it."""
         random = self.random
         noun = random.choice(kind.nouns)
         name = ""
         while not name or name in taken:
             name = self.names.person(noun == "she") if kind.name == "person" else getattr(self.names, kind.name)()
-        relations = said or self._relations(kind, recipe)
+        relations = said or self.relations(kind, recipe)
         facts = tuple(Fact(relation, draw_value(relation.value_kind, self.names)) for relation in relations)
         return Entity(kind, name, noun, facts)
 
-    def _document(self, entity: Entity, recipe: Recipe) -> Document:
+    def document(self, entity: Entity, recipe: Recipe) -> Document:
+        """A document that says everything about a thing."""
         random = self.random
         title = capital(entity.name.removeprefix("the ")) if random.random() < 0.6 else None
         pronoun_first = title is not None and random.random() < recipe.pronouns * 0.25
@@ -139,21 +155,23 @@ class TextSource:
             joined = starts_with_subject and template.startswith("{S} ") and random.random() < recipe.joined
             starts_with_subject = template.startswith("{S} ") and not joined
             if joined:
-                rest = self._sentence(entity, fact, template.removeprefix("{S} "), short)
+                rest = self.sentence(entity, fact, template.removeprefix("{S} "), short)
                 sentences[-1] = f"{sentences[-1].removesuffix('.')} and {rest}"
             else:
-                sentences.append(self._sentence(entity, fact, template, short))
+                sentences.append(self.sentence(entity, fact, template, short))
         if random.random() < recipe.fillers:
             sentences.insert(random.randint(1, len(sentences)), random.choice(words.FILLERS))
         return Document(title, " ".join(sentences))
 
-    def _sentence(self, entity: Entity, fact: Fact, template: str, short: bool) -> str:
+    def sentence(self, entity: Entity, fact: Fact, template: str, short: bool, first_names: bool = True) -> str:
+        """One sentence; a short one does not repeat the full name."""
         name, noun = entity.name, entity.noun
         possessive = f"{name}'s"
         subject = target = name
         own = POSSESSIVES.get(noun, "its")
         if short:
-            if noun in OBJECTS and entity.kind.name == "person" and self.random.random() < 0.3:
+            is_person = noun in OBJECTS and entity.kind.name == "person"
+            if is_person and first_names and self.random.random() < 0.3:
                 subject = target = self.random.choice(name.split())
                 possessive = f"{subject}'s"
             elif noun in OBJECTS:
@@ -184,21 +202,23 @@ class TextSource:
         entity = entities[index]
         if self.random.random() < recipe.unknown:
             return self._unknown(entities, entity, recipe)
-        return Question(self._ask(entity, fact.relation), fact.value, index)
+        return Question(self.ask(entity, fact.relation), fact.value, index)
 
-    def _ask(self, entity: Entity, relation: Relation) -> str:
+    def ask(self, entity: Entity, relation: Relation, name: str = "") -> str:
+        """A question for a relation of a thing, which is called by its own name or by another."""
+        name = name or entity.name
         own = POSSESSIVES.get(entity.noun, "its")
-        return capital(self.random.choice(relation.questions).format(n=entity.name, p=f"{entity.name}'s", g=own))
+        return capital(self.random.choice(relation.questions).format(n=name, p=f"{name}'s", g=own))
 
     def _unknown(self, entities: list[Entity], entity: Entity, recipe: Recipe) -> Question:
         """A question about something the documents do not say, or about something they do not name."""
         if self.random.random() < 0.5:
-            entity = self._entity(entity.kind, recipe, {other.name for other in entities})
-            return Question(self._ask(entity, entity.facts[0].relation), UNKNOWN, -1)
+            entity = self.entity(entity.kind, recipe, {other.name for other in entities})
+            return Question(self.ask(entity, entity.facts[0].relation), UNKNOWN, -1)
         said = {fact.relation.value_kind for fact in entity.facts}
         unsaid = [relation for relation in entity.kind.relations if relation.value_kind not in said]
         relation = self.random.choice(unsaid) if unsaid else None
         if relation is None:
             fact = self.random.choice(entity.facts)
-            return Question(self._ask(entity, fact.relation), fact.value, entities.index(entity))
-        return Question(self._ask(entity, relation), UNKNOWN, -1)
+            return Question(self.ask(entity, fact.relation), fact.value, entities.index(entity))
+        return Question(self.ask(entity, relation), UNKNOWN, -1)

@@ -4,16 +4,17 @@ The files in `relations/` hold one block per kind of thing and one paragraph per
 
     kind ship                 the kind; NameSource has a method of this name
     noun it the_ship          what later sentences call it ("he she" for people)
-    @ cargo = goods           a relation and the kind of its value (training/values.py)
+    @ cargo = goods           a relation and the kind of its value (values.py)
     + {S} carries {v}.        a way to say it
     ? What does {n} carry?    a way to ask for it
+    = the captain of {n}      what the value is called by who does not know its name
 
 In sentences {S} is the name at the start of the sentence, {s} inside it, {o} as object, {P} "its" at the start, {g}
 "his" or "her", {v} the value and {a} the value with an article. In questions {n} is the full name and {p} its
 possessive.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -28,6 +29,7 @@ class Relation:
     value_kind: str
     sentences: list[str] = field(default_factory=list)
     questions: list[str] = field(default_factory=list)
+    description: str = ""  # what the value is called by who does not know its name; only for people, companies, towns
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,10 @@ def parse_relations(text: str) -> list[Kind]:
             kinds[-1].relations[-1].sentences.append(rest)
         elif mark == "?":
             kinds[-1].relations[-1].questions.append(rest)
+        elif mark == "=":
+            kinds[-1].relations[-1] = replace(kinds[-1].relations[-1], description=rest)
         else:
-            raise ValueError(f"line {number} starts with {mark!r}; expected kind, noun, @, +, ? or #")
+            raise ValueError(f"line {number} starts with {mark!r}; expected kind, noun, @, +, ?, = or #")
     return kinds
 
 

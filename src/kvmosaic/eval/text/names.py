@@ -8,7 +8,7 @@ import hashlib
 from random import Random
 from typing import Literal
 
-from training import words
+from kvmosaic.eval.text import words
 
 Split = Literal["train", "held_out"]
 

@@ -1,0 +1,1 @@
+"""Evaluation of composed answers: tasks with exact answers, scores, tables, and the policy a model needs."""

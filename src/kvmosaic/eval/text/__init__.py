@@ -1,0 +1,1 @@
+"""Generated text about invented things: names, values, sentences, documents and questions."""

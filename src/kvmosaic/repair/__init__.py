@@ -1,0 +1,34 @@
+"""Which tokens of cached chunks are computed again for a request."""
+
+from kvmosaic.repair.choosing import budget_of, checked_choice, most_of
+from kvmosaic.repair.policy import (
+    ChunkSignals,
+    FirstTokens,
+    FullRepair,
+    MostAsked,
+    MostAskedAndDeviating,
+    MostDeviating,
+    NoRepair,
+    RepairPolicy,
+    Signal,
+    Temperature,
+)
+from kvmosaic.repair.reading import FORMS, repair_policy
+
+__all__ = [
+    "FORMS",
+    "ChunkSignals",
+    "FirstTokens",
+    "FullRepair",
+    "MostAsked",
+    "MostAskedAndDeviating",
+    "MostDeviating",
+    "NoRepair",
+    "RepairPolicy",
+    "Signal",
+    "Temperature",
+    "budget_of",
+    "checked_choice",
+    "most_of",
+    "repair_policy",
+]

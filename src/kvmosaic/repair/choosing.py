@@ -1,0 +1,63 @@
+"""Choosing the tokens with the highest scores of all chunks together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import nlargest
+from typing import Protocol
+
+from kvmosaic.errors import InvalidRepair
+
+
+class Choosable(Protocol):
+    """A chunk as far as choosing from it goes; `ChunkSignals` is one."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the chunk."""
+
+    @property
+    def num_open(self) -> int:
+        """Tokens that may be chosen."""
+
+
+def budget_of(chunks: Sequence[Choosable], fraction: float) -> int:
+    """How many tokens a share of all chunks' tokens is: rounded down, but at least one if any may be chosen."""
+    num_open = sum(chunk.num_open for chunk in chunks)
+    return min(num_open, max(1, int(fraction * sum(chunk.num_tokens for chunk in chunks))))
+
+
+def most_of(chunks: Sequence[Choosable], scores: Sequence[Sequence[float]], fraction: float) -> list[Sequence[int]]:
+    """For every chunk the numbers of its chosen tokens, ascending; ties go to the earlier token."""
+    budget = budget_of(chunks, fraction)
+    ranked = nlargest(
+        budget,
+        (
+            (scores[number][token], -number, -token)
+            for number, chunk in enumerate(chunks)
+            for token in range(chunk.num_open)
+        ),
+    )
+    chosen: list[list[int]] = [[] for _ in chunks]
+    for _, number, token in ranked:
+        chosen[-number].append(-token)
+    return [sorted(tokens) for tokens in chosen]
+
+
+def checked_choice(chunks: Sequence[Choosable], chosen: Sequence[Sequence[int]], policy: object) -> list[list[int]]:
+    """What a policy chose, sorted and without the chunks that are exact.
+
+    Raises:
+        InvalidRepair: a list too many or too few, or a number that is no token of its chunk.
+    """
+    if len(chosen) != len(chunks):
+        raise InvalidRepair(f"{policy} chose tokens for {len(chosen)} chunks, and the prompt has {len(chunks)}")
+    checked: list[list[int]] = []
+    for number, (chunk, tokens) in enumerate(zip(chunks, chosen, strict=True)):
+        for token in tokens:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < chunk.num_tokens:
+                raise InvalidRepair(
+                    f"{policy} chose token {token!r} of chunk {number}; its tokens are 0 to {chunk.num_tokens - 1}"
+                )
+        checked.append(sorted(set(tokens)) if chunk.num_open else [])
+    return checked
