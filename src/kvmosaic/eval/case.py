@@ -1,0 +1,91 @@
+"""One question with its documents and the answers that count as right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.prompt import Document
+
+Metric = Literal["exact", "f1", "rouge_l"]
+METRICS: tuple[Metric, ...] = get_args(Metric)
+
+MAX_ID_CHARACTERS = 200
+MAX_ANSWERS = 1_000
+MAX_ANSWER_CHARACTERS = 100_000
+MAX_CASE_DOCUMENTS = 10_000
+MAX_TEXT_CHARACTERS = 2**25
+MAX_ANSWER_TOKENS = 4_096
+MAX_PIECE_TOKENS = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A system text, documents, a question, and what a right answer says.
+
+    Raises:
+        InvalidConfig: a field is empty, too long or not what it should be; the message names the case and the field.
+    """
+
+    id: str
+    """Unique in its set."""
+    task: str
+    """The row of the table that it counts for: "two-hop", "hotpotqa"."""
+    question: str
+    answers: tuple[str, ...]
+    """Every answer that is accepted; the best match counts. At least one."""
+    documents: tuple[Document, ...] = ()
+    system: str | None = None
+    needs: tuple[int, ...] = ()
+    """The numbers of the documents (from 0) that must be read for the answer; empty: not known."""
+    metric: Metric = "exact"
+    answer_tokens: int = 32
+    """Answers are cut after this many tokens."""
+    piece_tokens: int | None = None
+    """Each document is cut into pieces of this many tokens, wherever that is, and each piece is a chunk of its own.
+    None: each document is one chunk."""
+
+    def __post_init__(self) -> None:
+        self._check_text("id", self.id, MAX_ID_CHARACTERS)
+        self._check_text("task", self.task, MAX_ID_CHARACTERS)
+        self._check_text("question", self.question, MAX_TEXT_CHARACTERS)
+        if self.system is not None:
+            self._check_text("system", self.system, MAX_TEXT_CHARACTERS)
+        self._check(isinstance(self.answers, tuple), f"answers must be a tuple, got {self.answers!r:.80}")
+        self._check(
+            1 <= len(self.answers) <= MAX_ANSWERS, f"1 to {MAX_ANSWERS} answers are needed, got {len(self.answers)}"
+        )
+        for answer in self.answers:
+            self._check_text("answer", answer, MAX_ANSWER_CHARACTERS)
+        self._check(
+            isinstance(self.documents, tuple) and all(isinstance(document, Document) for document in self.documents),
+            "documents must be a tuple of Document",
+        )
+        count = len(self.documents)
+        self._check(count <= MAX_CASE_DOCUMENTS, f"at most {MAX_CASE_DOCUMENTS} documents are allowed, got {count}")
+        for number in self.needs:
+            self._check(number in range(count), f"it needs document {number!r}, and has {count} (counted from 0)")
+        self._check(self.metric in METRICS, f"the metric must be one of {', '.join(METRICS)}, got {self.metric!r:.80}")
+        self._check_count("answer_tokens", self.answer_tokens, MAX_ANSWER_TOKENS)
+        if self.piece_tokens is not None:
+            self._check_count("piece_tokens", self.piece_tokens, MAX_PIECE_TOKENS)
+
+    def _check_text(self, name: str, value: object, limit: int) -> None:
+        self._check(
+            isinstance(value, str) and bool(value.strip()),
+            f"its {name} must be a text that says something, got {value!r:.80}",
+        )
+        assert isinstance(value, str)
+        self._check(len(value) <= limit, f"its {name} has {len(value)} characters; at most {limit} are allowed")
+
+    def _check_count(self, name: str, value: object, limit: int) -> None:
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        self._check(
+            is_whole and 1 <= value <= limit,  # type: ignore[operator]
+            f"{name} must be a whole number from 1 to {limit}, got {value!r:.80}",
+        )
+
+    def _check(self, is_good: bool, what: str) -> None:
+        if not is_good:
+            raise InvalidConfig(f"case {self.id!r:.80}: {what}")
