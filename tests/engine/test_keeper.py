@@ -148,6 +148,28 @@ def test_many_requests_wait_for_one_fetch(model, disk) -> None:
     assert disk.count("get") == 3 and second.planner.statistics().loaded_chunks == 3
 
 
+def test_chunks_that_come_while_another_request_asks_for_them_are_fetched_once(model, disk, monkeypatch) -> None:
+    prompt = random_prompt()
+    known_to(disk, model, prompt)
+    engine = build_engine(model)
+    keeper = with_tiers(engine, disk)
+    disk.gate.clear()
+    requests = [engine.add_request(prompt, GREEDY)]
+    fetches = [staged.fetch for staged in engine.scheduler.fetching[0].fetches.values()]
+    ask = keeper.hierarchy.fetch
+
+    def ask_late(*arguments: object) -> object:
+        disk.gate.set()
+        while not all(fetch.is_over for fetch in fetches):
+            keeper.wait(0.01)
+        return ask(*arguments)
+
+    monkeypatch.setattr(keeper.hierarchy, "fetch", ask_late)
+    requests.append(engine.add_request(prompt, GREEDY))
+    engine.run(requests)
+    assert disk.count("get") == 3 and engine.planner.statistics().loaded_chunks == 3
+
+
 @pytest.mark.parametrize("trouble", ["fails", "damaged", "other tokens", "empty"])
 def test_whatever_is_wrong_with_a_tier_the_answer_is_computed(model, disk, trouble) -> None:
     first = build_engine(model)

@@ -94,6 +94,16 @@ def test_many_waiters_share_one_fetch(make: Callable) -> None:
     assert [keys for what, keys in disk.calls if what == "get"].count(frozenset([key(1)])) == 1
 
 
+def test_a_fetch_that_brings_its_chunk_at_this_moment_is_not_begun_again(make: Callable) -> None:
+    disk = TroubledTier("disk")
+    disk.entries[key(1)] = b"a"
+    hierarchy = make(disk)
+    found = fetched(hierarchy, key(1))
+    assert hierarchy.fetch(key(1), 1000, accept, None, known=found) is found
+    missed = fetched(hierarchy, key(2))
+    assert hierarchy.fetch(key(2), 1000, accept, None, known=missed) is not missed
+
+
 def test_what_waits_to_be_written_is_found_at_once(make: Callable) -> None:
     disk = TroubledTier("disk")
     disk.gate.clear()

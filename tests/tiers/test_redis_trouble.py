@@ -19,6 +19,8 @@ from kvmosaic.errors import InvalidConfig, TierError, TierFull, TierUnavailable
 from kvmosaic.tiers import Deadline
 from kvmosaic.tiers.breaker import Breaker
 from kvmosaic.tiers.redis import RedisTier
+from kvmosaic.tiers.redis_link import Session
+from kvmosaic.tiers.redis_scripts import CANCEL
 
 KEY = KEYS[0]
 MIB = 2**20
@@ -39,6 +41,12 @@ def wire(server: RedisServer) -> Iterator[Wire]:
 
 
 def open_tier(place: RedisServer | Wire, options: str = "") -> RedisTier:
+    """Patient with a server that is only slow, as on a busy machine."""
+    return open_hasty_tier(place, f"&timeout=10&connect_timeout=10{options}")
+
+
+def open_hasty_tier(place: RedisServer | Wire, options: str = "") -> RedisTier:
+    """Waits as long as a tier does that nobody has told how long."""
     url = place.url if isinstance(place, RedisServer) else f"redis://127.0.0.1:{place.port}/0"
     return RedisTier.from_url(f"{url}?part=65536{options}")
 
@@ -110,7 +118,7 @@ def test_a_writer_that_dies_holds_its_room_for_a_while_only(
 def test_a_hung_server_costs_less_than_200_ms_and_is_used_again_when_it_goes_on(
     server: RedisServer, has_connection: bool
 ) -> None:
-    tier = open_tier(server)
+    tier = open_hasty_tier(server)
     entries = {key: entry_of(key, 300_000) for key in KEYS}
     with open_tier_closing(server) as writer:
         writer.put_many(entries, Deadline(10))
@@ -147,7 +155,7 @@ def test_a_server_that_falls_silent_in_the_middle_of_an_entry_costs_one_pause(wi
     tier = open_tier(wire)
     tier.put_many({KEY: entry_of(KEY, 2 * MIB)}, Deadline(10))
     wire.silent_after = 300_000
-    reader = open_tier(wire)
+    reader = open_hasty_tier(wire)
     start = time.monotonic()
     with pytest.raises(TierUnavailable, match="does not answer"):
         reader.get_many([KEY], Deadline(10))
@@ -158,7 +166,7 @@ def test_a_server_that_falls_silent_in_the_middle_of_an_entry_costs_one_pause(wi
 def test_a_server_that_drips_is_ended_by_the_deadline_and_opens_the_breaker(wire: Wire) -> None:
     tier = open_tier(wire)
     tier.put_many({KEY: entry_of(KEY, 200_000), KEYS[1]: b"short"}, Deadline(10))
-    breaker = Breaker(open_tier(wire), in_background=False)
+    breaker = Breaker(open_hasty_tier(wire), in_background=False)
     wire.piece, wire.delay = 1000, 0.01
     start = time.monotonic()
     found = breaker.get_many([KEYS[1], KEY], Deadline(0.18))  # it is never silent for long
@@ -189,7 +197,7 @@ def test_a_place_where_nobody_answers_costs_the_connect_timeout() -> None:
 
 @pytest.mark.alone
 def test_behind_a_breaker_a_hung_server_is_free_and_back_within_five_seconds(server: RedisServer) -> None:
-    breaker = Breaker(open_tier(server))
+    breaker = Breaker(open_hasty_tier(server))
     breaker.put_many({KEY: b"entry"}, Deadline(5))
     server.hang()
     with pytest.raises(TierUnavailable):
@@ -225,6 +233,32 @@ def test_no_memory_left_is_full_and_leaves_nothing_behind(server: RedisServer, q
         if quota:
             assert client.hmget("kvmosaic:sizes", "bytes", "staged") == [b"0", b"0"]
     assert tier.put_many({KEYS[1]: entry_of(KEYS[1], MIB)}, Deadline(10)) == {KEYS[1]}
+
+
+@pytest.mark.parametrize("quota", ["", "&quota=1GiB"])
+def test_no_memory_left_is_full_even_if_the_server_cannot_be_told_to_clean_up(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, quota: str
+) -> None:
+    tier = open_tier(server, quota)
+    tier.put_many({KEYS[2]: entry_of(KEYS[2], MIB)}, Deadline(10))  # a connection and our scripts take memory, too
+    run_script = tier._script
+
+    def fail_to_cancel(session: Session, script: str, *arguments: str | int) -> object:
+        if script is CANCEL:
+            raise TimeoutError
+        return run_script(session, script, *arguments)
+
+    with server.client() as client:
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory", client.info("memory")["used_memory"] + MIB)
+        with monkeypatch.context() as patch:
+            patch.setattr(tier, "_script", fail_to_cancel)
+            with pytest.raises(TierFull, match="has no memory left"):
+                tier.put_many({KEY: entry_of(KEY, 4 * MIB)}, Deadline(10))
+        assert list(client.scan_iter(f"kvmosaic:{{{KEY.hex()}}}*")), "parts that nobody will ever read"
+        assert tier.put_many({KEYS[1]: entry_of(KEYS[1], MIB // 4)}, Deadline(10)) == {KEYS[1]}
+        assert not list(client.scan_iter(f"kvmosaic:{{{KEY.hex()}}}*"))
+        assert client.hget("kvmosaic:sizes", "staged") == (b"0" if quota else None)
 
 
 def test_redis_that_evicts_by_itself_means_misses_only(server: RedisServer) -> None:
@@ -298,7 +332,7 @@ def test_a_flush_and_a_lost_index_are_noticed(server: RedisServer) -> None:
 
 def test_clients_that_share_a_quota_under_load_keep_exact_books(server: RedisServer) -> None:
     quota = 400_000
-    tiers = [open_tier(server, f"&quota={quota}&timeout=10") for _ in range(2)]
+    tiers = [open_tier(server, f"&quota={quota}") for _ in range(2)]
     problems: list[str] = []
     is_over = threading.Event()
 

@@ -264,11 +264,12 @@ class Keeper:
         return True
 
     def _fetch(self, span: SpanPlan, start: int, rank: Rank) -> Fetch[ChunkSource] | None:
-        if (staged := self._staged.get(span.key)) is not None and staged.fetch.value is not None:
-            return staged.fetch
+        staged = self._staged.get(span.key)
+        known = None if staged is None else staged.fetch
         num_bytes = span.num_tokens * self._bytes_per_token
         accept = self._entries.accept(span, start, self._compute.tell)
-        return self.hierarchy.fetch(span.key, num_bytes, accept, self._compute.estimate(span.num_tokens), rank)
+        compute_seconds = self._compute.estimate(span.num_tokens)
+        return self.hierarchy.fetch(span.key, num_bytes, accept, compute_seconds, rank, known)
 
     def _store(self, chunk: Chunk, *, volatile: bool) -> None:
         persistent = not chunk.is_stored

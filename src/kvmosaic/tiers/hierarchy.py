@@ -170,6 +170,7 @@ class Hierarchy(Generic[T]):
         accept: Callable[[Entry], T],
         compute_seconds: float | None,
         rank: Rank = (),
+        known: Fetch[T] | None = None,
     ) -> Fetch[T] | None:
         """Begins to look for a chunk, or joins those who do; None if it cannot be worth it.
 
@@ -179,12 +180,15 @@ class Hierarchy(Generic[T]):
             accept: verifies an entry and decodes it, on a reader's thread; raises InvalidEntry.
             compute_seconds: what computing it would take; None if nobody knows.
             rank: smaller is fetched first.
+            known: an earlier one of this key; if it has brought the chunk, be it at this moment, it is the answer.
         """
         with self._changed:
+            if known is not None and known.value is not None:
+                return known
             if self._is_closing or key in self._deletes:
                 return None
-            if (known := self._readers.join(key, rank)) is not None:
-                return known
+            if (under_way := self._readers.join(key, rank)) is not None:
+                return under_way
             fetch = Fetch(key, num_bytes, accept, compute_seconds, self._clock(), 0.0, rank)
             if (queued := self._writes.get(key)) is not None:
                 fetch.value, fetch.tier_name, fetch.is_over = queued.value, "memory", True

@@ -110,10 +110,11 @@ class Readers(Generic[T]):
             except Exception:
                 logger.exception("a chunk could not be fetched")
             if look_at is None:
-                self._hand_over(fetch, found)
+                self._hand_over(number, fetch, found)
 
-    def _hand_over(self, fetch: Fetch[T], found: tuple[T, Tier] | None) -> None:
+    def _hand_over(self, number: int, fetch: Fetch[T], found: tuple[T, Tier] | None) -> None:
         with self._changed:
+            self._reading[number] = None  # who is woken by its end must not think that it hangs
             if fetch.is_over:  # deleted meanwhile
                 return
             self._stats.fetched += found is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import math
 import re
@@ -90,7 +92,8 @@ class RedisTier:
         try:
             self._run(deadline, put)
         except TierFull:
-            self._run(Deadline(self.settings.pause_seconds), self._cancel_unfinished)
+            with contextlib.suppress(TierUnavailable):  # a later write gives the room back
+                self._run(Deadline(self.settings.pause_seconds), self._cancel_unfinished)
             raise
         return stored
 
@@ -233,15 +236,18 @@ class RedisTier:
         return bool(is_stored)
 
     def _cancel_unfinished(self, session: Session) -> None:
-        arguments: list[str | int] = []
-        while self._unfinished and len(arguments) < 4 * _IDS_AT_ONCE:
-            try:
-                write = self._unfinished.popleft()
-            except IndexError:  # another thread took it
-                break
-            arguments += [write.group, write.entry_id, write.write, write.num_parts]
-        if arguments:
-            self._settle(self._script(session, scripts.CANCEL, *arguments))
+        writes: list[Parts] = []
+        with contextlib.suppress(IndexError):  # that was all, or another thread took the rest
+            while len(writes) < _IDS_AT_ONCE:
+                writes.append(self._unfinished.popleft())
+        if not writes:
+            return
+        arguments = [(write.group, write.entry_id, write.write, write.num_parts) for write in writes]
+        try:
+            self._settle(self._script(session, scripts.CANCEL, *itertools.chain.from_iterable(arguments)))
+        except BaseException:  # whether it was done or not, doing it again is safe
+            self._unfinished.extendleft(reversed(writes))
+            raise
 
     def _look(self, session: Session, keys: Sequence[Key], *, is_use: bool) -> dict[Key, Parts]:
         found: dict[Key, Parts] = {}
