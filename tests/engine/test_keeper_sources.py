@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import GREEDY, build_engine
 from support.loaded import loaded_family, random_prompt
-from support.tiers import TroubledTier
+from support.tiers import GATE_SECONDS, HandClock, TroubledTier
 
 from kvmosaic.cache import Chunk, Key
 from kvmosaic.config import TierConfig
@@ -33,7 +33,7 @@ class GatedTier(TroubledTier):
         self.door.set()
 
     def exists_many(self, keys: Collection[Key], deadline: Deadline) -> set[Key]:
-        assert self.door.wait(20)
+        assert self.door.wait(GATE_SECONDS)
         return super().exists_many(keys, deadline)
 
 
@@ -45,9 +45,10 @@ class Watched:
         self.engine: Engine = build_engine(loaded_family("llama", torch.float64), blocks=(64, chunk_blocks))
         self.storage: BlockStorage = self.engine.runner.storages["chunk_cache"]
         self.entries = ChunkEntries(self.engine.runner.model.fingerprint, self.storage, TierConfig())
-        self.hierarchy: Hierarchy = Hierarchy([self.disk], most_pending_bytes=MEBIBYTE, loading="always")
+        clock = HandClock()  # stands still: nobody loses patience
+        self.hierarchy: Hierarchy = Hierarchy([self.disk], most_pending_bytes=MEBIBYTE, loading="always", clock=clock)
         self.engine.keeper = self.keeper = Keeper(
-            self.engine.planner, self.storage, self.hierarchy, self.entries, most_staged_bytes=MEBIBYTE
+            self.engine.planner, self.storage, self.hierarchy, self.entries, most_staged_bytes=MEBIBYTE, clock=clock
         )
         self.held: dict[Key, ChunkTensors] = {}
         self.decoders: dict[Key, Callable[[Any], Any]] = {}

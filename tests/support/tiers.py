@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from kvmosaic.cache import Key
 from kvmosaic.errors import TierError, TierUnavailable
 from kvmosaic.tiers import Deadline, Entry, EntryInfo, TierStat
+
+GATE_SECONDS = 120.0
+
+
+class HandClock:
+    """Seconds that pass when a test says so: how fast the machine is makes no difference."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
 
 
 class TroubledTier:
@@ -22,6 +37,8 @@ class TroubledTier:
         self.calls: list[tuple[str, frozenset[Key]]] = []
         self.get_seconds = 0.0
         self.put_seconds = 0.0
+        self.sleep: Callable[[float], None] = time.sleep
+        """How these seconds pass."""
         self.error: TierError | None = None
         self.gate = threading.Event()
         """Calls wait here; set at first."""
@@ -30,9 +47,9 @@ class TroubledTier:
 
     def _call(self, what: str, keys: Collection[Key], seconds: float = 0.0) -> None:
         self.calls.append((what, frozenset(keys)))
-        if not self.gate.wait(20):
+        if not self.gate.wait(GATE_SECONDS):
             raise TierUnavailable("the gate was never opened")
-        time.sleep(seconds)
+        self.sleep(seconds)
         if self.error is not None:
             raise self.error
 

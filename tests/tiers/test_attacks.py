@@ -21,6 +21,7 @@ from kvmosaic.errors import TierUnavailable
 from kvmosaic.memory.codec import CODECS
 from kvmosaic.tiers import Deadline, Entry, Hierarchy
 from kvmosaic.tiers.breaker import Breaker
+from kvmosaic.tiers.hierarchy import PUT_SECONDS
 
 KEYS = [Key(bytes([number]) * 32) for number in range(8)]
 
@@ -49,7 +50,7 @@ def store(hierarchy: Hierarchy[bytes], key: Key, **more: Any) -> bool:
 def fetched(hierarchy: Hierarchy[bytes], key: Key) -> bytes | None:
     fetch = hierarchy.fetch(key, 5, bytes, None)
     assert fetch is not None
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not fetch.is_over and time.monotonic() < end:
         hierarchy.wait(0.01)
     assert fetch.is_over
@@ -60,7 +61,7 @@ def test_a_tier_with_a_bug_does_not_end_the_writer() -> None:
     tier, other = BuggyTier("delete", "exists"), TroubledTier("other")
     hierarchy: Hierarchy[bytes] = Hierarchy([tier, other], most_pending_bytes=100)
     hierarchy.delete(KEYS[:1])
-    assert hierarchy.flush(5)
+    assert hierarchy.flush(60)
     told: list[bool] = []
 
     def done(is_stored: bool) -> None:
@@ -69,7 +70,7 @@ def test_a_tier_with_a_bug_does_not_end_the_writer() -> None:
 
     store(hierarchy, KEYS[1], done=done)
     store(hierarchy, KEYS[2])
-    assert hierarchy.flush(5) and hierarchy.pending_bytes == 0
+    assert hierarchy.flush(60) and hierarchy.pending_bytes == 0
     assert set(other.entries) == {KEYS[1], KEYS[2]} and told == [False]
     hierarchy.close()
 
@@ -90,7 +91,7 @@ def test_a_tier_with_a_bug_does_not_hide_the_next_one(method: str) -> None:
 
     fetch = hierarchy.fetch(KEYS[0], 5, accept, None)
     assert fetch is not None
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not fetch.is_over and time.monotonic() < end:
         time.sleep(0.005)
     assert fetch.value == b"good"
@@ -114,7 +115,7 @@ def test_threads_that_could_not_start_are_started_later(monkeypatch: pytest.Monk
     assert store(hierarchy, KEYS[1])
     assert store(hierarchy, KEYS[2])
     assert fetched(hierarchy, KEYS[0]) == b"there"
-    assert hierarchy.flush(5) and set(tier.entries) == set(KEYS[:3])
+    assert hierarchy.flush(60) and set(tier.entries) == set(KEYS[:3])
     hierarchy.close()
     assert tier.is_closed
 
@@ -147,7 +148,7 @@ def test_a_hierarchy_that_nobody_uses_any_more_writes_what_it_has_and_ends() -> 
     del hierarchy
     tier.gate.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
     del threads, thread
     gc.collect()
@@ -189,10 +190,10 @@ def test_a_forked_process_ends_at_once_and_leaves_the_tiers_alone() -> None:
     if script_is_child:
         begin = time.monotonic()
         hierarchy._close_at_exit()
-        os._exit(0 if time.monotonic() - begin < 1.0 and not tier.is_closed else 1)
+        os._exit(0 if time.monotonic() - begin < PUT_SECONDS / 2 and not tier.is_closed else 1)
     _, status = os.wait()
     assert os.waitstatus_to_exitcode(status) == 0
-    assert hierarchy.flush(10)
+    assert hierarchy.flush(60)
     hierarchy.close()
 
 
@@ -229,5 +230,5 @@ def test_a_tier_that_is_down_does_not_make_flush_wait() -> None:
     hierarchy: Hierarchy[bytes] = Hierarchy([tier], most_pending_bytes=100)
     for key in KEYS:
         store(hierarchy, key)
-    assert hierarchy.flush(5) and hierarchy.stats.failed == len(KEYS) and hierarchy.pending_bytes == 0
+    assert hierarchy.flush(60) and hierarchy.stats.failed == len(KEYS) and hierarchy.pending_bytes == 0
     hierarchy.close()

@@ -356,6 +356,7 @@ def test_a_fast_tier_is_used_left_when_it_becomes_slow_and_used_again_when_it_re
     engine.close()
 
 
+@pytest.mark.alone
 def test_a_new_process_leaves_a_slow_tier_even_if_it_has_everything(model: LoadedModel) -> None:
     tier = TroubledTier("disk")
     first = build_engine(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 import re
@@ -242,9 +241,11 @@ class RedisTier:
                 writes.append(self._unfinished.popleft())
         if not writes:
             return
-        arguments = [(write.group, write.entry_id, write.write, write.num_parts) for write in writes]
+        arguments: list[str | int] = []
+        for write in writes:
+            arguments += [write.group, write.entry_id, write.write, write.num_parts]
         try:
-            self._settle(self._script(session, scripts.CANCEL, *itertools.chain.from_iterable(arguments)))
+            self._settle(self._script(session, scripts.CANCEL, *arguments))
         except BaseException:  # whether it was done or not, doing it again is safe
             self._unfinished.extendleft(reversed(writes))
             raise
