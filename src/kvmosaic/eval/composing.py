@@ -1,0 +1,44 @@
+"""Cases as prompts: the same tokens for every way of answering."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.eval.case import Case
+from kvmosaic.llm import LLM
+from kvmosaic.prompt import Prompt, Segment, SegmentKind
+
+
+def prompt_of(llm: LLM, case: Case) -> Prompt:
+    """The tokenized prompt of a case, as a conversation if the model has a chat template.
+
+    Full attention reads its segments one after the other, so both read the same tokens.
+
+    Raises:
+        InvalidConfig: a case without documents.
+        InvalidPrompt: and its kinds, for example if it is longer than the model.
+    """
+    if not case.documents:
+        raise InvalidConfig(f"case {case.id!r} has no documents, so there is nothing to compose; leave it out")
+    messages = [{"role": "user", "content": case.question}]
+    if case.system is not None:
+        messages.insert(0, {"role": "system", "content": case.system})
+    prompt = llm.compose(messages, documents=case.documents)
+    if case.piece_tokens is None:
+        return prompt
+    pieces = [piece for segment in prompt.segments for piece in _cut(segment, case.piece_tokens)]
+    return llm.encoder.encode(replace(prompt, segments=tuple(pieces)))
+
+
+def _cut(segment: Segment, length: int) -> Iterator[Segment]:
+    """A chunk as pieces of this many tokens, the last of which may be shorter; other segments as they are."""
+    ids = segment.token_ids or ()
+    if segment.kind is not SegmentKind.CHUNK or len(ids) <= length:
+        yield segment
+        return
+    starts = range(0, len(ids), length)
+    for number, start in enumerate(starts, start=1):
+        name = f"{segment.name} ({number}/{len(starts)})" if segment.name else None
+        yield replace(segment, token_ids=ids[start : start + length], text=None, name=name)
