@@ -35,6 +35,20 @@ def parse_bytes(size: int | str) -> int:
     return size
 
 
+class Unsaid(str):
+    """A default that nobody wrote: equal to its text, and told apart from it by its type.
+
+    So a model's profile may change what the caller did not choose. `dataclasses.replace` keeps it as it is.
+    """
+
+    __slots__ = ()
+
+
+_SHARED: Any = Unsaid("shared")
+_SYSTEM: Any = Unsaid("system")
+_NO_REPAIR: Any = Unsaid("none")
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkCacheConfig:
     """What the chunk cache keeps, how large it may grow, and how documents are placed."""
@@ -57,11 +71,11 @@ class ChunkCacheConfig:
     """Text that splits a prompt string into segments; None: strings are never split."""
     hash_algorithm: Literal["sha256", "xxh3_128"] = "sha256"
     """Hash of the cache keys; xxh3_128 is faster and always compares tokens."""
-    position_strategy: PositionStrategy = "shared"
+    position_strategy: PositionStrategy = _SHARED
     """Where documents stand: all right after the system prompt, one behind the other, or where the caller says."""
-    chunk_context: ChunkContext = "system"
+    chunk_context: ChunkContext = _SYSTEM
     """What a document saw when it was computed: the system prompt, or nothing."""
-    repair: str | RepairPolicy = "none"
+    repair: str | RepairPolicy = _NO_REPAIR
     """Which tokens of cached documents every request computes again, if it does not say so itself: see
     `kvmosaic.repair`."""
     eviction: str | EvictionPolicy = "lru"
@@ -93,6 +107,13 @@ class ChunkCacheConfig:
                 check_separator(self.separator)
             except InvalidSeparator as error:
                 raise InvalidConfig(str(error)) from None
+
+    def says(self, name: str) -> bool:
+        """Whether somebody chose the value of `position_strategy`, `chunk_context` or `repair`, even if as the default.
+
+        What nobody chose may be set by the model's profile.
+        """
+        return not isinstance(getattr(self, name), Unsaid)
 
     @property
     def capacity_bytes(self) -> int:

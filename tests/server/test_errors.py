@@ -35,6 +35,8 @@ def test_every_error_of_ours_has_a_status(kind: type[Exception]) -> None:
         (errors.InvalidDocument, 400, None),
         (errors.PromptTooLong, 400, "context_length_exceeded"),
         (errors.InvalidSampling, 400, None),
+        (errors.InvalidConfig, 400, None),
+        (errors.InvalidRepair, 400, "invalid_repair"),
         (errors.UnknownDocument, 404, "document_not_found"),
         (errors.UnknownChunk, 404, "chunk_not_found"),
         (errors.DocumentExists, 409, "document_exists"),

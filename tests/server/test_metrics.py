@@ -14,9 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from support.server import RunningServer, wait_until
 from support.tiers import TroubledTier
 
-from kvmosaic.engine import Engine
+from kvmosaic.engine import Engine, RequestDelta
 from kvmosaic.errors import TierUnavailable
 from kvmosaic.metrics import catalogue
+from kvmosaic.sampling import ReuseReport
+from kvmosaic.sampling.reuse import RepairUse
 from kvmosaic.server.readings import MAX_TENANTS, OTHERS, take_snapshot
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
@@ -344,3 +346,23 @@ def test_the_number_of_tenants_does_not_set_the_number_of_series(server: Running
     assert set(snapshot.tenant_bytes) == {*names[:MAX_TENANTS], OTHERS}
     own = server.call(server.services.engine.call, lambda engine: engine.planner.tenant_usage("default").num_bytes)
     assert snapshot.tenant_bytes[OTHERS] == own > 0
+
+
+def test_repairs_are_counted_by_policy_without_its_numbers(server: RunningServer) -> None:
+    def repaired(policy: str, repaired_tokens: int, computed_tokens: int) -> None:
+        use = RepairUse(policy, 100, repaired_tokens, computed_tokens, 0.2, 4.0)
+        delta = RequestDelta("r", (), ReuseReport(repair=use), False, None, 0)
+        server.call(server.services.metrics.observe_delta, delta)
+
+    def some() -> None:
+        repaired("query(0.15)", 15, 15)
+        repaired("query(0.3)", 30, 10)
+        repaired("<object that is not ours>", 1, 1)
+
+    added = difference(server, some)
+    assert added("kvmosaic:repairs_total", policy="query") == 2
+    assert added("kvmosaic:repairs_total", policy="other") == 1 and added("kvmosaic:repairs_total") == 3
+    assert added("kvmosaic:repaired_tokens_total", action="computed") == 26
+    assert added("kvmosaic:repaired_tokens_total", action="reused") == 20
+    assert added("kvmosaic:repair_seconds_count") == 3 and added("kvmosaic:repair_seconds_sum") == 0.012
+    assert difference(server, lambda: ask(server, documents=documents("mill")))("kvmosaic:repairs_total") == 0

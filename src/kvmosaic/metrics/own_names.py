@@ -18,6 +18,9 @@ PRIORITIES = ("low", "normal", "high")
 STORED = ("stored", "dropped", "failed")
 FETCHED = ("fetched", "missed", "late", "invalid", "skipped")
 """Values of the label `outcome`: what became of chunks on their way to the tiers, and back."""
+POLICIES = ("first", "deviation", "query", "combined", "temperature", "full", "other")
+"""Values of the label `policy`: repair policies without their numbers; other: one that is not ours."""
+REPAIR_ACTIONS = ("reused", "computed")
 
 
 def _family(name: str, kind: Kind, meaning: str, *labels: str, bounds: tuple[float, ...] = ()) -> Family:
@@ -152,6 +155,26 @@ PROMPT_TOKENS = _family(
     "counter",
     "Prompt tokens as vllm:prompt_tokens, by `action`: reused where they were computed, moved, or computed.",
     "action",
+)
+REPAIRS = _family(
+    "repairs",
+    "counter",
+    "Prompts whose documents were repaired, by `policy`: first, deviation, query, combined, temperature, full, or "
+    "other (one that is not ours).",
+    "policy",
+)
+REPAIRED_TOKENS = _family(
+    "repaired_tokens",
+    "counter",
+    "Tokens of documents that answers read repaired, by `action`: computed for this prompt, or reused from an earlier "
+    "one.",
+    "action",
+)
+REPAIR_SECONDS = _family(
+    "repair_seconds",
+    "histogram",
+    "Spent on choosing and repairing the tokens of one prompt: their share of the steps they were in.",
+    bounds=buckets.TIME_TO_FIRST_TOKEN,
 )
 UNCACHED_TTFT = _family(
     "request_uncached_ttft_seconds",

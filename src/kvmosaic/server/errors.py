@@ -61,6 +61,7 @@ _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (errors.PromptTooLong, 400, INVALID_REQUEST, "context_length_exceeded"),
     (errors.InvalidPrompt, 400, INVALID_REQUEST, None),
     (errors.InvalidSampling, 400, INVALID_REQUEST, None),
+    (errors.InvalidRepair, 400, INVALID_REQUEST, "invalid_repair"),
     (errors.InvalidConfig, 400, INVALID_REQUEST, None),
     (errors.UnknownDocument, 404, INVALID_REQUEST, "document_not_found"),
     (errors.DocumentExists, 409, INVALID_REQUEST, "document_exists"),

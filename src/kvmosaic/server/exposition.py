@@ -15,6 +15,7 @@ from kvmosaic.server.tenants import current_admin
 if TYPE_CHECKING:
     from kvmosaic.engine import RequestDelta
     from kvmosaic.sampling import RequestMetrics
+    from kvmosaic.sampling.reuse import RepairUse
     from kvmosaic.server.record import RequestRecord
     from kvmosaic.server.services import Services
 
@@ -26,6 +27,7 @@ _COUNTED = (
     *(family for family in catalogue() if family.kind == "histogram"),
     *(vllm_names.PROMPT_TOKENS, vllm_names.GENERATION_TOKENS, vllm_names.REQUEST_SUCCESS),
     *(own_names.PROMPT_TOKENS, own_names.REQUESTS, own_names.HTTP_REQUESTS),
+    *(own_names.REPAIRS, own_names.REPAIRED_TOKENS),
 )
 """What is counted as it happens; everything else is read from the engine and the server."""
 
@@ -51,6 +53,10 @@ class ServerMetrics:
             self._meters.add(vllm_names.REQUEST_SUCCESS, 0, finished_reason=reason)
         for action in own_names.ACTIONS:
             self._meters.add(own_names.PROMPT_TOKENS, 0, action=action)
+        for policy in own_names.POLICIES:
+            self._meters.add(own_names.REPAIRS, 0, policy=policy)
+        for action in own_names.REPAIR_ACTIONS:
+            self._meters.add(own_names.REPAIRED_TOKENS, 0, action=action)
         services.records.listen(self.observe_record)
 
     async def expose(self, accept: str | None) -> tuple[bytes, str]:
@@ -67,6 +73,8 @@ class ServerMetrics:
             counts = (reuse.reused_tokens - reuse.moved_tokens, reuse.moved_tokens, reuse.computed_tokens)
             for action, count in zip(own_names.ACTIONS, counts, strict=True):
                 meters.add(own_names.PROMPT_TOKENS, count, action=action)
+            if reuse.repair is not None:
+                self._observe_repair(reuse.repair)
 
     def observe_record(self, record: RequestRecord) -> None:
         """Counts a request that has ended."""
@@ -92,6 +100,14 @@ class ServerMetrics:
         """Counts a reply; what an address or a client may choose freely is counted as "other"."""
         method = method if method in METHODS else OTHER
         self._meters.add(own_names.HTTP_REQUESTS, method=method, route=route, status=str(status))
+
+    def _observe_repair(self, repair: RepairUse) -> None:
+        meters, policy = self._meters, repair.policy.partition("(")[0]
+        meters.add(own_names.REPAIRS, policy=policy if policy in own_names.POLICIES else OTHER)
+        counts = (max(repair.repaired_tokens - repair.computed_tokens, 0), repair.computed_tokens)
+        for action, count in zip(own_names.REPAIR_ACTIONS, counts, strict=True):
+            meters.add(own_names.REPAIRED_TOKENS, count, action=action)
+        meters.observe(own_names.REPAIR_SECONDS, repair.milliseconds / 1e3)
 
     def _observe_complete(self, record: RequestRecord) -> None:
         meters, num_answers = self._meters, len(record.finish_reasons)

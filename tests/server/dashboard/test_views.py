@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.sampling import ReuseReport, SegmentReuse
+from kvmosaic.sampling.reuse import RepairUse
 from kvmosaic.server.dashboard.views import MAX_SEGMENTS, encode_runs, record_view
 from kvmosaic.server.record import RequestRecord
 
 
-def record(segments: tuple[SegmentReuse, ...]) -> RequestRecord:
+def record(segments: tuple[SegmentReuse, ...], repair: RepairUse | None = None) -> RequestRecord:
     return RequestRecord(
         request_id="one",
         route="/v1/chat/completions",
@@ -20,7 +21,7 @@ def record(segments: tuple[SegmentReuse, ...]) -> RequestRecord:
         num_answer_tokens=1,
         finish_reasons=("stop",),
         status="complete",
-        reuse=ReuseReport(segments, 0.25),
+        reuse=ReuseReport(segments, 0.25, repair=repair),
         metrics=None,
         inter_token_seconds=(),
         estimated_uncached_ttft=0.5,
@@ -59,3 +60,14 @@ def test_older_records_come_without_segments() -> None:
     view = record_view(5, record((SegmentReuse("chunk", 4, "computed"),)), with_segments=False)
     assert view["segments"] == []
     assert (view["number"], view["num_tokens"], view["ttft"], view["uncached_ttft"]) == (5, 4, 0.25, 0.5)
+
+
+def test_what_was_repaired_is_told_with_the_request() -> None:
+    view = record_view(1, record((), RepairUse("first(16)", 200, 32, 32, 0.17, 2.5)))
+    assert view["repair"] == {
+        "policy": "first(16)",
+        "repaired_tokens": 32,
+        "document_tokens": 200,
+        "milliseconds": 2.5,
+    }
+    assert record_view(1, record(()))["repair"] is None

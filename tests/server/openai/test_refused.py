@@ -55,6 +55,8 @@ def deep(levels):
         ({"priority": 2**40}, "priority"),
         ({"position_strategy": "absolute"}, "position_strategy"),
         ({"cache_salt": "x" * 5000}, "cache_salt"),
+        ({"repair": "x" * 101}, "repair"),
+        ({"repair": 0.15}, "repair"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
         ({"response_format": {"type": "xml"}}, "response_format"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvmosaic.cache import ChunkCacheStats, TenantUsage
 from kvmosaic.sampling import SegmentAction, SegmentReuse
+from kvmosaic.sampling.reuse import RepairUse
 from kvmosaic.server.dashboard.glance import CachedText, Glance, PoolGlance
 from kvmosaic.server.documents import StoredDocument, shown_name
 from kvmosaic.server.record import RequestRecord
@@ -33,6 +34,7 @@ def record_view(number: int, record: RequestRecord, *, with_segments: bool = Tru
         "moved_tokens": reuse.moved_tokens if reuse else 0,
         "ttft": reuse.time_to_first_token if reuse else None,
         "uncached_ttft": record.estimated_uncached_ttft,
+        "repair": _repair(reuse.repair) if reuse and reuse.repair else None,
         "segments": _segments(reuse.segments) if reuse and with_segments else [],
     }
 
@@ -108,6 +110,15 @@ def encode_runs(states: bytes) -> list[int]:
     for match in _EQUAL_BYTES.finditer(states):
         runs += (states[match.start()], match.end() - match.start())
     return runs
+
+
+def _repair(repair: RepairUse) -> dict[str, Any]:
+    return {
+        "policy": repair.policy,
+        "repaired_tokens": repair.repaired_tokens,
+        "document_tokens": repair.document_tokens,
+        "milliseconds": round(repair.milliseconds, 3),
+    }
 
 
 def _segments(segments: Sequence[SegmentReuse]) -> list[dict[str, Any]]:

@@ -9,10 +9,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from kvmosaic.engine.turns import MAX_PRIORITY
-from kvmosaic.errors import InvalidSampling
+from kvmosaic.errors import InvalidRepair, InvalidSampling
+from kvmosaic.repair import FORMS, repair_policy
+from kvmosaic.repair.reading import MAX_POLICY_CHARACTERS
 from kvmosaic.sampling import DEFAULT_SINK_TOKENS, MAX_WINDOW_TOKENS, SamplingParams
 from kvmosaic.sampling.defaults import FOLLOWED
-from kvmosaic.server.errors import ApiError
+from kvmosaic.server.errors import ApiError, as_api_error
 from kvmosaic.server.openai.documents import DocumentFields
 from kvmosaic.server.openai.fields import INTEGRAL, Body, Ignored, Only, StopText, TokenId
 from kvmosaic.server.openai.formats import StructuredFields
@@ -29,7 +31,7 @@ MAX_ENDLESS_ANSWER = 2**20
 _PLAIN_SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output",
-    "window_tokens", "sink_tokens",
+    "window_tokens", "sink_tokens", "repair",
 )  # fmt: skip
 
 
@@ -110,6 +112,15 @@ class SharedFields(DocumentFields, StructuredFields):
         Literal["shared", "sequential"] | None,
         Field(description="Where documents stand; default: the server's setting."),
     ] = None
+    repair: Annotated[
+        str | None,
+        Field(
+            max_length=MAX_POLICY_CHARACTERS,
+            description="Which tokens of cached documents are computed again, now seeing what stands before them: "
+            f"{FORMS}. Default: the server's setting.",
+            examples=["query(0.15)"],
+        ),
+    ] = None
     logit_bias: Annotated[Any, Only((None, {}), "single logits cannot be changed")] = None
     user: Ignored = None
     store: Ignored = None
@@ -126,8 +137,11 @@ class SharedFields(DocumentFields, StructuredFields):
         """The sampling parameters; a field that is null counts as left out.
 
         Raises:
+            ApiError: 400, a repair that does not exist.
             InvalidSampling: values that do not go together, or a form that cannot be kept.
         """
+        if self.repair is not None:
+            _check_repair(self.repair)
         if self.window_tokens is not None and max_tokens is not None and max_tokens > MAX_ENDLESS_ANSWER:
             raise InvalidSampling(
                 f"max_tokens is {max_tokens}; with window_tokens an answer has at most {MAX_ENDLESS_ANSWER} "
@@ -142,6 +156,15 @@ class SharedFields(DocumentFields, StructuredFields):
             stop=self.stop,
             structured_outputs=self.structure(),
         )
+
+
+def _check_repair(repair: str) -> None:
+    try:
+        repair_policy(repair)
+    except InvalidRepair as error:
+        told = as_api_error(error)
+        told.param = "repair"
+        raise told from error
 
 
 def defaults_of(services: Services) -> Defaults:

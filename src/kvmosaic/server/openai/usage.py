@@ -10,6 +10,7 @@ from pydantic import Field
 
 from kvmosaic.engine import RequestDelta
 from kvmosaic.sampling import ReuseReport, SegmentReuse
+from kvmosaic.sampling.reuse import RepairUse
 from kvmosaic.server.openai.fields import Reply
 
 _EXACT = ("system", "plain")
@@ -51,6 +52,20 @@ class SegmentReport(Reply):
     note: str = ""
 
 
+class RepairReport(Reply):
+    """What was computed again of the documents, of all prompts of a request together."""
+
+    policy: str
+    document_tokens: Annotated[int, Field(description="Tokens of all documents.")]
+    repaired_tokens: Annotated[int, Field(description="Of these, read as they are when they see what stands before.")]
+    computed_tokens: Annotated[int, Field(description="Of these, computed for this request; others were kept.")]
+    fraction: Annotated[float, Field(description="Repaired tokens, by all tokens of documents.")]
+    work_fraction: Annotated[
+        float, Field(description="What choosing and repairing cost; 1 is what computing all documents once costs.")
+    ]
+    ms: float
+
+
 class Report(Reply):
     """What the answer was made from; beside `usage` in every reply."""
 
@@ -58,6 +73,7 @@ class Report(Reply):
     time_to_first_token_ms: float | None = None
     documents: list[SegmentReport]
     segments: list[SegmentReport]
+    repair: Annotated[RepairReport | None, Field(description="null: nothing was asked to be computed again.")] = None
 
 
 class Tally:
@@ -115,6 +131,7 @@ class Tally:
             time_to_first_token_ms=None if seconds is None else round(seconds * 1e3, 3),
             documents=[segment for segment in segments if segment.kind == "chunk"],
             segments=segments,
+            repair=_repair([reuse.repair for reuse in self._reuse.values() if reuse.repair is not None]),
         )
 
     def _segment(self, prompt_index: int, segment: SegmentReuse, note: str) -> SegmentReport:
@@ -132,3 +149,21 @@ class Tally:
             ms=round(segment.milliseconds, 3),
             note="; ".join(filter(None, (segment.note, note))),
         )
+
+
+def _repair(uses: Sequence[RepairUse]) -> RepairReport | None:
+    """All prompts of a request have one policy; what they cost adds up."""
+    if not uses:
+        return None
+    document_tokens = sum(use.document_tokens for use in uses)
+    repaired_tokens = sum(use.repaired_tokens for use in uses)
+    work = sum(use.work_fraction * use.document_tokens for use in uses)
+    return RepairReport(
+        policy=uses[0].policy,
+        document_tokens=document_tokens,
+        repaired_tokens=repaired_tokens,
+        computed_tokens=sum(use.computed_tokens for use in uses),
+        fraction=round(repaired_tokens / max(document_tokens, 1), 6),
+        work_fraction=round(work / max(document_tokens, 1), 6),
+        ms=round(sum(use.milliseconds for use in uses), 3),
+    )

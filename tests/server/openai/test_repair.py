@@ -1,0 +1,75 @@
+"""Repair by HTTP: one field on each answering route, and what the reply says of it."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from support.asking import MESSAGES, refused
+
+from kvmosaic.engine import AnswerDelta, RequestDelta
+from kvmosaic.sampling import ReuseReport, SegmentReuse
+from kvmosaic.sampling.reuse import RepairUse
+from kvmosaic.server.openai.usage import Tally
+
+ROUTES = {
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/completions": {"prompt": "The ferry goes to"},
+    "/v1/responses": {"input": "Where does the ferry go?"},
+}
+
+
+def use(document_tokens: int, repaired: int, computed: int, work: float, milliseconds: float) -> RepairUse:
+    return RepairUse("query(0.15)", document_tokens, repaired, computed, work, milliseconds)
+
+
+def tally_of(*repairs: RepairUse | None) -> Tally:
+    tally = Tally([4] * len(repairs), frozenset())
+    for index, repair in enumerate(repairs):
+        report = ReuseReport((SegmentReuse("chunk", 4, "reused", reused_tokens=4),), 0.1, repair=repair)
+        tally.add(index, RequestDelta("r", (AnswerDelta(0, "", (1,), None, None, None),), report, False, None, 4))
+    return tally
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    ("repair", "told"),
+    [
+        ("most", "choose one of none, first(k)"),
+        ("", "choose one of none, first(k)"),
+        ("query(1.5)", "above 0, at most 1, got 1.5"),
+        ("first(0)", "first(k) computes 1 to"),
+        ("query(a lot)", "'a lot' is no number"),
+        ("full(1)", "with 1 numbers"),
+    ],
+)
+def test_a_repair_that_cannot_be_is_refused_with_a_code_of_its_own(
+    http: httpx.Client, route: str, repair: str, told: str
+) -> None:
+    error = refused(http, route, **ROUTES[route], repair=repair)
+    assert (error["status"], error["code"], error["param"]) == (400, "invalid_repair", "repair")
+    assert told in error["message"]
+
+
+def test_the_schema_names_the_field_and_its_forms(http: httpx.Client) -> None:
+    schemas = http.get("/openapi.json").json()["components"]["schemas"]
+    for name in ("CompletionRequest", "ChatRequest", "ResponseRequest"):
+        assert "combined(fraction)" in schemas[name]["properties"]["repair"]["description"]
+    assert {"policy", "repaired_tokens", "work_fraction"} <= set(schemas["RepairReport"]["properties"])
+
+
+def test_what_several_prompts_of_a_request_repaired_adds_up() -> None:
+    report = tally_of(use(100, 15, 15, 0.20, 3.0), None, use(300, 45, 0, 0.04, 1.0)).report()
+    assert report.repair is not None
+    assert report.repair.model_dump() == {
+        "policy": "query(0.15)",
+        "document_tokens": 400,
+        "repaired_tokens": 60,
+        "computed_tokens": 15,
+        "fraction": 0.15,
+        "work_fraction": 0.08,
+        "ms": 4.0,
+    }
+
+
+def test_without_repair_the_reply_says_that_there_was_none() -> None:
+    assert tally_of(None).report().model_dump()["repair"] is None
