@@ -1,0 +1,79 @@
+"""The cases of a run: from tasks, from files, one task after the other in turns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.eval.case import MAX_ID_CHARACTERS, Case
+from kvmosaic.eval.tasks import TASKS, task
+
+USUAL_CASES = 16
+"""Of each task, if nothing is said."""
+MAX_LIST_CHARACTERS = 10_000
+MAX_TASKS, MAX_FILES = 64, 64
+
+
+def gather(
+    tasks: Sequence[str] = tuple(TASKS),
+    data: Sequence[Path] = (),
+    *,
+    count: int | None = None,
+    seed: int = 0,
+    form: str | None = None,
+) -> list[Case]:
+    """Cases of tasks and files, in turns, so that a run that ends early has asked about all of them.
+
+    Args:
+        tasks: names such as "one-hop" or "one-hop(3)".
+        data: files of questions; see `kvmosaic.eval.loaders`.
+        count: cases of each task and file; None: 16 of each task, and all of a file.
+        seed: the same seed draws the same cases.
+        form: the format of the files; None: found by their fields.
+
+    Raises:
+        InvalidConfig: an unknown task, a number outside its range, or a file that cannot be read.
+    """
+    if len(tasks) > MAX_TASKS or len(data) > MAX_FILES:
+        raise InvalidConfig(
+            f"{len(tasks)} tasks and {len(data)} files are too many for one table; give at most {MAX_TASKS} tasks and "
+            f"{MAX_FILES} files"
+        )
+    chosen = {str(each): each for each in map(task, tasks)}
+    groups = [each.cases(seed, USUAL_CASES if count is None else count) for each in chosen.values()]
+    if data:
+        from kvmosaic.eval.loaders import load
+
+        groups += [load(path, form, count) for path in data]
+    turns = (case for turn in zip_longest(*groups) for case in turn if case is not None)
+    return list(_with_own_ids(turns))
+
+
+def parts_of(name: str, text: str) -> tuple[str, ...]:
+    """The parts of a list such as "none,first(8),temperature(0.9, 0.8)"; commas in brackets do not part.
+
+    Raises:
+        InvalidConfig: an empty part, or a text that is too long.
+    """
+    if len(text) > MAX_LIST_CHARACTERS:
+        raise InvalidConfig(f"{name} has {len(text)} characters; at most {MAX_LIST_CHARACTERS} are allowed")
+    parts = tuple(part.strip() for part in re.split(r",(?![^()]*\))", text))
+    if not all(parts):
+        raise InvalidConfig(f"{name} is {text[:80]!r}, and a part of it is empty; write for example one,two")
+    return parts
+
+
+def _with_own_ids(cases: Iterable[Case]) -> Iterable[Case]:
+    """The cases; an id that was given before, in another file, gets a number behind it."""
+    seen = set[str]()
+    for case in cases:
+        name, number = case.id, 1
+        while name in seen:
+            number += 1
+            name = f"{case.id[: MAX_ID_CHARACTERS - 12]} ({number})"
+        seen.add(name)
+        yield case if name == case.id else replace(case, id=name)

@@ -1,0 +1,117 @@
+"""What rows say together: each way of answering over all tasks, and what a small budget of repair reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import Any
+
+from kvmosaic.eval.rows import Row, percentile
+from kvmosaic.eval.ways import Way
+
+BUDGET = 0.15
+"""Share of the documents' tokens that a policy of the budget repairs at most."""
+AVERAGE_WANTED, TASK_WANTED = 0.98, 0.95
+"""What such a policy should reach of full attention: on average, and on every task."""
+_UNKNOWN = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One way of answering, over all tasks."""
+
+    way: Way
+    accuracy: float
+    """The mean over the tasks."""
+    ratio: float | None
+    """`accuracy` by that of full attention; None if full attention answers nothing."""
+    worst_task: str
+    """The task with the least ratio; "" if there is no ratio."""
+    worst_ratio: float | None
+    repaired: float
+    work: float
+    first_median: float
+    first_p90: float
+
+    @property
+    def is_in_budget(self) -> bool:
+        """Whether at most `BUDGET` of the documents' tokens were repaired. Full attention never is."""
+        return not self.way.is_full and self.repaired <= BUDGET
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it reaches what is wanted."""
+        ratio, worst = self.ratio, self.worst_ratio
+        return ratio is not None and worst is not None and ratio >= AVERAGE_WANTED and worst >= TASK_WANTED
+
+    def to_dict(self) -> dict[str, Any]:
+        """Names and values, for JSON."""
+        return {**asdict(self), "is_in_budget": self.is_in_budget, "is_good": self.is_good}
+
+
+def summarize(rows: Sequence[Row]) -> list[Summary]:
+    """One summary for each way, in the order of the rows."""
+    return [_summary(way, [row for row in rows if row.way == way]) for way in dict.fromkeys(row.way for row in rows)]
+
+
+def _summary(way: Way, rows: list[Row]) -> Summary:
+    accuracy, full = fmean(row.accuracy for row in rows), fmean(row.full_accuracy for row in rows)
+    worst = min((row for row in rows if row.ratio is not None), key=lambda row: row.ratio or 0.0, default=None)
+    readings = [reading for row in rows for reading in row.readings]
+    tokens = sum(reading.document_tokens for reading in readings)
+    firsts = [reading.first_seconds for reading in readings]
+    return Summary(
+        way,
+        accuracy,
+        accuracy / full if full else None,
+        worst.task if worst else "",
+        worst.ratio if worst else None,
+        sum(reading.repaired_tokens for reading in readings) / tokens,
+        sum(reading.work * reading.document_tokens for reading in readings) / tokens,
+        median(firsts),
+        percentile(firsts, 0.9),
+    )
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """Sentences: what the best policy of the budget reaches, which tasks miss what is wanted, and what to doubt."""
+    summaries = summarize(rows)
+    within = [summary for summary in summaries if summary.is_in_budget and summary.ratio is not None]
+    said = []
+    if within:
+        best = min(within, key=_preference)
+        assert best.ratio is not None and best.worst_ratio is not None
+        reached = "reaches" if best.is_good else "misses"
+        said.append(
+            f"With at most {BUDGET:.0%} of the documents' tokens repaired, {best.way} is best: {best.ratio:.1%} of "
+            f"full attention on average, {best.worst_ratio:.1%} on its worst task ({best.worst_task}). It {reached} "
+            f"{AVERAGE_WANTED:.0%} on average with no task below {TASK_WANTED:.0%}."
+        )
+        said += _missed(rows, best, [summary.way for summary in within])
+    unknown = {row.task: row.full_accuracy for row in rows if row.full_accuracy < _UNKNOWN}
+    said += [
+        f"Full attention itself answers only {accuracy:.0%} of {name}: the model has not learned it, and ratios there "
+        "say little."
+        for name, accuracy in unknown.items()
+    ]
+    return said
+
+
+def _preference(summary: Summary) -> tuple[bool, float, float, float]:
+    """Good ones first, the one with the least work; of others the one with the best average."""
+    ratio, worst = summary.ratio or 0.0, summary.worst_ratio or 0.0
+    return (False, summary.work, -ratio, -worst) if summary.is_good else (True, -ratio, -worst, summary.work)
+
+
+def _missed(rows: Sequence[Row], best: Summary, ways: list[Way]) -> list[str]:
+    said = []
+    for row in rows:
+        if row.way == best.way and row.ratio is not None and row.ratio < TASK_WANTED:
+            others = [other for other in rows if other.task == row.task and other.way in ways]
+            top = max(others, key=lambda other: other.accuracy)
+            said.append(
+                f"{row.task} is below {TASK_WANTED:.0%} with it: {row.accuracy:.1%} right, {row.ratio:.1%} of full "
+                f"attention ({row.full_accuracy:.1%}). The best reached there in this budget is {top.ratio:.1%}, by {top.way}."
+            )
+    return said
