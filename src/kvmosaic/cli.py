@@ -1,4 +1,4 @@
-"""The command line: run, plan, check, demo, bench, warm, cache, serve, vllm, sleep, wake.
+"""The command line: run, plan, check, demo, bench, eval, warm, cache, serve, vllm, sleep, wake.
 
 Commands import what they need when they run, so that `--help` stays without torch.
 """
@@ -46,6 +46,7 @@ from kvmosaic.console.options import (
 from kvmosaic.console.plan_command import plan
 from kvmosaic.console.vllm_commands import vllm
 from kvmosaic.errors import InvalidConfig, KVMosaicError
+from kvmosaic.eval.eval_command import eval_command
 
 
 class _Commands(TyperGroup):
@@ -345,6 +346,9 @@ def bench(
         model, tuple(dtype or ("auto",)), sizes, preset, tuple(workload or ()), peers, seed, not quick and not workload
     )
     run_bench(campaign, output, as_json=as_json)
+
+
+app.command("eval")(eval_command)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -167,13 +168,10 @@ class _Run:
 
 
 def _open(model: LoadedModel, way: Way, capacity: int | str) -> LLM:
-    llm = LLM(
-        model,
-        chunk_cache_config=ChunkCacheConfig(
-            capacity=capacity, position_strategy="shared", chunk_context=way.context, long_chunks="split"
-        ),
-        engine_config=EngineConfig(request_cache=capacity),
-    )
+    config = ChunkCacheConfig(capacity=capacity, chunk_context=way.context, long_chunks="split")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the chunk cache is off")  # said below
+        llm = LLM(model, chunk_cache_config=config, engine_config=EngineConfig(request_cache=capacity))
     if not llm.has_chunk_cache:
         raise ChunkCacheOff(f"nothing can be compared with full attention: {llm.chunk_cache_off_reason}")
     return llm

@@ -112,6 +112,7 @@ def _missed(rows: Sequence[Row], best: Summary, ways: list[Way]) -> list[str]:
             top = max(others, key=lambda other: other.accuracy)
             said.append(
                 f"{row.task} is below {TASK_WANTED:.0%} with it: {row.accuracy:.1%} right, {row.ratio:.1%} of full "
-                f"attention ({row.full_accuracy:.1%}). The best reached there in this budget is {top.ratio:.1%}, by {top.way}."
+                f"attention ({row.full_accuracy:.1%}). The best reached there in this budget is {top.ratio:.1%}, "
+                f"by {top.way}."
             )
     return said

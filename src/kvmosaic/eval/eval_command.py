@@ -1,0 +1,81 @@
+"""`kvmosaic eval`: the options. What needs torch is imported when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvmosaic.console.options import Device, DType, Model, Rounding, Threads
+
+
+def eval_command(
+    model: Model = "reader",
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="one-hop(documents), two-hop, story, order, needle(documents), long(tokens), parted by commas. "
+            "Default: all; none with --data.",
+        ),
+    ] = None,
+    repair: Annotated[
+        str,
+        typer.Option(
+            metavar="POLICIES",
+            help="none, first(k), deviation(fraction), query(fraction), combined(fraction), temperature(t, scale), "
+            "full, parted by commas.",
+        ),
+    ] = "none,first(8),query(0.15),full",
+    strategies: Annotated[
+        str, typer.Option(metavar="NAMES", help="Where documents stand: sequential, shared, or both.")
+    ] = "sequential,shared",
+    contexts: Annotated[
+        str, typer.Option(metavar="NAMES", help="What documents saw when they were computed: system, none, or both.")
+    ] = "system",
+    cases: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=100_000, help="Questions of each task, and at most of each file. Default: 16; all of a file."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed asks the same questions.")] = 0,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Questions of your own, as JSON or JSONL; several times for more."),
+    ] = None,
+    data_format: Annotated[
+        str | None,
+        typer.Option("--format", metavar="NAME", help="The format of --data. Default: found by its fields."),
+    ] = None,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    num_threads: Threads = None,
+    quantization: Rounding = "none",
+    capacity: Annotated[
+        str, typer.Option(metavar="SIZE", help="Memory for documents, and as much again for answers, per context.")
+    ] = "1GiB",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write JSON, Markdown and a plot here.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
+) -> None:
+    """Compare answers from cached documents with full attention on the same model: accuracy, tokens repaired, time.
+
+    kvmosaic eval
+
+    kvmosaic eval reader --tasks two-hop,story --repair "none,first(8),query(0.05),query(0.15)" --cases 100 -o results
+    """
+    from kvmosaic.eval.gathering import gather, parts_of
+    from kvmosaic.eval.tasks import TASKS
+    from kvmosaic.eval.ways import ways
+
+    chosen = ways(parts_of("--repair", repair), parts_of("--strategies", strategies), parts_of("--contexts", contexts))
+    names = parts_of("--tasks", tasks) if tasks is not None else () if data else tuple(TASKS)
+    asked = gather(names, tuple(data or ()), count=cases, seed=seed, form=data_format)
+
+    from kvmosaic.eval.command import EvalModel, run_evaluation
+
+    opening = EvalModel(model, dtype, device, num_threads, quantization, capacity)
+    run_evaluation(opening, asked, chosen, seed, output, as_json=as_json)

@@ -1,0 +1,96 @@
+"""Tables of an evaluation: cells for Markdown and for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.table import Table
+
+from kvmosaic.console.text import duration_text, printable
+from kvmosaic.eval.rows import Row
+from kvmosaic.eval.summary import Summary
+from kvmosaic.eval.ways import Way
+
+SUMMARY_HEADINGS = (
+    "strategy",
+    "context",
+    "repair",
+    "accuracy",
+    "of full",
+    "worst task",
+    "repaired",
+    "work",
+    "first token",
+    "p90",
+)
+ROW_HEADINGS = ("task", *SUMMARY_HEADINGS[:5], *SUMMARY_HEADINGS[6:], "cases")
+LEGEND = (
+    "accuracy: mean score over the questions, and over the tasks; of full: accuracy by that of full attention with the "
+    "same model on the same questions; repaired: share of the documents' tokens that were computed again; work: layers "
+    "computed for choosing and repairing, 100% is what computing all documents once costs; first token: median over "
+    "the questions, one at a time, documents known before (full attention computes them); p90: one in ten took longer"
+)
+
+
+def summary_cells(summary: Summary) -> tuple[str, ...]:
+    """One way of answering, over all tasks."""
+    worst = "–" if summary.worst_ratio is None else f"{summary.worst_task} {percent(summary.worst_ratio)}"
+    return (
+        *_way_cells(summary.way),
+        percent(summary.accuracy),
+        percent(summary.ratio),
+        worst,
+        percent(summary.repaired),
+        percent(summary.work),
+        duration_text(summary.first_median),
+        duration_text(summary.first_p90),
+    )
+
+
+def row_cells(row: Row) -> tuple[str, ...]:
+    """One way of answering, on one task."""
+    return (
+        row.task,
+        *_way_cells(row.way),
+        percent(row.accuracy),
+        percent(row.ratio),
+        percent(row.repaired),
+        percent(row.work),
+        duration_text(row.first_median),
+        duration_text(row.first_p90),
+        str(row.num_cases),
+    )
+
+
+def task_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headings and cells of a table with a line for each way and a column for each task."""
+    tasks = list(dict.fromkeys(row.task for row in rows))
+    accuracy = {(row.way, row.task): row.accuracy for row in rows}
+    lines = [
+        (*_way_cells(way), *(percent(accuracy[way, task]) for task in tasks))
+        for way in dict.fromkeys(row.way for row in rows)
+    ]
+    return ("strategy", "context", "repair", *tasks), lines
+
+
+def markdown_table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown; bars in cells do not end them."""
+    rows = [headings, ["---"] * len(headings), *lines]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+
+
+def terminal_table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
+    """A table for a terminal."""
+    table = Table(*map(printable, headings), box=None, pad_edge=False, header_style="dim")
+    for line in lines:
+        table.add_row(*map(printable, line))
+    return table
+
+
+def percent(share: float | None) -> str:
+    """A share for people; a dash when it is unknown."""
+    return "–" if share is None else f"{share:.1%}"
+
+
+def _way_cells(way: Way) -> tuple[str, str, str]:
+    return ("–", "–", "full attention") if way.is_full else (way.strategy, way.context, way.repair)
