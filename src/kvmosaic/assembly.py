@@ -23,6 +23,9 @@ PromptLike = str | Prompt | Sequence[int] | Mapping[str, Any]
 """A text, a prompt, token ids, or a mapping with "prompt" or "prompt_token_ids"."""
 Settings = TypeVar("Settings")
 
+BUNDLED_READER = "reader"
+"""The name of the small model that comes with the package."""
+
 
 def checked(settings: Settings, kind: type[Settings]) -> Settings:
     """The settings themselves, if they are of their kind.
@@ -77,6 +80,14 @@ def _prompt_of(prompt: object) -> str | Prompt | Sequence[int]:
 def bundled_reader() -> Path:
     """The folder of the small model that comes with the package."""
     return Path(__file__).parent / "bundled" / "reader"
+
+
+def folder_of(model: str | Path | LoadedModel) -> Path | None:
+    """Where the files of a model lie, if it was not loaded already and does not come from the hub."""
+    if isinstance(model, LoadedModel):
+        return None
+    folder = bundled_reader() if model == BUNDLED_READER else Path(model).expanduser()
+    return folder if folder.is_dir() else None
 
 
 def joined(prompt: Prompt) -> Prompt:

@@ -3,6 +3,7 @@
     KVMosaicError
     ├── InvalidConfig                 a setting that cannot work
     │   ├── InvalidRepair             a repair policy that does not exist, or does not suit the request
+    │   ├── InvalidProfile            a file that is no profile of this model
     │   ├── NativeUnavailable         the C extension is asked for and is not there
     │   └── TritonUnavailable         Triton attention is asked for and cannot run here
     ├── InvalidPrompt                 a prompt that cannot be answered
@@ -71,6 +72,10 @@ class InvalidConfig(KVMosaicError, ValueError):
 
 class InvalidRepair(InvalidConfig):
     """A repair policy that does not exist, or does not suit the model or the request."""
+
+
+class InvalidProfile(InvalidConfig):
+    """A file that is no profile, or a profile of another model or version."""
 
 
 class NativeUnavailable(InvalidConfig):

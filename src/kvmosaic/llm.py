@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from kvmosaic.assembly import (
+    BUNDLED_READER,
     PromptLike,
     build_engine,
     bundled_reader,
     check_movable,
     check_tiers,
     checked,
+    folder_of,
     joined,
     prompts_of,
 )
@@ -32,11 +34,9 @@ from kvmosaic.layout import PositionStrategy, arrange
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.int8 import Quantization
 from kvmosaic.model.prepack import Prepack
+from kvmosaic.profile import ProfileChoice, find_profile
 from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
 from kvmosaic.sampling import RequestOutput, SamplingParams, decode_all, default_sampling
-
-BUNDLED_READER = "reader"
-"""The name of the small model that comes with the package."""
 
 Messages = Sequence[Mapping[str, Any]]
 Documents = Sequence[Document | Mapping[str, Any] | str]
@@ -67,6 +67,7 @@ class LLM:
         chunk_cache_config: ChunkCacheConfig | None = None,
         engine_config: EngineConfig | None = None,
         tier_config: TierConfig | None = None,
+        profile: ProfileChoice = True,
         attention_backend: AttentionBackend | BackendName | None = None,
         self_check: bool = True,
         trust_remote_code: bool = False,
@@ -87,6 +88,9 @@ class LLM:
             chunk_cache_config: capacity, positions, separator, eviction, …
             engine_config: how much runs at once, memory for prefixes and answers, and threads.
             tier_config: where chunks are kept when they leave the device, so that they are never computed again.
+            profile: positions, chunk context and repair as `kvmosaic tune` measured them for this model, where
+                `chunk_cache_config` does not say them. True: those of kvmosaic_profile.json in the model's folder, if
+                it is there and for this model; a path: of this file; False: none. `profile` and `profile_note` tell.
             attention_backend: who computes attention: "native" (the C extension), "triton" (CUDA), "torch", or one of
                 your own. Default: native or triton where it can be used, otherwise torch; `attention` says which, and
                 why. The environment variable KVMOSAIC_ATTENTION decides where nothing is said here.
@@ -98,11 +102,13 @@ class LLM:
             ModelNotFound, UnsupportedModel: see `load_model`.
             NotMovable: the position strategy moves documents and the model does not allow that.
             InvalidConfig: a setting that cannot work, for example memory for less than one block.
+            InvalidProfile: a profile was named, and it cannot be read or is for another model.
         """
         self.chunk_cache_config = checked(chunk_cache_config or ChunkCacheConfig(), ChunkCacheConfig)
         self.engine_config = checked(engine_config or EngineConfig(), EngineConfig)
         self.tier_config = checked(tier_config or TierConfig(), TierConfig)
         check_tiers(self.tier_config, enable_chunk_cache)
+        found = find_profile(folder_of(model), profile if enable_chunk_cache else False)
         if self.engine_config.num_threads is not None:
             torch.set_num_threads(self.engine_config.num_threads)
         if isinstance(model, LoadedModel):
@@ -113,9 +119,8 @@ class LLM:
                 )
             self.model = model
         else:
-            source = bundled_reader() if model == BUNDLED_READER else model
             self.model = load_model(
-                source,
+                bundled_reader() if model == BUNDLED_READER else model,
                 dtype=dtype,
                 device=device,
                 max_positions=self.engine_config.max_model_len,
@@ -123,6 +128,8 @@ class LLM:
                 quantization=quantization,
                 trust_remote_code=trust_remote_code,
             )
+        used = found.used_for(self.model.fingerprint, self.chunk_cache_config)
+        self.chunk_cache_config, self.profile, self.profile_note = used.config, used.profile, used.note
         self.attention = choose_backend(
             attention_backend, self.model.dtype, self.model.device, has_bias=self.model.has_bias
         )

@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
-from kvmosaic.assembly import bundled_reader
+from kvmosaic.assembly import BUNDLED_READER, bundled_reader
 from kvmosaic.errors import ModelNotFound
-from kvmosaic.llm import BUNDLED_READER
 
 _SHARED = {"max_position_embeddings": 16_384, "rope_theta": 500_000.0, "tie_word_embeddings": True}
 RANDOM_MODELS = {

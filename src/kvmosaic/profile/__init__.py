@@ -1,0 +1,19 @@
+"""A model's profile: how its documents are placed and repaired, as `kvmosaic tune` found by asking it."""
+
+from kvmosaic.profile.file import MAX_PROFILE_BYTES, read_profile, write_profile
+from kvmosaic.profile.following import PROFILE_NAME, FoundProfile, ProfileChoice, ProfileUse, find_profile
+from kvmosaic.profile.profile import Goal, Profile, TaskResult
+
+__all__ = [
+    "MAX_PROFILE_BYTES",
+    "PROFILE_NAME",
+    "FoundProfile",
+    "Goal",
+    "Profile",
+    "ProfileChoice",
+    "ProfileUse",
+    "TaskResult",
+    "find_profile",
+    "read_profile",
+    "write_profile",
+]
