@@ -7,6 +7,7 @@ import random
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 from support.engines import GREEDY, build_engine, fragment
 from support.loaded import loaded_family, random_prompt
-from support.tiers import TroubledTier
+from support.tiers import HandClock, TroubledTier
 
 from kvmosaic.cache import Key
 from kvmosaic.config import TierConfig
@@ -30,12 +31,18 @@ MEBIBYTE = 2**20
 STRATEGIES = ("shared", "sequential", "absolute")
 
 
-def with_tiers(engine: Engine, *tiers: Any, staged: int = MEBIBYTE, pending: int = 8 * MEBIBYTE) -> Keeper:
+def with_tiers(
+    engine: Engine,
+    *tiers: Any,
+    staged: int = MEBIBYTE,
+    pending: int = 8 * MEBIBYTE,
+    clock: Callable[[], float] = time.monotonic,
+) -> Keeper:
     """Puts tiers behind an engine."""
     storage = engine.runner.storages["chunk_cache"]
     entries = ChunkEntries(engine.runner.model.fingerprint, storage, TierConfig())
-    hierarchy: Hierarchy[ChunkTensors] = Hierarchy(tiers, most_pending_bytes=pending)
-    engine.keeper = Keeper(engine.planner, storage, hierarchy, entries, most_staged_bytes=staged)
+    hierarchy: Hierarchy[ChunkTensors] = Hierarchy(tiers, most_pending_bytes=pending, clock=clock)
+    engine.keeper = Keeper(engine.planner, storage, hierarchy, entries, most_staged_bytes=staged, clock=clock)
     return engine.keeper
 
 
@@ -258,9 +265,14 @@ def test_a_store_that_fails_at_once_is_tried_again_when_the_chunk_leaves(disk: T
     store = keeper.hierarchy.store
 
     def store_and_wait(*args: Any, **more: Any) -> bool:
-        is_queued = store(*args, **more)
-        assert keeper.hierarchy.flush(10)
-        time.sleep(0.01)  # and whoever is told has been told
+        done, told = more.pop("done"), threading.Event()
+
+        def tell(is_stored: bool) -> None:
+            done(is_stored)
+            told.set()
+
+        is_queued = store(*args, **more, done=tell)
+        assert told.wait(60)
         return is_queued
 
     keeper.hierarchy.store = store_and_wait  # type: ignore[method-assign]
@@ -280,7 +292,7 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(place: str, disk: TroubledT
     expected = asked(first, random_prompt())
     first.close()
     engine = build_engine(loaded_family("llama"), blocks=(64, 8))
-    keeper = with_tiers(engine, disk, TroubledTier("host", is_persistent=False))
+    keeper = with_tiers(engine, disk, TroubledTier("host", is_persistent=False), clock=HandClock())
     storage = engine.runner.storages["chunk_cache"]
     owner, name = {
         "queue": (keeper.hierarchy, "fetch"),
@@ -300,12 +312,14 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(place: str, disk: TroubledT
             raise KeyboardInterrupt
         return right(*args, **more)
 
-    disk.get_seconds = 0.05
+    if place == "wait":
+        disk.gate.clear()
     setattr(owner, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         asked(engine, random_prompt())
         asked(engine, random_prompt(2))
     setattr(owner, name, right)
+    disk.gate.set()
     engine.check_invariants()
     assert not engine.has_unfinished_requests and not engine.scheduler.num_waiting and not engine.scheduler.running
     assert not keeper._staged and keeper._staged_bytes == 0
