@@ -259,7 +259,8 @@ def test_two_servers_that_share_a_full_disk_and_a_redis_always_answer_right(
 
 def has_moved(url: str) -> bool:
     """Whether chunks came from both tiers, and some had to leave."""
-    moved, names = counters(url), ('hits_total{tier="disk"}', 'hits_total{tier="redis"}', 'evictions_total{tier="disk"}')
+    moved = counters(url)
+    names = 'hits_total{tier="disk"}', 'hits_total{tier="redis"}', 'evictions_total{tier="disk"}'
     return all(moved[f"kvmosaic:tier_{name}"] > 0 for name in names)
 
 
