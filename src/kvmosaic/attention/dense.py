@@ -52,6 +52,8 @@ class DenseAttention:
         self._positions = torch.from_numpy(dense_layout.positions)
         self._mask = torch.from_numpy(dense_layout.mask)
         self._distances = torch.from_numpy(dense_layout.distances)
+        self._factors = torch.ones(1) if dense_layout.factors is None else torch.from_numpy(dense_layout.factors)
+        self._biases = torch.zeros(1) if dense_layout.biases is None else torch.from_numpy(dense_layout.biases)
         self._moves = sorted({int(distance) for distance in dense_layout.distances.flat} - {0})
 
     def __call__(self, call: LayerCall) -> Tensor:
@@ -65,9 +67,10 @@ class DenseAttention:
         groups = call.query.shape[1] // call.key.shape[1]
         query = call.query.to(precision)
         key, value = (part.to(precision).repeat_interleave(groups, dim=1) for part in (call.key, call.value))
-        scores = self._scores(layer, query, key) * call.scaling
+        scores = self._scores(layer, query, key) * call.scaling * self._factors.to(query)
         if call.softcap is not None:
             scores = call.softcap * torch.tanh(scores / call.softcap)
+        scores = scores + self._biases.to(query)
         if layer.bias is not None:
             key_positions = self._positions[None, :] + self._distances
             scores = scores + layer.bias.between(self._positions, key_positions, precision).to(scores.device)

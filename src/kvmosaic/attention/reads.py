@@ -8,15 +8,24 @@ plan for one kind of mask is made from it by `plan_reads`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 PoolName = Literal["request", "chunk_cache"]
+_NOWHERE = -(1 << 62)
+"""Before every position."""
 POOLS: tuple[PoolName | None, ...] = (None, "request", "chunk_cache")
 """All that calls may read, in the order in which kernels number them; None: the step's own rows."""
+
+
+class Watch(Protocol):
+    """Whoever wants to know how much rows look at the keys they read."""
+
+    def see(self, layer_index: int, read: RunRead, shares: Tensor) -> None:
+        """Takes the shares [S] that the keys of a read get in one layer: summed over rows, averaged over heads."""
 
 
 class Mask(Protocol):
@@ -43,6 +52,16 @@ class RunRead:
     distance: int = 0
     follows: bool = False
     """For row i of a group, position and distance are i larger: the run stays equally far from every row."""
+    hidden: tuple[int, ...] = ()
+    """Numbers of keys in the run that no row sees."""
+    ends: tuple[int, ...] = ()
+    """For each row of the group, how many of the first keys it sees; empty: all rows see all."""
+    places: tuple[int, ...] = ()
+    """Where each key stands for the reader, if they do not stand behind each other."""
+    factor: float = 1.0
+    """Multiplies the scores."""
+    bias: float = 0.0
+    """Increases the scores, after `factor` and the soft cap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +78,14 @@ class RowGroup:
     reads_itself: bool = False
     window: int = 0
     """If not 0: in all layers, a row sees only so many positions of what does not follow it, its own included."""
+    places: tuple[int, ...] = ()
+    """Where each row stands, if they do not stand behind each other from `position` on."""
+    watch: Watch | None = None
+    """Is told how much these rows look at the keys they read."""
 
     def lowest_seen(self, mask: Mask, row: int) -> int:
         """Position of the earliest key that row number `row` of the group sees among those that do not follow it."""
-        position = self.position + row
+        position = self.places[row] if self.places else self.position + row
         lowest = _lowest_seen(mask, position)
         return max(lowest, position - self.window + 1) if self.window else lowest
 
@@ -106,6 +129,8 @@ class ReadPlan:
     """`rows` once more, on the host: reading them back from a GPU would wait for it."""
     readers: tuple[Reader, ...] = ()
     """Who the stacked queries are, in order."""
+    weights: tuple[Tensor, Tensor] | None = None
+    """[R] factors and [R] biases of the scores, in float64 on the host, if any differ from 1 and 0."""
 
     def places(self) -> tuple[Tensor, Tensor]:
         """[R], where the row of every stacked query stands; and [R], where the first key of its call stands for it."""
@@ -130,33 +155,65 @@ class _Stack:
 
     causal: bool = False
     needs_mask: bool = False
-    readers: list[tuple[RowGroup, int, int, bool]] = field(default_factory=list)
-    """Group, distance, position of the first key for the reader, whether the run follows the rows."""
+    readers: list[tuple[RowGroup, RunRead]] = field(default_factory=list)
+    """Who reads, and what: the read as trimmed; `places` say where keys stand that do not stand behind each other."""
 
 
 def plan_reads(groups: Sequence[RowGroup], mask: Mask, device: torch.device) -> ReadPlan:
     """Trims every read to what the mask shows, and stacks the readers of equal runs into one call."""
     stacks: dict[tuple[object, ...], _Stack] = {}
     for group in groups:
-        first_seen = group.lowest_seen(mask, 0)
-        last_seen = group.lowest_seen(mask, group.num_rows - 1)
+        first_seen, last_seen = _seen_from(group, mask)
         for read in group.reads:
+            if read.ends and not any(read.ends):
+                continue
             # what follows the rows is equally far from all of them: what the first one sees, all see
             lowest = _lowest_seen(mask, group.position) if read.follows else first_seen
-            hidden = max(0, lowest - read.position)
-            if hidden >= read.num_tokens:
+            trimmed, masked = _trimmed(read, lowest)
+            if trimmed is None:
                 continue
-            position = read.position + hidden
-            masked = last_seen > position and not read.follows
-            run = (read.pool, read.first_slot + hidden, read.num_tokens - hidden)
+            masked = masked or (last_seen > trimmed.position and not read.follows)
+            run = (read.pool, trimmed.first_slot, trimmed.num_tokens)
             # a mask belongs to one reader: such a call is never shared, not even with the same chunk read twice
             stack = stacks.setdefault((*run, len(stacks)) if masked else run, _Stack(needs_mask=masked))
-            stack.readers.append((group, read.distance, position, read.follows))
+            stack.readers.append((group, trimmed))
         if not group.reads_itself:
-            masked = last_seen > group.position
-            stack = _Stack(group.num_rows > 1, masked, [(group, 0, group.position, False)])
-            stacks[None, group.first_row, group.num_rows] = stack
+            masked = last_seen > (min(group.places) if group.places else group.position)
+            own = RunRead("request", group.first_row, group.num_rows, group.position, places=group.places)
+            stacks[None, group.first_row, group.num_rows] = _Stack(group.num_rows > 1, masked, [(group, own)])
     return _stacked(stacks, mask, device)
+
+
+def _seen_from(group: RowGroup, mask: Mask) -> tuple[int, int]:
+    """The earliest position that any row of a group sees, and the earliest that all of them see."""
+    if not group.places:
+        return group.lowest_seen(mask, 0), group.lowest_seen(mask, group.num_rows - 1)
+    if mask.kind == "full" and not group.window:
+        return _NOWHERE, _NOWHERE
+    lowest = [group.lowest_seen(mask, row) for row in range(group.num_rows)]
+    return min(lowest), max(lowest)
+
+
+def _trimmed(read: RunRead, lowest: int) -> tuple[RunRead | None, bool]:
+    """A read without the keys that no row sees, and whether what is left needs a mask; None: nothing is left."""
+    if read.hidden or read.ends:
+        return read, True
+    if read.places:
+        return read, lowest > min(read.places)
+    hidden = max(0, lowest - read.position)
+    if not hidden:
+        return read, False
+    if hidden >= read.num_tokens:
+        return None, False
+    return (
+        replace(
+            read,
+            first_slot=read.first_slot + hidden,
+            num_tokens=read.num_tokens - hidden,
+            position=read.position + hidden,
+        ),
+        False,
+    )
 
 
 def _stacked(stacks: dict[tuple[object, ...], _Stack], mask: Mask, device: torch.device) -> ReadPlan:
@@ -164,12 +221,19 @@ def _stacked(stacks: dict[tuple[object, ...], _Stack], mask: Mask, device: torch
     rows: list[int] = []
     distances: list[int] = []
     readers: list[Reader] = []
+    weights: list[tuple[int, int, RunRead]] = []
     for (pool, first_slot, num_tokens, *_), stack in stacks.items():
         first = len(rows)
-        for group, distance, place, follows in stack.readers:
+        for group, read in stack.readers:
+            if read.factor != 1 or read.bias:
+                weights.append((len(rows), group.num_rows, read))
             rows.extend(range(group.first_row, group.first_row + group.num_rows))
-            distances.extend(range(distance, distance + group.num_rows) if follows else [distance] * group.num_rows)
-            readers.append((group.num_rows, group.position, place, follows))
+            distances.extend(
+                range(read.distance, read.distance + group.num_rows)
+                if read.follows
+                else [read.distance] * group.num_rows
+            )
+            readers.append((group.num_rows, group.position, read.position, read.follows))
         shown = _shown_keys(stack, mask, num_tokens, device) if stack.needs_mask else None  # type: ignore[arg-type]
         causal = stack.causal and shown is None
         calls.append(Call(first, len(rows), pool, first_slot, num_tokens, causal, shown))  # type: ignore[arg-type]
@@ -183,15 +247,32 @@ def _stacked(stacks: dict[tuple[object, ...], _Stack], mask: Mask, device: torch
         is_single=rows == list(range(num_rows)),
         row_numbers=tuple(rows),
         readers=tuple(readers),
+        weights=_weights(weights, len(rows)),
     )
+
+
+def _weights(parts: list[tuple[int, int, RunRead]], num_rows: int) -> tuple[Tensor, Tensor] | None:
+    if not parts:
+        return None
+    factors, biases = torch.ones(num_rows, dtype=torch.float64), torch.zeros(num_rows, dtype=torch.float64)
+    for first, count, read in parts:
+        factors[first : first + count] = read.factor
+        biases[first : first + count] = read.bias
+    return factors, biases
 
 
 def _shown_keys(stack: _Stack, mask: Mask, num_tokens: int, device: torch.device) -> Tensor:
     """[rows, num_tokens] bool: the keys that the only reader's rows see."""
-    ((group, _, position, _),) = stack.readers
-    lowest = [group.lowest_seen(mask, row) for row in range(group.num_rows)]
-    keys = torch.arange(position, position + num_tokens, device=device)
-    shown = keys[None, :] >= torch.tensor(lowest, device=device)[:, None]
+    ((group, read),) = stack.readers
+    shown = torch.ones(group.num_rows, num_tokens, dtype=torch.bool, device=device)
+    if (mask.kind != "full" or group.window) and not read.follows:
+        lowest = torch.tensor([group.lowest_seen(mask, row) for row in range(group.num_rows)], device=device)
+        keys = torch.tensor(read.places or range(read.position, read.position + num_tokens), device=device)
+        shown &= keys[None, :] >= lowest[:, None]
+    if read.hidden:
+        shown[:, torch.tensor(read.hidden, device=device)] = False
+    if read.ends:
+        shown &= torch.arange(num_tokens, device=device)[None, :] < torch.tensor(read.ends, device=device)[:, None]
     if stack.causal:
         shown &= torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril_()
     return shown
@@ -203,4 +284,4 @@ def _lowest_seen(mask: Mask, position: int) -> int:
         return position - mask.size + 1
     if mask.kind == "chunked":
         return position // mask.size * mask.size
-    return -(1 << 62)
+    return _NOWHERE

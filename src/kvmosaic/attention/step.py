@@ -22,6 +22,7 @@ from kvmosaic.attention.layer_backend import LayerBackend, PlanReader, Pools
 from kvmosaic.attention.merge import apply_sinks, merge_partials
 from kvmosaic.attention.reads import Call, Mask, PoolName, ReadPlan, RowGroup, plan_reads
 from kvmosaic.attention.torch_backend import AttentionBackend
+from kvmosaic.attention.watching import watch_group
 from kvmosaic.memory import BlockStorage
 from kvmosaic.rope import Rotation, RotationTables, TableCache, turn
 
@@ -83,6 +84,7 @@ class StepAttention:
         self._layers = layers
         self._storages = storages
         self._groups = groups
+        self._watched = [group for group in groups if group.watch is not None]
         self._writes = writes
         self._backend = backend
         self._layer_backend = backend if isinstance(backend, LayerBackend) else None
@@ -101,11 +103,13 @@ class StepAttention:
         plan = self._plan(layer.mask, call.query.device)
         tables = self._turning_tables(layer, plan, call.query) if plan.is_moved and layer.rotation is not None else None
         result = None
-        if self._layer_backend is not None and layer.bias is None:
+        if self._layer_backend is not None and layer.bias is None and plan.weights is None:
             result = self._reader(self._layer_backend, layer.mask, plan).attend(
                 call.query, self._pools(call), scaling=call.scaling, softcap=call.softcap, tables=tables
             )
         output, lse = result or self._attend_all(call, plan, tables, self._biases_of(layer, plan, call.query))
+        for group in self._watched:
+            watch_group(group, call, lse, layer, self._storages)
         if call.sinks is not None:
             output = apply_sinks(output, lse, call.sinks)
         return output
@@ -117,6 +121,11 @@ class StepAttention:
         query = call.query if plan.is_single else call.query[plan.rows]
         if tables is not None:
             query = turn(query, tables).to(call.query.dtype)
+        if plan.weights is not None:
+            factors, raised = (
+                part.to(query.device, torch.promote_types(query.dtype, torch.float32)) for part in plan.weights
+            )
+            query = (query * factors[:, None, None]).to(call.query.dtype)
         results = [
             self._attend(call, query[part.first : part.last], part, biases[index] if biases else None)
             for index, part in enumerate(plan.calls)
@@ -125,6 +134,8 @@ class StepAttention:
             output, lse = results[0]
         else:
             output, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
+        if plan.weights is not None:
+            lse = lse + raised[:, None].to(lse.dtype)
         if not plan.is_single:
             output, lse = merge_partials(output, lse, plan.rows, plan.num_rows)
         return output, lse

@@ -21,7 +21,7 @@ TOKEN_BYTES = 4
 DEFAULT_TENANT = "default"
 """Of a server that is told of no other, and of whoever names none: what one computes, the other finds."""
 _MAX_TOKEN_ID = 2**32 - 1
-_ROOT, _BLOCK, _RUN, _NEXT = b"kvm-root", b"kvm-blok", b"kvm-run.", b"kvm-next"
+_ROOT, _BLOCK, _RUN, _NEXT, _PART = b"kvm-root", b"kvm-blok", b"kvm-run.", b"kvm-next", b"kvm-part"
 
 
 def _sha256(data: bytes) -> bytes:
@@ -107,6 +107,14 @@ class KeyChain:
     def run_encoded(self, root: Key, tokens: bytes) -> Key:
         """`run` for tokens from `encode_tokens`."""
         return Key(_sha256(_RUN + struct.pack("<II", len(root), len(tokens)) + root + tokens))
+
+    def part_of(self, key: Key, *numbers: Sequence[int] | Sequence[float]) -> Key:
+        """The key of a run that is seen in part, or not as it is: lists of numbers say what differs."""
+        parts = [_PART, struct.pack("<I", len(key)), key]
+        for values in numbers:
+            parts.append(struct.pack("<I", len(values)))
+            parts.append(struct.pack(f"<{len(values)}d", *values))
+        return Key(_sha256(b"".join(parts)))
 
     def next_after(self, key: Key) -> Key:
         """The key to try when `key` is taken by other tokens (a collision)."""

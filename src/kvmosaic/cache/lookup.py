@@ -38,17 +38,25 @@ class _Draft:
     spans: list[SpanPlan] = field(default_factory=list)
     missing: dict[Key, tuple[Key, bytes]] = field(default_factory=dict)
     """Chunks this plan computes: key -> root and tokens."""
-    roots: dict[tuple[int, tuple[View, ...]], Key] = field(default_factory=dict)
+    roots: dict[tuple[int, tuple[View, ...], tuple[int, ...]], Key] = field(default_factory=dict)
     """Most chunks of a prompt saw the same: their root is made once, and is once in memory."""
 
     def root(self, index: int) -> Key:
         """What a span saw: the keys of earlier spans, which are in the plan by now."""
         span = self.layout.spans[index]
-        root = self.roots.get((span.start, span.views))
+        root = self.roots.get((span.start, span.views, span.places))
         if root is None:
-            root = self.chain.root(span.start, [(self.spans[view.span].key, view.distance) for view in span.views])
-            self.roots[span.start, span.views] = root
+            root = self.chain.root(span.start, [(self._seen(view), view.distance) for view in span.views])
+            if span.places:
+                root = self.chain.part_of(root, span.places)
+            self.roots[span.start, span.views, span.places] = root
         return root
+
+    def _seen(self, view: View) -> Key:
+        key = self.spans[view.span].key
+        if view.is_plain:
+            return key
+        return self.chain.part_of(key, view.hidden, view.ends, (view.weight.factor, view.weight.bias))
 
 
 def is_closed(layout: Layout, index: int) -> bool:

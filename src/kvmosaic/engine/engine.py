@@ -12,8 +12,10 @@ import torch
 
 from kvmosaic.cache import Chunk, Planner
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
+from kvmosaic.engine.deviations import measure_deviations
 from kvmosaic.engine.keeper import Keeper
 from kvmosaic.engine.placing import place
+from kvmosaic.engine.repairing import Repair, check_model, joined, repair_of
 from kvmosaic.engine.report import reuse_report
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.rolling import check_memory, window_of
@@ -36,6 +38,7 @@ from kvmosaic.errors import (
 from kvmosaic.layout import Layout, PositionStrategy, RollingWindow
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt
+from kvmosaic.repair import FullRepair, repair_policy
 from kvmosaic.sampling import MAX_TOKENS, Answer, GrammarCompiler, SamplingParams, SamplingState, sample
 
 logger = logging.getLogger("kvmosaic")
@@ -71,6 +74,9 @@ class Engine:
         if config.preemption != "recompute" and config.swap_bytes:
             self.scheduler.preemption.swap = SwapSpace(runner.storages["request"], planner, config, clock)
         self.chunk_config = chunk_config
+        self.repair = repair_policy(chunk_config.repair)
+        """What requests do that do not say what is repaired."""
+        check_model(self.repair, runner.model)
         self.config = config
         self.clock = clock
         model = runner.model
@@ -193,10 +199,14 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise InvalidSampling(f"sampling parameters must be SamplingParams, got {type(params).__name__}")
         window = window_of(params, self.runner.model)
-        layout = self._place(prompt, position_strategy, window)
+        policy = self.repair if params.repair is None else repair_policy(params.repair)
+        layout = self._place(prompt, position_strategy, None if isinstance(policy, FullRepair) else window)
+        repair = repair_of(policy, layout, self.runner.model, has_window=window is not None)
+        if repair is not None:
+            layout = self._place(joined(prompt), None, window) if repair.is_full else repair.first_layout()
         if window is not None:
             check_memory(window, self.planner.request_pool)
-        return self._queue(prompt, layout, params, request_id, priority, note, arrival_time, window)
+        return self._queue(prompt, layout, params, request_id, priority, note, arrival_time, window, repair)
 
     def add_warm_up(
         self, prompt: Prompt, *, request_id: str | None = None, position_strategy: PositionStrategy | None = None
@@ -306,10 +316,31 @@ class Engine:
             if sequence.request.is_warm_up and sequence.is_prefilled:
                 sequence.request.reuse = reuse_report(sequence, None)
                 self._finish(sequence, news)
+            elif sequence.request.is_measuring and sequence.is_prefilled:
+                self._repair(sequence, news)
         if self._is_falling_asleep and not self.scheduler.running:
             self._fall_asleep()
         self._log_statistics()
         return list(news.values())
+
+    def _repair(self, sequence: Sequence, news: dict[str, Request]) -> None:
+        """Chooses what is repaired, now that everything is measured, and has the request planned again."""
+        request, repair = sequence.request, sequence.request.repair
+        assert repair is not None
+        begin = self.clock()
+        try:
+            if "deviation" in repair.policy.signals:
+                repair.deviations = measure_deviations(sequence, self.runner)
+            request.layout = repair.repaired_layout()
+        except KVMosaicError as error:
+            request.error = error
+            news[request.request_id] = request
+            self._end(request)
+            return
+        spent = sequence.span_seconds
+        index = len(repair.layout.spans) - 1
+        spent[index] = spent.get(index, 0.0) + self.clock() - begin
+        self.scheduler.replan(sequence)
 
     def check_invariants(self) -> None:
         """Checks pools, tables and caches against each other."""
@@ -342,6 +373,7 @@ class Engine:
         note: str = "",
         arrival_time: float | None = None,
         window: RollingWindow | None = None,
+        repair: Repair | None = None,
     ) -> Request:
         if self.is_stopped:
             raise EngineStopped("the engine is closed; create a new LLM")
@@ -359,7 +391,16 @@ class Engine:
         arrival_time = self.clock() if arrival_time is None else arrival_time
         aging = self.config.priority_aging_seconds
         request = Request(
-            request_id, prompt, layout, params, arrival_time, priority, note, aging_seconds=aging, window=window
+            request_id,
+            prompt,
+            layout,
+            params,
+            arrival_time,
+            priority,
+            note,
+            aging_seconds=aging,
+            window=window,
+            repair=repair,
         )
         if params.structured_outputs is not None:
             request.grammar = self.grammars.compile(params.structured_outputs)

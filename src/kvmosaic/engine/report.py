@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from kvmosaic.cache import AttachedSpan, Attachment
 from kvmosaic.engine.sequence import Sequence
-from kvmosaic.layout import Layout
-from kvmosaic.sampling import ReuseReport, SegmentAction, SegmentReuse
+from kvmosaic.layout import UNWEIGHTED, Layout
+from kvmosaic.sampling import RepairUse, ReuseReport, SegmentAction, SegmentReuse
 
 
 def composition_of(layout: Layout) -> str:
     """What a layout means, in words: exact, or which approximation was asked for."""
     if not any(span.segment.kind == "chunk" for span in layout.spans):
         return "exact"
-    parts = ["documents do not see each other"]
+    apart = "documents do not see each other"
+    if (index := layout.repair) is not None:
+        apart += f", but for {layout.spans[index].num_tokens} repaired tokens"
+    parts = [apart]
+    if any(view.weight != UNWEIGHTED for view in layout.last.views):
+        parts.append("the question weighs documents differently")
     if layout.chunk_context == "none":
         parts.append("documents did not see the system prompt")
     return f"composed ({layout.strategy}): " + ", ".join(parts)
@@ -27,6 +32,8 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
     most_found = window.sink_tokens + window.window_tokens if window is not None else None
     segments = []
     for index, (span, attached) in enumerate(zip(layout.spans, attachment.spans, strict=True)):
+        if span.is_repair:
+            continue
         num_reused = min(sequence.num_reused[index], span.num_tokens)
         seconds = sequence.span_seconds.get(index) or sequence.attach_seconds / max(num_found, 1)
         distance = 0 if sequence.request.is_warm_up else layout.position_of(index) - span.start
@@ -54,7 +61,21 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
         if (first := window.replay_from(num_tokens)) > window.sink_tokens:
             num_left_out = first - window.head_tokens(num_tokens)
             note += f"; {num_left_out} of those between can change nothing and were not computed"
-    return ReuseReport(tuple(segments), time_to_first_token, composition_of(layout) + note)
+    return ReuseReport(tuple(segments), time_to_first_token, composition_of(layout) + note, _repair_use(sequence))
+
+
+def _repair_use(sequence: Sequence) -> RepairUse | None:
+    """What was repaired, and what that cost."""
+    request, repair = sequence.request, sequence.request.repair
+    if repair is None or request.is_warm_up:
+        return None
+    seconds = sum(sequence.span_seconds.values()) if repair.is_full else 0.0
+    num_found = sequence.num_reused[0] if repair.is_full else 0
+    index = request.layout.repair
+    if index is not None:
+        seconds = sequence.span_seconds.get(index, 0.0)
+        num_found = min(sequence.num_reused[index], request.layout.spans[index].num_tokens)
+    return repair.use(request.layout, num_found, seconds)
 
 
 def _action(num_reused: int, num_tokens: int, distance: int) -> SegmentAction:

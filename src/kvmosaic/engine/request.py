@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvmosaic.engine.repairing import Repair
 from kvmosaic.engine.turns import turn_of
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.layout import Layout, RollingWindow
@@ -40,6 +41,8 @@ class Request:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
+    repair: Repair | None = None
+    """What of its chunks is computed again, if anything."""
     error: KVMosaicError | None = None
     """Why the request could not run."""
     text: str | None = field(init=False)
@@ -52,12 +55,18 @@ class Request:
     def __post_init__(self) -> None:
         self.text = self.prompt.text
         self.turn = turn_of(self.priority, self.arrival_time, self.aging_seconds)
-        self.token_ids = tuple(token for span in self.layout.spans for token in span.token_ids)
+        segments = self.prompt.segments[:-1] if self.is_warm_up else self.prompt.segments
+        self.token_ids = tuple(token for segment in segments for token in segment.token_ids or ())
 
     @property
     def is_warm_up(self) -> bool:
         """Whether chunks are only computed, and nothing is asked."""
-        return self.layout.last.segment.kind is SegmentKind.CHUNK
+        return self.layout.last.segment.kind is SegmentKind.CHUNK and self.repair is None
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether signals of its chunks are measured before they are repaired and the question is answered."""
+        return self.repair is not None and self.repair.is_measuring
 
     @property
     def is_finished(self) -> bool:

@@ -83,6 +83,13 @@ class Scheduler:
         self._release(sequence)
         sequence.state = SequenceState.FINISHED
 
+    def replan(self, sequence: Sequence) -> None:
+        """Gives a running sequence's blocks back and queues it again: its layout has changed."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.replanned()
+        self.add(sequence)
+
     def schedule(self) -> Step:
         """Chooses what the next forward computes, and makes room for it."""
         step = Step()
@@ -201,7 +208,7 @@ class Scheduler:
                 continue
             count = min(remaining, budget - taken)
             is_last = span is attachment.spans[-1] and count == remaining and not sequence.num_owed
-            wants_logits = is_last and not sequence.request.is_warm_up
+            wants_logits = is_last and not sequence.request.is_warm_up and not sequence.request.is_measuring
             step.works.append(Work(sequence, index, span.num_computed, count, wants_logits))
             self.planner.advance(attachment, index, count)
             taken += count

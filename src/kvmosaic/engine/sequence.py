@@ -6,10 +6,11 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
-from kvmosaic.attention import PoolName, RunRead
-from kvmosaic.cache import Attachment, BlockTable, Key
+from kvmosaic.attention import RunRead
+from kvmosaic.cache import Attachment, Key
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.rolling import moved
+from kvmosaic.engine.span_reads import pool_of, run_reads, view_reads
 from kvmosaic.layout import Layout, RollingWindow, Span
 from kvmosaic.model.batch import SpanRows
 from kvmosaic.prompt import SegmentKind
@@ -65,6 +66,8 @@ class Sequence:
         self._first_kept = 0
         """The first token behind the sinks that was not left out."""
         self._view_reads: dict[int, tuple[RunRead, ...]] = {}
+        self._found_before: tuple[int, ...] = ()
+        """By span: tokens that were found before the request was planned again, repaired."""
 
     @property
     def rank(self) -> tuple[float, float, int]:
@@ -160,10 +163,16 @@ class Sequence:
         self.num_reused = tuple(
             0 if span.is_owner else span.num_tokens if span.chunk else span.num_computed for span in attachment.spans
         )
+        kept = [span.chunk is not None or span.kind is SegmentKind.SYSTEM for span in attachment.spans]
+        self.num_reused = tuple(
+            min(count, self._found_before[index]) if index < len(self._found_before) and kept[index] else count
+            for index, count in enumerate(self.num_reused)
+        )
         if self.window is not None:
             self._num_head = self.window.head_tokens(self._num_text)
             self._first_kept = self.window.replay_from(self._num_text)
-        self.tier_names.clear()
+        if not self._found_before:
+            self.tier_names.clear()
         self._view_reads.clear()
 
     def loaded(self, span_index: int, tier_name: str, seconds: float) -> None:
@@ -172,6 +181,11 @@ class Sequence:
         self.num_reused = (*self.num_reused[:span_index], num_tokens, *self.num_reused[span_index + 1 :])
         self.tier_names[span_index] = tier_name
         self.span_seconds[span_index] = seconds
+
+    def replanned(self) -> None:
+        """Notes that its layout has changed: it waits for blocks again, and what it found first is what it reports."""
+        self._found_before = self.num_reused
+        self.preempted()
 
     def preempted(self) -> None:
         """Notes that the blocks were taken away; everything is computed (or found) again later."""
@@ -189,16 +203,21 @@ class Sequence:
             place, limit = self.window.place(token), self.window.window_tokens
             reads = (*self._kept_reads(self.window, token), *self._window_reads(self.window, token, reads_itself))
         else:
-            reads = (*self._seen(span_index), *_run_reads(span, attached.table, 0, first + reads_itself))
+            seen = self._seen_by_rows(span, first, num_tokens) if span.is_repair else self._seen(span_index)
+            reads = (*seen, *run_reads(span, attached.table, 0, first + reads_itself))
+        places = span.places[first : first + num_tokens]
+        repair = self.request.repair
         return SpanRows(
             token_ids=self._tokens(span, token, num_tokens),
-            position=span.start + place,
-            pool=_pool(span),
+            position=places[0] if places else span.start + place,
+            pool=pool_of(span),
             slots=attached.table.slots(first, num_tokens),
             reads=reads,
             reads_itself=reads_itself,
             wants_logits=wants_logits,
             window=0 if reads_itself else limit,  # a row that is alone reads what it sees, and nothing else
+            places=places,
+            watch=repair if repair is not None and repair.is_measuring and span.segment.kind == "question" else None,
         )
 
     def _tokens(self, span: Span, first: int, num_tokens: int) -> tuple[int, ...]:
@@ -221,17 +240,41 @@ class Sequence:
             parts = []
             for view in self.request.layout.spans[span_index].views:
                 seen, attached = self.request.layout.spans[view.span], self.attachment.spans[view.span]
-                runs = _run_reads(seen, attached.table, view.distance, seen.num_tokens)
+                runs = view_reads(seen, attached.table, view)
+                self._note_watched(view.span, runs)
                 parts.append((attached.chunk.key if attached.chunk else b"", view.distance, runs))
             parts.sort(key=lambda part: part[:2])
             reads = self._view_reads[span_index] = tuple(read for *_, runs in parts for read in runs)
         return reads
 
+    def _seen_by_rows(self, span: Span, first: int, num_tokens: int) -> tuple[RunRead, ...]:
+        """Reads of what repaired tokens see, each of them as far as it stands."""
+        assert self.attachment is not None
+        return tuple(
+            read
+            for view in span.views
+            for read in view_reads(
+                self.request.layout.spans[view.span], self.attachment.spans[view.span].table, view, first, num_tokens
+            )
+        )
+
+    def _note_watched(self, span_index: int, reads: tuple[RunRead, ...]) -> None:
+        """Tells the repair which chunk is behind a run that the question looks at."""
+        repair = self.request.repair
+        if repair is None or not repair.is_measuring:
+            return
+        first = 0
+        for read in reads:
+            places = repair.runs.setdefault((read.first_slot, read.num_tokens, read.distance), [])
+            if (span_index, first) not in places:
+                places.append((span_index, first))
+            first += read.num_tokens
+
     def _kept_reads(self, window: RollingWindow, token: int) -> tuple[RunRead, ...]:
         """Reads of all that never leaves, for a token behind the first S + W: earlier spans, and the sinks."""
         assert self.attachment is not None
         layout, shift = self.request.layout, window.shift(token)
-        sinks = _run_reads(layout.last, self.attachment.last.table, 0, window.sink_tokens)
+        sinks = run_reads(layout.last, self.attachment.last.table, 0, window.sink_tokens)
         return moved((*self._seen(len(layout.spans) - 1), *sinks), shift)
 
     def _window_reads(self, window: RollingWindow, token: int, reads_itself: bool) -> tuple[RunRead, ...]:
@@ -248,20 +291,6 @@ class Sequence:
                 position = span.start + window.place(first) + distance
                 runs = attached.table.runs_between(first - attached.num_left, last - attached.num_left)
                 for run in runs:
-                    reads.append(RunRead(_pool(span), run.first_slot, run.num_tokens, position, distance))
+                    reads.append(RunRead(pool_of(span), run.first_slot, run.num_tokens, position, distance))
                     position += run.num_tokens
         return tuple(reads)
-
-
-def _pool(span: Span) -> PoolName:
-    return "chunk_cache" if span.segment.kind is SegmentKind.CHUNK else "request"
-
-
-def _run_reads(span: Span, table: BlockTable, distance: int, num_tokens: int) -> tuple[RunRead, ...]:
-    """Reads of the first `num_tokens` tokens of a span, moved by `distance`."""
-    reads = []
-    position = span.start + distance
-    for run in table.runs(num_tokens):
-        reads.append(RunRead(_pool(span), run.first_slot, run.num_tokens, position, distance))
-        position += run.num_tokens
-    return tuple(reads)

@@ -2,10 +2,12 @@
 
 from kvmosaic.layout.arrange import arrange
 from kvmosaic.layout.dense import DenseLayout, dense
+from kvmosaic.layout.repaired import exact_spans, repaired
 from kvmosaic.layout.rolling import RollingWindow
-from kvmosaic.layout.span import ChunkContext, Layout, PositionStrategy, Span, View
+from kvmosaic.layout.span import UNWEIGHTED, ChunkContext, Layout, PositionStrategy, Span, View, Weight
 
 __all__ = [
+    "UNWEIGHTED",
     "ChunkContext",
     "DenseLayout",
     "Layout",
@@ -13,6 +15,9 @@ __all__ = [
     "RollingWindow",
     "Span",
     "View",
+    "Weight",
     "arrange",
     "dense",
+    "exact_spans",
+    "repaired",
 ]

@@ -20,12 +20,16 @@ class DenseLayout:
     positions: [T], where each token stands while it is computed
     mask: [T, T], True where the row token sees the column token
     distances: [T, T], how far the column's key is moved for the row; 0 where the mask is False
+    factors, biases: [T, T], what the row's scores of that key are multiplied by, and then increased by;
+        None: by 1 and 0
     """
 
     token_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     mask: NDArray[np.bool_]
     distances: NDArray[np.int64]
+    factors: NDArray[np.float64] | None = None
+    biases: NDArray[np.float64] | None = None
 
     @property
     def question_positions(self) -> NDArray[np.int64]:
@@ -42,22 +46,31 @@ class DenseLayout:
 
 
 def dense(layout: Layout) -> DenseLayout:
-    """Writes a layout out as positions, a boolean mask and distances (numpy, no torch)."""
+    """Writes a layout out as positions, a boolean mask and distances (numpy, no torch).
+
+    Repaired tokens are tokens of their own, between chunks and question.
+    """
     import numpy as np  # here, since everything imports layouts and a command line should start at once
 
     offsets = np.cumsum([0] + [span.num_tokens for span in layout.spans])
     num_tokens = int(offsets[-1])
     mask = np.zeros((num_tokens, num_tokens), dtype=np.bool_)
     distances = np.zeros((num_tokens, num_tokens), dtype=np.int64)
+    factors, biases = np.ones((num_tokens, num_tokens)), np.zeros((num_tokens, num_tokens))
     positions = np.zeros(num_tokens, dtype=np.int64)
     token_ids = np.zeros(num_tokens, dtype=np.int64)
     for index, span in enumerate(layout.spans):
         rows = slice(offsets[index], offsets[index + 1])
-        positions[rows] = span.start + np.arange(span.num_tokens)
+        positions[rows] = span.places or span.start + np.arange(span.num_tokens)
         token_ids[rows] = span.token_ids
         mask[rows, rows] = np.tri(span.num_tokens, dtype=np.bool_)
         for view in span.views:
             columns = slice(offsets[view.span], offsets[view.span + 1])
-            mask[rows, columns] = True
-            distances[rows, columns] = view.distance
-    return DenseLayout(token_ids, positions, mask, distances)
+            numbers = np.arange(layout.spans[view.span].num_tokens)
+            shown = np.isin(numbers, view.hidden, invert=True)[None, :]
+            if view.ends:
+                shown = shown & (numbers[None, :] < np.array(view.ends)[:, None])
+            mask[rows, columns] = shown
+            distances[rows, columns] = np.where(shown, view.distance, 0)
+            factors[rows, columns], biases[rows, columns] = view.weight.factor, view.weight.bias
+    return DenseLayout(token_ids, positions, mask, distances, factors, biases)

@@ -5,10 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvmosaic.prompt import Segment
+from kvmosaic.prompt import Segment, SegmentKind
 
 PositionStrategy = Literal["shared", "sequential", "absolute"]
 ChunkContext = Literal["system", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """How the scores of a run of keys count in the softmax: multiplied by `factor`, then increased by `bias`."""
+
+    factor: float = 1.0
+    bias: float = 0.0
+
+
+UNWEIGHTED = Weight()
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +33,17 @@ class View:
     span: int
     """Index of the span that is seen."""
     distance: int
+    hidden: tuple[int, ...] = ()
+    """Numbers of its tokens that are not seen, because the reader sees them repaired; ascending."""
+    ends: tuple[int, ...] = ()
+    """Repaired tokens only: for each of them, how many of the first tokens of that span it sees; empty: all see all."""
+    weight: Weight = UNWEIGHTED
+    """How scores of its keys count."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of its tokens are seen as they are."""
+        return not self.hidden and not self.ends and self.weight == UNWEIGHTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +59,13 @@ class Span:
     segment: Segment
     start: int
     views: tuple[View, ...] = ()
+    places: tuple[int, ...] = ()
+    """Repaired tokens only: the position of each of them; empty: from `start` on."""
+
+    @property
+    def is_repair(self) -> bool:
+        """Whether these are tokens of other spans, computed again."""
+        return self.segment.kind is SegmentKind.REPAIR
 
     @property
     def num_tokens(self) -> int:
@@ -46,7 +75,7 @@ class Span:
     @property
     def end(self) -> int:
         """One past the position of the last token, as computed."""
-        return self.start + self.num_tokens
+        return max(self.places) + 1 if self.places else self.start + self.num_tokens
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -74,7 +103,12 @@ class Layout:
     @property
     def num_tokens(self) -> int:
         """Tokens of the whole prompt."""
-        return sum(span.num_tokens for span in self.spans)
+        return sum(span.num_tokens for span in self.spans if not span.is_repair)
+
+    @property
+    def repair(self) -> int | None:
+        """Index of the span of repaired tokens, if there is one."""
+        return next((index for index, span in enumerate(self.spans) if span.is_repair), None)
 
     @property
     def is_moved(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvmosaic.attention import PoolName, RowGroup, RunRead, Write
+from kvmosaic.attention import PoolName, RowGroup, RunRead, Watch, Write
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,8 @@ class SpanRows:
     reads_itself: a single token whose own slot is already among the reads
     wants_logits: whether the logits of the last token are needed
     window: if not 0, a row sees only so many positions of the reads that do not follow it (see `RowGroup`)
+    places: the position of each token, if they do not stand behind each other
+    watch: is told how much the rows look at what they read
     """
 
     token_ids: Sequence[int]
@@ -32,6 +34,8 @@ class SpanRows:
     reads_itself: bool = False
     wants_logits: bool = False
     window: int = 0
+    places: tuple[int, ...] = ()
+    watch: Watch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,8 @@ class Batch:
     writes: tuple[Write, ...]
 
 
-def flatten(spans: Sequence[SpanRows], device: torch.device) -> Batch:
-    """Lays the rows of all spans side by side."""
+def flatten(spans: Sequence[SpanRows], device: torch.device, *, writes: bool = True) -> Batch:
+    """Lays the rows of all spans side by side; without `writes`, nothing of them is stored."""
     token_ids: list[int] = []
     positions: list[int] = []
     logit_rows: list[int] = []
@@ -55,8 +59,10 @@ def flatten(spans: Sequence[SpanRows], device: torch.device) -> Batch:
     for span in spans:
         first, count = len(token_ids), len(span.token_ids)
         token_ids.extend(span.token_ids)
-        positions.extend(range(span.position, span.position + count))
-        groups.append(RowGroup(first, count, span.position, span.reads, span.reads_itself, span.window))
+        positions.extend(span.places or range(span.position, span.position + count))
+        groups.append(
+            RowGroup(first, count, span.position, span.reads, span.reads_itself, span.window, span.places, span.watch)
+        )
         rows, slots = written.setdefault(span.pool, ([], []))
         rows.extend(range(first, first + count))
         slots.extend(span.slots)
@@ -70,6 +76,7 @@ def flatten(spans: Sequence[SpanRows], device: torch.device) -> Batch:
         tuple(
             Write(pool, _slice_or_index(rows, device), _slice_or_index(slots, device))
             for pool, (rows, slots) in written.items()
+            if writes
         ),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from kvmosaic.attention import AttentionBackend, PoolName, StepAttention, TorchB
 from kvmosaic.cache import BlockCopy
 from kvmosaic.memory import BlockStorage
 from kvmosaic.model.batch import SpanRows, flatten
+from kvmosaic.model.hook import AttentionCall
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.rope import TableCache
 
@@ -56,6 +58,21 @@ class Runner:
         for copy in copies:
             self.storages["request"].copy_block(copy.source, copy.target)
 
+    def keys_of(self, rows: SpanRows, layer_index: int) -> Tensor:
+        """Keys [T, G, D] that rows have in one layer, rotated at their places; later layers are not computed.
+
+        Nothing is stored: the rows read each other causally from what the forward itself computes.
+        """
+        batch = flatten([rows], self.model.device, writes=False)
+        receiver = StepAttention(
+            self.model.layers, self.storages, batch.groups, batch.writes, self.backend, self._table_cache
+        )
+        stop = _StopAt(receiver, layer_index)
+        with contextlib.suppress(_Stopped):
+            self.model.forward(batch.token_ids, batch.positions, batch.logit_rows, stop)
+        assert stop.key is not None, "every layer calls its attention"
+        return stop.key
+
     def run(self, spans: Sequence[SpanRows], copies: Sequence[BlockCopy] = ()) -> Tensor:
         """Computes the keys and values of all given rows and stores them.
 
@@ -73,3 +90,23 @@ class Runner:
         )
         logits = self.model.forward(batch.token_ids, batch.positions, batch.logit_rows, receiver)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+class _Stopped(Exception):
+    """Ends a forward of which no more is wanted."""
+
+
+class _StopAt:
+    """Receives attention calls, and ends the forward at one layer."""
+
+    def __init__(self, receiver: StepAttention, layer_index: int) -> None:
+        self._receiver = receiver
+        self._layer_index = layer_index
+        self.key: Tensor | None = None
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        """Attention of the layers before; at the layer itself, takes the keys and ends the forward."""
+        if call.layer_index == self._layer_index:
+            self.key = call.key
+            raise _Stopped
+        return self._receiver(call)

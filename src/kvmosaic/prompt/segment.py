@@ -26,6 +26,8 @@ class SegmentKind(StrEnum):
     QUESTION = "question"
     PLAIN = "plain"
     """The only segment of an ordinary prompt: causal, position 0, no documents."""
+    REPAIR = "repair"
+    """Tokens of chunks that a request computes again; in layouts only, never in a prompt."""
 
 
 _NAMELESS = {
@@ -33,6 +35,7 @@ _NAMELESS = {
     SegmentKind.CHUNK: "document (it has no id)",
     SegmentKind.QUESTION: "question",
     SegmentKind.PLAIN: "prompt",
+    SegmentKind.REPAIR: "repaired tokens",
 }
 
 
@@ -40,7 +43,7 @@ def _kind(kind: object) -> SegmentKind:
     try:
         return SegmentKind(kind)  # type: ignore[arg-type]
     except ValueError:
-        names = ", ".join(repr(str(known)) for known in SegmentKind)
+        names = ", ".join(repr(str(known)) for known in SegmentKind if known is not SegmentKind.REPAIR)
         raise InvalidPrompt(f"a segment's kind must be one of {names}, got {kind!r:.80}") from None
 
 

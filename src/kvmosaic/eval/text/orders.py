@@ -18,7 +18,7 @@ LAST = ("In the last document,", "According to the last document,", "In the end,
 class OrderRecipe:
     """What prompts of ordered documents look like."""
 
-    documents: tuple[int, int] = (2, 4)
+    documents: tuple[int, int] = (2, 3)
     sentences: tuple[int, int] = (1, 3)
     questions: int = 16
 

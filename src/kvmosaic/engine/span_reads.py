@@ -1,0 +1,107 @@
+"""Span reads: the runs of stored keys behind a view of a span."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvmosaic.attention import PoolName, RunRead
+from kvmosaic.cache import BlockTable
+from kvmosaic.layout import Span, View
+from kvmosaic.prompt import SegmentKind
+
+_MOST_STRETCHES = 8
+"""Up to so many stretches of keys between hidden ones are read one by one; more are read at once, with a mask."""
+
+
+def pool_of(span: Span) -> PoolName:
+    """The pool that a span's tokens lie in."""
+    return "chunk_cache" if span.segment.kind is SegmentKind.CHUNK else "request"
+
+
+def run_reads(span: Span, table: BlockTable, distance: int, num_tokens: int) -> tuple[RunRead, ...]:
+    """Reads of the first `num_tokens` tokens of a span, moved by `distance`."""
+    return tuple(_between(span, table, distance, 0, num_tokens))
+
+
+def view_reads(
+    span: Span, table: BlockTable, view: View, first_row: int = 0, num_rows: int | None = None
+) -> tuple[RunRead, ...]:
+    """Reads of a span as it is seen: without hidden tokens, and each row as far as it sees.
+
+    Args:
+        span: what is seen.
+        table: where its tokens lie.
+        view: how.
+        first_row: number of the first token that reads, in its own span.
+        num_rows: how many read; None: the view shows all of them the same.
+    """
+    weight = view.weight
+    if view.is_plain:
+        return run_reads(span, table, view.distance, span.num_tokens)
+    ends = view.ends[first_row : first_row + num_rows] if view.ends and num_rows is not None else ()
+    if ends and min(ends) == max(ends):
+        kept, ends = ends[0], ()
+    else:
+        kept = max(ends, default=span.num_tokens)
+    stretches = list(_stretches(view.hidden, kept))
+    if ends or len(stretches) > _MOST_STRETCHES:
+        return tuple(_masked(run_reads(span, table, view.distance, kept), view, ends))
+    return tuple(
+        _weighted(read, weight.factor, weight.bias)
+        for first, last in stretches
+        for read in _between(span, table, view.distance, first, last)
+    )
+
+
+def _between(span: Span, table: BlockTable, distance: int, first: int, last: int) -> Iterator[RunRead]:
+    """Reads of tokens `first` to `last`, which is left out."""
+    number = first
+    for run in table.runs_between(first, last) if first else table.runs(last):
+        places = tuple(place + distance for place in span.places[number : number + run.num_tokens])
+        position = places[0] if places else span.start + distance + number
+        yield RunRead(pool_of(span), run.first_slot, run.num_tokens, position, distance, places=places)
+        number += run.num_tokens
+
+
+def _stretches(hidden: tuple[int, ...], num_tokens: int) -> Iterator[tuple[int, int]]:
+    """The tokens between hidden ones, as (first, last + 1)."""
+    first = 0
+    for token in (*hidden, num_tokens):
+        token = min(token, num_tokens)
+        if first < token:
+            yield first, token
+        first = token + 1
+
+
+def _masked(reads: tuple[RunRead, ...], view: View, ends: tuple[int, ...]) -> Iterator[RunRead]:
+    number = 0
+    for read in reads:
+        last = number + read.num_tokens
+        yield RunRead(
+            read.pool,
+            read.first_slot,
+            read.num_tokens,
+            read.position,
+            read.distance,
+            hidden=tuple(token - number for token in view.hidden if number <= token < last),
+            ends=tuple(min(max(end - number, 0), read.num_tokens) for end in ends),
+            places=read.places,
+            factor=view.weight.factor,
+            bias=view.weight.bias,
+        )
+        number = last
+
+
+def _weighted(read: RunRead, factor: float, bias: float) -> RunRead:
+    if factor == 1 and bias == 0:
+        return read
+    return RunRead(
+        read.pool,
+        read.first_slot,
+        read.num_tokens,
+        read.position,
+        read.distance,
+        places=read.places,
+        factor=factor,
+        bias=bias,
+    )

@@ -1,0 +1,71 @@
+"""Repairing a layout: some tokens of chunks are computed again by the request, and read instead of the cached ones.
+
+    before     system | chunk 1 | chunk 2 |                    question
+    after      system | chunk 1 | chunk 2 | repaired tokens  | question
+                                  . x . x    x x               sees chunk 2 without its x, and the repaired tokens
+
+A repaired token stands where the question sees it, and sees everything before it in prompt order: whole earlier spans,
+the tokens before it in its own chunk, and of all of them the repaired ones instead of the cached ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from kvmosaic.layout.span import UNWEIGHTED, Layout, Span, View, Weight
+from kvmosaic.prompt import Segment, SegmentKind
+
+
+def exact_spans(layout: Layout) -> set[int]:
+    """Indexes of the spans that saw all that stands before them in the prompt, from where the question sees it.
+
+    Computing these again would give the same keys and values.
+    """
+    exact: set[int] = set()
+    for index, span in enumerate(layout.spans[:-1]):
+        shift = layout.position_of(index) - span.start
+        seen = {view.span: layout.spans[view.span].start + view.distance + shift for view in span.views}
+        if all(before in exact and seen.get(before) == layout.position_of(before) for before in range(index)):
+            exact.add(index)
+    return exact
+
+
+def repaired(layout: Layout, chosen: Mapping[int, Sequence[int]], weight: Weight = UNWEIGHTED) -> Layout:
+    """The layout in which the question reads some tokens of chunks as they are when they see what is before them.
+
+    Args:
+        layout: as arranged; nothing of it is repaired yet.
+        chosen: by index of a chunk's span, the numbers of its repaired tokens, ascending.
+        weight: how the question weighs the scores of chunk keys.
+    """
+    assert layout.repair is None, "a layout is repaired once"
+    hidden = {index: tuple(tokens) for index, tokens in chosen.items() if tokens}
+    question = layout.last
+    views = [
+        replace(view, hidden=hidden.get(view.span, ()), weight=weight if _is_chunk(layout, view.span) else UNWEIGHTED)
+        for view in question.views
+    ]
+    if not hidden:
+        return replace(layout, spans=(*layout.spans[:-1], replace(question, views=tuple(views))))
+    views.append(View(len(layout.spans) - 1, 0))
+    spans = (*layout.spans[:-1], _repair_span(layout, hidden), replace(question, views=tuple(views)))
+    return replace(layout, spans=spans)
+
+
+def _is_chunk(layout: Layout, index: int) -> bool:
+    return layout.spans[index].segment.kind is SegmentKind.CHUNK
+
+
+def _repair_span(layout: Layout, hidden: Mapping[int, tuple[int, ...]]) -> Span:
+    rows = [(index, token) for index in sorted(hidden) for token in hidden[index]]
+    views = []
+    for view in layout.last.views:
+        length = layout.spans[view.span].num_tokens
+        ends = tuple(length if view.span < index else token if view.span == index else 0 for index, token in rows)
+        if any(ends):
+            is_whole = all(end == length for end in ends)
+            views.append(View(view.span, view.distance, hidden.get(view.span, ()), () if is_whole else ends))
+    places = tuple(layout.position_of(index) + token for index, token in rows)
+    token_ids = tuple(layout.spans[index].token_ids[token] for index, token in rows)
+    return Span(Segment(SegmentKind.REPAIR, token_ids), places[0], tuple(views), places)
