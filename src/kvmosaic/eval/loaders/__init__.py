@@ -1,0 +1,111 @@
+"""Sets of questions that people have as files: HotpotQA, 2WikiMultihopQA, MuSiQue, SAMSum, RULER, LongBench."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvmosaic.errors import InvalidConfig, KVMosaicError
+from kvmosaic.eval.case import MAX_PIECE_TOKENS, Case
+from kvmosaic.eval.loaders.field import Field
+from kvmosaic.eval.loaders.hotpotqa import read_2wikimultihopqa, read_hotpotqa
+from kvmosaic.eval.loaders.longbench import read_longbench
+from kvmosaic.eval.loaders.musique import read_musique
+from kvmosaic.eval.loaders.origin import Origin
+from kvmosaic.eval.loaders.records import Record, read_records
+from kvmosaic.eval.loaders.ruler import read_ruler
+from kvmosaic.eval.loaders.samsum import read_samsum
+
+MAX_CASES = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A way to write questions into a file."""
+
+    fields: tuple[str, ...]
+    """What a record must have; a file is taken for the first format whose fields its first record has."""
+    read: Callable[[Field, Origin], Case]
+
+
+FORMATS: Final[dict[str, Format]] = {
+    "musique": Format(("paragraphs", "question", "answer"), read_musique),
+    "2wikimultihopqa": Format(("context", "question", "answer", "evidences"), read_2wikimultihopqa),
+    "hotpotqa": Format(("context", "question", "answer"), read_hotpotqa),
+    "longbench": Format(("context", "input", "answers", "dataset"), read_longbench),
+    "samsum": Format(("dialogue", "summary"), read_samsum),
+    "ruler": Format(("input", "outputs"), read_ruler),
+}
+
+
+def load(
+    path: str | Path, format: str | None = None, limit: int | None = None, piece_tokens: int | None = None
+) -> list[Case]:
+    """Reads questions from a file of JSON lines, or of one JSON list.
+
+    Args:
+        path: the file.
+        format: one of `FORMATS`; None: found by the fields of the first record.
+        limit: the most cases, the first ones of the file; None: all of them, if they are at most `MAX_CASES`.
+        piece_tokens: the length of the pieces that long texts without passages are cut into; None: as each format does.
+
+    Raises:
+        InvalidConfig: a file, record or field that is not as its format says, or an argument outside its bounds.
+    """
+    path = Path(path)
+    _check_count("limit", limit, MAX_CASES)
+    _check_count("piece_tokens", piece_tokens, MAX_PIECE_TOKENS)
+    if format is not None and format not in FORMATS:
+        raise InvalidConfig(f"there is no format {format!r:.80}; there are {', '.join(FORMATS)}")
+    cases: list[Case] = []
+    places: dict[str, int] = {}
+    with closing(read_records(path)) as records:
+        for record in records:
+            if len(cases) == MAX_CASES:
+                raise InvalidConfig(f"{path} has more than {MAX_CASES} records; ask for its first ones with a limit")
+            format = format or _found(path, record)
+            case = _read(path, record, format, piece_tokens)
+            if case.id in places:
+                raise _wrong(path, record, f"its id {case.id!r:.80} is that of line {places[case.id]}; remove one")
+            places[case.id] = record.line
+            cases.append(case)
+            if len(cases) == limit:
+                break
+    if not cases:
+        raise InvalidConfig(f"{path} has no records; give a file with at least one")
+    return cases
+
+
+def _found(path: Path, record: Record) -> str:
+    """The name of the first format that suits."""
+    fields = Field("", record.value)
+    for name, format in FORMATS.items():
+        if fields.has(*format.fields):
+            return name
+    named = "; ".join(f"{name}: {', '.join(format.fields)}" for name, format in FORMATS.items())
+    has = ", ".join(record.value)[:200] or "none"
+    raise _wrong(path, record, f"its fields ({has}) are those of no format; convert it to one of them ({named})")
+
+
+def _read(path: Path, record: Record, name: str, piece_tokens: int | None) -> Case:
+    format = FORMATS[name]
+    try:
+        return format.read(Field("", record.value), Origin(path, record.number, piece_tokens))
+    except KVMosaicError as error:
+        needed = ", ".join(format.fields)
+        what = f"{error} (read as {name}, which has {needed}; another format can be named)"
+        raise _wrong(path, record, what) from error
+
+
+def _wrong(path: Path, record: Record, what: str) -> InvalidConfig:
+    return InvalidConfig(f"{path}, line {record.line}, record {record.number}: {what}")
+
+
+def _check_count(name: str, value: int | None, limit: int) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
+        raise InvalidConfig(f"{name} must be a whole number from 1 to {limit}, or None, got {value!r:.80}")

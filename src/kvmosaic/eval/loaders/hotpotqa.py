@@ -1,0 +1,76 @@
+"""HotpotQA and 2WikiMultihopQA: paragraphs of which two or more must be read for the answer.
+
+The official files have `context: [[title, [sentence, …]], …]` and `supporting_facts: [[title, number], …]`. Exports of
+the Hugging Face hub have `{"title": […], "sentences": [[…], …]}`, a list of `{"title", "sentences"}`, or the official
+form as a text of JSON.
+"""
+
+from __future__ import annotations
+
+from kvmosaic.eval.case import Case
+from kvmosaic.eval.loaders.field import Field
+from kvmosaic.eval.loaders.origin import SHORT_ANSWER, Origin
+from kvmosaic.prompt import Document
+
+_ANSWER_TOKENS = 32
+
+
+def read_hotpotqa(record: Field, origin: Origin) -> Case:
+    """A record of HotpotQA (distractor or full wiki) as a case."""
+    return _read(record, origin, "hotpotqa")
+
+
+def read_2wikimultihopqa(record: Field, origin: Origin) -> Case:
+    """A record of 2WikiMultihopQA as a case."""
+    return _read(record, origin, "2wikimultihopqa")
+
+
+def _read(record: Field, origin: Origin, task: str) -> Case:
+    paragraphs = _paragraphs(record.member("context").unpacked())
+    documents = tuple(_document(title, sentences) for title, sentences in paragraphs)
+    return Case(
+        id=origin.id_of(record, "_id", "id"),
+        task=task,
+        system=SHORT_ANSWER,
+        documents=documents,
+        question=record.member("question").filled_text(),
+        answers=(record.member("answer").filled_text(),),
+        needs=_needs(record, [title.text().strip() for title, _ in paragraphs]),
+        metric="f1",
+        answer_tokens=_ANSWER_TOKENS,
+    )
+
+
+def _paragraphs(context: Field) -> list[tuple[Field, Field]]:
+    """Title and sentences of each paragraph."""
+    if isinstance(context.value, dict):
+        return _zipped(context, "title", "sentences")
+    return [
+        (item.member("title"), item.member("sentences")) if isinstance(item.value, dict) else item.pair()
+        for item in context.items()
+    ]
+
+
+def _zipped(columns: Field, one: str, other: str) -> list[tuple[Field, Field]]:
+    left, right = columns.member(one).items(), columns.member(other).items()
+    if len(left) != len(right):
+        raise columns.wrong(f"it has {len(left)} of {one!r} and {len(right)} of {other!r}; they belong together")
+    return list(zip(left, right, strict=True))
+
+
+def _document(title: Field, sentences: Field) -> Document:
+    """The sentences of a paragraph as one text. One without sentences says its title."""
+    text = " ".join(sentence.text().strip() for sentence in sentences.items()).strip()
+    return Document(text, title.text()) if text else Document(title.filled_text())
+
+
+def _needs(record: Field, titles: list[str]) -> tuple[int, ...]:
+    """The paragraphs with supporting facts; none where one is missing, as in the full wiki setting."""
+    if not record.has("supporting_facts"):
+        return ()
+    facts = record.member("supporting_facts").unpacked()
+    pairs = _zipped(facts, "title", "sent_id") if isinstance(facts.value, dict) else [f.pair() for f in facts.items()]
+    wanted = {title.text().strip() for title, _ in pairs}
+    if not wanted <= set(titles):
+        return ()
+    return tuple(index for index, title in enumerate(titles) if title in wanted)
