@@ -22,6 +22,8 @@ class Reading:
     """From 0, wrong, to 1, right."""
     first_seconds: float
     """Time to the first token; the documents were known before."""
+    computed_tokens: int
+    """Tokens of the prompt that went through the model; for the documents, those that were repaired."""
     document_tokens: int
     repaired_tokens: int = 0
     """Of the documents' tokens, those that the answer read as they are when they see what stands before them."""

@@ -160,6 +160,7 @@ class _Run:
             answer=text,
             score=score(case.metric, text, case.answers),
             first_seconds=output.metrics.time_to_first_token,
+            computed_tokens=output.reuse.computed_tokens,
             document_tokens=sum(chunk.num_tokens for chunk in prompt.chunks),
             repaired_tokens=used.repaired_tokens if used else 0,
             work=used.work_fraction if used else 0.0,
