@@ -261,7 +261,7 @@ def has_moved(url: str) -> bool:
     """Whether chunks came from both tiers, and some had to leave."""
     moved = counters(url)
     names = 'hits_total{tier="disk"}', 'hits_total{tier="redis"}', 'evictions_total{tier="disk"}'
-    return all(moved[f"kvmosaic:tier_{name}"] > 0 for name in names)
+    return all(moved.get(f"kvmosaic:tier_{name}", 0) > 0 for name in names)
 
 
 def counters(url: str) -> dict[str, float]:
