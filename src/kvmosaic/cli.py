@@ -26,12 +26,15 @@ from kvmosaic.console.options import (
     Device,
     Documents,
     DType,
+    FixedStrategy,
     LongChunks,
     Model,
     NoChunkCache,
     Packing,
+    ProfileFile,
     PromptText,
     Questions,
+    Repair,
     Rounding,
     Separator,
     ServerURL,
@@ -111,8 +114,10 @@ def run(
     question: Questions = None,
     system: System = None,
     separator: Separator = "##",
-    position_strategy: Strategy = "shared",
-    chunk_context: ContextKind = "system",
+    position_strategy: Strategy = None,
+    chunk_context: ContextKind = None,
+    repair: Repair = None,
+    profile: ProfileFile = "auto",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token every time.")] = 0.0,
     window_tokens: WindowTokens = None,
@@ -165,6 +170,8 @@ def run(
         chunk_codec,
         chunk_compression,
         chunk_loading,
+        repair=repair,
+        profile=profile,
     )
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, window_tokens=window_tokens, sink_tokens=sink_tokens
@@ -227,7 +234,7 @@ def check(
 @app.command()
 def demo(
     model: Model = "reader",
-    position_strategy: Strategy = "sequential",
+    position_strategy: FixedStrategy = "sequential",
     long_chunks: LongChunks = "error",
     capacity: Capacity = "2GiB",
     device: Device = "auto",
@@ -285,7 +292,7 @@ def bench(
     sharers: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Most prompts at once that share documents.")
     ] = None,
-    position_strategy: Strategy = "shared",
+    position_strategy: FixedStrategy = "shared",
     capacity: Annotated[str, typer.Option(metavar="SIZE", help="Memory for each of our pools.")] = "4GiB",
     vllm_python: Annotated[
         Path | None,
@@ -370,8 +377,9 @@ def warm(
         Path | None, typer.Option(metavar="FILE", help="Then write these documents to a bundle for other machines.")
     ] = None,
     tenant: TenantName = "",
-    position_strategy: Strategy = "shared",
-    chunk_context: ContextKind = "system",
+    position_strategy: Strategy = None,
+    chunk_context: ContextKind = None,
+    profile: ProfileFile = "auto",
     long_chunks: LongChunks = "error",
     capacity: Annotated[
         str, typer.Option(metavar="SIZE", help="Memory for documents under way; the folder may be much larger.")
@@ -407,6 +415,7 @@ def warm(
         chunk_codec=chunk_codec,
         chunk_compression=chunk_compression,
         chunk_pending=capacity,
+        profile=profile,
     )
     raise typer.Exit(warm_folder(opening, Warming(folder, glob, system, system_file, bundle, tenant), as_json))
 

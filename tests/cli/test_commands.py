@@ -213,3 +213,17 @@ def test_an_answer_with_a_window_goes_on_behind_the_model(tiny_model: Path) -> N
     assert "tokens see the first 2 and the newest 12 tokens" in answered["reuse"]["composition"]
     refused = run("run", tiny_model, "-q", "Where?", "--sink-tokens", "2")
     assert refused.exit_code == 2 and "there is no window_tokens" in refused.output
+
+
+def test_repair_and_profile_are_options_and_what_happened_is_shown(
+    tiny_model: Path, notes: Path, tmp_path: Path
+) -> None:
+    asked = ("run", tiny_model, "--documents", notes, "-q", "Where?", "--max-tokens", "2", "--dtype", "float32")
+    result = run(*asked, "--repair", "first(4)", "--json")
+    assert json.loads(result.stdout)["reuse"]["repair"]["policy"] == "first(4)"
+    shown = run(*asked, "--repair", "first(4)").stdout
+    assert re.search(r"first\(4\): 8 of \d+ document tokens repaired", shown), shown
+    wrong = run(*asked, "--repair", "most")
+    assert wrong.exit_code == 2 and "choose one of none, first(k)" in wrong.stderr
+    missing = run(*asked, "--profile", tmp_path / "missing.json")
+    assert missing.exit_code == 2 and "there is no file" in missing.stderr

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import get_args, get_type_hints
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from typer.testing import CliRunner
 
 from kvmosaic import __version__
-from kvmosaic.cli import ContextKind, LongChunks, Strategy, app
+from kvmosaic.cli import ContextKind, FixedStrategy, LongChunks, Strategy, app
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.layout import ChunkContext, PositionStrategy
 
@@ -61,5 +62,13 @@ def test_unknown_strategy_is_refused_with_the_choices() -> None:
 
 def test_choices_are_those_of_the_settings() -> None:
     assert get_args(LongChunks)[0] == get_type_hints(ChunkCacheConfig)["long_chunks"]
-    assert set(get_args(get_args(Strategy)[0])) == set(get_args(PositionStrategy)) - {"absolute"}
-    assert get_args(get_args(ContextKind)[0]) == get_args(ChunkContext)
+    for option in (get_args(Strategy)[0], get_args(FixedStrategy)[0] | None):
+        assert choices_of(option) == set(get_args(PositionStrategy)) - {"absolute"}
+    assert choices_of(get_args(ContextKind)[0]) == set(get_args(ChunkContext))
+
+
+def choices_of(annotation: Any) -> set[str]:
+    """The texts that an option may have, if it may also be left out."""
+    kinds = [part for part in get_args(annotation) if part is not NoneType]
+    assert len(kinds) == len(get_args(annotation)) - 1 == 1
+    return set(get_args(kinds[0]))

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.server.config_file import MAX_FILE_BYTES
 from kvmosaic.server.options import panel_of, serve_app
@@ -286,3 +287,25 @@ def default_text(default: object) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
     return f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
+
+
+def test_what_is_not_said_of_documents_is_left_to_the_profile_of_the_model() -> None:
+    fields = ("position_strategy", "chunk_context", "repair")
+    config = read_settings().chunk_cache_config()
+    assert (config, [name for name in fields if config.says(name)]) == (ChunkCacheConfig(separator=None), [])
+    said = {"position_strategy": "shared", "chunk_context": "system", "repair": "none"}
+    assert all(read_settings(said).chunk_cache_config().says(name) for name in fields)
+    assert read_settings({"repair": "query(0.15)"}).chunk_cache_config().repair == "query(0.15)"
+
+
+@pytest.mark.parametrize(("text", "choice"), [("auto", True), ("none", False), ("a/none", "a/none")])
+def test_profile_is_that_of_the_model_or_none_or_a_file(text: str, choice: object) -> None:
+    assert read_settings({"profile": text}).profile_choice() == choice
+    assert read_settings().profile_choice() is True
+
+
+def test_repair_that_does_not_exist_is_refused_with_what_there_is() -> None:
+    with pytest.raises(InvalidConfig, match=r"^--repair is 'most'; repair is 'most'; choose one of none, first\(k\)"):
+        read_settings({"repair": "most"})
+    with pytest.raises(InvalidConfig, match=r"^--profile is ' '; must be auto, none or the path of a file"):
+        read_settings({"profile": " "})

@@ -108,6 +108,7 @@ class RunningServer:
             chunk_cache_config=settings.chunk_cache_config(),
             engine_config=settings.engine_config(),
             tier_config=settings.tier_config(self._tiers),
+            profile=settings.profile_choice(),
             self_check=self._self_check,
         )
         self.services: Services = build_services(settings, self.llm)

@@ -20,6 +20,7 @@ from kvmosaic.console.options import (
     Model,
     ModelDigits,
     Name,
+    ProfileFile,
     PromptText,
     Questions,
     Rounding,
@@ -174,8 +175,9 @@ def explain(
     system: System = None,
     tenant: TenantName = "",
     separator: Separator = "##",
-    position_strategy: Strategy = "shared",
-    chunk_context: ContextKind = "system",
+    position_strategy: Strategy = None,
+    chunk_context: ContextKind = None,
+    profile: ProfileFile = "auto",
     long_chunks: LongChunks = "error",
     chunk_codec: ChunkCodec = "none",
     capacity: Capacity = "2GiB",
@@ -211,5 +213,6 @@ def explain(
         capacity,
         quantization=quantization,
         chunk_codec=chunk_codec,
+        profile=profile,
     )
     explain(opening, asking, chunk_tier, as_json)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
@@ -20,8 +20,9 @@ class Opening:
     model: str = "reader"
     dtype: str = "auto"
     device: str = "auto"
-    position_strategy: PositionStrategy = "shared"
-    chunk_context: ChunkContext = "system"
+    position_strategy: PositionStrategy | None = None
+    """None, here and below: as the model's profile says, or the default."""
+    chunk_context: ChunkContext | None = None
     separator: str = "##"
     long_chunks: Literal["error", "split"] = "error"
     capacity: str = "2GiB"
@@ -35,6 +36,18 @@ class Opening:
     chunk_loading: Literal["auto", "always"] = "auto"
     chunk_pending: str = "512MiB"
     """Most memory for chunks that wait to be written to the tiers."""
+    repair: str | None = None
+    profile: str = "auto"
+    """Which profile of the model is followed: auto, none, or a file."""
+
+    def said(self) -> dict[str, Any]:
+        """The settings that a profile must not change."""
+        settings = {
+            "position_strategy": self.position_strategy,
+            "chunk_context": self.chunk_context,
+            "repair": self.repair,
+        }
+        return {name: value for name, value in settings.items() if value is not None}
 
 
 def open_llm(opening: Opening, notices: Console) -> LLM:
@@ -48,6 +61,7 @@ def open_llm(opening: Opening, notices: Console) -> LLM:
         from kvmosaic.console.cache_place import secret_from
         from kvmosaic.llm import LLM
         from kvmosaic.model.quiet import quiet_libraries
+        from kvmosaic.profile import profile_choice
 
         quiet_libraries()
         warnings.filterwarnings("ignore", "the chunk cache is off")  # said below, in one line
@@ -60,10 +74,9 @@ def open_llm(opening: Opening, notices: Console) -> LLM:
             enable_chunk_cache=opening.enable_chunk_cache,
             chunk_cache_config=ChunkCacheConfig(
                 separator=opening.separator,
-                position_strategy=opening.position_strategy,
-                chunk_context=opening.chunk_context,
                 long_chunks=opening.long_chunks,
                 capacity=opening.capacity,
+                **opening.said(),
             ),
             engine_config=EngineConfig(num_threads=opening.num_threads),
             tier_config=TierConfig(
@@ -74,7 +87,10 @@ def open_llm(opening: Opening, notices: Console) -> LLM:
                 pending=opening.chunk_pending,
                 loading=opening.chunk_loading,
             ),
+            profile=profile_choice(opening.profile),
         )
+    if llm.profile is not None:
+        notices.print(llm.profile_note, style="dim", markup=False, highlight=False)
     if opening.enable_chunk_cache and not llm.has_chunk_cache:
         notices.print(f"the chunk cache is off: {llm.chunk_cache_off_reason}", style="yellow", markup=False)
     return llm

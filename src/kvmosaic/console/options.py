@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from kvmosaic.repair.reading import FORMS
+
 Model = Annotated[str, typer.Argument(help="A model folder, a hub name, or 'reader' for the bundled model.")]
 PromptText = Annotated[
     str | None, typer.Argument(metavar="PROMPT", help="A text with separators; - reads prompts from standard input.")
@@ -20,12 +22,41 @@ Questions = Annotated[
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system text that comes before the documents.")]
 Separator = Annotated[str, typer.Option(metavar="TEXT", help="What separates the segments of a prompt text.")]
 Strategy = Annotated[
+    Literal["shared", "sequential"] | None,
+    typer.Option(
+        "--position-strategy",
+        help="Documents overlap (shared), or stand one behind the other (sequential). Default: as the model's profile "
+        "says, or shared.",
+    ),
+]
+FixedStrategy = Annotated[
     Literal["shared", "sequential"],
     typer.Option("--position-strategy", help="Documents overlap (shared), or stand one behind the other (sequential)."),
 ]
 ContextKind = Annotated[
-    Literal["system", "none"],
-    typer.Option("--chunk-context", help="What a document saw when it was computed: the system text, or nothing."),
+    Literal["system", "none"] | None,
+    typer.Option(
+        "--chunk-context",
+        help="What a document saw when it was computed: the system text, or nothing. Default: as the model's profile "
+        "says, or system.",
+    ),
+]
+Repair = Annotated[
+    str | None,
+    typer.Option(
+        "--repair",
+        metavar="POLICY",
+        help=f"Which tokens of cached documents are computed again: {FORMS}. Default: as the model's profile says, or "
+        "none.",
+    ),
+]
+ProfileFile = Annotated[
+    str,
+    typer.Option(
+        "--profile",
+        metavar="auto | none | FILE",
+        help="What kvmosaic tune found for this model: auto: kvmosaic_profile.json in its folder, if it is there.",
+    ),
 ]
 LongChunks = Annotated[
     Literal["error", "split"],

@@ -45,7 +45,8 @@ def reuse_table(report: ReuseReport) -> RenderableType:
             f"{segment.distance:+,}" if segment.reused_tokens and segment.distance else "",
             duration_text(segment.milliseconds / 1000),
         )
-    notes = dict.fromkeys([*(segment.note for segment in report.segments), report.composition])
+    repair = [str(report.repair)] if report.repair is not None else []
+    notes = dict.fromkeys([*(segment.note for segment in report.segments), report.composition, *repair])
     remarks = [Text(printable(note), style="dim") for note in notes if note not in ("", "exact")]
     return Group(table, Text(reuse_sentence(report)), *remarks)
 

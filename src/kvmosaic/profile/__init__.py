@@ -1,7 +1,14 @@
 """A model's profile: how its documents are placed and repaired, as `kvmosaic tune` found by asking it."""
 
 from kvmosaic.profile.file import MAX_PROFILE_BYTES, read_profile, write_profile
-from kvmosaic.profile.following import PROFILE_NAME, FoundProfile, ProfileChoice, ProfileUse, find_profile
+from kvmosaic.profile.following import (
+    PROFILE_NAME,
+    FoundProfile,
+    ProfileChoice,
+    ProfileUse,
+    find_profile,
+    profile_choice,
+)
 from kvmosaic.profile.profile import Goal, Profile, TaskResult
 
 __all__ = [
@@ -14,6 +21,7 @@ __all__ = [
     "ProfileUse",
     "TaskResult",
     "find_profile",
+    "profile_choice",
     "read_profile",
     "write_profile",
 ]

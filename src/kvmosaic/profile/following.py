@@ -20,6 +20,11 @@ ProfileChoice = bool | str | Path
 """True: the file next to the model, if there is one; False: none; or a file."""
 
 
+def profile_choice(text: str) -> ProfileChoice:
+    """A choice from an option or a variable: "auto", "none", or the path of a file."""
+    return {"auto": True, "none": False}.get(text, text)
+
+
 @dataclass(frozen=True, slots=True)
 class ProfileUse:
     """What became of a profile."""

@@ -133,9 +133,13 @@ class _Launch:
         size = settings.chunk_cache_size
         if settings.gpu_memory_utilization is not None:
             size = f"{settings.gpu_memory_utilization:.0%} of the device's memory"
-        cache = f"{size}, {settings.position_strategy} positions, documents saw: {settings.chunk_context}"
+        config = llm.chunk_cache_config
+        cache = f"{size}, {config.position_strategy} positions, documents saw: {config.chunk_context}"
         self._say(f"model      {', '.join(settings.model_names)} ({dtype}, {llm.model.device})")
         self._say(f"chunks     {cache if llm.has_chunk_cache else f'off: {llm.chunk_cache_off_reason}'}")
+        if llm.has_chunk_cache and (llm.profile is not None or str(config.repair) != "none"):
+            origin = f", by the profile of {llm.profile.date}" if llm.profile is not None else ""
+            self._say(f"repair     {config.repair}{origin}")
         if llm.engine.keeper is not None:
             stats = llm.engine.keeper.hierarchy.tier_stats()
             self._say(f"tiers      {' ▸ '.join(_shown_tier(stat) for stat in stats)}")

@@ -68,6 +68,7 @@ def load_llm(settings: ServerSettings, tiers: Sequence[Tier] | None = None) -> L
             chunk_cache_config=settings.chunk_cache_config(),
             engine_config=settings.engine_config(),
             tier_config=settings.tier_config(tiers),
+            profile=settings.profile_choice(),
             trust_remote_code=settings.trust_remote_code,
         )
     if llm.engine.keeper is None and tiers:  # the model has no chunks that could be kept

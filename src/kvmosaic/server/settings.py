@@ -17,7 +17,10 @@ from pydantic_settings import (
 )
 
 from kvmosaic.config import MAX_TIERS, ChunkCacheConfig, EngineConfig, TierConfig, parse_bytes
+from kvmosaic.profile import ProfileChoice, profile_choice
 from kvmosaic.prompt.separator import check_separator
+from kvmosaic.repair import FORMS, repair_policy
+from kvmosaic.repair.reading import MAX_POLICY_CHARACTERS
 from kvmosaic.server.config_file import read_config_file
 from kvmosaic.server.key_text import KEY_RULE, is_key_text
 from kvmosaic.tiers import Tier, parse_tier_url
@@ -126,11 +129,31 @@ class ServerSettings(BaseSettings):
         gt=0,
         lt=1,
     )
-    position_strategy: Strategy = _setting(
-        "shared", "Chunk cache", "Documents overlap (shared), or stand one behind the other (sequential)."
+    position_strategy: Strategy | None = _setting(
+        None,
+        "Chunk cache",
+        "Documents overlap (shared), or stand one behind the other (sequential). Default: as the model's profile says, "
+        "or shared.",
     )
-    chunk_context: Literal["system", "none"] = _setting(
-        "system", "Chunk cache", "What a document saw when it was computed: the system text, or nothing."
+    chunk_context: Literal["system", "none"] | None = _setting(
+        None,
+        "Chunk cache",
+        "What a document saw when it was computed: the system text, or nothing. Default: as the model's profile says, "
+        "or system.",
+    )
+    repair: str | None = _setting(
+        None,
+        "Chunk cache",
+        f"Which tokens of cached documents requests compute again: {FORMS}. Default: as the model's profile says, or "
+        "none.",
+        max_length=MAX_POLICY_CHARACTERS,
+    )
+    profile: str = _setting(
+        "auto",
+        "Chunk cache",
+        "What kvmosaic tune found for this model: auto: kvmosaic_profile.json in its folder, if it is there; none; or "
+        "a file.",
+        max_length=4_096,
     )
     chunk_separator: str | None = _setting(
         None, "Chunk cache", "Text that splits a prompt into documents. Default: prompts are never split."
@@ -281,6 +304,20 @@ class ServerSettings(BaseSettings):
             raise ValueError(f"must be a text of 8 to {MAX_TEXT_CHARACTERS} characters; leave it out to have none")
         return secret
 
+    @field_validator("repair")
+    @classmethod
+    def _repair(cls, value: str | None) -> str | None:
+        if value is not None:
+            repair_policy(value)
+        return value
+
+    @field_validator("profile")
+    @classmethod
+    def _profile(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("must be auto, none or the path of a file")
+        return value
+
     @field_validator("chunk_separator")
     @classmethod
     def _separator(cls, value: str | None) -> str | None:
@@ -330,17 +367,25 @@ class ServerSettings(BaseSettings):
         return tuple(url.get_secret_value() for url in self.chunk_tier)
 
     def chunk_cache_config(self) -> ChunkCacheConfig:
-        """The settings of the chunk cache."""
+        """The settings of the chunk cache; what is not said may be set by the model's profile."""
+        said: dict[str, Any] = {
+            "position_strategy": self.position_strategy,
+            "chunk_context": self.chunk_context,
+            "repair": self.repair,
+        }
         return ChunkCacheConfig(
             capacity=self.chunk_cache_size,
             memory_fraction=self.gpu_memory_utilization,
             block_size=self.block_size,
             long_chunks=self.long_chunks,
             separator=self.chunk_separator,
-            position_strategy=self.position_strategy,
-            chunk_context=self.chunk_context,
             eviction=self.eviction,
+            **{name: value for name, value in said.items() if value is not None},
         )
+
+    def profile_choice(self) -> ProfileChoice:
+        """Which profile of the model is followed."""
+        return profile_choice(self.profile)
 
     def tier_config(self, tiers: Sequence[Tier] | None = None) -> TierConfig:
         """The settings of the tiers; `tiers`: those that were opened already."""

@@ -169,10 +169,13 @@ class Feed:
 
     def _server(self, tenant: Tenant) -> News:
         llm, settings = self._services.llm, self._services.settings
+        config = llm.chunk_cache_config
         return {
             "model": settings.model_names[0],
             "chunk_cache": {"on": llm.has_chunk_cache, "reason": llm.chunk_cache_off_reason or None},
-            "position_strategy": settings.position_strategy,
+            "position_strategy": config.position_strategy,
+            "repair": str(config.repair),
+            "profile": llm.profile.date if llm.profile is not None else None,
             "tenant": tenant.name,
             "is_admin": tenant.is_admin,
             "max_answer_tokens": MAX_ANSWER_TOKENS,
