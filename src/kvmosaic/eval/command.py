@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvmosaic.assembly import bundled_reader
 from kvmosaic.bench.facts import facts
+from kvmosaic.bench.models import weigh
 from kvmosaic.bench.plots import can_plot
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.report import EvalReport
@@ -88,7 +89,7 @@ def run_evaluation(
     if as_json:
         console.file.write(report.to_json())
     else:
-        console.print(report.to_tables())
+        console.print(report.to_tables(console.width))
     if output is not None:
         _save(report, output, notices)
     return report
@@ -117,7 +118,7 @@ def _name(model: str) -> str:
 
 
 def _about(model: LoadedModel) -> str:
-    parameters = sum(parameter.numel() for parameter in model.module.parameters())
+    parameters = weigh(model.config, model.dtype.itemsize, 0).num_parameters
     dtype = str(model.dtype).removeprefix("torch.")
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
     return f"{parameters / 1e6:.1f} M parameters, {dtype}, {device}"

@@ -13,7 +13,11 @@ _GAP = 2.0
 
 
 def place_labels(
-    points: Sequence[tuple[float, float]], sizes: Sequence[tuple[float, float]], frame: Box, radius: float = 5.0
+    points: Sequence[tuple[float, float]],
+    sizes: Sequence[tuple[float, float]],
+    frame: Box,
+    radius: float = 5.0,
+    others: Sequence[Box] = (),
 ) -> list[Box | None]:
     """A box for each label: near its point, inside the frame, off all points and all boxes placed before it.
 
@@ -22,11 +26,13 @@ def place_labels(
         sizes: width and height of each label.
         frame: what labels must stay in.
         radius: of a point.
+        others: what labels must stay off besides.
 
     Returns:
         The boxes; None where there is no room.
     """
     taken: list[Box] = [(x - radius, y - radius, x + radius, y + radius) for x, y in points]
+    taken += others
     boxes: list[Box | None] = []
     for point, size in zip(points, sizes, strict=True):
         box = next(

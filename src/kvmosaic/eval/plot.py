@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from math import dist
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 _WIDTH, _HEIGHT = 8.0, 5.0
 _FONT_SIZE = 8
+_FAR = 18.0
+"""Pixels between a point and its label from which on a line joins them."""
 _ROOM = 0.12
 """Empty space around the points, as a share of what they span, for labels."""
 
@@ -60,7 +64,7 @@ def draw_plot(report: EvalReport) -> Figure:
     axes.legend(fontsize=_FONT_SIZE, loc="lower center", bbox_to_anchor=(0.5, -0.3), ncols=3, frameon=False)
     figure.draw_without_rendering()  # from here on places are known in pixels
     figure.set_layout_engine("none")
-    _add_labels(axes, points, summaries, [*front, *(i for i in range(len(points)) if i not in front)])
+    _add_labels(axes, points, summaries, front)
     return figure
 
 
@@ -72,23 +76,28 @@ def _place(summary: Summary) -> str:
 
 
 def _add_labels(
-    axes: Axes, points: Sequence[tuple[float, float]], summaries: Sequence[Summary], order: Sequence[int]
+    axes: Axes, points: Sequence[tuple[float, float]], summaries: Sequence[Summary], front: Sequence[int]
 ) -> None:
-    """Names of the policies; those of the front choose their places first."""
+    """Names of the policies, off the line of the front; those of the front choose their places first."""
+    order = [*front, *(number for number in range(len(points)) if number not in front)]
     texts = [axes.text(*points[number], summaries[number].way.repair, fontsize=_FONT_SIZE) for number in order]
     extents = [text.get_window_extent() for text in texts]
     pixels = [tuple(axes.transData.transform(points[number])) for number in order]
-    frame = axes.get_window_extent().extents
-    boxes = place_labels(
-        pixels, [(box.width, box.height) for box in extents], (frame[0], frame[1], frame[2], frame[3]), radius=7
-    )
+    left, bottom, right, top = axes.get_window_extent().extents
+    steps = [
+        box
+        for (x, y), (next_x, next_y) in pairwise(pixels[: len(front)])
+        for box in ((x, y - 1, next_x, y + 1), (next_x - 1, y, next_x + 1, next_y))
+    ]
+    sizes = [(box.width, box.height) for box in extents]
+    boxes = place_labels(pixels, sizes, (left, bottom, right, top), radius=7, others=steps)
     back = axes.transData.inverted()
     for text, pixel, box in zip(texts, pixels, boxes, strict=True):
         if box is None:
             text.remove()
             continue
         text.set(position=back.transform(box[:2]), verticalalignment="bottom", horizontalalignment="left")
-        middle = ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)
-        if max(abs(pixel[0] - middle[0]) - (box[2] - box[0]) / 2, abs(pixel[1] - middle[1])) > 20:
-            ends = back.transform([pixel, middle])
+        nearest = (min(max(pixel[0], box[0]), box[2]), min(max(pixel[1], box[1]), box[3]))
+        if dist(pixel, nearest) > _FAR:
+            ends = back.transform([pixel, nearest])
             axes.plot(ends[:, 0], ends[:, 1], color="grey", linewidth=0.5, zorder=0)

@@ -17,9 +17,11 @@ from kvmosaic.eval.rows import Row
 from kvmosaic.eval.summary import Summary, findings, summarize
 from kvmosaic.eval.table import (
     LEGEND,
+    NARROW_HEADINGS,
     ROW_HEADINGS,
     SUMMARY_HEADINGS,
     markdown_table,
+    narrow_cells,
     row_cells,
     summary_cells,
     task_table,
@@ -30,6 +32,8 @@ FORMAT = 1
 """Version of the JSON."""
 MAX_SHOWN_CASES = 1_000
 """Cases whose documents are in the JSON; of later ones only question and answers are."""
+_WIDE_COLUMNS = 140
+"""Columns of a terminal from which on all headings have room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +89,18 @@ class EvalReport:
         ]
         return "\n\n".join(parts) + "\n"
 
-    def to_tables(self) -> Group:
-        """Tables for a terminal."""
+    def to_tables(self, width: int = _WIDE_COLUMNS) -> Group:
+        """Tables for a terminal of this many columns; in a narrow one, what matters most."""
         said = [Text(printable(text)) for text in (*findings(self.rows), *self.notes)]
-        headings, lines = task_table(self.rows)
+        with_context = len({row.way.context for row in self.rows}) > 1
+        wide = terminal_table(SUMMARY_HEADINGS, map(summary_cells, self.summaries))
+        cells = [narrow_cells(summary, with_context=with_context) for summary in self.summaries]
         return Group(
             Text(printable(self._heading()), style="dim"),
             Text(),
-            terminal_table(SUMMARY_HEADINGS, map(summary_cells, self.summaries)),
-            Text("\naccuracy by task", style="dim"),
-            terminal_table(headings, lines),
+            terminal_table(NARROW_HEADINGS, cells) if width < _WIDE_COLUMNS else wide,
+            Text(),
+            terminal_table(*task_table(self.rows, with_context=with_context)),
             Text(),
             *said,
             Text("\n" + LEGEND, style="dim"),

@@ -14,7 +14,7 @@ BUDGET = 0.15
 """Share of the documents' tokens that a policy of the budget repairs at most."""
 AVERAGE_WANTED, TASK_WANTED = 0.98, 0.95
 """What such a policy should reach of full attention: on average, and on every task."""
-_UNKNOWN = 0.5
+_UNKNOWN, _MANY = 0.5, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,12 @@ def findings(rows: Sequence[Row]) -> list[str]:
             f"{AVERAGE_WANTED:.0%} on average with no task below {TASK_WANTED:.0%}."
         )
         said += _missed(rows, best, [summary.way for summary in within])
+    fewest = min((row.num_cases for row in rows), default=0)
+    if 0 < fewest < _MANY:
+        said.append(
+            f"With {fewest} questions of a task, one of them is {1 / fewest:.1%} of its accuracy: ask more (--cases) "
+            "before you rely on small differences."
+        )
     unknown = {row.task: row.full_accuracy for row in rows if row.full_accuracy < _UNKNOWN}
     said += [
         f"Full attention itself answers only {accuracy:.0%} of {name}: the model has not learned it, and ratios there "

@@ -23,6 +23,7 @@ SUMMARY_HEADINGS = (
     "first token",
     "p90",
 )
+NARROW_HEADINGS = ("repair", "accuracy", "of full", "worst task", "repaired", "first token")
 ROW_HEADINGS = ("task", *SUMMARY_HEADINGS[:5], *SUMMARY_HEADINGS[6:], "cases")
 LEGEND = (
     "accuracy: mean score over the questions, and over the tasks; of full: accuracy by that of full attention with the "
@@ -47,6 +48,19 @@ def summary_cells(summary: Summary) -> tuple[str, ...]:
     )
 
 
+def narrow_cells(summary: Summary, *, with_context: bool) -> tuple[str, ...]:
+    """What matters most of one way of answering, in whole percents."""
+    worst = "–" if summary.worst_ratio is None else f"{summary.worst_task} {summary.worst_ratio:.0%}"
+    return (
+        way_text(summary.way, with_context=with_context),
+        f"{summary.accuracy:.0%}",
+        "–" if summary.ratio is None else f"{summary.ratio:.0%}",
+        worst,
+        f"{summary.repaired:.0%}",
+        duration_text(summary.first_median),
+    )
+
+
 def row_cells(row: Row) -> tuple[str, ...]:
     """One way of answering, on one task."""
     return (
@@ -62,15 +76,15 @@ def row_cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def task_table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headings and cells of a table with a line for each way and a column for each task."""
+def task_table(rows: Sequence[Row], *, with_context: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headings and cells of a table with a line for each way and a column for each task, in whole percents."""
     tasks = list(dict.fromkeys(row.task for row in rows))
     accuracy = {(row.way, row.task): row.accuracy for row in rows}
     lines = [
-        (*_way_cells(way), *(percent(accuracy[way, task]) for task in tasks))
+        (way_text(way, with_context=with_context), *(f"{accuracy[way, task]:.0%}" for task in tasks))
         for way in dict.fromkeys(row.way for row in rows)
     ]
-    return ("strategy", "context", "repair", *tasks), lines
+    return ("accuracy", *tasks), lines
 
 
 def markdown_table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -90,6 +104,13 @@ def terminal_table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> T
 def percent(share: float | None) -> str:
     """A share for people; a dash when it is unknown."""
     return "–" if share is None else f"{share:.1%}"
+
+
+def way_text(way: Way, *, with_context: bool) -> str:
+    """A way in a few words: "query(0.15), shared" or, with the chunk context, "query(0.15), shared/none"."""
+    if way.is_full:
+        return "full attention"
+    return f"{way.repair}, {way.strategy}" + (f"/{way.context}" if with_context else "")
 
 
 def _way_cells(way: Way) -> tuple[str, str, str]:

@@ -1,0 +1,150 @@
+"""Runs on the bundled reader: the same tokens for every way, documents known before, results that repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from support.loaded import chatting_llama
+
+from kvmosaic.assembly import bundled_reader, joined
+from kvmosaic.config import ChunkCacheConfig
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.eval.case import Case
+from kvmosaic.eval.composing import prompt_of
+from kvmosaic.eval.gathering import gather
+from kvmosaic.eval.run import Evaluation, evaluate
+from kvmosaic.eval.tasks import TASKS, Long, OneHop, task
+from kvmosaic.eval.ways import FULL, Way
+from kvmosaic.llm import LLM
+from kvmosaic.model import LoadedModel, load_model
+from kvmosaic.prompt import Document, SegmentKind
+from kvmosaic.sampling import SamplingParams
+
+ASKED = (Way("sequential"), Way("shared"), Way("sequential", repair="first(4)"))
+
+
+@pytest.fixture(scope="module")
+def reader() -> LoadedModel:
+    return load_model(bundled_reader(), local_files_only=True)
+
+
+@pytest.fixture(scope="module")
+def llm(reader: LoadedModel) -> Iterator[LLM]:
+    with LLM(reader, chunk_cache_config=ChunkCacheConfig(capacity="64MiB"), self_check=False) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def evaluation(reader: LoadedModel) -> Evaluation:
+    return evaluate(reader, gather(["one-hop(3)", "story"], count=3), ASKED, capacity="64MiB")
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_full_attention_reads_the_very_tokens_of_the_composed_prompt(llm: LLM, name: str) -> None:
+    """So its answer is that of the plain prompt of the conversation's tokens."""
+    case = task(name).cases(0, 1)[0]
+    prompt = prompt_of(llm, case)
+    params = SamplingParams(temperature=0, max_tokens=8)
+    full = llm.generate([prompt], replace(params, repair="full"), position_strategy="sequential")[0]
+    plain = llm.generate([joined(prompt)], params)[0]
+    assert full.prompt_token_ids == plain.prompt_token_ids
+    assert full.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+def test_pieces_of_a_long_document_are_its_tokens_cut_at_equal_lengths(llm: LLM) -> None:
+    case = Long(20).cases(0, 1)[0]
+    whole, cut = prompt_of(llm, replace(case, piece_tokens=None)), prompt_of(llm, case)
+    assert joined(cut).segments[0].token_ids == joined(whole).segments[0].token_ids
+    assert [chunk.num_tokens for chunk in cut.chunks][:-1] == [20] * (len(cut.chunks) - 1)
+    assert 1 <= cut.chunks[-1].num_tokens <= 20
+    assert cut.segments[0].kind is SegmentKind.SYSTEM
+    assert cut.segments[-1] == whole.segments[-1]
+
+
+def test_document_shorter_than_a_piece_stays_whole(llm: LLM) -> None:
+    case = replace(OneHop(2).cases(0, 1)[0], piece_tokens=1_000)
+    assert len(prompt_of(llm, case).chunks) == 2
+
+
+def test_every_way_answers_every_case_of_every_task(evaluation: Evaluation) -> None:
+    assert [(row.task, row.way) for row in evaluation.rows] == [
+        (name, way) for name in ("one-hop(3)", "story") for way in (FULL, *ASKED)
+    ]
+    assert all(row.num_cases == 3 for row in evaluation.rows)
+    assert all(0 < reading.first_seconds < 600 for row in evaluation.rows for reading in row.readings)
+    assert not evaluation.notes
+
+
+def test_reader_answers_one_hop_and_is_scored(evaluation: Evaluation) -> None:
+    for row in evaluation.rows[:3]:
+        assert row.accuracy >= 2 / 3
+        assert row.ratio == pytest.approx(row.accuracy / row.full_accuracy)
+
+
+def test_documents_are_known_before_they_are_asked_about(evaluation: Evaluation) -> None:
+    full, *composed = evaluation.rows[:3]
+    for row in composed:
+        for reading, whole in zip(row.readings, full.readings, strict=True):
+            assert reading.computed_tokens <= whole.computed_tokens - reading.document_tokens / 3
+            assert reading.computed_tokens < reading.document_tokens
+
+
+def test_repairs_are_counted(evaluation: Evaluation) -> None:
+    full, none, _, first = evaluation.rows[:4]
+    assert none.repaired == none.work == 0
+    assert 0 < first.repaired < 0.3
+    assert full.repaired == 1
+    assert 0 < first.work < full.work <= 1
+
+
+def test_same_cases_give_the_same_answers_whatever_else_is_asked(reader: LoadedModel, evaluation: Evaluation) -> None:
+    cases = gather(["story", "one-hop(3)"], count=3)
+    again = evaluate(reader, cases, tuple(reversed(ASKED)), capacity="64MiB")
+    answers = {(row.task, row.way): [(r.case, r.answer, r.score) for r in row.readings] for row in evaluation.rows}
+    for row in again.rows:
+        assert sorted((r.case, r.answer, r.score) for r in row.readings) == sorted(answers[row.task, row.way])
+
+
+def test_progress_counts_every_answer(reader: LoadedModel) -> None:
+    seen: list[tuple[int, int]] = []
+    evaluate(reader, OneHop(1).cases(0, 2), [Way()], capacity="64MiB", progress=lambda *each: seen.append(each))
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_interrupted_run_keeps_the_cases_that_every_way_answered(reader: LoadedModel) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done == 5:
+            raise KeyboardInterrupt
+
+    found = evaluate(reader, OneHop(1).cases(0, 4), [Way()], capacity="64MiB", progress=interrupt)
+    assert [row.num_cases for row in found.rows] == [2, 2]
+    assert found.notes == ("Interrupted: what came later was not asked.",)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(reader, OneHop(1).cases(0, 4), [Way()], capacity="64MiB", progress=_interrupt_at_once)
+
+
+def _interrupt_at_once(done: int, total: int) -> None:
+    raise KeyboardInterrupt
+
+
+def test_cases_that_are_too_long_are_left_out_and_counted() -> None:
+    model = chatting_llama()
+    fine = Case("fine", "own", "Who?", ("Ann",), (Document("Ann sings."),), answer_tokens=1)
+    long = replace(fine, id="long", documents=(Document("word " * 3_000),))
+    found = evaluate(model, [long, fine], [Way()], capacity="64MiB")
+    assert [row.num_cases for row in found.rows] == [1, 1]
+    assert found.notes[0].startswith("1 of 2 cases are left out; the first one: case 'long': ")
+    with pytest.raises(InvalidConfig, match="none of the 1 cases can be asked; the first one: case 'long'"):
+        evaluate(model, [long], [Way()], capacity="64MiB")
+
+
+def test_cases_without_documents_and_doubles_are_told(reader: LoadedModel) -> None:
+    bare = Case("bare", "own", "Who?", ("Ann",))
+    with pytest.raises(InvalidConfig, match="case 'bare' has no documents"):
+        evaluate(reader, [bare], [Way()], capacity="64MiB")
+    with pytest.raises(InvalidConfig, match="two cases have the id 'bare'"):
+        evaluate(reader, [bare, bare], [Way()], capacity="64MiB")
+    with pytest.raises(InvalidConfig, match="0 cases; a run needs 1 to"):
+        evaluate(reader, [], [Way()], capacity="64MiB")
