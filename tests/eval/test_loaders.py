@@ -56,8 +56,8 @@ MUSIQUE = {
 SAMSUM = {"id": "13", "dialogue": "Ada: Tea?\r\nBo: At five.", "summary": "Ada and Bo will have tea at five."}
 RULER_QUESTION = {
     "index": 0,
-    "input": "Answer from the documents.\n\nThese are they.\n\nDocument 1:\nOdo\nOdo is a ferry.\nDocument 7: no.\n\n"
-    "Document 2:\nSalt is white.\n\nIn short:\n\nWhite.\n\nAnswer from the documents.\n\nQuestion: What is Odo?",
+    "input": "Answer here.\n\nThey are:\n\nDocument 1:\nOdo\nOdo is no Document 2: it floats.\nDocument 7: no.\n\n"
+    "Document 2:\nSalt is white.\n\nIn short:\n\nWhite.\n\nAnswer here.\n\nQuestion: What is Odo?",
     "outputs": ["a ferry", "ferry"],
     "length": 90,
     "answer_prefix": " Answer:",
@@ -71,7 +71,7 @@ RULER_NEEDLE = {
 }
 LONGBENCH = {
     "input": "What is Odo?",
-    "context": "Passage 1:\nOdo\nOdo is a ferry.\n\n\nPassage 2:\nSalt\nSalt is white.",
+    "context": "Passage 1:\nOdo\nOdo is a ferry.\n\n\nPassage 2:\nSalt\nSalt is white.\n\nPassage 3:\n",
     "answers": ["a ferry", "a boat"],
     "length": 12,
     "dataset": "2wikimqa",
@@ -170,11 +170,11 @@ def test_samsum_is_cut_into_pieces_and_scored_by_rouge(write: Callable[..., Path
 def test_documents_of_ruler_are_told_by_their_numbers(write: Callable[..., Path]) -> None:
     (case,) = load(write(RULER_QUESTION, name="qa_1/validation.jsonl"))
     assert case.documents == (
-        Document("Odo is a ferry.\nDocument 7: no.", "Odo"),
+        Document("Odo is no Document 2: it floats.\nDocument 7: no.", "Odo"),
         Document("Salt is white.\n\nIn short:\n\nWhite."),
     )
-    assert case.system == "Answer from the documents.\n\nThese are they."
-    assert case.question == "Answer from the documents.\n\nQuestion: What is Odo? Answer:"
+    assert case.system == "Answer here.\n\nThey are:"
+    assert case.question == "Answer here.\n\nQuestion: What is Odo? Answer:"
     assert (case.task, case.id, case.metric) == ("ruler-qa_1", "ruler-qa_1-1", "contains_any")
     assert case.piece_tokens is None
 
@@ -197,6 +197,7 @@ def test_passages_of_longbench_are_documents_with_titles(write: Callable[..., Pa
     (case,) = load(write(LONGBENCH))
     assert case.documents == (Document("Odo is a ferry.", "Odo"), Document("Salt is white.", "Salt"))
     assert (case.answers, case.metric, case.question) == (("a ferry", "a boat"), "f1", "What is Odo?")
+    assert case.piece_tokens is None
 
 
 def test_other_sets_of_longbench_are_cut_as_they_are_written(write: Callable[..., Path]) -> None:
