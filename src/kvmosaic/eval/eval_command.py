@@ -75,7 +75,8 @@ def eval_command(
     names = parts_of("--tasks", tasks) if tasks is not None else () if data else tuple(TASKS)
     asked = gather(names, tuple(data or ()), count=cases, seed=seed, form=data_format)
 
-    from kvmosaic.eval.command import EvalModel, run_evaluation
+    from kvmosaic.eval.command import run_evaluation
+    from kvmosaic.eval.measure import EvalModel
 
     opening = EvalModel(model, dtype, device, num_threads, quantization, capacity)
     run_evaluation(opening, asked, chosen, seed, output, as_json=as_json)

@@ -1,0 +1,90 @@
+"""A model opened and asked, with signs of life: what `kvmosaic eval` and `kvmosaic tune` have in common."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvmosaic.assembly import BUNDLED_READER, bundled_reader
+from kvmosaic.bench.facts import facts
+from kvmosaic.eval.case import Case
+from kvmosaic.eval.run import Evaluation, evaluate
+from kvmosaic.eval.scores import check_metrics
+from kvmosaic.eval.ways import Way
+from kvmosaic.model import LoadedModel, load_model
+from kvmosaic.model.int8 import Quantization
+from kvmosaic.model.quiet import quiet_libraries
+
+
+@dataclass(frozen=True, slots=True)
+class EvalModel:
+    """Which model is looked at, and how it runs."""
+
+    model: str = BUNDLED_READER
+    dtype: str = "auto"
+    device: str = "auto"
+    num_threads: int | None = None
+    quantization: Quantization = "none"
+    capacity: str = "1GiB"
+    """Memory for chunks, and as much again for questions and answers, for each chunk context."""
+
+    @property
+    def name(self) -> str:
+        """The last part of a folder or of a hub name: a report need not say where the folder was."""
+        return Path(self.model).resolve().name or "model"
+
+    def load(self) -> LoadedModel:
+        """The model.
+
+        Raises:
+            KVMosaicError: it cannot be loaded.
+        """
+        source = bundled_reader() if self.model == BUNDLED_READER else self.model
+        return load_model(source, dtype=self.dtype, device=self.device, quantization=self.quantization)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a run found, and on what."""
+
+    model: LoadedModel
+    evaluation: Evaluation
+    machine: dict[str, Any]
+    seconds: float
+
+
+def measure(opening: EvalModel, cases: Sequence[Case], ways: Sequence[Way], notices: Console) -> Measured:
+    """Loads a model and asks it; `notices` shows how far that is.
+
+    Raises:
+        KVMosaicError: the model cannot be loaded, or a setting cannot work.
+    """
+    quiet_libraries()
+    check_metrics(case.metric for case in cases)
+    begin, threads_before = time.monotonic(), torch.get_num_threads()
+    try:
+        if opening.num_threads is not None:
+            torch.set_num_threads(opening.num_threads)
+        machine = facts(torch.get_num_threads())
+        with notices.status(f"loading {opening.model}"):
+            model = opening.load()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=notices, transient=True) as bar:
+            line = bar.add_task("answering", total=None)
+            evaluation = evaluate(
+                model,
+                cases,
+                ways,
+                capacity=opening.capacity,
+                progress=lambda done, total: bar.update(line, completed=done, total=total),
+            )
+    finally:
+        torch.set_num_threads(threads_before)
+    return Measured(model, evaluation, machine, time.monotonic() - begin)
