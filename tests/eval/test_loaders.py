@@ -249,6 +249,21 @@ def test_lines_and_a_list_give_the_same_cases(
     assert load(folder / "set.json", limit=1) == listed[:1] == load(folder / "set.jsonl", limit=1)
 
 
+@given(TEXTS, st.lists(TEXTS, min_size=1, max_size=12), TEXTS)
+@settings(max_examples=60)
+def test_ruler_gives_back_the_documents_that_its_prompt_was_made_of(
+    tmp_path_factory: pytest.TempPathFactory, head: str, texts: list[str], question: str
+) -> None:
+    path = tmp_path_factory.mktemp("ruler") / "ruler_qa.jsonl"
+    context = "\n\n".join(f"Document {number}:\n{text}" for number, text in enumerate(texts, start=1))
+    prompt = f"{head}\n\n{context}\n\nNow answer.\n\nQuestion: {question}"
+    path.write_text(json.dumps({"input": prompt, "outputs": ["a"]}))
+    (case,) = load(path)
+    assert case.documents == tuple(map(Document, texts))
+    assert (case.system, case.question) == (head.strip(), f"Now answer.\n\nQuestion: {question}".strip())
+    assert case.task == "ruler_qa"
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     (without(HOTPOT, answer=7), r"line 1, record 1: answer: it must be a text, got 7 \(read as hotpotqa"),
     (without(HOTPOT, answer=" "), "answer: it is empty; leave the record out"),

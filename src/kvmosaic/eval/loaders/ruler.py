@@ -61,7 +61,8 @@ def _task_of(origin: Origin) -> str:
     """RULER writes TASK/validation.jsonl; any other file is called by its own name."""
     path = origin.path.absolute()
     name = path.parent.name if path.stem in _SPLITS else path.stem
-    return f"ruler-{name}"[: MAX_ID_CHARACTERS // 2]
+    name = name if name.lower().startswith("ruler") else f"ruler-{name}"
+    return name[: MAX_ID_CHARACTERS // 2]
 
 
 def _last_paragraphs(record: Field, text: str) -> tuple[str, str]:
