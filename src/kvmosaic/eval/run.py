@@ -172,7 +172,8 @@ def _open(model: LoadedModel, way: Way, capacity: int | str) -> LLM:
     config = ChunkCacheConfig(capacity=capacity, chunk_context=way.context, long_chunks="split")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the chunk cache is off")  # said below
-        llm = LLM(model, chunk_cache_config=config, engine_config=EngineConfig(request_cache=capacity))
+        engine_config = EngineConfig(request_cache=capacity)
+        llm = LLM(model, chunk_cache_config=config, engine_config=engine_config, profile=False)
     if not llm.has_chunk_cache:
         raise ChunkCacheOff(f"nothing can be compared with full attention: {llm.chunk_cache_off_reason}")
     return llm
