@@ -1,4 +1,4 @@
-"""The command line: run, plan, check, demo, bench, eval, warm, cache, serve, vllm, sleep, wake.
+"""The command line: run, plan, check, demo, bench, eval, tune, warm, cache, serve, vllm, sleep, wake.
 
 Commands import what they need when they run, so that `--help` stays without torch.
 """
@@ -50,6 +50,7 @@ from kvmosaic.console.plan_command import plan
 from kvmosaic.console.vllm_commands import vllm
 from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.eval_command import eval_command
+from kvmosaic.eval.tune_command import tune_command
 
 
 class _Commands(TyperGroup):
@@ -356,6 +357,7 @@ def bench(
 
 
 app.command("eval")(eval_command)
+app.command("tune")(tune_command)
 
 
 @app.command()

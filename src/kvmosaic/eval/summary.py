@@ -89,6 +89,12 @@ def findings(rows: Sequence[Row]) -> list[str]:
             f"{AVERAGE_WANTED:.0%} on average with no task below {TASK_WANTED:.0%}."
         )
         said += _missed(rows, best, [summary.way for summary in within])
+    return [*said, *doubts(rows)]
+
+
+def doubts(rows: Sequence[Row]) -> list[str]:
+    """Sentences: why the numbers may say less than they seem to."""
+    said = []
     fewest = min((row.num_cases for row in rows), default=0)
     if 0 < fewest < _MANY:
         said.append(

@@ -1,0 +1,148 @@
+"""`kvmosaic tune`: asks a model in many ways, and writes the cheapest one that is good enough next to it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvmosaic.assembly import folder_of
+from kvmosaic.console.text import duration_text, printable
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.eval.case import Case
+from kvmosaic.eval.measure import EvalModel, Measured, measure
+from kvmosaic.eval.rows import Row
+from kvmosaic.eval.summary import Summary, doubts, summarize
+from kvmosaic.eval.table import percent, terminal_table, way_text
+from kvmosaic.eval.tuning import Tuned, choose
+from kvmosaic.eval.ways import FULL, Way
+from kvmosaic.profile import PROFILE_NAME, Goal, Profile, TaskResult, write_profile
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What is asked of which model, what is wanted, and where the result goes."""
+
+    opening: EvalModel
+    cases: Sequence[Case]
+    ways: tuple[Way, ...]
+    goal: Goal
+    seed: int
+    file: Path | None = None
+    """Where the profile is written; None: next to the model."""
+    is_best_effort: bool = False
+    """Write the closest way if none reaches the goal."""
+    with_full: bool = False
+    """Whether full attention may be chosen, too."""
+
+
+def tune(tuning: Tuning, *, as_json: bool = False) -> bool:
+    """Asks, says what was found, and writes the profile; False: nothing reaches the goal, and nothing was written.
+
+    Raises:
+        KVMosaicError: the model cannot be loaded, a setting cannot work, or the profile cannot be written.
+    """
+    place = _place(tuning)
+    notices, console = Console(stderr=True), Console()
+    measured = measure(tuning.opening, tuning.cases, tuning.ways, notices)
+    rows = measured.evaluation.rows
+    tuned = choose(rows, tuning.goal, with_full=tuning.with_full)
+    profile = _profile(tuning, measured, tuned)
+    is_written = tuned.is_reached or tuning.is_best_effort
+    if is_written:
+        write_profile(profile, place)
+    said = [*tuned.said, *_slow(tuned, rows), *doubts(rows), *measured.evaluation.notes]
+    if as_json:
+        console.file.write(json.dumps(_fields(measured, profile, said, place if is_written else None), indent=1) + "\n")
+        return is_written
+    console.print(_table(tuned, summarize(rows)))
+    console.print()
+    for sentence in said:
+        console.print(Text(printable(sentence)))
+    written = f"written: {place}" if is_written else "nothing is written; --best-effort writes the closest"
+    console.print(Text(printable(written)))
+    return is_written
+
+
+def _table(tuned: Tuned, summaries: Sequence[Summary]) -> Table:
+    with_context = len({summary.way.context for summary in summaries}) > 1
+    lines = [
+        (
+            ("▸ " if summary.way == tuned.chosen.way else "  ") + way_text(summary.way, with_context=with_context),
+            percent(summary.ratio),
+            f"{summary.worst_task} {percent(summary.worst_ratio)}",
+            percent(summary.work),
+            duration_text(summary.first_median),
+        )
+        for summary in summaries
+    ]
+    return terminal_table(("  tried", "of full", "worst task", "work", "first token"), lines)
+
+
+def _slow(tuned: Tuned, rows: Sequence[Row]) -> list[str]:
+    """Work is counted, and time is what people feel: with short prompts the one may be less, and the other more."""
+    times = {summary.way: summary.first_median for summary in summarize(rows)}
+    full, chosen = times[FULL], tuned.chosen.first_median
+    if tuned.chosen.way.is_full or chosen <= full:
+        return []
+    return [
+        f"Here it is slower than full attention all the same (first token after {duration_text(chosen)}, not "
+        f"{duration_text(full)}): these prompts are short. Ask with prompts as long as yours (--data)."
+    ]
+
+
+def _place(tuning: Tuning) -> Path:
+    """The file of the profile, if it looks as if it could be written: that is said before hours of asking.
+
+    Raises:
+        InvalidConfig: there is no such folder, or it cannot be written.
+    """
+    way_out = "name a file that can be written: --profile FILE"
+    if tuning.file is None:
+        folder = folder_of(tuning.opening.model)
+        if folder is None:
+            raise InvalidConfig(
+                f"{tuning.opening.model!r} has no folder here, and a profile lies next to a model; {way_out}"
+            )
+        place = folder / PROFILE_NAME
+    else:
+        place = tuning.file.expanduser()
+    if place.is_dir() or not place.parent.is_dir() or not os.access(place.parent, os.W_OK):
+        raise InvalidConfig(f"{place} cannot be written; {way_out}")
+    return place
+
+
+def _profile(tuning: Tuning, measured: Measured, tuned: Tuned) -> Profile:
+    way = tuned.chosen.way
+    rows = [row for row in measured.evaluation.rows if row.way == way]
+    return Profile(
+        model=printable(tuning.opening.name),
+        fingerprint=measured.model.fingerprint,
+        position_strategy=way.strategy,
+        chunk_context=way.context,
+        repair=way.repair,
+        goal=replace(tuning.goal, is_reached=tuned.is_reached),
+        date=datetime.now(UTC).date().isoformat(),
+        seed=tuning.seed,
+        work=tuned.chosen.work,
+        tasks=tuple(TaskResult(printable(row.task), row.num_cases, row.accuracy, row.full_accuracy) for row in rows),
+    )
+
+
+def _fields(measured: Measured, profile: Profile, said: list[str], place: Path | None) -> dict[str, Any]:
+    return {
+        "profile": profile.to_dict(),
+        "written": None if place is None else str(place),
+        "said": said,
+        "summaries": [summary.to_dict() for summary in summarize(measured.evaluation.rows)],
+        "machine": measured.machine,
+        "seconds": measured.seconds,
+    }

@@ -1,0 +1,106 @@
+"""`kvmosaic tune`: the options. What needs torch is imported when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvmosaic.console.options import Device, DType, Model, Rounding, Threads
+
+
+def tune_command(
+    model: Model = "reader",
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="one-hop(documents), two-hop, story, order, needle(documents), long(tokens), parted by commas. "
+            "Default: two-hop,story; none with --data.",
+        ),
+    ] = None,
+    loss: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE", help="Most of full attention's accuracy that may be lost, on average and on each task."
+        ),
+    ] = 0.02,
+    task_loss: Annotated[
+        float | None, typer.Option(metavar="SHARE", help="The same for each task, if more may be lost there.")
+    ] = None,
+    max_work: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE", help="Most work for choosing and repairing; 1 is what computing all documents once costs."
+        ),
+    ] = 1.0,
+    repair: Annotated[
+        str | None,
+        typer.Option(metavar="POLICIES", help="What is tried, parted by commas; see kvmosaic eval. Default: a ladder."),
+    ] = None,
+    strategies: Annotated[
+        str, typer.Option(metavar="NAMES", help="Where documents stand: sequential, shared, or both.")
+    ] = "sequential,shared",
+    contexts: Annotated[
+        str, typer.Option(metavar="NAMES", help="What documents saw when they were computed: system, none, or both.")
+    ] = "system",
+    cases: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=100_000, help="Questions of each task, and at most of each file. Default: 64; all of a file."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed asks the same questions.")] = 0,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Questions of your own, as JSON or JSONL; several times for more."),
+    ] = None,
+    data_format: Annotated[
+        str | None,
+        typer.Option("--format", metavar="NAME", help="The format of --data. Default: found by its fields."),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Where the profile is written. Default: kvmosaic_profile.json in the model's folder."
+        ),
+    ] = None,
+    best_effort: Annotated[
+        bool, typer.Option("--best-effort", help="Write the closest way if none reaches the goal.")
+    ] = False,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    num_threads: Threads = None,
+    quantization: Rounding = "none",
+    capacity: Annotated[
+        str, typer.Option(metavar="SIZE", help="Memory for documents, and as much again for answers, per context.")
+    ] = "1GiB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+) -> None:
+    """Find the cheapest way to answer from cached documents that a model loses little with, and write its profile.
+
+    kvmosaic tune path/of/model --tasks two-hop,story --loss 0.02
+
+    LLM, serve and the other commands follow the profile of a model unless they are told otherwise. Exit code 1 if no
+    way is good enough; then nothing is written.
+    """
+    from kvmosaic.eval.gathering import gather, parts_of
+    from kvmosaic.eval.tuning import LADDER, goal_of
+    from kvmosaic.eval.ways import FULL, ways
+    from kvmosaic.repair import repair_policy
+
+    goal = goal_of(loss, task_loss, max_work)
+    repairs = LADDER if repair is None else parts_of("--repair", repair)
+    chosen = ways(repairs, parts_of("--strategies", strategies), parts_of("--contexts", contexts))
+    names = parts_of("--tasks", tasks) if tasks is not None else () if data else ("two-hop", "story")
+    count = 64 if cases is None and not data else cases
+    asked = gather(names, tuple(data or ()), count=count, seed=seed, form=data_format)
+    with_full = any(str(repair_policy(each)) == FULL.repair for each in repairs)
+
+    from kvmosaic.eval.measure import EvalModel
+    from kvmosaic.eval.tune import Tuning, tune
+
+    opening = EvalModel(model, dtype, device, num_threads, quantization, capacity)
+    if not tune(Tuning(opening, asked, chosen, goal, seed, profile, best_effort, with_full), as_json=as_json):
+        raise typer.Exit(1)
