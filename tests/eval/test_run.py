@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.loaded import chatting_llama
 
 from kvmosaic.assembly import bundled_reader, joined
 from kvmosaic.config import ChunkCacheConfig
-from kvmosaic.errors import InvalidConfig
+from kvmosaic.errors import ChunkCacheFull, InvalidConfig, RequestTooLarge
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.composing import prompt_of
 from kvmosaic.eval.gathering import gather
 from kvmosaic.eval.run import Evaluation, evaluate
 from kvmosaic.eval.tasks import TASKS, Long, OneHop, task
-from kvmosaic.eval.ways import FULL, Way
+from kvmosaic.eval.ways import FULL, Way, ways
 from kvmosaic.llm import LLM
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.prompt import Document, SegmentKind
@@ -135,9 +136,35 @@ def test_cases_that_are_too_long_are_left_out_and_counted() -> None:
     long = replace(fine, id="long", documents=(Document("word " * 3_000),))
     found = evaluate(model, [long, fine], [Way()], capacity="64MiB")
     assert [row.num_cases for row in found.rows] == [1, 1]
-    assert found.notes[0].startswith("1 of 2 cases are left out; the first one: case 'long': ")
-    with pytest.raises(InvalidConfig, match="none of the 1 cases can be asked; the first one: case 'long'"):
+    assert found.notes[0].startswith("1 of 2 cases cannot be asked; the first one, 'long': ")
+    with pytest.raises(InvalidConfig, match="1 of 1 cases cannot be asked; the first one, 'long': "):
         evaluate(model, [long], [Way()], capacity="64MiB")
+
+
+def test_case_larger_than_the_memory_is_left_out_and_the_others_go_on(reader: LoadedModel) -> None:
+    fine, large = OneHop(1).cases(0, 2)
+    large = replace(large, documents=tuple(Document(f"Number {n}. {large.documents[0].text * 3}") for n in range(12)))
+    found = evaluate(reader, [large, fine], [Way()], capacity="1MiB")
+    assert [[reading.case for reading in row.readings] for row in found.rows] == [[fine.id], [fine.id]]
+    assert found.notes[0].startswith(f"1 of 2 cases cannot be asked; the first one, '{large.id}': ")
+    with pytest.raises((RequestTooLarge, ChunkCacheFull)):
+        evaluate(reader, [large], [Way()], capacity="1MiB")
+
+
+def test_each_way_is_asked_as_it_says(reader: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Way] = []
+    generate = LLM.generate
+
+    def watched(self: LLM, prompts: Any, params: Any, **rest: Any) -> Any:
+        asked.append(Way(rest["position_strategy"], self.chunk_cache_config.chunk_context, params.repair))
+        return generate(self, prompts, params, **rest)
+
+    monkeypatch.setattr(LLM, "generate", watched)
+    chosen = ways(["none", "first(4)"])
+    evaluate(reader, OneHop(1).cases(0, 2), chosen, capacity="64MiB")
+    tried, first, second = (asked[start : start + len(chosen)] for start in range(0, 3 * len(chosen), len(chosen)))
+    assert tried == first == list(chosen)
+    assert second == [*chosen[1:], chosen[0]]  # another one begins
 
 
 def test_cases_without_documents_and_doubles_are_told(reader: LoadedModel) -> None:

@@ -11,6 +11,7 @@ from kvmosaic.assembly import bundled_reader
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.tasks import TASKS, Long, Needle, OneHop, Order, Story, TwoHop, task
+from kvmosaic.eval.text.documents import Recipe, TextSource
 
 NAMES = tuple(TASKS)
 
@@ -19,6 +20,13 @@ NAMES = tuple(TASKS)
 def test_same_seed_draws_the_same_cases_and_more_of_them_begin_alike(name: str) -> None:
     assert task(name).cases(7, 5) == task(name).cases(7, 9)[:5]
     assert task(name).cases(7, 5) != task(name).cases(8, 5)
+
+
+def test_names_are_held_out() -> None:
+    example = TextSource(7, "held_out").example(Recipe(documents=(3, 3), sentences=(2, 4), questions=1))
+    assert [document.text for document in OneHop(3).cases(7, 1)[0].documents] == [
+        document.text for document in example.documents
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)

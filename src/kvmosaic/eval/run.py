@@ -7,7 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
-from kvmosaic.errors import ChunkCacheOff, InvalidConfig, InvalidPrompt, InvalidRepair, NotMovable
+from kvmosaic.errors import (
+    ChunkCacheFull,
+    ChunkCacheOff,
+    InvalidConfig,
+    InvalidPrompt,
+    InvalidRepair,
+    NotMovable,
+    RequestTooLarge,
+)
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.composing import prompt_of
 from kvmosaic.eval.rows import Reading, Row
@@ -57,6 +65,7 @@ def evaluate(
 
     Raises:
         InvalidConfig: no case, none that fits, or two with the same id.
+        RequestTooLarge, ChunkCacheFull: not even the shortest fits into `capacity`.
         ChunkCacheOff: the self-check of the model failed, so that prompts are not composed.
     """
     _check_ids(cases)
@@ -98,26 +107,31 @@ class _Run:
 
     def answer_all(self, cases: Sequence[Case], progress: Progress) -> Evaluation:
         asked = self._fitting(cases)
-        self._try_ways(*asked[0])
+        self._try_ways(*min(asked, key=lambda each: each[1].num_tokens))
         found: dict[Way, dict[str, Reading]] = {way: {} for way in self._ways}
-        total = len(asked) * len(self._ways)
+        total, too_large = len(asked) * len(self._ways), dict[str, str]()
         try:
             for number, (case, prompt) in enumerate(asked):
-                for llm in self._engines.values():
-                    llm.chunks.warm([prompt])
                 turn = number % len(self._ways)
-                for count, way in enumerate(self._ways[turn:] + self._ways[:turn], start=1):
-                    found[way][case.id] = self._answer(way, case, prompt)
-                    progress(number * len(self._ways) + count, total)
+                try:
+                    for llm in self._engines.values():
+                        llm.chunks.warm([prompt])
+                    for count, way in enumerate(self._ways[turn:] + self._ways[:turn], start=1):
+                        found[way][case.id] = self._answer(way, case, prompt)
+                        progress(number * len(self._ways) + count, total)
+                except (RequestTooLarge, ChunkCacheFull) as error:
+                    too_large[case.id] = str(error)
         except KeyboardInterrupt:
-            if not found[self._ways[-1]]:
+            if not all(found.values()):
                 raise
             self._notes.append("Interrupted: what came later was not asked.")
+        if too_large:
+            self._notes.append(_left_out(len(too_large), len(cases), *next(iter(too_large.items()))))
         return Evaluation(_rows([case for case, _ in asked], found), tuple(self._notes))
 
     def _fitting(self, cases: Sequence[Case]) -> list[tuple[Case, Prompt]]:
         """Cases with their prompts, without those that are too long for the model."""
-        llm, fitting, reason = self._engines[FULL.context], [], ""
+        llm, fitting, too_long = self._engines[FULL.context], [], dict[str, str]()
         for case in cases:
             try:
                 prompt = prompt_of(llm, case)
@@ -129,12 +143,12 @@ class _Run:
                     )
                 fitting.append((case, prompt))
             except InvalidPrompt as error:
-                reason = reason or f"case {case.id!r}: {error}"
-        if not fitting:
-            raise InvalidConfig(f"none of the {len(cases)} cases can be asked; the first one: {reason}")
-        if reason:
-            left = len(cases) - len(fitting)
-            self._notes.append(f"{left} of {len(cases)} cases are left out; the first one: {reason}.")
+                too_long[case.id] = str(error)
+        if too_long:
+            left_out = _left_out(len(too_long), len(cases), *next(iter(too_long.items())))
+            if not fitting:
+                raise InvalidConfig(left_out)
+            self._notes.append(left_out)
         return fitting
 
     def _try_ways(self, case: Case, prompt: Prompt) -> None:
@@ -177,6 +191,10 @@ def _open(model: LoadedModel, way: Way, capacity: int | str) -> LLM:
     if not llm.has_chunk_cache:
         raise ChunkCacheOff(f"nothing can be compared with full attention: {llm.chunk_cache_off_reason}")
     return llm
+
+
+def _left_out(count: int, of: int, case_id: str, reason: str) -> str:
+    return f"{count} of {of} cases cannot be asked; the first one, {case_id!r}: {reason}"
 
 
 def _rows(cases: Sequence[Case], found: dict[Way, dict[str, Reading]]) -> tuple[Row, ...]:
