@@ -60,6 +60,7 @@ def test_variables_that_queries_use_are_defined() -> None:
         "kvmosaic:chunk_lookup_seconds_sum",
         "kvmosaic:chunk_attach_seconds_sum",
         "kvmosaic:chunk_compute_seconds_sum",
+        "kvmosaic:repaired_tokens_total",
         "vllm:num_requests_waiting",
         "vllm:generation_tokens_total",
         "kvmosaic:admission_rejections_total",

@@ -212,6 +212,13 @@ SNAPSHOT_AGE = _family(
     "How old the numbers of the caches are. They are read between two steps of the engine; a scrape does not wait for "
     "a long one.",
 )
+COMPOSITION = _family(
+    "composition_info",
+    "gauge",
+    "Always 1; how prompts are composed that do not say it themselves is in the labels, and in `profile` the day of "
+    "the model's profile, if one is followed.",
+    *("position_strategy", "chunk_context", "repair", "profile"),
+)
 BUILD = _family(
     "build_info", "gauge", "Always 1; the versions are in the labels.", *("version", "python", "torch", "transformers")
 )

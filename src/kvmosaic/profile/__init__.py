@@ -9,11 +9,12 @@ from kvmosaic.profile.following import (
     find_profile,
     profile_choice,
 )
-from kvmosaic.profile.profile import Goal, Profile, TaskResult
+from kvmosaic.profile.profile import SETTINGS, Goal, Profile, TaskResult
 
 __all__ = [
     "MAX_PROFILE_BYTES",
     "PROFILE_NAME",
+    "SETTINGS",
     "FoundProfile",
     "Goal",
     "Profile",

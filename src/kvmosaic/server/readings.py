@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from kvmosaic import __version__
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.metrics import Reading, own_names, vllm_names
+from kvmosaic.profile import SETTINGS
 from kvmosaic.server.tier_readings import tier_readings
 
 if TYPE_CHECKING:
@@ -105,6 +106,11 @@ class ServerReadings:
         self._services = services
         self._snapshots = snapshots
         self._tenants = list(services.tenants)
+        llm = services.llm
+        self._composition = {
+            **{name: str(getattr(llm.chunk_cache_config, name)) for name in SETTINGS},
+            "profile": "" if llm.profile is None else llm.profile.date,
+        }
         self._versions = {
             "version": __version__,
             "python": platform.python_version(),
@@ -128,6 +134,7 @@ class ServerReadings:
         yield Reading(own_names.ENGINE_ASLEEP, float(services.engine.is_asleep))
         yield Reading(own_names.DRAINING, float(services.admission.is_draining))
         yield Reading(own_names.SNAPSHOT_AGE, self._snapshots.age_seconds)
+        yield Reading(own_names.COMPOSITION, 1, self._composition)
         yield Reading(own_names.BUILD, 1, self._versions)
 
     def _tenant_readings(self, snapshot: EngineSnapshot) -> Iterator[Reading]:

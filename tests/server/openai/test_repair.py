@@ -116,3 +116,5 @@ def test_the_setting_of_the_server_counts_for_requests_that_say_nothing() -> Non
         lines = http.get("/metrics").text.splitlines()
     assert 'kvmosaic:repairs_total{model_name="reader",policy="first"} 1.0' in lines
     assert 'kvmosaic:repaired_tokens_total{action="computed",model_name="reader"} 4.0' in lines
+    how = 'chunk_context="system",model_name="reader",position_strategy="sequential",profile="",repair="first(2)"'
+    assert f"kvmosaic:composition_info{{{how}}} 1.0" in lines
