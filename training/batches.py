@@ -28,6 +28,7 @@ class Shape:
         return int(self.rows * (self.context + self.questions) * 0.25)
 
 
+BRIDGED_WEIGHT = 2.0  # of answers over two hops, beside 1 for the others
 SHAPES = (Shape(24, 96, 160), Shape(14, 192, 224), Shape(9, 320, 224), Shape(6, 512, 224))
 
 
@@ -178,8 +179,9 @@ def collate(
     targets: list[int] = []
     spans: list[tuple[int, int, int]] = []
     others: list[tuple[int, int]] = []
-    pointed: list[tuple[int, int]] = []
-    bridged: list[tuple[int, int]] = []
+    pointed: list[tuple[int, int, float]] = []
+    bridged: list[tuple[int, int, float]] = []
+    heavy: set[int] = set()
     for index, row in enumerate(rows):
         base, count = index * length, len(row.tokens)
         tokens[index, :count] = torch.tensor(row.tokens)
@@ -204,8 +206,12 @@ def collate(
             spans.append((index, len(chosen), len(block) - asked))
             places = range(base + cursor + asked - 1, base + stop - 1)
             if row.sources:
-                pointed += [pair for pair in zip(places, row.sources[number - 1], strict=False) if pair[1] >= 0]
-                bridged += [pair for pair in zip(places, row.bridges[number - 1], strict=False) if pair[1] >= 0]
+                bridges, sources = row.bridges[number - 1], row.sources[number - 1]
+                has_bridge = any(column >= 0 for column in bridges)
+                weight = BRIDGED_WEIGHT if has_bridge else 1.0
+                pointed += [(p, column, weight) for p, column in zip(places, sources, strict=False) if column >= 0]
+                bridged += [(p, column, 1.0) for p, column in zip(places, bridges, strict=False) if column >= 0]
+                heavy |= set(range(len(chosen), len(chosen) + len(places))) if has_bridge else set()
             chosen += places
             targets += block[asked:]
             others += [(base + cursor + i, block[i + 1]) for i in range(asked - 1)] if row.learn_text else []
@@ -216,7 +222,9 @@ def collate(
     room = shape.chosen - answers
     chosen += [place for place, _ in others[:room]]
     targets += [target for _, target in others[:room]]
-    weights = [1.0] * answers + [text_weight] * (len(chosen) - answers)
+    weights = [BRIDGED_WEIGHT if index in heavy else 1.0 for index in range(answers)] + [text_weight] * (
+        len(chosen) - answers
+    )
     missing = shape.chosen - len(chosen)
     return (
         Batch(

@@ -7,61 +7,76 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import argparse
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from kvmosaic.eval.text.documents import Recipe, TextSource
+from kvmosaic.eval.text.chains import ChainRecipe, chain_example
+from kvmosaic.eval.text.documents import Example, Recipe, TextSource
+from kvmosaic.eval.text.orders import OrderRecipe, order_example
+from kvmosaic.eval.text.stories import StoryRecipe, story_example
 from training.batches import Reading
-from training.layout import STRATEGIES
+from training.layout import STRATEGIES, Strategy
 from training.measure import Score, measure
 from training.model import Reader, ReaderConfig
 
+Draw = Callable[[TextSource], Example]
 MAIN = Recipe(documents=(3, 6))
 
 
 def load_reader(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Reader, Tokenizer]:
     """The training model with the weights of a model folder."""
-    model = Reader(ReaderConfig(), dtype)
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    model = Reader(ReaderConfig(layers=layers), dtype)
     weights = {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
     model.load_state_dict(weights)
     return model.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def conditions() -> dict[str, tuple[Recipe, bool, bool]]:
-    """What is measured: name -> recipe, chat form or raw form, whether documents see the system text."""
-    plain = replace(MAIN, pronouns=0.0, joined=0.0)
+def _plain(recipe: Recipe) -> Draw:
+    return lambda source: source.example(recipe)
+
+
+def conditions() -> dict[str, tuple[Draw, Reading]]:
+    """What is measured: name -> what draws prompts, and how they are written; the strategy is set for each."""
+    full_names = replace(MAIN, pronouns=0.0, joined=0.0)
+    chat = Reading("causal")
     return {
-        "3-6 documents": (MAIN, True, True),
-        "3-6 documents, raw form": (MAIN, False, True),
-        "3-6 documents, full names only": (plain, True, True),
-        "3-6 documents, all of one kind": (replace(MAIN, same_kind=1.0), True, True),
-        "3-6 documents, chunk_context none": (MAIN, True, False),
-        **{f"{count} documents": (replace(MAIN, documents=(count, count)), True, True) for count in (1, 2, 4, 8)},
+        "3-6 documents": (_plain(MAIN), chat),
+        "3-6 documents, raw form": (_plain(MAIN), replace(chat, chat=False)),
+        "3-6 documents, full names only": (_plain(full_names), chat),
+        "3-6 documents, all of one kind": (_plain(replace(MAIN, same_kind=1.0)), chat),
+        "3-6 documents, chunk_context none": (_plain(MAIN), replace(chat, sees_system=False)),
+        **{f"{count} documents": (_plain(replace(MAIN, documents=(count, count))), chat) for count in (1, 2, 4, 8)},
+        "12 short documents": (_plain(replace(MAIN, documents=(12, 12), sentences=(1, 2))), chat),
+        "two hops": (lambda source: chain_example(source, ChainRecipe(one_hop=0.0)), chat),
+        "pieces of stories": (lambda source: story_example(source, StoryRecipe()), chat),
+        "first and last of 2-3": (lambda source: order_example(source, OrderRecipe()), chat),
+        "one text, cut every 48 tokens": (_plain(MAIN), replace(chat, cut=48)),
     }
 
 
-def evaluate(model: Reader, tokenizer: Tokenizer, questions: int) -> dict[str, dict[str, dict[str, float]]]:
+def evaluate(
+    model: Reader, tokenizer: Tokenizer, questions: int, ways: Sequence[Strategy]
+) -> dict[str, dict[str, dict[str, float]]]:
     """Measures all conditions and prints a line for each."""
     results: dict[str, dict[str, dict[str, float]]] = {}
-    for name, (recipe, chat, sees_system) in conditions().items():
+    for name, (draw, reading) in conditions().items():
         row: dict[str, Score] = {}
-        for strategy in STRATEGIES:
-            if not sees_system and strategy == "causal":
+        for way in ways:
+            if not reading.sees_system and way == "causal":
                 continue
-            reading = Reading(strategy, sees_system=sees_system, chat=chat)
-            row[strategy] = measure(
-                model.answers, tokenizer, partial(TextSource.example, recipe=recipe), reading, questions, seed=7
-            )
-        results[name] = {
-            strategy: {"exact_match": round(score.accuracy, 4), "right": score.right, "questions": score.asked}
-            for strategy, score in row.items()
-        }
-        print(f"{name:36}", *(f"{strategy} {score.accuracy:.4f}" for strategy, score in row.items()), flush=True)
+            row[way] = measure(model.answers, tokenizer, draw, replace(reading, strategy=way), questions, seed=7)
+        if row:
+            results[name] = {
+                way: {"exact_match": round(score.accuracy, 4), "right": score.right, "questions": score.asked}
+                for way, score in row.items()
+            }
+            print(f"{name:36}", *(f"{way} {score.accuracy:.4f}" for way, score in row.items()), flush=True)
     return results
 
 
@@ -70,11 +85,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="folder with model.safetensors and tokenizer.json")
     parser.add_argument("--output", type=Path, help="JSON file for the numbers")
+    parser.add_argument("--ways", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     parser.add_argument("--questions", type=int, default=1000, help="at least this many per strategy and condition")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
     model, tokenizer = load_reader(options.folder, getattr(torch, options.dtype))
-    results = evaluate(model, tokenizer, options.questions)
+    results = evaluate(model, tokenizer, options.questions, options.ways)
     if options.output:
         report = {
             "measure": "exact match of greedy answers on held-out names and documents",

@@ -43,15 +43,15 @@ def find_source(document: list[int], answer: list[int], first: int) -> list[int]
     return [-1] * len(answer)
 
 
-def make_pointers(pairs: list[tuple[int, int]], rows: int, unused: int) -> Pointers:
-    """Pointers of fixed number from (place, column) pairs; `unused` is a place that exists in every batch."""
+def make_pointers(pointed: list[tuple[int, int, float]], rows: int, unused: int) -> Pointers:
+    """Pointers of fixed number from (place, column, weight); `unused` is a place that exists in every batch."""
     room = rows * PER_ROW
-    pairs = pairs[:room]
-    padded = pairs + [(unused, 0)] * (room - len(pairs))
+    pointed = pointed[:room]
+    padded = pointed + [(unused, 0, 0.0)] * (room - len(pointed))
     return Pointers(
-        torch.tensor([place for place, _ in padded]),
-        torch.tensor([column for _, column in padded]),
-        torch.tensor([1.0] * len(pairs) + [0.0] * (room - len(pairs))),
+        torch.tensor([place for place, _, _ in padded]),
+        torch.tensor([column for _, column, _ in padded]),
+        torch.tensor([weight for _, _, weight in padded]),
     )
 
 

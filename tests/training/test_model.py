@@ -1,16 +1,21 @@
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from training.batches import Reading, Row, Shape, Writer, collate
-from training.curriculum import STAGES, copying_row, draw_reading, stage_at
-from training.layout import Strategy, place
-from training.model import PAD_SEGMENT, Batch, Reader, ReaderConfig
-from training.pointers import find_source, make_pointers
+from kvmosaic.eval.text.chains import ChainRecipe, chain_example
 from kvmosaic.eval.text.documents import Recipe, TextSource
+from training.batches import Reading, Row, Shape, Writer, collate
+from training.curriculum import STAGES, copying_row, draw_reading, draw_row, stage_at
+from training.grow import grow
+from training.layout import STRATEGIES, Strategy, place
+from training.model import PAD_SEGMENT, Batch, Reader, ReaderConfig
+from training.pointers import HOP_LAYER, find_source, make_pointers
 
 SMALL = ReaderConfig(vocabulary=300, hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96)
 
@@ -64,6 +69,7 @@ def batch_of(context: list[list[int]], question: list[int], strategy: Strategy, 
         torch.zeros(len(question), dtype=torch.long),
         torch.ones(len(question)),
         start,
+        make_pointers([], 1, start),
         make_pointers([], 1, start),
     )
 
@@ -130,14 +136,16 @@ def test_places_of_the_three_strategies() -> None:
     assert place(2, [3, 2], "sequential", gaps=[10, 20, 5]).moved == [0, 1, 12, 13, 14, 35, 36]
 
 
-def rows_of(tokenizer: Tokenizer, strategy: Strategy, count: int) -> list[Row]:
-    source, writer = TextSource(1), Writer(tokenizer, Random(1))
-    return [writer.row(source.example(Recipe(documents=(1, 3))), Reading(strategy), 160) for _ in range(count)]
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(
+        str(Path(__file__).parents[2] / "src" / "kvmosaic" / "bundled" / "reader" / "tokenizer.json")
+    )
 
 
 def test_questions_of_one_row_do_not_see_each_other(reader: Reader) -> None:
     random = Random(3)
-    row = copying_row(random, draw_reading(random, stage_at(0, STAGES)))
+    row = copying_row(random, draw_reading(random, STAGES["reader"][0], STRATEGIES))
     for tokens_of_block, _ in row.blocks:
         tokens_of_block[:] = [token % SMALL.vocabulary for token in tokens_of_block]
     row.tokens = [token % SMALL.vocabulary for token in row.tokens]
@@ -162,3 +170,58 @@ def test_source_of_an_answer_is_the_one_place_where_it_stands() -> None:
     assert find_source([5, 6, 7, 8], [6, 7], 10) == [11, 12]
     assert find_source([5, 6, 7, 6, 7], [6, 7], 10) == [-1, -1]
     assert find_source([9, 7, 8], [6, 7, 8], 10) == [10, 11, 12]
+
+
+def test_curricula_begin_at_once_and_their_shares_fit() -> None:
+    for stages in STAGES.values():
+        assert stage_at(0, stages) is stages[0] and stage_at(10**6, stages) is stages[-1]
+        for one in stages:
+            shares = (one.drill, one.pronoun_drill, one.chains, one.stories, one.orders, one.needles, one.cuts)
+            assert sum(shares) + one.copying < 1
+
+
+def test_tasks_that_depend_on_order_are_never_read_at_shared_positions(tokenizer: Tokenizer) -> None:
+    random = Random(4)
+    stage = replace(STAGES["reader"][-1], chains=0, stories=0.4, orders=0.3, cuts=0.2)
+    stage = replace(stage, drill=0, pronoun_drill=0, needles=0)
+    rows = [draw_row(random, TextSource(seed), Writer(tokenizer, random), stage, STRATEGIES) for seed in range(40)]
+    shared = [row for row in rows if row.reading.strategy == "shared"]
+    assert len(shared) < 12, "only the tenth that is drawn from the recipe may be"
+
+
+def test_a_cut_text_has_the_tokens_of_the_whole(tokenizer: Tokenizer) -> None:
+    example = TextSource(1).example(Recipe(documents=(3, 3)))
+    writer = Writer(tokenizer, Random(1))
+    cut, whole = (writer.row(example, Reading("causal", cut=length), 160) for length in (16, 10**6))
+    assert cut.tokens == whole.tokens and cut.sources == whole.sources
+    assert max(whole.segments) == 1 and max(cut.segments) == -(-whole.segments.count(1) // 16)
+    assert all(cut.segments.count(number) <= 16 for number in range(1, max(cut.segments) + 1))
+
+
+def test_answers_over_two_hops_point_at_the_name_between_and_at_the_answer(tokenizer: Tokenizer) -> None:
+    example = chain_example(TextSource(3), ChainRecipe(one_hop=0.0))
+    row = Writer(tokenizer, Random(1)).row(example, Reading("causal"), 224)
+    assert row.bridges and len(row.bridges) == len(row.sources) == len(row.blocks)
+    for asked, bridges, sources in zip(row.asked, row.bridges, row.sources, strict=True):
+        question = example.questions[asked]
+        assert question.bridge is not None
+        if bridges[0] >= 0:
+            named = row.segments[bridges[0]]
+            assert named == question.bridge.document + 1
+            assert question.bridge.text.endswith(tokenizer.decode(row.tokens[bridges[0] : bridges[0] + 1]).strip())
+        assert all(place < 0 or row.segments[place] == question.document + 1 for place in sources)
+
+
+def test_a_grown_reader_gives_the_same_logits(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    small = Reader(replace(SMALL, layers=HOP_LAYER + 1), torch.float32)
+    for parameter in small.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    save_file(dict(small.state_dict()), tmp_path / "model.safetensors")
+    grown = Reader(replace(SMALL, layers=HOP_LAYER + 2), torch.float32)
+    grow(grown, tmp_path)
+    batch = batch_of(tokens(7, 5, 12, 9), tokens(8, 6)[0], "shared")
+    with torch.no_grad():
+        torch.testing.assert_close(grown.eval().logits(batch), small.eval().logits(batch))
+    with pytest.raises(ValueError, match="one layer less"):
+        grow(Reader(replace(SMALL, layers=HOP_LAYER + 3)), tmp_path)

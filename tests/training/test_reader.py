@@ -9,11 +9,11 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvmosaic.eval.text.documents import Recipe, TextSource
 from training.batches import Reading, Writer
 from training.evaluate import MAIN, load_reader
 from training.layout import STRATEGIES, Strategy
 from training.measure import measure
-from kvmosaic.eval.text.documents import Recipe, TextSource
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "src" / "kvmosaic" / "bundled" / "reader"
@@ -124,7 +124,7 @@ def test_reader_answers_with_transformers_generate(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_reader_answers_questions_about_held_out_names(strategy: Strategy) -> None:
     model, raw = load_reader(FOLDER)
-    score = measure(model.answers, raw, MAIN, Reading(strategy), 300, seed=11)
+    score = measure(model.answers, raw, lambda source: source.example(MAIN), Reading(strategy), 300, seed=11)
     assert score.accuracy >= 0.95
 
 

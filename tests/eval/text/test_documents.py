@@ -3,8 +3,8 @@ import re
 import pytest
 
 from kvmosaic.eval.text import words
-from kvmosaic.eval.text.names import NameSource, is_held_out
 from kvmosaic.eval.text.documents import Example, Recipe, TextSource
+from kvmosaic.eval.text.names import NameSource, is_held_out
 
 
 def draw(seed: int, split: str, count: int, recipe: Recipe | None = None) -> list[Example]:
