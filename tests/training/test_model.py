@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvmosaic.eval.text.chains import ChainRecipe, chain_example
 from kvmosaic.eval.text.documents import Recipe, TextSource
-from training.batches import Reading, Row, Shape, Writer, collate
+from training.batches import Reading, Shape, Writer, collate
 from training.curriculum import STAGES, copying_row, draw_reading, draw_row, stage_at
 from training.grow import grow
 from training.layout import STRATEGIES, Strategy, place
