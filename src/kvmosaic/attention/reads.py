@@ -24,8 +24,11 @@ POOLS: tuple[PoolName | None, ...] = (None, "request", "chunk_cache")
 class Watch(Protocol):
     """Whoever wants to know how much rows look at the keys they read."""
 
-    def see(self, layer_index: int, read: RunRead, shares: Tensor) -> None:
-        """Takes the shares [S] that the keys of a read get in one layer: summed over rows, averaged over heads."""
+    def see(self, layer_index: int, read_index: int, shares: Tensor) -> None:
+        """Takes the shares [S] that the keys of a read of the group get in one layer.
+
+        Summed over rows, averaged over heads.
+        """
 
 
 class Mask(Protocol):

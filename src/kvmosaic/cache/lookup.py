@@ -65,6 +65,11 @@ def is_closed(layout: Layout, index: int) -> bool:
     return kind in (SegmentKind.SYSTEM, SegmentKind.CHUNK) or index < len(layout.spans) - 1
 
 
+def is_watched(layout: Layout, index: int) -> bool:
+    """Whether a span must be computed even if it is cached."""
+    return layout.is_watched and index == len(layout.spans) - 1
+
+
 class Lookup:
     """Turns layouts into plans. Reads the caches and changes nothing in them."""
 
@@ -92,7 +97,7 @@ class Lookup:
             if chunk is not None and not self._chunks.is_same(chunk, span.root, span.tokens):
                 return None
             here = Found(chunk=chunk)
-            if not span.is_chunk:
+            if not span.is_chunk and not is_watched(plan.layout, span.index):
                 self._find(here, span.root, span.tokens, span.block_keys, is_closed(plan.layout, span.index))
             found.append(here)
         return found
@@ -156,7 +161,8 @@ class Lookup:
         span = draft.layout.spans[index]
         tokens, root, closed = encode_tokens(span.token_ids), draft.root(index), is_closed(draft.layout, index)
         here = Found()
-        self._find(here, root, tokens, draft.chain, closed)
+        if not is_watched(draft.layout, index):
+            self._find(here, root, tokens, draft.chain, closed)
         size = self._prefix.pool.block_size if self._prefix is not None else 0
         num_reused = min(len(here.entries) * size, span.num_tokens) + here.num_copied
         return SpanPlan(

@@ -2,71 +2,108 @@
 
 All tokens that did not see everything before them go through the first layer once more, in their places; the keys of
 the second layer tell how much that changes (CacheBlend). Nothing is written.
+
+Keys and values of the first layer depend on nothing but the token and its place. So what stands before a token is read
+there from the chunks as they are, and the tokens need not be computed together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
 
 import torch
+from torch import Tensor
 
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.engine.span_reads import run_reads
+from kvmosaic.layout import Layout
 from kvmosaic.model.batch import SpanRows
 from kvmosaic.model.runner import Runner
 from kvmosaic.rope import turn
 
 LAYER = 1
+_Part = tuple[int, int, int]
+"""Neighbouring tokens of a chunk: the index of its span, the first of them, and one past the last."""
 
 
-def measure_deviations(sequence: Sequence, runner: Runner) -> dict[int, List[float]]:
+def measure_deviations(sequence: Sequence, runner: Runner, most_tokens: int) -> dict[int, List[float]]:
     """By span of an open chunk: the squared distance of every token's keys, in the second layer.
 
-    The sequence holds its chunks, computed.
+    Args:
+        sequence: holds its chunks, computed.
+        runner: computes.
+        most_tokens: of one forward.
     """
-    repair, attachment = sequence.request.repair, sequence.attachment
-    assert repair is not None and attachment is not None
-    layout, open_chunks = repair.layout, repair.open_chunks
-    views = {view.span: view for view in layout.last.views}
+    repair = sequence.request.repair
+    assert repair is not None
+    layout = repair.layout
+    deviations: dict[int, list[float]] = {index: [] for index in repair.open_chunks}
+    for parts in _forwards(layout, repair.open_chunks, most_tokens):
+        keys = runner.keys_of([_rows(sequence, layout, part) for part in parts], LAYER)
+        row = 0
+        for index, first, last in parts:
+            cached = _cached_keys(sequence, layout, runner, (index, first, last))
+            found = keys[row : row + last - first].to(cached.dtype)
+            deviations[index] += (found - cached).square().sum((1, 2)).tolist()
+            row += last - first
+    return dict(deviations)
+
+
+def _forwards(layout: Layout, chunks: Iterable[int], most_tokens: int) -> Iterator[list[_Part]]:
+    """What is computed at once."""
+    parts: list[_Part] = []
+    room = most_tokens
+    for index in chunks:
+        first, num_tokens = 0, layout.spans[index].num_tokens
+        while first < num_tokens:
+            last = min(num_tokens, first + room)
+            parts.append((index, first, last))
+            room -= last - first
+            first = last
+            if not room:
+                yield parts
+                parts, room = [], most_tokens
+    if parts:
+        yield parts
+
+
+def _rows(sequence: Sequence, layout: Layout, part: _Part) -> SpanRows:
+    """Tokens of a chunk in their place, that see all that stands before them."""
+    attachment = sequence.attachment
+    assert attachment is not None
+    index, first, last = part
     reads = tuple(
         read
-        for index, view in views.items()
-        if index not in open_chunks
+        for view in layout.last.views
+        if view.span <= index
         for read in run_reads(
-            layout.spans[index], attachment.spans[index].table, view.distance, layout.spans[index].num_tokens
+            layout.spans[view.span],
+            attachment.spans[view.span].table,
+            view.distance,
+            first if view.span == index else layout.spans[view.span].num_tokens,
         )
     )
-    places = [
-        range(layout.position_of(index), layout.position_of(index) + layout.spans[index].num_tokens)
-        for index in open_chunks
-    ]
-    rows = SpanRows(
-        token_ids=[token for index in open_chunks for token in layout.spans[index].token_ids],
-        position=places[0][0],
+    return SpanRows(
+        token_ids=layout.spans[index].token_ids[first:last],
+        position=layout.position_of(index) + first,
         pool="request",
         slots=(),
         reads=reads,
-        places=tuple(place for run in places for place in run),
     )
-    keys = runner.keys_of(rows, LAYER)
-    rotation = runner.model.layers[LAYER].rotation
-    storage = runner.storages["chunk_cache"]
-    deviations: dict[int, List[float]] = {}
-    first = 0
-    for index in open_chunks:
-        num_tokens, distance = layout.spans[index].num_tokens, views[index].distance
-        cached = torch.cat(
-            [
-                storage.run(LAYER, run.first_slot, run.num_tokens)[0]
-                for run in attachment.spans[index].table.runs(num_tokens)
-            ]
-        )
-        precision = torch.promote_types(cached.dtype, torch.float32)
-        cached = cached.to(precision)
-        if distance and rotation is not None:
-            distances = torch.full((num_tokens,), distance, device=cached.device)
-            cached = turn(cached, rotation.tables(distances, dtype=precision, device=cached.device))
-        difference = keys[first : first + num_tokens].to(precision) - cached
-        deviations[index] = difference.square().sum((1, 2)).tolist()
-        first += num_tokens
-    return deviations
+
+
+def _cached_keys(sequence: Sequence, layout: Layout, runner: Runner, part: _Part) -> Tensor:
+    """[T, G, D], keys of a chunk as the question sees them."""
+    attachment = sequence.attachment
+    assert attachment is not None
+    index, first, last = part
+    storage, rotation = runner.storages["chunk_cache"], runner.model.layers[LAYER].rotation
+    runs = attachment.spans[index].table.runs_between(first, last)
+    keys = torch.cat([storage.run(LAYER, run.first_slot, run.num_tokens)[0] for run in runs])
+    keys = keys.to(torch.promote_types(keys.dtype, torch.float32))
+    distance = layout.position_of(index) - layout.spans[index].start
+    if not distance or rotation is None:
+        return keys
+    distances = torch.full((last - first,), distance, device=keys.device)
+    return turn(keys, rotation.tables(distances, dtype=keys.dtype, device=keys.device))

@@ -38,7 +38,7 @@ from kvmosaic.errors import (
 from kvmosaic.layout import Layout, PositionStrategy, RollingWindow
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt
-from kvmosaic.repair import FullRepair, repair_policy
+from kvmosaic.repair import FullRepair, NoRepair, repair_policy
 from kvmosaic.sampling import MAX_TOKENS, Answer, GrammarCompiler, SamplingParams, SamplingState, sample
 
 logger = logging.getLogger("kvmosaic")
@@ -200,6 +200,8 @@ class Engine:
             raise InvalidSampling(f"sampling parameters must be SamplingParams, got {type(params).__name__}")
         window = window_of(params, self.runner.model)
         policy = self.repair if params.repair is None else repair_policy(params.repair)
+        if prompt.is_plain:
+            policy = NoRepair()  # there is nothing to repair
         layout = self._place(prompt, position_strategy, None if isinstance(policy, FullRepair) else window)
         repair = repair_of(policy, layout, self.runner.model, has_window=window is not None)
         if repair is not None:
@@ -329,8 +331,9 @@ class Engine:
         assert repair is not None
         begin = self.clock()
         try:
-            if "deviation" in repair.policy.signals:
-                repair.deviations = measure_deviations(sequence, self.runner)
+            if "deviation" in repair.signals:
+                most_tokens = self.scheduler.config.max_batched_tokens
+                repair.deviations = measure_deviations(sequence, self.runner, most_tokens)
             request.layout = repair.repaired_layout()
         except KVMosaicError as error:
             request.error = error
@@ -415,7 +418,8 @@ class Engine:
 
     def _new_sequence(self, request: Request, index: int) -> Sequence:
         model = self.runner.model
-        room = None if self.max_positions is None else self.max_positions - request.layout.last.end
+        layout = request.repair.layout if request.is_measuring and request.repair is not None else request.layout
+        room = None if self.max_positions is None else self.max_positions - layout.last.end
         if request.window is not None:
             room = MAX_TOKENS
         answer = Answer(request.params, model.tokenizer, model.eos_token_ids, index=index, max_tokens=room)

@@ -11,20 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from kvmosaic.attention import RunRead
 from kvmosaic.errors import InvalidRepair, KVMosaicError
 from kvmosaic.layout import UNWEIGHTED, Layout, Weight, exact_spans, repaired
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 from kvmosaic.repair import ChunkSignals, FullRepair, NoRepair, RepairPolicy, Signal, Temperature, checked_choice
 from kvmosaic.sampling import RepairUse
-
-_RunKey = tuple[int, int, int]
-"""First slot, number of tokens and distance of a read."""
 
 
 @dataclass(eq=False, slots=True)
@@ -41,15 +37,17 @@ class Repair:
     """By span of a chunk: [m], the attention its tokens got so far, summed over layers."""
     deviations: dict[int, Sequence[float]] = field(default_factory=dict)
     """By span of a chunk: how far its tokens' keys are off."""
-    runs: dict[_RunKey, list[tuple[int, int]]] = field(default_factory=dict)
-    """The reads of chunks that are watched: which spans they belong to, and where in them they begin."""
-
+    name: str = field(init=False)
+    """The policy's text."""
+    signals: frozenset[Signal] = field(init=False)
+    """What the policy asks for."""
     chunks: list[int] = field(init=False)
     """Indexes of the spans of chunks."""
     open_chunks: list[int] = field(init=False)
     """Those that did not see all that stands before them."""
 
     def __post_init__(self) -> None:
+        self.name, self.signals = str(self.policy), frozenset(self.policy.signals)
         spans, exact = self.layout.spans, exact_spans(self.layout)
         self.chunks = [index for index, span in enumerate(spans) if span.segment.kind is SegmentKind.CHUNK]
         self.open_chunks = [index for index in self.chunks if index not in exact]
@@ -61,13 +59,12 @@ class Repair:
 
     def first_layout(self) -> Layout:
         """What is run first."""
-        signals = self.policy.signals
-        if not signals or not self.open_chunks:
+        if not self.signals or not self.open_chunks:
             return self.repaired_layout()
         self.is_measuring = True
-        if "attention" in signals:
-            return self.layout
-        return Layout(self.layout.spans[:-1], self.layout.strategy, self.layout.chunk_context)
+        if "attention" in self.signals:
+            return replace(self.layout, is_watched=True)
+        return replace(self.layout, spans=self.layout.spans[:-1])
 
     def repaired_layout(self) -> Layout:
         """What answers the request.
@@ -88,20 +85,25 @@ class Repair:
             for index in chunks
         ]
         try:
-            chosen = checked_choice(known, self.policy.choose(known), self.policy)
+            chosen = checked_choice(known, self.policy.choose(known), self.name)
         except KVMosaicError:
             raise
         except Exception as error:
-            raise InvalidRepair(f"the repair policy {self.policy} failed: {error}") from error
+            raise InvalidRepair(f"the repair policy {self.name:.80} failed: {error!r:.200}") from error
         return repaired(self.layout, dict(zip(chunks, chosen, strict=True)), weight)
 
-    def see(self, layer_index: int, read: RunRead, shares: Tensor) -> None:
-        """See `kvmosaic.attention.Watch`."""
-        for index, first in self.runs[read.first_slot, read.num_tokens, read.distance]:
-            total = self.shares.get(index)
-            if total is None:
-                total = self.shares[index] = shares.new_zeros(self.layout.spans[index].num_tokens)
-            total[first : first + read.num_tokens] += shares / self.num_layers
+    def note_shares(self, span_index: int, first: int, shares: Tensor) -> None:
+        """Adds what some tokens of a chunk, from number `first` on, got from some rows in one layer."""
+        total = self.shares.get(span_index)
+        if total is None:
+            total = self.shares[span_index] = shares.new_zeros(self.layout.spans[span_index].num_tokens)
+        total[first : first + len(shares)] += shares / self.num_layers
+
+    def forget(self) -> None:
+        """Forgets what was measured so far, since it will be measured again; harmless when all is chosen."""
+        if self.is_measuring:
+            self.shares.clear()
+            self.deviations.clear()
 
     def use(self, layout: Layout, num_found: int, seconds: float) -> RepairUse:
         """What was repaired, and what that cost.
@@ -122,18 +124,31 @@ class Repair:
         num_computed = num_repaired - num_found
         work = num_computed * self.num_layers
         if self.open_chunks:
-            if "deviation" in self.policy.signals:
+            if "deviation" in self.signals:
                 work += sum(self.layout.spans[index].num_tokens for index in self.open_chunks)
-            if "attention" in self.policy.signals:
+            if "attention" in self.signals:
                 work += self.layout.last.num_tokens * self.num_layers
         return RepairUse(
-            policy=str(self.policy),
+            policy=self.name,
             document_tokens=num_tokens,
             repaired_tokens=num_repaired,
             computed_tokens=num_computed,
             work_fraction=work / (num_tokens * self.num_layers),
             milliseconds=seconds * 1e3,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionWatch:
+    """Adds up, for a repair, what rows of its question look at."""
+
+    repair: Repair
+    read_tokens: tuple[tuple[int, int], ...]
+    """For each read of the rows that is a span's: that span, and the number of the first token."""
+
+    def see(self, layer_index: int, read_index: int, shares: Tensor) -> None:
+        """See `kvmosaic.attention.Watch`."""
+        self.repair.note_shares(*self.read_tokens[read_index], shares)
 
 
 def repair_of(policy: RepairPolicy, layout: Layout, model: LoadedModel, *, has_window: bool) -> Repair | None:

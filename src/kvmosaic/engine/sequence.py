@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import Enum, auto
+from itertools import accumulate
 from typing import Any
 
-from kvmosaic.attention import RunRead
+from kvmosaic.attention import RunRead, Watch
 from kvmosaic.cache import Attachment, Key
+from kvmosaic.engine.repairing import QuestionWatch
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.rolling import moved
 from kvmosaic.engine.span_reads import pool_of, run_reads, view_reads
@@ -66,6 +68,8 @@ class Sequence:
         self._first_kept = 0
         """The first token behind the sinks that was not left out."""
         self._view_reads: dict[int, tuple[RunRead, ...]] = {}
+        self._read_tokens: dict[int, tuple[tuple[int, int], ...]] = {}
+        """By span, for each of these reads: the span that is read, and the number of the first token."""
         self._found_before: tuple[int, ...] = ()
         """By span: tokens that were found before the request was planned again, repaired."""
 
@@ -173,7 +177,7 @@ class Sequence:
             self._first_kept = self.window.replay_from(self._num_text)
         if not self._found_before:
             self.tier_names.clear()
-        self._view_reads.clear()
+        self._forget_reads()
 
     def loaded(self, span_index: int, tier_name: str, seconds: float) -> None:
         """Notes that the chunk of a span was copied from a tier after it was attached."""
@@ -191,7 +195,9 @@ class Sequence:
         """Notes that the blocks were taken away; everything is computed (or found) again later."""
         self.state = SequenceState.WAITING
         self.pending = None
-        self._view_reads.clear()
+        self._forget_reads()
+        if self.request.repair is not None:
+            self.request.repair.forget()
 
     def rows(self, span_index: int, first: int, num_tokens: int, wants_logits: bool) -> SpanRows:
         """The rows of `num_tokens` tokens of a span, from token number `first` on."""
@@ -206,7 +212,6 @@ class Sequence:
             seen = self._seen_by_rows(span, first, num_tokens) if span.is_repair else self._seen(span_index)
             reads = (*seen, *run_reads(span, attached.table, 0, first + reads_itself))
         places = span.places[first : first + num_tokens]
-        repair = self.request.repair
         return SpanRows(
             token_ids=self._tokens(span, token, num_tokens),
             position=places[0] if places else span.start + place,
@@ -217,8 +222,15 @@ class Sequence:
             wants_logits=wants_logits,
             window=0 if reads_itself else limit,  # a row that is alone reads what it sees, and nothing else
             places=places,
-            watch=repair if repair is not None and repair.is_measuring and span.segment.kind == "question" else None,
+            watch=self._watch(span_index),
         )
+
+    def _watch(self, span_index: int) -> Watch | None:
+        """Who is told what the rows of a span look at: the repair that still measures, if they are the question's."""
+        repair = self.request.repair
+        if repair is None or not repair.is_measuring or self.layout.spans[span_index].segment.kind != "question":
+            return None
+        return QuestionWatch(repair, self._read_tokens[span_index])
 
     def _tokens(self, span: Span, first: int, num_tokens: int) -> tuple[int, ...]:
         """Tokens of a span; those of the last one go on with the answer."""
@@ -241,11 +253,17 @@ class Sequence:
             for view in self.request.layout.spans[span_index].views:
                 seen, attached = self.request.layout.spans[view.span], self.attachment.spans[view.span]
                 runs = view_reads(seen, attached.table, view)
-                self._note_watched(view.span, runs)
-                parts.append((attached.chunk.key if attached.chunk else b"", view.distance, runs))
-            parts.sort(key=lambda part: part[:2])
+                parts.append((attached.chunk.key if attached.chunk else b"", view.distance, view.span, runs))
+            parts.sort(key=lambda part: part[:3])
             reads = self._view_reads[span_index] = tuple(read for *_, runs in parts for read in runs)
+            self._read_tokens[span_index] = tuple(
+                (seen_index, first) for *_, seen_index, runs in parts for first in _first_tokens(runs)
+            )
         return reads
+
+    def _forget_reads(self) -> None:
+        self._view_reads.clear()
+        self._read_tokens.clear()
 
     def _seen_by_rows(self, span: Span, first: int, num_tokens: int) -> tuple[RunRead, ...]:
         """Reads of what repaired tokens see, each of them as far as it stands."""
@@ -257,18 +275,6 @@ class Sequence:
                 self.request.layout.spans[view.span], self.attachment.spans[view.span].table, view, first, num_tokens
             )
         )
-
-    def _note_watched(self, span_index: int, reads: tuple[RunRead, ...]) -> None:
-        """Tells the repair which chunk is behind a run that the question looks at."""
-        repair = self.request.repair
-        if repair is None or not repair.is_measuring:
-            return
-        first = 0
-        for read in reads:
-            places = repair.runs.setdefault((read.first_slot, read.num_tokens, read.distance), [])
-            if (span_index, first) not in places:
-                places.append((span_index, first))
-            first += read.num_tokens
 
     def _kept_reads(self, window: RollingWindow, token: int) -> tuple[RunRead, ...]:
         """Reads of all that never leaves, for a token behind the first S + W: earlier spans, and the sinks."""
@@ -294,3 +300,8 @@ class Sequence:
                     reads.append(RunRead(pool_of(span), run.first_slot, run.num_tokens, position, distance))
                     position += run.num_tokens
         return tuple(reads)
+
+
+def _first_tokens(reads: tuple[RunRead, ...]) -> list[int]:
+    """For the reads of a whole span, the number of the first token of each."""
+    return [0, *accumulate(read.num_tokens for read in reads[:-1])]

@@ -83,6 +83,8 @@ class SwapSpace:
         span = attachment.last
         if self._choice == "recompute" or span.chunk is not None or sequence.request.window is not None:
             return False
+        if sequence.request.is_measuring:
+            return False  # it is watched while it is computed
         first_block, size = own_blocks(attachment), self._storage.block_size
         first = first_block * size
         num_tokens = span.computed - first

@@ -94,6 +94,8 @@ class Layout:
     spans: tuple[Span, ...]
     strategy: PositionStrategy = "shared"
     chunk_context: ChunkContext = "system"
+    is_watched: bool = False
+    """Whether the last span is computed whatever is cached of it, because somebody watches what it looks at."""
 
     @property
     def last(self) -> Span:

@@ -58,12 +58,12 @@ class Runner:
         for copy in copies:
             self.storages["request"].copy_block(copy.source, copy.target)
 
-    def keys_of(self, rows: SpanRows, layer_index: int) -> Tensor:
+    def keys_of(self, spans: Sequence[SpanRows], layer_index: int) -> Tensor:
         """Keys [T, G, D] that rows have in one layer, rotated at their places; later layers are not computed.
 
-        Nothing is stored: the rows read each other causally from what the forward itself computes.
+        Nothing is stored: rows of a span read each other causally from what the forward itself computes.
         """
-        batch = flatten([rows], self.model.device, writes=False)
+        batch = flatten(spans, self.model.device, writes=False)
         receiver = StepAttention(
             self.model.layers, self.storages, batch.groups, batch.writes, self.backend, self._table_cache
         )

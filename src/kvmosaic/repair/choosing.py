@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from heapq import nlargest
-from typing import Protocol
+from typing import Protocol, SupportsIndex
 
 from kvmosaic.errors import InvalidRepair
+
+_ROUNDING = 1e-6
 
 
 class Choosable(Protocol):
@@ -24,7 +27,8 @@ class Choosable(Protocol):
 def budget_of(chunks: Sequence[Choosable], fraction: float) -> int:
     """How many tokens a share of all chunks' tokens is: rounded down, but at least one if any may be chosen."""
     num_open = sum(chunk.num_open for chunk in chunks)
-    return min(num_open, max(1, int(fraction * sum(chunk.num_tokens for chunk in chunks))))
+    share = fraction * sum(chunk.num_tokens for chunk in chunks)
+    return min(num_open, max(1, int(share + _ROUNDING)))  # 0.29 of 100 is 29, though 0.29 * 100 is a little less
 
 
 def most_of(chunks: Sequence[Choosable], scores: Sequence[Sequence[float]], fraction: float) -> list[Sequence[int]]:
@@ -54,10 +58,15 @@ def checked_choice(chunks: Sequence[Choosable], chosen: Sequence[Sequence[int]],
         raise InvalidRepair(f"{policy} chose tokens for {len(chosen)} chunks, and the prompt has {len(chunks)}")
     checked: list[list[int]] = []
     for number, (chunk, tokens) in enumerate(zip(chunks, chosen, strict=True)):
-        for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < chunk.num_tokens:
-                raise InvalidRepair(
-                    f"{policy} chose token {token!r} of chunk {number}; its tokens are 0 to {chunk.num_tokens - 1}"
-                )
-        checked.append(sorted(set(tokens)) if chunk.num_open else [])
+        numbers = [_checked_token(token, number, chunk, policy) for token in tokens]
+        checked.append(sorted(set(numbers)) if chunk.num_open else [])
     return checked
+
+
+def _checked_token(token: SupportsIndex, number: int, chunk: Choosable, policy: object) -> int:
+    index = -1 if isinstance(token, bool) or not hasattr(token, "__index__") else operator.index(token)
+    if not 0 <= index < chunk.num_tokens:
+        raise InvalidRepair(
+            f"{policy} chose token {token!r:.80} of chunk {number}; its tokens are 0 to {chunk.num_tokens - 1}"
+        )
+    return index

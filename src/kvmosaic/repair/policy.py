@@ -120,7 +120,7 @@ class MostDeviating:
         return most_of(chunks, [chunk.deviation for chunk in chunks], self.fraction)
 
     def __str__(self) -> str:
-        return f"deviation({self.fraction:g})"
+        return f"deviation({_text(self.fraction)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class MostAsked:
         return most_of(chunks, [chunk.attention for chunk in chunks], self.fraction)
 
     def __str__(self) -> str:
-        return f"query({self.fraction:g})"
+        return f"query({_text(self.fraction)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class MostAskedAndDeviating:
         return most_of(chunks, products, self.fraction)
 
     def __str__(self) -> str:
-        return f"combined({self.fraction:g})"
+        return f"combined({_text(self.fraction)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,12 @@ class Temperature:
         return [() for _ in chunks]
 
     def __str__(self) -> str:
-        return f"temperature({self.temperature:g}, {self.scale:g})"
+        return f"temperature({_text(self.temperature)}, {_text(self.scale)})"
+
+
+def _text(number: float) -> str:
+    """The shortest text that is read back as this number."""
+    return repr(float(number)).removesuffix(".0")
 
 
 def _check_fraction(name: str, fraction: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import get_args
 
 from kvmosaic.errors import InvalidRepair
 from kvmosaic.repair.policy import (
@@ -15,11 +16,13 @@ from kvmosaic.repair.policy import (
     MostDeviating,
     NoRepair,
     RepairPolicy,
+    Signal,
     Temperature,
 )
 
 MAX_POLICY_CHARACTERS = 100
 FORMS = "none, first(k), deviation(fraction), query(fraction), combined(fraction), temperature(t, scale), full"
+_SIGNALS = frozenset(get_args(Signal))
 _FORM = re.compile(r"([a-z]+)(?:\(([^()]*)\))?")
 _POLICIES: Mapping[str, tuple[Callable[..., RepairPolicy], int]] = MappingProxyType(
     {
@@ -43,6 +46,7 @@ def repair_policy(policy: str | RepairPolicy) -> RepairPolicy:
     if not isinstance(policy, str):
         if not isinstance(policy, RepairPolicy) or isinstance(policy, type):
             raise InvalidRepair(f"repair must be one of {FORMS}, or a RepairPolicy; got {policy!r:.80}")
+        _check_members(policy)
         return policy
     form = _FORM.fullmatch(policy.strip().lower()) if len(policy) <= MAX_POLICY_CHARACTERS else None
     if form is None or form[1] not in _POLICIES:
@@ -52,6 +56,21 @@ def repair_policy(policy: str | RepairPolicy) -> RepairPolicy:
     if len(numbers) > most:
         raise InvalidRepair(f"repair is {policy!r} with {len(numbers)} numbers; the forms are {FORMS}")
     return make(*numbers)
+
+
+def _check_members(policy: RepairPolicy) -> None:
+    """Raises InvalidRepair if a policy of the user's own cannot say what it is, or what it wants to have measured."""
+    name = type(policy).__name__
+    try:
+        str(policy)
+        signals = frozenset(policy.signals)
+    except Exception as error:
+        raise InvalidRepair(f"the repair policy {name} has no text or no set of signals: {error!r:.200}") from error
+    if unknown := sorted(map(repr, signals - _SIGNALS)):
+        raise InvalidRepair(
+            f"the repair policy {name} asks for the signals {', '.join(unknown)[:80]}; there are "
+            f"{', '.join(sorted(_SIGNALS))}"
+        )
 
 
 def _number(text: str, policy: str) -> int | float:
