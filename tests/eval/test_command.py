@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from math import hypot
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -114,11 +117,20 @@ def test_labels_of_a_crowded_plot_do_not_overlap() -> None:
     (axes,) = figure.axes
     boxes = [text.get_window_extent() for text in axes.texts]
     assert len(boxes) >= 15
+    places = [axes.transData.transform(np.asarray(dots.get_offsets())) for dots in axes.collections]
+    points = [point for place in places for point in place.tolist()]
+    assert all(min(_distance(box, point) for point in points) < 100 for box in boxes)
     assert not any(
         one.x0 < two.x1 - 1 and two.x0 < one.x1 - 1 and one.y0 < two.y1 - 1 and two.y0 < one.y1 - 1
         for number, one in enumerate(boxes)
         for two in boxes[number + 1 :]
     )
+
+
+def _distance(box: Any, point: list[float]) -> float:
+    """Pixels from a point to the nearest place of a box."""
+    x, y = point
+    return hypot(max(box.x0 - x, 0, x - box.x1), max(box.y0 - y, 0, y - box.y1))
 
 
 def test_bars_in_names_do_not_break_the_markdown_table() -> None:
