@@ -82,11 +82,6 @@ def _second_keys(module, spans, places) -> Tensor:
     positions = torch.tensor(
         [place + n for span, place in zip(spans, places, strict=True) for n in range(span.num_tokens)]
     )
-    latents: list[Tensor] = []
-    attention = module.model.layers[1].self_attn
-    handle = None
-    if hasattr(attention, "kv_a_layernorm"):  # the latent is what a chunk keeps
-        handle = attention.kv_a_layernorm.register_forward_hook(lambda _, __, output: latents.append(output[0]))
     cache = DynamicCache()
     shown = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
     window = positions[:, None] < positions[None, :] + (getattr(module.config, "sliding_window", None) or 1 << 30)
@@ -100,11 +95,12 @@ def _second_keys(module, spans, places) -> Tensor:
             past_key_values=cache,
             use_cache=True,
         )
-    keys = cache.layers[1].keys[0].transpose(0, 1)
-    if handle is None:
-        return keys
-    handle.remove()
-    return torch.cat((latents[0], keys[:, 0, module.config.qk_nope_head_dim :]), dim=-1)[:, None]
+    layer = cache.layers[1]
+    is_latent = hasattr(
+        module.model.layers[1].self_attn, "kv_a_layernorm"
+    )  # then it keeps the latent, and rotary parts
+    keys = torch.cat((layer.keys, layer.values), dim=-1) if is_latent else layer.keys
+    return keys[0].transpose(0, 1)
 
 
 def _floats(shown: Tensor) -> Tensor:
