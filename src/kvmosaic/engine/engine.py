@@ -446,7 +446,11 @@ class Engine:
         swap.write(step.restores)
 
     def _forward(self, step: Step, news: dict[str, Request]) -> None:
-        rows = [work.sequence.rows(work.span, work.first, work.num_tokens, work.wants_logits) for work in step.works]
+        rows = [
+            part
+            for work in step.works
+            for part in work.sequence.rows(work.span, work.first, work.num_tokens, work.wants_logits)
+        ]
         begin = self.clock()
         logits = self.runner.run(rows, step.copies)
         self.planner.end_step()

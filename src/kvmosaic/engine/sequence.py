@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import Enum, auto
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from kvmosaic.attention import RunRead, Watch
@@ -199,8 +199,17 @@ class Sequence:
         if self.request.repair is not None:
             self.request.repair.forget()
 
-    def rows(self, span_index: int, first: int, num_tokens: int, wants_logits: bool) -> SpanRows:
-        """The rows of `num_tokens` tokens of a span, from token number `first` on."""
+    def rows(self, span_index: int, first: int, num_tokens: int, wants_logits: bool) -> list[SpanRows]:
+        """The rows of `num_tokens` tokens of a span, from token number `first` on.
+
+        Repaired tokens of each chunk are rows of their own, so that none of them reads chunks that it does not see.
+        """
+        last = first + num_tokens
+        parts = self.request.layout.spans[span_index].parts
+        cuts = [first, *(number for number in parts if first < number < last), last]
+        return [self._rows(span_index, start, stop - start, wants_logits) for start, stop in pairwise(cuts)]
+
+    def _rows(self, span_index: int, first: int, num_tokens: int, wants_logits: bool) -> SpanRows:
         assert self.attachment is not None
         span, attached = self.request.layout.spans[span_index], self.attachment.spans[span_index]
         token, reads_itself = first + attached.num_left, num_tokens == 1

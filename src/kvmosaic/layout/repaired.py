@@ -68,4 +68,5 @@ def _repair_span(layout: Layout, hidden: Mapping[int, tuple[int, ...]]) -> Span:
             views.append(View(view.span, view.distance, hidden.get(view.span, ()), () if is_whole else ends))
     places = tuple(layout.position_of(index) + token for index, token in rows)
     token_ids = tuple(layout.spans[index].token_ids[token] for index, token in rows)
-    return Span(Segment(SegmentKind.REPAIR, token_ids), places[0], tuple(views), places)
+    parts = tuple(number for number, row in enumerate(rows) if number == 0 or row[0] != rows[number - 1][0])
+    return Span(Segment(SegmentKind.REPAIR, token_ids), places[0], tuple(views), places, parts)

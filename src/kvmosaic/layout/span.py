@@ -61,6 +61,8 @@ class Span:
     views: tuple[View, ...] = ()
     places: tuple[int, ...] = ()
     """Repaired tokens only: the position of each of them; empty: from `start` on."""
+    parts: tuple[int, ...] = ()
+    """Repaired tokens only: the number of the first token of each chunk's part."""
 
     @property
     def is_repair(self) -> bool:
