@@ -27,13 +27,14 @@ class Attacher:
         self._room = room
         self._counters = counters
 
-    def attach(self, plan: Plan, found: Sequence[Found], chain: KeyChain) -> Attachment:
+    def attach(self, plan: Plan, found: Sequence[Found], chain: KeyChain, *, again: bool = False) -> Attachment:
         """Holds everything that was found and makes room for everything else; see `Planner.attach`.
 
         Args:
             plan: what to attach.
             found: what its spans find in the caches now.
             chain: makes the keys of what will be registered.
+            again: whether what it finds was counted when the prompt was attached before.
         """
         need = self._need(plan, found)
         for here in found:
@@ -47,15 +48,15 @@ class Attacher:
             self._room.make(need)
             for span, here in zip(plan.spans, found, strict=True):
                 if span.is_chunk:
-                    spans.append(self._attach_chunk(plan, span, held))
+                    spans.append(self._attach_chunk(plan, span, held, again))
                 else:
-                    spans.append(self._attach_prefix(plan, span, here, copies))
+                    spans.append(self._attach_prefix(plan, span, here, copies, again))
         except BaseException:
             self._detach(spans, found, held, known)
             raise
         for here in found:
             for entry in _held(here):
-                entry.hits += 1
+                entry.hits += not again
             if here.source is not None:
                 self._prefix.leave((here.source,))  # the step copies it before anything is written
         for chunk in known.values():
@@ -89,7 +90,7 @@ class Attacher:
                 self._chunks.abandon(chunk)
             self._chunks.leave(chunk)
 
-    def _attach_chunk(self, plan: Plan, span: SpanPlan, held: dict[Key, Chunk]) -> AttachedSpan:
+    def _attach_chunk(self, plan: Plan, span: SpanPlan, held: dict[Key, Chunk], again: bool) -> AttachedSpan:
         chunk = held.get(span.key)
         is_owner, has_twin = chunk is None, False
         if chunk is None:
@@ -101,8 +102,9 @@ class Attacher:
                 has_twin = self._chunks.twins.has_ready(plan.tenant, plan.salt, span.tokens)
                 self._chunks.twins.add(chunk)
         else:
-            chunk.hits += 1
-        self._counters.count_chunk(span, is_hit=not is_owner)
+            chunk.hits += not again
+        if is_owner or not again:
+            self._counters.count_chunk(span, is_hit=not is_owner)
         if span.name is not None:
             self._chunks.name(chunk, span.name)
         if (priority := plan.layout.spans[span.index].segment.priority) is not None:
@@ -120,7 +122,9 @@ class Attacher:
             has_twin=has_twin,
         )
 
-    def _attach_prefix(self, plan: Plan, span: SpanPlan, here: Found, copies: list[BlockCopy]) -> AttachedSpan:
+    def _attach_prefix(
+        self, plan: Plan, span: SpanPlan, here: Found, copies: list[BlockCopy], again: bool
+    ) -> AttachedSpan:
         pool, closed = self._prefix.pool, is_closed(plan.layout, span.index)
         reused = min(len(here.entries) * pool.block_size, span.num_tokens) + here.num_copied
         block_ids = [entry.block_id for entry in _held(here)]
@@ -128,8 +132,9 @@ class Attacher:
         new = table.append(span.num_tokens - reused)
         assert len(new) == (here.source is not None), "nothing is written into a block that others may read"
         copies += new
-        self._counters.prefix_lookup_tokens += span.num_tokens
-        self._counters.prefix_hit_tokens += reused
+        if not again:
+            self._counters.prefix_lookup_tokens += span.num_tokens
+            self._counters.prefix_hit_tokens += reused
         action: Action = "reuse" if reused == span.num_tokens else "compute"
         return AttachedSpan(
             span.index,

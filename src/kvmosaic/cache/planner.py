@@ -88,11 +88,15 @@ class Planner:
         """What would be reused, computed or waited for. Changes nothing but the number and time of lookups."""
         return self._lookup.plan(layout, salt, tenant, self._chain(salt, tenant))
 
-    def attach(self, plan: Plan) -> Attachment:
+    def attach(self, plan: Plan, *, again: bool = False) -> Attachment:
         """Holds everything that is reused and makes room for everything that is not; all of it or nothing.
 
         What the plan found is looked up again: what was evicted since is computed, what came to be cached is used.
         The attachment's `copies` are to be carried out before anything of the next step is written.
+
+        Args:
+            plan: what to attach.
+            again: whether the prompt was attached before, in another layout: what it found then is not counted twice.
 
         Raises:
             OutOfBlocks: running requests hold too much right now; try again when one has ended. QuotaInUse: they are
@@ -106,7 +110,7 @@ class Planner:
             plan = self.plan(plan.layout, plan.salt, plan.tenant)
             found = self._lookup.again(plan)
             assert found is not None, "a new plan passes over keys that are taken"
-        attachment = self._attacher.attach(plan, found, self._chain(plan.salt, plan.tenant))
+        attachment = self._attacher.attach(plan, found, self._chain(plan.salt, plan.tenant), again=again)
         self._origins.note(plan)
         if attachment.copies:
             attachment.last.computed_step = self._step  # it is written with everything else of the step

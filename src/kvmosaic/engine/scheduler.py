@@ -155,7 +155,7 @@ class Scheduler:
                     self.fetching.append(sequence)
                     continue
             try:
-                attachment = self.planner.attach(plan)
+                attachment = self.planner.attach(plan, again=sequence.was_replanned)
             except OutOfBlocks as error:
                 if self.running and isinstance(error, QuotaInUse):
                     self._passed_over.add(prompt.tenant)  # the others need not wait for this tenant

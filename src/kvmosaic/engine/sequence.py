@@ -79,6 +79,11 @@ class Sequence:
         return (self.request.turn, self.request.arrival_time, self.answer.index)
 
     @property
+    def was_replanned(self) -> bool:
+        """Whether its layout has changed since it was attached first."""
+        return bool(self._found_before)
+
+    @property
     def num_tokens_left(self) -> int:
         """Tokens that the answer may still have, as far as that is limited."""
         return max((self.answer.rules.max_tokens or 0) - self.answer.num_tokens, 0)
