@@ -7,7 +7,6 @@ from math import hypot
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -112,14 +111,18 @@ def _report() -> EvalReport:
 
 @pytest.mark.skipif(not can_plot(), reason="matplotlib is missing")
 def test_labels_of_a_crowded_plot_do_not_overlap() -> None:
-    figure = draw_plot(_report())
+    report = _report()
+    figure = draw_plot(report)
     figure.draw_without_rendering()
     (axes,) = figure.axes
     boxes = [text.get_window_extent() for text in axes.texts]
     assert len(boxes) >= 15
-    places = [axes.transData.transform(np.asarray(dots.get_offsets())) for dots in axes.collections]
-    points = [point for place in places for point in place.tolist()]
-    assert all(min(_distance(box, point) for point in points) < 100 for box in boxes)
+    points: dict[str, list[list[float]]] = {}
+    for summary in report.summaries:
+        place = axes.transData.transform((1e3 * summary.first_median, 100 * summary.accuracy))
+        points.setdefault(summary.way.repair, []).append(place.tolist())
+    for text, box in zip(axes.texts, boxes, strict=True):
+        assert min(_distance(box, point) for point in points[text.get_text()]) < 100
     assert not any(
         one.x0 < two.x1 - 1 and two.x0 < one.x1 - 1 and one.y0 < two.y1 - 1 and two.y0 < one.y1 - 1
         for number, one in enumerate(boxes)
