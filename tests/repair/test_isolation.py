@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.engines import GREEDY, build_engine
 from support.loaded import loaded_family
 from support.tiers import HandClock, TroubledTier
+from support.watching import Spy
 
 from kvmosaic.config import TierConfig
 from kvmosaic.engine import ChunkEntries, Engine, Keeper, Request
@@ -211,3 +212,13 @@ def test_without_prefix_caching_nothing_is_found_again():
     for _ in range(2):
         use = use_of(engine, (0, 1, 2), "first(3)")
         assert use.computed_tokens == use.repaired_tokens == 6
+
+
+@pytest.mark.parametrize("token", [1, 4, 8])
+def test_an_equal_token_in_another_place_is_another_repair(token):
+    engine = build_engine(loaded_family("llama"), blocks=ROOMY)
+    prompt = Prompt.from_tokens(SYSTEM, [DOCUMENTS[0], [7] * 9], QUESTIONS[0])
+    for number, is_new in ((0, True), (token, True), (0, False)):
+        request = engine.add_request(prompt, replace(GREEDY, repair=Spy(frozenset(), [[], [number]])))
+        engine.run([request])
+        assert request.reuse.repair is not None and request.reuse.repair.computed_tokens == is_new
