@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from transformers import DynamicCache
 from kvmosaic.attention.dense import DenseAttention
 from kvmosaic.layout import Layout, dense
 from kvmosaic.model import LoadedModel
+from kvmosaic.prompt import SegmentKind
 from kvmosaic.repair import ChunkSignals
 
 
@@ -58,10 +60,14 @@ def key_deviations(module: object, layout: Layout) -> list[Tensor]:
     """By span but the last: [m], the squared distance between two keys of the second layer, computed by transformers.
 
     One reads everything before it causally, the other what its chunk saw when it was computed; both in the place where
-    the question sees the chunk.
+    the question sees the chunk. Only in shared positions, where documents overlap there, they stand behind each other.
     """
     places = [layout.position_of(index) for index in range(len(layout.spans) - 1)]
     spans = layout.spans[:-1]
+    if layout.strategy == "shared":
+        chunks = [index for index, span in enumerate(spans) if span.segment.kind is SegmentKind.CHUNK]
+        for before, index in pairwise(chunks):
+            places[index] = places[before] + spans[before].num_tokens
     causal = _second_keys(module, spans, places)
     deviations, first = [], 0
     for index, span in enumerate(spans):

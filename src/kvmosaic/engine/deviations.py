@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.engine.span_reads import run_reads
-from kvmosaic.layout import Layout
+from kvmosaic.layout import Layout, standing
 from kvmosaic.model.batch import SpanRows
 from kvmosaic.model.runner import Runner
 from kvmosaic.rope import turn
@@ -73,6 +73,7 @@ def _rows(sequence: Sequence, layout: Layout, part: _Part) -> SpanRows:
     attachment = sequence.attachment
     assert attachment is not None
     index, first, last = part
+    stands = standing(layout)
     reads = tuple(
         read
         for view in layout.last.views
@@ -80,13 +81,13 @@ def _rows(sequence: Sequence, layout: Layout, part: _Part) -> SpanRows:
         for read in run_reads(
             layout.spans[view.span],
             attachment.spans[view.span].table,
-            view.distance,
+            stands[view.span] - layout.spans[view.span].start,
             first if view.span == index else layout.spans[view.span].num_tokens,
         )
     )
     return SpanRows(
         token_ids=layout.spans[index].token_ids[first:last],
-        position=layout.position_of(index) + first,
+        position=stands[index] + first,
         pool="request",
         slots=(),
         reads=reads,
@@ -94,7 +95,7 @@ def _rows(sequence: Sequence, layout: Layout, part: _Part) -> SpanRows:
 
 
 def _cached_keys(sequence: Sequence, layout: Layout, runner: Runner, part: _Part) -> Tensor:
-    """[T, G, D], keys of a chunk as the question sees them."""
+    """[T, G, D], keys of a chunk, moved to where its tokens stand when they are repaired."""
     attachment = sequence.attachment
     assert attachment is not None
     index, first, last = part
@@ -102,7 +103,7 @@ def _cached_keys(sequence: Sequence, layout: Layout, runner: Runner, part: _Part
     runs = attachment.spans[index].table.runs_between(first, last)
     keys = torch.cat([storage.run(LAYER, run.first_slot, run.num_tokens)[0] for run in runs])
     keys = keys.to(torch.promote_types(keys.dtype, torch.float32))
-    distance = layout.position_of(index) - layout.spans[index].start
+    distance = standing(layout)[index] - layout.spans[index].start
     if not distance or rotation is None:
         return keys
     distances = torch.full((last - first,), distance, device=keys.device)

@@ -2,7 +2,7 @@
 
 from kvmosaic.layout.arrange import arrange
 from kvmosaic.layout.dense import DenseLayout, dense
-from kvmosaic.layout.repaired import exact_spans, repaired
+from kvmosaic.layout.repaired import exact_spans, repaired, standing
 from kvmosaic.layout.rolling import RollingWindow
 from kvmosaic.layout.span import UNWEIGHTED, ChunkContext, Layout, PositionStrategy, Span, View, Weight
 
@@ -20,4 +20,5 @@ __all__ = [
     "dense",
     "exact_spans",
     "repaired",
+    "standing",
 ]

@@ -70,7 +70,7 @@ def dense(layout: Layout) -> DenseLayout:
             shown = np.isin(numbers, view.hidden, invert=True)[None, :]
             if view.ends:
                 shown = shown & (numbers[None, :] < np.array(view.ends)[:, None])
-            mask[rows, columns] = shown
-            distances[rows, columns] = np.where(shown, view.distance, 0)
+            mask[rows, columns] |= shown
+            distances[rows, columns] = np.where(shown, view.distance, distances[rows, columns])
             factors[rows, columns], biases[rows, columns] = view.weight.factor, view.weight.bias
     return DenseLayout(token_ids, positions, mask, distances, factors, biases)

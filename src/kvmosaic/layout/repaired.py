@@ -4,7 +4,7 @@
     after      system | chunk 1 | chunk 2 | repaired tokens  | question
                                   . x . x    x x               sees chunk 2 without its x, and the repaired tokens
 
-A repaired token stands where the question sees it, and sees everything before it in prompt order: whole earlier spans,
+A repaired token stands behind everything before it (see `standing`), and sees it, in prompt order: whole earlier spans,
 the tokens before it in its own chunk, and of all of them the repaired ones instead of the cached ones.
 """
 
@@ -31,6 +31,22 @@ def exact_spans(layout: Layout) -> set[int]:
     return exact
 
 
+def standing(layout: Layout) -> dict[int, int]:
+    """By index of a span before the last: the position of its first token for repaired tokens.
+
+    That is where the question sees it. In `shared` positions documents overlap there, and a token that sees others must
+    know which of them stands before it: for repaired tokens, and for them only, they stand one behind the other.
+    """
+    places = {index: layout.position_of(index) for index in range(len(layout.spans) - 1)}
+    if layout.strategy == "shared":
+        cursor = None
+        for index in places:
+            if _is_chunk(layout, index):
+                places[index] = places[index] if cursor is None else cursor
+                cursor = places[index] + layout.spans[index].num_tokens
+    return places
+
+
 def repaired(layout: Layout, chosen: Mapping[int, Sequence[int]], weight: Weight = UNWEIGHTED) -> Layout:
     """The layout in which the question reads some tokens of chunks as they are when they see what is before them.
 
@@ -48,9 +64,24 @@ def repaired(layout: Layout, chosen: Mapping[int, Sequence[int]], weight: Weight
     ]
     if not hidden:
         return replace(layout, spans=(*layout.spans[:-1], replace(question, views=tuple(views))))
-    views.append(View(len(layout.spans) - 1, 0))
-    spans = (*layout.spans[:-1], _repair_span(layout, hidden), replace(question, views=tuple(views)))
+    span = _repair_span(layout, hidden)
+    views += _views_of_parts(layout, span, sorted(hidden))
+    spans = (*layout.spans[:-1], span, replace(question, views=tuple(views)))
     return replace(layout, spans=spans)
+
+
+def _views_of_parts(layout: Layout, span: Span, chunks: Sequence[int]) -> list[View]:
+    """How the question sees repaired tokens: each chunk's part where it sees the chunk."""
+    places, number = standing(layout), len(layout.spans) - 1
+    ends = (*span.parts[1:], span.num_tokens)
+    rows: dict[int, list[int]] = {}
+    for index, first, last in zip(chunks, span.parts, ends, strict=True):
+        rows.setdefault(layout.position_of(index) - places[index], []).extend(range(first, last))
+    everything = range(span.num_tokens)
+    return [
+        View(number, distance, tuple(row for row in everything if row not in seen))
+        for distance, seen in ((distance, set(part)) for distance, part in rows.items())
+    ]
 
 
 def _is_chunk(layout: Layout, index: int) -> bool:
@@ -59,14 +90,16 @@ def _is_chunk(layout: Layout, index: int) -> bool:
 
 def _repair_span(layout: Layout, hidden: Mapping[int, tuple[int, ...]]) -> Span:
     rows = [(index, token) for index in sorted(hidden) for token in hidden[index]]
+    stands = standing(layout)
     views = []
     for view in layout.last.views:
         length = layout.spans[view.span].num_tokens
         ends = tuple(length if view.span < index else token if view.span == index else 0 for index, token in rows)
         if any(ends):
             is_whole = all(end == length for end in ends)
-            views.append(View(view.span, view.distance, hidden.get(view.span, ()), () if is_whole else ends))
-    places = tuple(layout.position_of(index) + token for index, token in rows)
+            distance = stands[view.span] - layout.spans[view.span].start
+            views.append(View(view.span, distance, hidden.get(view.span, ()), () if is_whole else ends))
+    places = tuple(stands[index] + token for index, token in rows)
     token_ids = tuple(layout.spans[index].token_ids[token] for index, token in rows)
     parts = tuple(number for number, row in enumerate(rows) if number == 0 or row[0] != rows[number - 1][0])
     return Span(Segment(SegmentKind.REPAIR, token_ids), places[0], tuple(views), places, parts)
