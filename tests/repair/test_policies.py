@@ -82,10 +82,14 @@ def best_one_by_one(chunks, score, fraction):
 
 @given(chunk_lists(), st.sampled_from([0.01, 0.15, 0.29, 0.3, 0.58, 1]))
 def test_the_highest_scores_are_chosen_and_ties_go_to_the_earlier_token(chunks, fraction):
+    attention = sum(sum(chunk.attention) for chunk in chunks) or 1.0
+    deviation = sum(sum(chunk.deviation) for chunk in chunks) or 1.0
     scores = {
         MostDeviating: lambda chunk, token: chunk.deviation[token],
         MostAsked: lambda chunk, token: chunk.attention[token],
-        MostAskedAndDeviating: lambda chunk, token: chunk.deviation[token] * chunk.attention[token],
+        MostAskedAndDeviating: lambda chunk, token: (
+            (chunk.attention[token] / attention) ** 0.5 + 0.5 * (chunk.deviation[token] / deviation) ** 0.5
+        ),
     }
     for kind, score in scores.items():
         assert kind(fraction).choose(chunks) == best_one_by_one(chunks, score, fraction)

@@ -36,7 +36,7 @@ class Spy:
 
 
 def attention_shares(model: LoadedModel, layout: Layout) -> list[Tensor]:
-    """By span: [m], how much the question's tokens look at its tokens, from the weights of a dense forward.
+    """By span: [m], how much the question's tokens look at its tokens in the later layers of a dense forward.
 
     A dense forward whose values are numbered gives its weights: the value of token k is 1 at place k.
     """
@@ -48,7 +48,8 @@ def attention_shares(model: LoadedModel, layout: Layout) -> list[Tensor]:
         nonlocal total
         identity = torch.eye(len(call.key), dtype=call.value.dtype)[:, None].expand(-1, call.key.shape[1], -1)
         weights = attention(replace(call, value=identity))
-        total = total + weights[first_asked:].mean(1).sum(0) / len(model.layers)
+        if call.layer_index >= len(model.layers) // 2:
+            total = total + weights[first_asked:].mean(1).sum(0) / (len(model.layers) - len(model.layers) // 2)
         return attention(call)
 
     ids, positions = torch.from_numpy(written.token_ids), torch.from_numpy(written.positions)

@@ -24,6 +24,9 @@ POOLS: tuple[PoolName | None, ...] = (None, "request", "chunk_cache")
 class Watch(Protocol):
     """Whoever wants to know how much rows look at the keys they read."""
 
+    def wants(self, layer_index: int) -> bool:
+        """Whether this layer's attention is wanted."""
+
     def see(self, layer_index: int, read_index: int, shares: Tensor) -> None:
         """Takes the shares [S] that the keys of a read of the group get in one layer.
 

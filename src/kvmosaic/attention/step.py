@@ -109,7 +109,8 @@ class StepAttention:
             )
         output, lse = result or self._attend_all(call, plan, tables, self._biases_of(layer, plan, call.query))
         for group in self._watched:
-            watch_group(group, call, lse, layer, self._storages)
+            if group.watch is not None and group.watch.wants(index):
+                watch_group(group, call, lse, layer, self._storages)
         if call.sinks is not None:
             output = apply_sinks(output, lse, call.sinks)
         return output

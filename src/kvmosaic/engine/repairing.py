@@ -34,7 +34,7 @@ class Repair:
     is_measuring: bool = False
     """Whether signals are still to be measured before anything is chosen."""
     shares: dict[int, Tensor] = field(default_factory=dict)
-    """By span of a chunk: [m], the attention its tokens got so far, summed over layers."""
+    """By span of a chunk: [m], the attention its tokens got so far, summed over the later half of the layers."""
     deviations: dict[int, Sequence[float]] = field(default_factory=dict)
     """By span of a chunk: how far its tokens' keys are off."""
     name: str = field(init=False)
@@ -97,7 +97,7 @@ class Repair:
         total = self.shares.get(span_index)
         if total is None:
             total = self.shares[span_index] = shares.new_zeros(self.layout.spans[span_index].num_tokens)
-        total[first : first + len(shares)] += shares / self.num_layers
+        total[first : first + len(shares)] += shares / (self.num_layers - self.num_layers // 2)
 
     def forget(self) -> None:
         """Forgets what was measured so far, since it will be measured again; harmless when all is chosen."""
@@ -145,6 +145,10 @@ class QuestionWatch:
     repair: Repair
     read_tokens: tuple[tuple[int, int], ...]
     """For each read of the rows that is a span's: that span, and the number of the first token."""
+
+    def wants(self, layer_index: int) -> bool:
+        """See `kvmosaic.attention.Watch`: earlier layers look at neighbours, later ones at what is asked for."""
+        return layer_index >= self.repair.num_layers // 2
 
     def see(self, layer_index: int, read_index: int, shares: Tensor) -> None:
         """See `kvmosaic.attention.Watch`."""
