@@ -29,6 +29,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from facts import RESULTS, save
 from torch import Tensor
+from training.text import Example, Recipe, TextSource
 
 from kvmosaic import LLM, SamplingParams
 from kvmosaic.cache import Chunk
@@ -43,7 +44,6 @@ from kvmosaic.memory import (
     geometry_of,
 )
 from training.measure import Score
-from training.text import Example, Recipe, TextSource
 
 VARIANTS: list[tuple[CodecName, str]] = [
     (codec, compression) for codec in ("none", "fp8", "int8", "int4") for compression in ("none", "zstd")

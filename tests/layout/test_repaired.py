@@ -38,6 +38,19 @@ def layouts(draw):
     return arrange(Prompt((*system, *chunks, question)), strategy, context)
 
 
+def behind_each_other(layout, places):
+    """Where repaired tokens stand: as the question sees them, but in shared positions one chunk behind the other."""
+    if layout.strategy != "shared":
+        return places
+    chunks = [index for index, span in enumerate(layout.spans) if span.segment.kind is SegmentKind.CHUNK]
+    before = {index: sum(layout.spans[other].num_tokens for other in chunks if other < index) for index in chunks}
+    first = places[chunks[0], 0] if chunks else 0
+    return {
+        (index, token): first + before[index] + token if index in before else place
+        for (index, token), place in places.items()
+    }
+
+
 def choices(draw, layout):
     chunks = [index for index, span in enumerate(layout.spans) if span.segment.kind is SegmentKind.CHUNK]
     return {
@@ -49,7 +62,7 @@ def choices(draw, layout):
 def tokens_of(layout):
     """For every row of the written layout, which token of which original span it is; and whether it is repaired."""
     rows = []
-    hidden = {view.span: view.hidden for view in layout.last.views}
+    hidden = {view.span: view.hidden for view in layout.last.views if not layout.spans[view.span].is_repair}
     number = 0
     for index, span in enumerate(layout.spans):
         if span.is_repair:
@@ -68,6 +81,7 @@ def test_repaired_tokens_and_question_see_what_causal_reading_sees_each_token_on
     after = repaired(layout, chosen)
     before, written = dense(layout), dense(after)
     places = {token[:2]: int(before.question_positions[row]) for row, token in enumerate(tokens_of(layout))}
+    placed_for_repair = behind_each_other(layout, places)
     rows = tokens_of(after)
     all_repaired = {(index, token) for index, tokens in chosen.items() for token in tokens}
     asked = len(layout.spans) - 1
@@ -75,12 +89,13 @@ def test_repaired_tokens_and_question_see_what_causal_reading_sees_each_token_on
     for row, (index, token, is_repaired) in enumerate(rows):
         if index != asked and not is_repaired:
             continue
-        assert written.positions[row] == places[index, token]
+        stands = placed_for_repair if is_repaired else places
+        assert written.positions[row] == stands[index, token]
         seen = [rows[column] for column in np.flatnonzero(written.mask[row])]
         assert sorted(part[:2] for part in seen) == sorted(place for place in places if place <= (index, token))
         assert all(part[2] == (part[:2] in all_repaired) for part in seen)
         for column in np.flatnonzero(written.mask[row]):
-            assert written.positions[column] + written.distances[row, column] == places[rows[column][:2]]
+            assert written.positions[column] + written.distances[row, column] == stands[rows[column][:2]]
     assert after.num_tokens == layout.num_tokens
 
 
@@ -138,9 +153,9 @@ def test_a_sequential_layout_as_a_literal():
 def test_tokens_of_several_chunks_see_different_parts():
     after = repaired(arrange(PROMPT, "shared"), {1: (1,), 2: (2,)})
     *_, repair, question = after.spans
-    assert (repair.token_ids, repair.places) == ((5, 8), (4, 5))
-    assert repair.views == (View(0, 0), View(1, 0, (1,), (1, 2)), View(2, 0, (2,), (0, 2)))
-    assert question.views == (View(0, 0), View(1, 0, (1,)), View(2, 0, (2,)), View(3, 0))
+    assert (repair.token_ids, repair.places, repair.parts) == ((5, 8), (4, 7), (0, 1))
+    assert repair.views == (View(0, 0), View(1, 0, (1,), (1, 2)), View(2, 2, (2,), (0, 2)))
+    assert question.views == (View(0, 0), View(1, 0, (1,)), View(2, 0, (2,)), View(3, 0, (1,)), View(3, -2, (0,)))
 
 
 def test_without_chosen_tokens_only_weights_change():

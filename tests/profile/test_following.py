@@ -22,6 +22,12 @@ DEFAULTS = ("shared", "system", "none")
 MEASURED = ("sequential", "none", "query(0.15)")
 
 
+@pytest.fixture(autouse=True)
+def seen_by_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was started before in this process keeps the messages of kvmosaic to itself."""
+    monkeypatch.setattr(logging.getLogger("kvmosaic"), "propagate", True)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))

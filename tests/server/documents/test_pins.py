@@ -67,4 +67,4 @@ def test_pinned_document_survives_what_evicts_others(small: Client, server: Docu
     for number in range(8):
         small.ask({"text": f"{number} " + text * 3})
     assert small.ask({"id": "kept"})["kvmosaic"]["documents"][0]["action"] == "reused"
-    assert server.llm.engine.planner.tenant_usage("small").num_bytes <= 512 * 1024
+    assert server.llm.engine.planner.tenant_usage("small").num_bytes <= 640 * 1024

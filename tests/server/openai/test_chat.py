@@ -100,11 +100,11 @@ def test_answers_end_by_themselves_or_after_enough_tokens(http):
 
 
 def test_penalties_and_filters_change_the_answer(http):
-    plain = chat(http, max_tokens=16)["choices"][0]["message"]["content"]
+    plain = chat(http, max_tokens=64)["choices"][0]["message"]["content"]
     changed = {"repetition_penalty": 2.0}, {"frequency_penalty": 2.0, "presence_penalty": 2.0}
-    assert all(chat(http, max_tokens=16, **fields)["choices"][0]["message"]["content"] != plain for fields in changed)
+    assert all(chat(http, max_tokens=64, **fields)["choices"][0]["message"]["content"] != plain for fields in changed)
     for fields in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        drawn = chat(http, max_tokens=16, temperature=1.5, **fields)["choices"][0]["message"]["content"]
+        drawn = chat(http, max_tokens=64, temperature=1.5, **fields)["choices"][0]["message"]["content"]
         assert drawn == plain
 
 

@@ -11,6 +11,7 @@ from kvmosaic.metrics.own_names import (
     CHUNK_LOOKUPS,
     CHUNK_MISSES,
     CHUNK_TOKENS,
+    REPAIRED_TOKENS,
     TIER_COUNTERS,
     TIER_OUTCOMES,
 )
@@ -34,7 +35,6 @@ MOVED_TOKENS = _family(
     "moved_tokens", "counter", "Tokens copied into the blocks of requests, at the same position or at another."
 )
 MOVE_SECONDS = _family("move_seconds", "counter", "Time that the workers took to copy them, of all workers together.")
-REPAIRED_TOKENS = _family("repaired_tokens", "counter", "Tokens of chunks that were computed again in their prompt.")
 
 FAMILIES = (
     *(COMPOSED, BYPASSED, CHUNK_LOOKUPS, CHUNK_HITS, CHUNK_MISSES, CHUNK_TOKENS, CHUNK_WAITS),

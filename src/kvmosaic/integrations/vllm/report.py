@@ -87,6 +87,7 @@ class ComposedReport:
                 "recomputed_tokens": self.num_tokens - reused,
                 "moved_tokens": sum(segment["reused_tokens"] for segment in segments if segment["distance"]),
             },
+            "repair": None,  # what was computed again is among the recomputed tokens; its time is not known here
             "bypass": self.bypass or None,
         }
 

@@ -48,7 +48,7 @@ class Tally:
         self._add(own_names.CHUNK_MISSES, num_computed)
         self._add(own_names.CHUNK_HITS, num_chunks - num_computed)
         self._add(families.CHUNK_WAITS, sum(chunk.source == "awaited" for chunk in report.chunks))
-        self._add(families.REPAIRED_TOKENS, report.repaired_tokens)
+        self._add(own_names.REPAIRED_TOKENS, report.repaired_tokens, "computed")
         for chunk, length in zip(report.chunks, report.composition.chunks, strict=True):
             if chunk.source == "cached" and chunk.tier != "device":
                 self._add(own_names.CHUNK_LOADS, 1)
