@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +15,7 @@ from kvmosaic.memory import blocks_within, check_fits, device_memory_bytes
 from kvmosaic.memory.buffer import pinned_bytes
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.runner import Runner
-from kvmosaic.prompt import Prompt, Segment, SegmentKind
+from kvmosaic.prompt import Prompt
 from kvmosaic.tiers import Hierarchy, open_tiers, parse_tier_url
 
 PromptLike = str | Prompt | Sequence[int] | Mapping[str, Any]
@@ -88,12 +87,6 @@ def folder_of(model: str | Path | LoadedModel) -> Path | None:
         return None
     folder = bundled_reader() if model == BUNDLED_READER else Path(model).expanduser()
     return folder if folder.is_dir() else None
-
-
-def joined(prompt: Prompt) -> Prompt:
-    """All segments of a prompt as one ordinary prompt."""
-    token_ids = tuple(token for segment in prompt.segments for token in segment.token_ids or ())
-    return replace(prompt, segments=(Segment(SegmentKind.PLAIN, token_ids, text=prompt.text),))
 
 
 def check_movable(model: LoadedModel, config: ChunkCacheConfig) -> None:

@@ -19,7 +19,6 @@ from kvmosaic.assembly import (
     check_tiers,
     checked,
     folder_of,
-    joined,
     prompts_of,
 )
 from kvmosaic.attention import AttentionBackend, BackendName, choose_backend
@@ -436,7 +435,7 @@ class LLM:
 
     def _composed_or_joined(self, prompt: Prompt) -> Prompt:
         """The prompt itself; without the chunk cache, all of its segments as one ordinary prompt."""
-        return prompt if self.has_chunk_cache or prompt.is_plain else joined(prompt)
+        return prompt if self.has_chunk_cache or prompt.is_plain else prompt.joined()
 
     def _answer(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.loaded import chatting_llama
 
-from kvmosaic.assembly import bundled_reader, joined
+from kvmosaic.assembly import bundled_reader
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import ChunkCacheFull, InvalidConfig, RequestTooLarge
 from kvmosaic.eval.case import Case
@@ -49,7 +49,7 @@ def test_full_attention_reads_the_very_tokens_of_the_composed_prompt(llm: LLM, n
     prompt = prompt_of(llm, case)
     params = SamplingParams(temperature=0, max_tokens=8)
     full = llm.generate([prompt], replace(params, repair="full"), position_strategy="sequential")[0]
-    plain = llm.generate([joined(prompt)], params)[0]
+    plain = llm.generate([prompt.joined()], params)[0]
     assert full.prompt_token_ids == plain.prompt_token_ids
     assert full.outputs[0].token_ids == plain.outputs[0].token_ids
 
@@ -57,7 +57,7 @@ def test_full_attention_reads_the_very_tokens_of_the_composed_prompt(llm: LLM, n
 def test_pieces_of_a_long_document_are_its_tokens_cut_at_equal_lengths(llm: LLM) -> None:
     case = Long(20).cases(0, 1)[0]
     whole, cut = prompt_of(llm, replace(case, piece_tokens=None)), prompt_of(llm, case)
-    assert joined(cut).segments[0].token_ids == joined(whole).segments[0].token_ids
+    assert cut.joined().segments[0].token_ids == whole.joined().segments[0].token_ids
     assert [chunk.num_tokens for chunk in cut.chunks][:-1] == [20] * (len(cut.chunks) - 1)
     assert 1 <= cut.chunks[-1].num_tokens <= 20
     assert cut.segments[0].kind is SegmentKind.SYSTEM

@@ -17,7 +17,7 @@ from kvmosaic.attention import AttentionBackend, TorchBackend
 from kvmosaic.attention.native import LIBRARY, NativeBackend
 from kvmosaic.layout import arrange
 from kvmosaic.model import LoadedModel
-from kvmosaic.prompt import Prompt, Segment, SegmentKind
+from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams
 
 FAMILIES = ("llama", "gemma3", "deepseek_v3", "gpt_oss")
@@ -33,11 +33,6 @@ def loaded(family: str, dtype: torch.dtype = torch.float64) -> LoadedModel:
 
 def greedy(repair: str | None, **options: object) -> SamplingParams:
     return replace(GREEDY, repair=repair, **options)  # type: ignore[arg-type]
-
-
-def joined(prompt: Prompt) -> Prompt:
-    tokens = tuple(token for segment in prompt.segments for token in segment.token_ids or ())
-    return Prompt((Segment(SegmentKind.PLAIN, tokens),))
 
 
 def check_repair(model, prompt, repair, strategy, context, block_size, budget, fragmented, backend=None):
@@ -93,7 +88,7 @@ def test_all_tokens_repaired_equal_ordinary_causal_reading(family, prompt):
     engine = build_engine(model, position_strategy="sequential")
     for repair in ("first(1000)", "full"):
         _, logits = answer(engine, prompt, greedy(repair))
-        _, expected = answer(build_engine(model), joined(prompt))
+        _, expected = answer(build_engine(model), prompt.joined())
         torch.testing.assert_close(logits, expected, atol=1e-10, rtol=0)
 
 
@@ -104,7 +99,7 @@ def test_full_repair_gives_256_tokens_of_causal_generation():
     engine = build_engine(model, blocks=(300, 100), position_strategy="sequential")
     answer(engine, prompt)  # its chunks are cached, and not used
     request, _ = answer(engine, prompt, greedy("full", max_tokens=256))
-    ids = torch.tensor([joined(prompt).segments[0].token_ids])
+    ids = torch.tensor([prompt.joined().segments[0].token_ids])
     expected = plain.generate(ids, max_new_tokens=256, min_new_tokens=256, do_sample=False)[0, ids.shape[1] :]
     assert token_ids(request) == expected.tolist()
     assert request.reuse.composition == "exact"

@@ -15,7 +15,7 @@ from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.deviations import measure_deviations
 from kvmosaic.engine.keeper import Keeper
 from kvmosaic.engine.placing import place
-from kvmosaic.engine.repairing import Repair, check_model, joined, repair_of
+from kvmosaic.engine.repairing import Repair, check_model, repair_of
 from kvmosaic.engine.report import reuse_report
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.rolling import check_memory, window_of
@@ -205,7 +205,7 @@ class Engine:
         layout = self._place(prompt, position_strategy, None if isinstance(policy, FullRepair) else window)
         repair = repair_of(policy, layout, self.runner.model, has_window=window is not None)
         if repair is not None:
-            layout = self._place(joined(prompt), None, window) if repair.is_full else repair.first_layout()
+            layout = self._place(prompt.joined(), None, window) if repair.is_full else repair.first_layout()
         if window is not None:
             check_memory(window, self.planner.request_pool)
         return self._queue(prompt, layout, params, request_id, priority, note, arrival_time, window, repair)

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvmosaic.errors import InvalidRepair, KVMosaicError
 from kvmosaic.layout import UNWEIGHTED, Layout, Weight, exact_spans, repaired
 from kvmosaic.model.loaded import LoadedModel
-from kvmosaic.prompt import Prompt, Segment, SegmentKind
+from kvmosaic.prompt import SegmentKind
 from kvmosaic.repair import ChunkSignals, FullRepair, NoRepair, RepairPolicy, Signal, Temperature, checked_choice
 from kvmosaic.sampling import RepairUse
 
@@ -189,13 +189,6 @@ def check_model(policy: RepairPolicy, model: LoadedModel) -> None:
             f"repair={policy} compares keys of the second layer, and this model has {len(model.layers)}; "
             "use 'first(k)' or 'query(fraction)'"
         )
-
-
-def joined(prompt: Prompt) -> Prompt:
-    """The same tokens as one ordinary prompt, read causally."""
-    token_ids = tuple(token for segment in prompt.segments for token in segment.token_ids or ())
-    segment = Segment(SegmentKind.PLAIN, token_ids, text=prompt.text)
-    return Prompt((segment,), prompt.salt, prompt.tenant)
 
 
 def _weight_of(policy: RepairPolicy) -> Weight:

@@ -159,6 +159,11 @@ class Prompt:
         """Tokens of all segments."""
         return sum(segment.num_tokens for segment in self.segments)
 
+    def joined(self) -> Prompt:
+        """All segments, tokenized, as one ordinary prompt."""
+        token_ids = tuple(token for segment in self.segments for token in segment.token_ids or ())
+        return replace(self, segments=(Segment(SegmentKind.PLAIN, token_ids, text=self.text),))
+
     @property
     def text(self) -> str | None:
         """The text of all segments, one after the other; None if a segment was given as token ids."""

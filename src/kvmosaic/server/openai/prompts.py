@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvmosaic.assembly import joined
 from kvmosaic.errors import InvalidMessages, InvalidPrompt
 from kvmosaic.llm import LLM
 from kvmosaic.prompt import Document, Prompt
@@ -95,7 +94,7 @@ def _composed_or_joined(llm: LLM, prompt: Prompt, documents: Sequence[Document])
     ids = frozenset(document.id for document in documents if document.id is not None)
     if llm.has_chunk_cache or prompt.is_plain:
         return Composed(prompt, "", ids)
-    return Composed(joined(prompt), f"not composed: {llm.chunk_cache_off_reason}", ids)
+    return Composed(prompt.joined(), f"not composed: {llm.chunk_cache_off_reason}", ids)
 
 
 def _encode_chat(
