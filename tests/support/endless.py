@@ -8,6 +8,7 @@ documents: one dense forward at places that grow with the text, with every visib
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from kvmosaic.attention.dense import DenseAttention
 from kvmosaic.attention.step import LayerCall
-from kvmosaic.layout import DenseLayout, Layout, dense
+from kvmosaic.layout import Layout, dense
 from kvmosaic.model import LoadedModel
 from kvmosaic.rope import Rotation, turn
 
@@ -84,7 +85,7 @@ def composed_logits(model: LoadedModel, layout: Layout, sink_tokens: int, window
                 distances[row, column] += gap if mask[row, column] else 0
             elif token - other >= window_tokens:
                 mask[row, column] = False
-    changed = DenseLayout(written.token_ids, written.positions, mask, np.where(mask, distances, 0))
+    changed = replace(written, mask=mask, distances=np.where(mask, distances, 0))
     return model.forward(
         torch.from_numpy(changed.token_ids),
         torch.from_numpy(changed.positions),

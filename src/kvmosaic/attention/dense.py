@@ -52,8 +52,8 @@ class DenseAttention:
         self._positions = torch.from_numpy(dense_layout.positions)
         self._mask = torch.from_numpy(dense_layout.mask)
         self._distances = torch.from_numpy(dense_layout.distances)
-        self._factors = torch.ones(1) if dense_layout.factors is None else torch.from_numpy(dense_layout.factors)
-        self._biases = torch.zeros(1) if dense_layout.biases is None else torch.from_numpy(dense_layout.biases)
+        self._factors = torch.from_numpy(dense_layout.factors)
+        self._biases = torch.from_numpy(dense_layout.biases)
         self._moves = sorted({int(distance) for distance in dense_layout.distances.flat} - {0})
 
     def __call__(self, call: LayerCall) -> Tensor:

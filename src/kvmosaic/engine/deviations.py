@@ -9,7 +9,7 @@ there from the chunks as they are, and the tokens need not be computed together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 
 import torch
@@ -38,12 +38,13 @@ def measure_deviations(sequence: Sequence, runner: Runner, most_tokens: int) -> 
     repair = sequence.request.repair
     assert repair is not None
     layout = repair.layout
+    stands = standing(layout)
     deviations: dict[int, list[float]] = {index: [] for index in repair.open_chunks}
     for parts in _forwards(layout, repair.open_chunks, most_tokens):
-        keys = runner.keys_of([_rows(sequence, layout, part) for part in parts], LAYER)
+        keys = runner.keys_of([_rows(sequence, layout, stands, part) for part in parts], LAYER)
         row = 0
         for index, first, last in parts:
-            cached = _cached_keys(sequence, layout, runner, (index, first, last))
+            cached = _cached_keys(sequence, layout, stands, runner, (index, first, last))
             found = keys[row : row + last - first].to(cached.dtype)
             deviations[index] += (found - cached).square().sum((1, 2)).tolist()
             row += last - first
@@ -68,12 +69,11 @@ def _forwards(layout: Layout, chunks: Iterable[int], most_tokens: int) -> Iterat
         yield parts
 
 
-def _rows(sequence: Sequence, layout: Layout, part: _Part) -> SpanRows:
+def _rows(sequence: Sequence, layout: Layout, stands: Mapping[int, int], part: _Part) -> SpanRows:
     """Tokens of a chunk in their place, that see all that stands before them."""
     attachment = sequence.attachment
     assert attachment is not None
     index, first, last = part
-    stands = standing(layout)
     reads = tuple(
         read
         for view in layout.last.views
@@ -94,7 +94,7 @@ def _rows(sequence: Sequence, layout: Layout, part: _Part) -> SpanRows:
     )
 
 
-def _cached_keys(sequence: Sequence, layout: Layout, runner: Runner, part: _Part) -> Tensor:
+def _cached_keys(sequence: Sequence, layout: Layout, stands: Mapping[int, int], runner: Runner, part: _Part) -> Tensor:
     """[T, G, D], keys of a chunk, moved to where its tokens stand when they are repaired."""
     attachment = sequence.attachment
     assert attachment is not None
@@ -103,7 +103,7 @@ def _cached_keys(sequence: Sequence, layout: Layout, runner: Runner, part: _Part
     runs = attachment.spans[index].table.runs_between(first, last)
     keys = torch.cat([storage.run(LAYER, run.first_slot, run.num_tokens)[0] for run in runs])
     keys = keys.to(torch.promote_types(keys.dtype, torch.float32))
-    distance = standing(layout)[index] - layout.spans[index].start
+    distance = stands[index] - layout.spans[index].start
     if not distance or rotation is None:
         return keys
     distances = torch.full((last - first,), distance, device=keys.device)

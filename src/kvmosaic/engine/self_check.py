@@ -22,7 +22,7 @@ from kvmosaic.attention.dense import DenseAttention
 from kvmosaic.cache import BlockCopy, Planner
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.engine import Engine
-from kvmosaic.layout import ChunkContext, DenseLayout, PositionStrategy, arrange, dense
+from kvmosaic.layout import ChunkContext, PositionStrategy, arrange, dense
 from kvmosaic.model.batch import SpanRows
 from kvmosaic.model.hook import ATTENTION_NAME
 from kvmosaic.model.loaded import LoadedModel
@@ -140,7 +140,7 @@ def _dense_logits(
     longer = Segment(SegmentKind.QUESTION, (*(question.token_ids or ()), *answer[:-1]))
     written = dense(arrange(replace(prompt, segments=(*prompt.segments[:-1], longer)), strategy, context))
     assert written.is_one_forward
-    flat = DenseLayout(written.token_ids, written.question_positions, written.mask, written.distances * 0)
+    flat = replace(written, positions=written.question_positions, distances=written.distances * 0)
     device = model.device
     rows = torch.arange(len(flat.token_ids) - len(answer), len(flat.token_ids), device=device)
     return model.forward(

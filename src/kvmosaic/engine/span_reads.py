@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kvmosaic.attention import PoolName, RunRead
 from kvmosaic.cache import BlockTable
@@ -35,7 +36,6 @@ def view_reads(
         first_row: number of the first token that reads, in its own span.
         num_rows: how many read; None: the view shows all of them the same.
     """
-    weight = view.weight
     if view.is_plain:
         return run_reads(span, table, view.distance, span.num_tokens)
     ends = view.ends[first_row : first_row + num_rows] if view.ends and num_rows is not None else ()
@@ -47,9 +47,7 @@ def view_reads(
     if ends or len(stretches) > _MOST_STRETCHES:
         return tuple(_masked(run_reads(span, table, view.distance, kept), view, ends))
     return tuple(
-        _weighted(read, weight.factor, weight.bias)
-        for first, last in stretches
-        for read in _between(span, table, view.distance, first, last)
+        _weighted(read, view) for first, last in stretches for read in _between(span, table, view.distance, first, last)
     )
 
 
@@ -77,31 +75,13 @@ def _masked(reads: tuple[RunRead, ...], view: View, ends: tuple[int, ...]) -> It
     number = 0
     for read in reads:
         last = number + read.num_tokens
-        yield RunRead(
-            read.pool,
-            read.first_slot,
-            read.num_tokens,
-            read.position,
-            read.distance,
+        yield replace(
+            _weighted(read, view),
             hidden=tuple(token - number for token in view.hidden if number <= token < last),
             ends=tuple(min(max(end - number, 0), read.num_tokens) for end in ends),
-            places=read.places,
-            factor=view.weight.factor,
-            bias=view.weight.bias,
         )
         number = last
 
 
-def _weighted(read: RunRead, factor: float, bias: float) -> RunRead:
-    if factor == 1 and bias == 0:
-        return read
-    return RunRead(
-        read.pool,
-        read.first_slot,
-        read.num_tokens,
-        read.position,
-        read.distance,
-        places=read.places,
-        factor=factor,
-        bias=bias,
-    )
+def _weighted(read: RunRead, view: View) -> RunRead:
+    return replace(read, factor=view.weight.factor, bias=view.weight.bias)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvmosaic.console.options import Device, DType, Model, Rounding, Threads
+from kvmosaic.eval.options import Capacity, Contexts, Data, DataFormat, Seed, Strategies
 
 
 def tune_command(
@@ -39,27 +40,17 @@ def tune_command(
         str | None,
         typer.Option(metavar="POLICIES", help="What is tried, parted by commas; see kvmosaic eval. Default: a ladder."),
     ] = None,
-    strategies: Annotated[
-        str, typer.Option(metavar="NAMES", help="Where documents stand: sequential, shared, or both.")
-    ] = "sequential,shared",
-    contexts: Annotated[
-        str, typer.Option(metavar="NAMES", help="What documents saw when they were computed: system, none, or both.")
-    ] = "system",
+    strategies: Strategies = "sequential,shared",
+    contexts: Contexts = "system",
     cases: Annotated[
         int | None,
         typer.Option(
             min=1, max=100_000, help="Questions of each task, and at most of each file. Default: 64; all of a file."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed asks the same questions.")] = 0,
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Questions of your own, as JSON or JSONL; several times for more."),
-    ] = None,
-    data_format: Annotated[
-        str | None,
-        typer.Option("--format", metavar="NAME", help="The format of --data. Default: found by its fields."),
-    ] = None,
+    seed: Seed = 0,
+    data: Data = None,
+    data_format: DataFormat = None,
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -73,9 +64,7 @@ def tune_command(
     device: Device = "auto",
     num_threads: Threads = None,
     quantization: Rounding = "none",
-    capacity: Annotated[
-        str, typer.Option(metavar="SIZE", help="Memory for documents, and as much again for answers, per context.")
-    ] = "1GiB",
+    capacity: Capacity = "1GiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
     """Find the cheapest way to answer from cached documents that a model loses little with, and write its profile.

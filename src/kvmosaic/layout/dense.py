@@ -20,16 +20,15 @@ class DenseLayout:
     positions: [T], where each token stands while it is computed
     mask: [T, T], True where the row token sees the column token
     distances: [T, T], how far the column's key is moved for the row; 0 where the mask is False
-    factors, biases: [T, T], what the row's scores of that key are multiplied by, and then increased by;
-        None: by 1 and 0
+    factors, biases: [T, T], what the row's scores of that key are multiplied by, and then increased by
     """
 
     token_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     mask: NDArray[np.bool_]
     distances: NDArray[np.int64]
-    factors: NDArray[np.float64] | None = None
-    biases: NDArray[np.float64] | None = None
+    factors: NDArray[np.float64]
+    biases: NDArray[np.float64]
 
     @property
     def question_positions(self) -> NDArray[np.int64]:

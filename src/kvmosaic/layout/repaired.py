@@ -23,10 +23,11 @@ def exact_spans(layout: Layout) -> set[int]:
     Computing these again would give the same keys and values.
     """
     exact: set[int] = set()
+    positions = layout.positions()
     for index, span in enumerate(layout.spans[:-1]):
-        shift = layout.position_of(index) - span.start
+        shift = positions[index] - span.start
         seen = {view.span: layout.spans[view.span].start + view.distance + shift for view in span.views}
-        if all(before in exact and seen.get(before) == layout.position_of(before) for before in range(index)):
+        if all(before in exact and seen.get(before) == positions[before] for before in range(index)):
             exact.add(index)
     return exact
 
@@ -37,7 +38,7 @@ def standing(layout: Layout) -> dict[int, int]:
     That is where the question sees it. In `shared` positions documents overlap there, and a token that sees others must
     know which of them stands before it: for repaired tokens, and for them only, they stand one behind the other.
     """
-    places = {index: layout.position_of(index) for index in range(len(layout.spans) - 1)}
+    places = layout.positions()
     if layout.strategy == "shared":
         cursor = None
         for index in places:
@@ -64,19 +65,20 @@ def repaired(layout: Layout, chosen: Mapping[int, Sequence[int]], weight: Weight
     ]
     if not hidden:
         return replace(layout, spans=(*layout.spans[:-1], replace(question, views=tuple(views))))
-    span = _repair_span(layout, hidden)
-    views += _views_of_parts(layout, span, sorted(hidden))
+    stands = standing(layout)
+    span = _repair_span(layout, hidden, stands)
+    views += _views_of_parts(layout, span, sorted(hidden), stands)
     spans = (*layout.spans[:-1], span, replace(question, views=tuple(views)))
     return replace(layout, spans=spans)
 
 
-def _views_of_parts(layout: Layout, span: Span, chunks: Sequence[int]) -> list[View]:
+def _views_of_parts(layout: Layout, span: Span, chunks: Sequence[int], stands: Mapping[int, int]) -> list[View]:
     """How the question sees repaired tokens: each chunk's part where it sees the chunk."""
-    places, number = standing(layout), len(layout.spans) - 1
+    positions, number = layout.positions(), len(layout.spans) - 1
     ends = (*span.parts[1:], span.num_tokens)
     rows: dict[int, list[int]] = {}
     for index, first, last in zip(chunks, span.parts, ends, strict=True):
-        rows.setdefault(layout.position_of(index) - places[index], []).extend(range(first, last))
+        rows.setdefault(positions[index] - stands[index], []).extend(range(first, last))
     everything = range(span.num_tokens)
     return [
         View(number, distance, tuple(row for row in everything if row not in seen))
@@ -88,9 +90,8 @@ def _is_chunk(layout: Layout, index: int) -> bool:
     return layout.spans[index].segment.kind is SegmentKind.CHUNK
 
 
-def _repair_span(layout: Layout, hidden: Mapping[int, tuple[int, ...]]) -> Span:
+def _repair_span(layout: Layout, hidden: Mapping[int, tuple[int, ...]], stands: Mapping[int, int]) -> Span:
     rows = [(index, token) for index in sorted(hidden) for token in hidden[index]]
-    stands = standing(layout)
     views = []
     for view in layout.last.views:
         length = layout.spans[view.span].num_tokens

@@ -119,6 +119,10 @@ class Layout:
         """Whether any key is used at another position than the one it was computed at."""
         return any(view.distance for span in self.spans for view in span.views)
 
+    def positions(self) -> dict[int, int]:
+        """By index of a span that the last one sees: the position of its first token as the last span sees it."""
+        return {view.span: self.spans[view.span].start + view.distance for view in self.last.views}
+
     def position_of(self, span_index: int) -> int:
         """Position of a span's first token as the last span sees it."""
         if span_index == len(self.spans) - 1:

@@ -1,0 +1,25 @@
+"""Options that `kvmosaic eval` and `kvmosaic tune` have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Strategies = Annotated[str, typer.Option(metavar="NAMES", help="Where documents stand: sequential, shared, or both.")]
+Contexts = Annotated[
+    str, typer.Option(metavar="NAMES", help="What documents saw when they were computed: system, none, or both.")
+]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed asks the same questions.")]
+Data = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FILE", help="Questions of your own, as JSON or JSONL; several times for more."),
+]
+DataFormat = Annotated[
+    str | None,
+    typer.Option("--format", metavar="NAME", help="The format of --data. Default: found by its fields."),
+]
+Capacity = Annotated[
+    str, typer.Option(metavar="SIZE", help="Memory for documents, and as much again for answers, per context.")
+]
