@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engines import GREEDY, answer, build_engine, dense_logits, fragment, token_ids
+from support.engines import GREEDY, answer, build_engine, dense_logits, token_ids
 from support.families import build
-from support.parity import prompts, settings_of_a_run, tolerance_of
+from support.parity import engine_of_a_run, prompts, settings_of_a_run, tolerance_of
 
 from kvmosaic.attention import AttentionBackend, TorchBackend
 from kvmosaic.attention.native import LIBRARY, NativeBackend
@@ -37,17 +37,7 @@ def greedy(repair: str | None, **options: object) -> SamplingParams:
 
 def check_repair(model, prompt, repair, strategy, context, block_size, budget, fragmented, backend=None):
     """Cold, warm and dense give the same logits, and a request without repair still gets its own."""
-    engine = build_engine(
-        model,
-        blocks=(900, 700),
-        max_batched_tokens=budget,
-        block_size=block_size,
-        position_strategy=strategy,
-        chunk_context=context,
-        backend=backend,
-    )
-    if fragmented:
-        fragment(engine)
+    engine = engine_of_a_run(model, strategy, context, block_size, budget, fragmented, backend, blocks=(900, 700))
     for _ in range(2):
         request, logits = answer(engine, prompt, greedy(repair))
         expected = dense_logits(model, request.layout, token_ids(request))

@@ -8,9 +8,9 @@ from functools import cache
 import pytest
 import torch
 from hypothesis import given, settings
-from support.engines import GREEDY, build_engine, fragment
+from support.engines import GREEDY, build_engine
 from support.families import build
-from support.parity import prompts, settings_of_a_run
+from support.parity import engine_of_a_run, prompts, settings_of_a_run
 from support.watching import Spy, attention_shares, key_deviations
 
 from kvmosaic.attention import TorchBackend
@@ -72,16 +72,7 @@ def open_prompts():
 @given(prompt=open_prompts(), **settings_of_a_run)
 def test_attention_is_that_of_a_dense_forward(family, prompt, strategy, context, block_size, budget, fragmented):
     model, layout = loaded(family), arrange(prompt, strategy, context)
-    engine = build_engine(
-        model,
-        blocks=(900, 700),
-        max_batched_tokens=budget,
-        block_size=block_size,
-        position_strategy=strategy,
-        chunk_context=context,
-    )
-    if fragmented:
-        fragment(engine)
+    engine = engine_of_a_run(model, strategy, context, block_size, budget, fragmented, blocks=(900, 700))
     shares = attention_shares(model, layout)
     for _ in range(2):  # the second time, question and chunks are cached
         check_signals(measured(engine, prompt, signals=frozenset({"attention"})), layout, shares, None)
@@ -92,16 +83,7 @@ def test_attention_is_that_of_a_dense_forward(family, prompt, strategy, context,
 @given(prompt=open_prompts(), **settings_of_a_run)
 def test_deviation_is_that_of_an_ordinary_forward(family, prompt, strategy, context, block_size, budget, fragmented):
     layout = arrange(prompt, strategy, context)
-    engine = build_engine(
-        loaded(family),
-        blocks=(900, 700),
-        max_batched_tokens=budget,
-        block_size=block_size,
-        position_strategy=strategy,
-        chunk_context=context,
-    )
-    if fragmented:
-        fragment(engine)
+    engine = engine_of_a_run(loaded(family), strategy, context, block_size, budget, fragmented, blocks=(900, 700))
     deviations = key_deviations(plain(family), layout)
     check_signals(measured(engine, prompt, signals=frozenset({"deviation"})), layout, None, deviations)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
+from kvmosaic.engine import Engine
 from kvmosaic.layout import arrange
 from kvmosaic.prompt import Prompt
 from support.engines import answer, build_engine, dense_logits, fragment, token_ids
@@ -41,11 +42,13 @@ settings_of_a_run = {
 }
 
 
-def check_cold_and_warm(model, prompt, strategy, context, block_size, budget, fragmented, backend=None):
-    """Dense, cold and warm give the same logits; returns the largest difference and its limit."""
+def engine_of_a_run(
+    model, strategy, context, block_size, budget, fragmented, backend=None, blocks=(700, 700)
+) -> Engine:
+    """An engine as `settings_of_a_run` say."""
     engine = build_engine(
         model,
-        blocks=(700, 700),
+        blocks=blocks,
         max_batched_tokens=budget,
         block_size=block_size,
         position_strategy=strategy,
@@ -54,6 +57,12 @@ def check_cold_and_warm(model, prompt, strategy, context, block_size, budget, fr
     )
     if fragmented:
         fragment(engine)
+    return engine
+
+
+def check_cold_and_warm(model, prompt, strategy, context, block_size, budget, fragmented, backend=None):
+    """Dense, cold and warm give the same logits; returns the largest difference and its limit."""
+    engine = engine_of_a_run(model, strategy, context, block_size, budget, fragmented, backend)
     cold, cold_logits = answer(engine, prompt)
     warm, warm_logits = answer(engine, prompt)
     generated = token_ids(cold)
