@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from kvmosaic.cli import app
@@ -73,11 +74,11 @@ def test_check_passes_on_a_rotary_model(tiny_model: Path) -> None:
 
 
 def test_check_fails_with_exit_code_1_when_the_logits_differ(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmosaic.engine.self_check._LIMITS", {})
-    monkeypatch.setattr("kvmosaic.engine.self_check._difference", lambda ours, theirs: 1.5)
+    wrong = "kvmosaic.engine.self_check.composed._differences"
+    monkeypatch.setattr(wrong, lambda ours, theirs: torch.full((len(theirs),), 1.5, dtype=torch.float64))
     result = run("check", tiny_model)
     assert result.exit_code == 1
-    assert "failed: logits differ by 1.5" in result.stdout
+    assert "logits differs from one dense forward by 1.5" in " ".join(result.stdout.split())
 
 
 def test_missing_model_is_one_message(tmp_path: Path) -> None:

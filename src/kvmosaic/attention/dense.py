@@ -62,29 +62,49 @@ class DenseAttention:
         Raises:
             NotMovable: the layout moves keys of a layer that does not allow it.
         """
+        return self.attend(call, call.query, call.key, call.value).to(call.query.dtype)
+
+    def attend(
+        self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor, rows: Sequence[int] | None = None
+    ) -> Tensor:
+        """Attention of some of the tokens.
+
+        Args:
+            call: the layer's constants.
+            query: [R, H, D].
+            key: [T, G, D], of all tokens.
+            value: [T, G, Dv].
+            rows: [R], numbers of the tokens whose queries are given; None: all T.
+
+        Returns:
+            [R, H, Dv], in float32 or wider.
+        """
         layer = self._layers[call.layer_index]
-        precision = torch.promote_types(call.query.dtype, torch.float32)
-        groups = call.query.shape[1] // call.key.shape[1]
-        query = call.query.to(precision)
-        key, value = (part.to(precision).repeat_interleave(groups, dim=1) for part in (call.key, call.value))
-        scores = self._scores(layer, query, key) * call.scaling * self._factors.to(query)
+        chosen = slice(None) if rows is None else torch.tensor(rows)
+        distances, positions = self._distances[chosen], self._positions[chosen]
+        precision = torch.promote_types(query.dtype, torch.float32)
+        groups = query.shape[1] // key.shape[1]
+        query = query.to(precision)
+        key, value = (part.to(precision).repeat_interleave(groups, dim=1) for part in (key, value))
+        scores = self._scores(layer, query, key, distances) * call.scaling * self._factors[chosen].to(query)
         if call.softcap is not None:
             scores = call.softcap * torch.tanh(scores / call.softcap)
-        scores = scores + self._biases.to(query)
+        scores = scores + self._biases[chosen].to(query)
+        key_positions = self._positions[None, :] + distances
         if layer.bias is not None:
-            key_positions = self._positions[None, :] + self._distances
-            scores = scores + layer.bias.between(self._positions, key_positions, precision).to(scores.device)
-        scores = scores.masked_fill(~self._visible(layer.mask).to(scores.device), -torch.inf)
+            scores = scores + layer.bias.between(positions, key_positions, precision).to(scores.device)
+        visible = self._mask[chosen] & _shown(layer.mask, positions[:, None], key_positions)
+        scores = scores.masked_fill(~visible.to(scores.device), -torch.inf)
         if call.sinks is not None:
             sinks = call.sinks.to(precision)[:, None, None].expand(-1, scores.shape[1], 1)
             scores = torch.cat((scores, sinks), dim=-1)
         weights = torch.softmax(scores, dim=-1)[..., : key.shape[0]]
-        return torch.einsum("hqk,khd->qhd", weights, value).to(call.query.dtype)
+        return torch.einsum("hqk,khd->qhd", weights, value)
 
-    def _scores(self, layer: DenseLayer, query: Tensor, key: Tensor) -> Tensor:
-        """[H, T, T]: every query against every key, the key moved as far as the layout says for this query."""
+    def _scores(self, layer: DenseLayer, query: Tensor, key: Tensor, distances: Tensor) -> Tensor:
+        """[H, R, T]: every query against every key, the key moved as far as the layout says for this query."""
         scores = torch.einsum("qhd,khd->hqk", query, key)
-        distances = self._distances.to(query.device)
+        distances = distances.to(query.device)
         for distance in self._moves:
             if layer.rotation is None and layer.is_movable:
                 break
@@ -97,12 +117,11 @@ class DenseAttention:
             scores = torch.where(distances == distance, moved, scores)
         return scores
 
-    def _visible(self, mask: Mask) -> Tensor:
-        """[T, T]: what the layout and the layer's own mask show, keys standing where the reader sees them."""
-        if mask.kind == "full":
-            return self._mask
-        query = self._positions[:, None]
-        key = self._positions[None, :] + self._distances
-        if mask.kind == "window":
-            return self._mask & (query - key < mask.size)
-        return self._mask & (query.div(mask.size, rounding_mode="floor") == key.div(mask.size, rounding_mode="floor"))
+
+def _shown(mask: Mask, query: Tensor, key: Tensor) -> Tensor:
+    """What a layer's own mask shows, keys at the positions where the reader sees them."""
+    if mask.kind == "window":
+        return query - key < mask.size
+    if mask.kind == "chunked":
+        return query.div(mask.size, rounding_mode="floor") == key.div(mask.size, rounding_mode="floor")
+    return torch.ones((), dtype=torch.bool)

@@ -81,6 +81,8 @@ class StepAttention:
         table_cache: TableCache | None = None,
     ) -> None:
         """Prepares one forward; `table_cache` keeps rotation tables from one forward to the next."""
+        self.num_calls = 0
+        """Layers that called so far."""
         self._layers = layers
         self._storages = storages
         self._groups = groups
@@ -97,6 +99,7 @@ class StepAttention:
     def __call__(self, call: LayerCall) -> Tensor:
         """Attention of one layer: queries [T, H, D] to outputs [T, H, Dv]."""
         index = call.layer_index
+        self.num_calls += 1
         for write in self._writes:
             self._storages[write.pool].write(index, write.slots, call.key[write.rows], call.value[write.rows])
         layer = self._layers[index]

@@ -103,16 +103,15 @@ def model_table(name: str, model: LoadedModel, attention: str) -> Table:
 def check_text(check: SelfCheck, is_movable: bool) -> RenderableType:
     """What the self-check compared, what it found, and what follows from it."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for heading in ("self-check", "compared with", "difference", "allowed"):
+    for heading in ("self-check", "against", "difference", "allowed", "largest at"):
         is_number = heading in ("difference", "allowed")
-        table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number)
-    composed = "composed, cold and warm" + (", documents moved" if check.is_moved else "")
-    for what, other, difference in (
-        ("plain prompt", "transformers' own attention", check.plain_difference),
-        (composed, "one dense forward", check.composed_difference),
-    ):
-        table.add_row(what, other, f"{difference:.2g}", f"{check.limit:g}")
-    unit = Text("differences in standard deviations of the logits", style="dim")
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=True)
+    for finding in check.findings:
+        style = "" if finding.passed else "red"
+        numbers = (f"{finding.difference:.2g}", f"{finding.limit:.2g}")
+        table.add_row(finding.subject, finding.reference, *numbers, printable(finding.where), style=style)
+    moved = "documents of the composed prompts were moved" if check.is_moved else "documents were not moved"
+    unit = Text(f"relative differences; of logits in standard deviations; {moved}", style="dim")
     return Group(table, unit, Text(), _verdict(check, is_movable))
 
 

@@ -21,6 +21,10 @@ ATTENTION_NAME = "kvmosaic"
 """`attn_implementation` of a loaded model. transformers builds no mask for it: masks are the receiver's matter."""
 PROBE_NAME = "kvmosaic_probe"
 """The same function, with masks: each call carries the predicate that says which keys a query sees."""
+OWN_NAME = "kvmosaic_own"
+"""The model's own attention function over a written-out mask, with an observer (see `own_code`)."""
+_HARMLESS = {"position_ids", "cache_position", "position_embeddings"}
+"""Tensors that models pass to every attention function, for kernels that rotate or pack by themselves."""
 LATENT_ATTRIBUTE = "kvmosaic_latent"
 """Where an attention module that keeps latents has its projection (see `latent`)."""
 
@@ -35,6 +39,7 @@ class AttentionCall:
     sinks: [H], scores of a key that has no value, or None
     mask: with `PROBE_NAME`, a predicate (batch, head, query index, key index) -> bool; otherwise None
     window: what the model says about its sliding window, if it says so by argument
+    unknown: with `PROBE_NAME`, names of tensors that the model passes and this function does not know
     """
 
     layer_index: int
@@ -47,6 +52,12 @@ class AttentionCall:
     module: nn.Module
     mask: Any = None
     window: int | None = None
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def latent(self) -> Any:
+        """The projection of a layer that keeps latents (see `latent`), or None."""
+        return self.module.__dict__.get(LATENT_ATTRIBUTE)
 
 
 Receiver = Callable[[AttentionCall], Tensor]
@@ -85,7 +96,7 @@ def is_in_scope() -> bool:
 def install() -> None:
     """Registers the attention function with transformers. Calling it again changes nothing."""
     AttentionInterface.register(ATTENTION_NAME, _attention)
-    AttentionInterface.register(PROBE_NAME, _attention)
+    AttentionInterface.register(PROBE_NAME, _probe_attention)
     AttentionMaskInterface.register(PROBE_NAME, _mask_predicate)
 
 
@@ -108,29 +119,61 @@ def _attention(
             "this model's attention was called outside attention_scope; call it through LoadedModel.forward, "
             "or model.set_attn_implementation('eager') to use it with transformers alone"
         )
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
+    call = call_of(module, query, key, value, attention_mask, scaling, softcap, s_aux, sliding_window)
+    return answer_of(call, receiver), None
+
+
+def _probe_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **named: Any
+) -> tuple[Tensor, None]:
+    """As `_attention`; the call names the tensors that `_attention` would drop."""
+    receiver = _current_receiver.get()
+    assert receiver is not None, "probed inside attention_scope"
+    known = {name: named.get(name) for name in ("scaling", "softcap", "s_aux", "sliding_window")}
+    call = call_of(module, query, key, value, attention_mask, **known)
+    call.unknown = tuple(
+        name for name, part in named.items() if isinstance(part, Tensor) and name not in known.keys() | _HARMLESS
+    )
+    return answer_of(call, receiver), None
+
+
+def call_of(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scaling: float | None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+) -> AttentionCall:
+    """What transformers passes to an attention function, as one call; latents are read by absorbed queries."""
     latent = module.__dict__.get(LATENT_ATTRIBUTE)
-    if latent is not None:
-        query = latent.absorb(query)
-    call = AttentionCall(
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return AttentionCall(
         module.layer_idx,  # type: ignore[arg-type]
-        query[0].transpose(0, 1),
+        (query if latent is None else latent.absorb(query))[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         scaling,
         softcap,
         s_aux,
         module,
-        attention_mask,
+        mask,
         sliding_window,
     )
+
+
+def answer_of(call: AttentionCall, receiver: Receiver) -> Tensor:
+    """[1, T, H, Dv], as transformers wants it: what the receiver gives, expanded where it is a latent."""
     out = receiver(call)
+    latent = call.latent
     if latent is not None:
         out = latent.expand(out)
-    if out.dtype is not query.dtype:
-        out = out.to(query.dtype)
-    return out.unsqueeze(0).contiguous(), None
+    if out.dtype is not call.query.dtype:
+        out = out.to(call.query.dtype)
+    return out.unsqueeze(0).contiguous()
 
 
 def _mask_predicate(*_: object, mask_function: Any = None, **__: object) -> Any:

@@ -56,6 +56,11 @@ class LatentProjection:
         key = torch.cat((latent, rotary), dim=-1)
         return key, key[..., : self.rank]
 
+    def expand_by_own_code(self, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all heads as the module makes them, from latent keys [1, 1, T, r + rope]."""
+        expanded: tuple[Tensor, Tensor] = self._expand_kv(key[..., : self.rank], key[..., self.rank :])
+        return expanded
+
 
 def can_keep_latent(module: nn.Module) -> bool:
     """Whether this attention module expands latents in the way described above."""

@@ -52,7 +52,8 @@ class LoadedModel:
     device: torch.device
     fingerprint: str
     """Identity of the model: see `fingerprint`."""
-    _keeps_rows: bool = field(default=True, repr=False)
+    keeps_rows: bool = field(default=True, repr=False)
+    """Whether its forward takes the rows whose logits are wanted."""
 
     @classmethod
     def from_module(
@@ -105,7 +106,7 @@ class LoadedModel:
             dtype=embeddings.dtype,
             device=embeddings.device,
             fingerprint=identity,
-            _keeps_rows="logits_to_keep" in inspect.signature(model.forward).parameters,
+            keeps_rows="logits_to_keep" in inspect.signature(model.forward).parameters,
         )
 
     @property
@@ -165,12 +166,12 @@ class LoadedModel:
                 f"{type(self.module).__name__} counts the tokens of a forward and is exact up to "
                 f"{self.max_forward_tokens}, got {token_ids.shape[0]}; lower max_batched_tokens"
             )
-        arguments = {"logits_to_keep": logit_rows} if self._keeps_rows else {}
+        arguments = {"logits_to_keep": logit_rows} if self.keeps_rows else {}
         with torch.inference_mode(), attention_scope(receiver):
             logits: Tensor = self.module(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **arguments
             ).logits[0]
-            return logits if self._keeps_rows else logits[logit_rows]
+            return logits if self.keeps_rows else logits[logit_rows]
 
 
 def _position_limit(config: Any) -> int | None:

@@ -53,7 +53,7 @@ def with_biases(
             )
             for layer in layers
         ]
-    _check_against_own_code(module, opened, layers, max_positions)
+    check_against_own_code(module, opened, layers, max_positions)
     return layers
 
 
@@ -144,10 +144,18 @@ def _handed_over(module: Any, opened: OpenedAttention, num_tokens: int) -> Tenso
     return found[0] if found else None
 
 
-def _check_against_own_code(
-    module: Any, opened: list[OpenedAttention], layers: list[LayerSpec], max_positions: int | None
+def check_against_own_code(
+    module: Any,
+    opened: list[OpenedAttention],
+    layers: list[LayerSpec],
+    max_positions: int | None,
+    num_tokens: int = _NUM_TOKENS,
 ) -> None:
-    """Compares every opened layer with what transformers wrote, on the hidden states of one forward."""
+    """Compares every opened layer with what transformers wrote, on the hidden states of one forward.
+
+    Raises:
+        UnsupportedModel: a layer that gives something else when opened.
+    """
     recorded: list[tuple[OpenedAttention, Any, Any, Tensor]] = []
     handles = []
     for part in opened:
@@ -157,7 +165,7 @@ def _check_against_own_code(
 
         handles.append(part.module.register_forward_hook(keep, with_kwargs=True))
     vocab_size = int(module.config.get_text_config().vocab_size)
-    count = min(_NUM_TOKENS, max_positions or _NUM_TOKENS)
+    count = min(num_tokens, max_positions or num_tokens)
     try:
         _forward(module, [(vocab_size // 3 + 7 * number) % vocab_size for number in range(count)])
     finally:

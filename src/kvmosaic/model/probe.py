@@ -76,6 +76,7 @@ def _read_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...
     changed = [spare if index % 2 == 0 else token for index, token in enumerate(tokens)]
     calls, others = record_calls(module, tokens, contiguous), record_calls(module, changed, contiguous)
     check_calls(module, calls)
+    _check_arguments(module, calls)
     _check_finite(module, calls)
     _check_independence(calls, others)
     positions = _probe_positions(max_positions)
@@ -126,7 +127,7 @@ def record_calls(module: Any, tokens: Sequence[int], positions: Sequence[int] | 
     device = module.get_input_embeddings().weight.device
     # Gemma 4 cuts its mask when it is not told by a tensor which rows are wanted.
     keeps_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
-    options = {"logits_to_keep": torch.arange(len(tokens), device=device)} if keeps_rows else {}
+    options = {"logits_to_keep": torch.tensor([len(tokens) - 1], device=device)} if keeps_rows else {}
     if positions is not None:
         options["position_ids"] = torch.tensor([positions], device=device)
     try:
@@ -163,6 +164,23 @@ def check_calls(module: Any, calls: list[AttentionCall]) -> None:
             f"{_name(module)}: attention is called more than once per forward in {_layers_text(twice)}; "
             f"exactly one call per layer is supported; {WAY_OUT}"
         )
+
+
+def _check_arguments(module: Any, calls: list[AttentionCall]) -> None:
+    """Requires that no layer passes a tensor to its attention that we would not use."""
+    for call in calls:
+        if isinstance(call.mask, Tensor):
+            raise UnsupportedModel(
+                f"{_name(module)}: layer {call.layer_index} passes its mask as a tensor that it made itself "
+                f"({_shape_text(call.mask)}), instead of letting transformers make it; what it hides is not known in "
+                f"longer prompts; {WAY_OUT}"
+            )
+        if call.unknown:
+            names = ", ".join(call.unknown)
+            raise UnsupportedModel(
+                f"{_name(module)}: layer {call.layer_index} passes {names} to its attention function, which is not "
+                f"known here and would be left out (a bias, for instance); {WAY_OUT}"
+            )
 
 
 def _check_finite(module: Any, calls: list[AttentionCall]) -> None:
@@ -253,6 +271,10 @@ def _probe_tokens(module: Any) -> list[int]:
 
 def _bytes(x: Tensor) -> bytes:
     return x.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+
+def _shape_text(x: Tensor) -> str:
+    return "shape " + " x ".join(str(size) for size in x.shape)
 
 
 def _name(module: Any) -> str:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from kvmosaic.attention import AttentionBackend, PoolName, StepAttention, TorchBackend
 from kvmosaic.cache import BlockCopy
+from kvmosaic.errors import ModelError
 from kvmosaic.memory import BlockStorage
-from kvmosaic.model.batch import SpanRows, flatten
-from kvmosaic.model.hook import AttentionCall
+from kvmosaic.model.batch import Batch, SpanRows, flatten
+from kvmosaic.model.hook import AttentionCall, Receiver
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.rope import TableCache
 
@@ -64,10 +65,7 @@ class Runner:
         Nothing is stored: rows of a span read each other causally from what the forward itself computes.
         """
         batch = flatten(spans, self.model.device, writes=False)
-        receiver = StepAttention(
-            self.model.layers, self.storages, batch.groups, batch.writes, self.backend, self._table_cache
-        )
-        stop = _StopAt(receiver, layer_index)
+        stop = _StopAt(self._attention(batch), layer_index)
         with contextlib.suppress(_Stopped):
             self.model.forward(batch.token_ids, batch.positions, batch.logit_rows, stop)
         assert stop.key is not None, "every layer calls its attention"
@@ -82,14 +80,30 @@ class Runner:
 
         Returns:
             [R, V] logits in float32 (float64 for float64 models), one row for every span that wants them, in order.
+
+        Raises:
+            ModelError: a layer did not call our attention, so that it read no cached token.
         """
         self.copy(copies)
         batch = flatten(spans, self.model.device)
-        receiver = StepAttention(
+        attention = self._attention(batch)
+        logits = self._forward(batch, attention)
+        if attention.num_calls != len(self.model.layers):
+            raise ModelError(
+                f"{type(self.model.module).__name__} called our attention in {attention.num_calls} of "
+                f"{len(self.model.layers)} layers, so cached tokens were not read in the others; was its attention "
+                "implementation changed after loading? Load the model again, or take a new LoadedModel.from_module"
+            )
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _forward(self, batch: Batch, receiver: Receiver) -> Tensor:
+        """[R, V] logits of one forward, in the model's dtype."""
+        return self.model.forward(batch.token_ids, batch.positions, batch.logit_rows, receiver)
+
+    def _attention(self, batch: Batch) -> StepAttention:
+        return StepAttention(
             self.model.layers, self.storages, batch.groups, batch.writes, self.backend, self._table_cache
         )
-        logits = self.model.forward(batch.token_ids, batch.positions, batch.logit_rows, receiver)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class _Stopped(Exception):

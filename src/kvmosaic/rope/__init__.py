@@ -1,11 +1,19 @@
 """Finding a model's rotation, and turning heads by a distance."""
 
-from kvmosaic.rope.detect import PROBE_POSITIONS, Detection, detect_rotation, relative_error
+from kvmosaic.rope.detect import (
+    PROBE_POSITIONS,
+    ROTATION_TOLERANCES,
+    Detection,
+    detect_rotation,
+    relative_error,
+    turned_error,
+)
 from kvmosaic.rope.rotation import Rotation, RotationLayout, RotationTables, turn
 from kvmosaic.rope.table_cache import TableCache
 
 __all__ = [
     "PROBE_POSITIONS",
+    "ROTATION_TOLERANCES",
     "Detection",
     "Rotation",
     "RotationLayout",
@@ -14,4 +22,5 @@ __all__ = [
     "detect_rotation",
     "relative_error",
     "turn",
+    "turned_error",
 ]

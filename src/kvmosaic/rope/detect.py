@@ -12,14 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvmosaic.rope.rotation import Rotation, RotationTables, turn
+from kvmosaic.rope.rotation import Rotation, turn
 
 PROBE_POSITIONS = (0, 1, 7, 64, 500)
 
-_TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""Error of one dimension, relative to its pair, that rounding to 16 bits while turning explains."""
-_FINE_TOLERANCE = 5e-4
-"""For float32 and float64: transformers multiplies position and frequency in float32, also in a float64 model."""
+ROTATION_TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 5e-4, torch.float64: 5e-4}
+"""Error of one dimension, relative to its pair, that rounding while rotating explains.
+
+That of float64 is float32's: transformers multiplies position and frequency in float32, also in a float64 model.
+"""
 _FLOOR = 1e-3
 """Dimensions smaller than this fraction of the root mean square are compared with it instead of with themselves."""
 
@@ -59,7 +60,7 @@ def detect_rotation(
         frequencies: the model's frequency buffers, each [pairs].
     """
     assert positions[0] == 0, "the first probe position is 0"
-    tolerance = _TOLERANCE.get(query.dtype, _FINE_TOLERANCE)
+    tolerance = ROTATION_TOLERANCES[query.dtype]
     query, key, value = (part.detach().to("cpu", torch.float64) for part in (query, key, value))
     if _largest(value, value[:1]) > tolerance:
         return Detection(None, 1.0, "its values depend on the position (learned positions, or values that are rotated)")
@@ -70,8 +71,7 @@ def detect_rotation(
     best, residual = None, float("inf")
     distances = torch.tensor(positions)
     for candidate in _candidates(frequencies, query.shape[-1]):
-        tables = candidate.tables(distances, dtype=torch.float64)
-        error = max(_turned_error(key, tables), _turned_error(query, tables))
+        error = max(float(turned_error(part, distances, candidate).max()) for part in (key, query))
         if error < residual:
             best, residual = candidate, error
     if residual <= tolerance:
@@ -101,10 +101,23 @@ def _largest(x: Tensor, expected: Tensor) -> float:
     return float(relative_error(x, expected).max())
 
 
-def _turned_error(x: Tensor, tables: RotationTables) -> float:
-    """Largest error of the explanation "row p is row 0, turned by p", dimensions measured by their pair."""
-    pair = (x[:1].square() + tables.rotation.partners(x[:1]).square()).sqrt()
-    return float(relative_error(x, turn(x[:1], tables), pair).max())
+def turned_error(x: Tensor, positions: Tensor, rotation: Rotation | None) -> Tensor:
+    """Error of the explanation "row p is row 0, rotated by its position", dimensions measured by their pair.
+
+    Args:
+        x: [P, G, D], the first row at position 0.
+        positions: [P], on the CPU.
+        rotation: None: rows do not depend on positions.
+
+    Returns:
+        [P], the largest error of any dimension.
+    """
+    x = x.detach().to("cpu", torch.float64)
+    if rotation is None:
+        return relative_error(x, x[:1]).amax(dim=-1)
+    tables = rotation.tables(positions, dtype=torch.float64)
+    pair = (x[:1].square() + rotation.partners(x[:1]).square()).sqrt()
+    return relative_error(x, turn(x[:1], tables), pair).amax(dim=-1)
 
 
 def _candidates(frequencies: Sequence[Tensor], head_dim: int) -> Iterator[Rotation]:

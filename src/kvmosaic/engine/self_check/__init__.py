@@ -1,0 +1,55 @@
+"""Self-check: does this model, on this machine, give composed what it gives in one dense forward?
+
+    rows        every token has queries, keys and values of its own, and keys rotate as found: near and far
+    layers      attention of every layer is what its own code does; fused operations are what they replace
+    composed    attention over cached pieces is dense attention, where it happens; then in the logits
+
+Each question is asked where nothing has accumulated, so that the answer depends neither on the prompt nor on rounding
+in earlier layers. Only the logits are about whole forwards, and they are judged against the model's own noise.
+"""
+
+from __future__ import annotations
+
+from kvmosaic.attention import AttentionBackend
+from kvmosaic.engine.self_check.composed import check_composed, moves
+from kvmosaic.engine.self_check.finding import Finding, SelfCheck
+from kvmosaic.engine.self_check.layers import check_layers
+from kvmosaic.engine.self_check.rows import check_rows
+from kvmosaic.engine.self_check.texts import composed_prompts, ordinary_tokens
+from kvmosaic.model.loaded import LoadedModel
+
+__all__ = ["Finding", "SelfCheck", "run_self_check"]
+
+_MIN_POSITIONS = 50
+_LENGTHS = ((9, 7, 13, 5, 12), (4, 11, 9, 10), (6, 8, 3, 14, 7))
+"""Tokens of system text, documents and question of the composed prompts."""
+_LONG = (9, 67, 13, 12)
+"""Instead of the first one, where the model has the positions: a document longer than any tile of a kernel."""
+_NUM_ROWS = {"cpu": 128}
+"""Rows of forwards that look for what happens only to late rows; multiples of all tiles, so that rows round alike."""
+_NUM_GPU_ROWS = 512
+
+
+def run_self_check(model: LoadedModel, backend: AttentionBackend | None = None) -> SelfCheck:
+    """Runs the check: about eight forwards, some 1,000 rows in all."""
+    is_moved = moves(model)
+    if model.max_positions is not None and model.max_positions < _MIN_POSITIONS:
+        error = f"the check needs {_MIN_POSITIONS} positions, this model has {model.max_positions}"
+        return SelfCheck((), is_moved, error)
+    lengths = (_LONG if _most(model, sum(_LONG) + 8) == sum(_LONG) + 8 else _LENGTHS[0], *_LENGTHS[1:])
+    num_rows = _most(model, _NUM_ROWS.get(model.device.type, _NUM_GPU_ROWS))
+    tokens = ordinary_tokens(model, max(num_rows, sum(sum(counts) for counts in lengths)))
+    rows = tokens[:num_rows]
+    findings: list[Finding] = []
+    try:
+        findings += check_rows(model, rows)
+        findings += check_layers(model, rows)
+        findings += check_composed(model, composed_prompts(tokens, lengths), backend)
+    except Exception as error:  # whatever fails here would fail in an answer
+        return SelfCheck(tuple(findings), is_moved, f"{type(error).__name__}: {error}")
+    return SelfCheck(tuple(findings), is_moved)
+
+
+def _most(model: LoadedModel, count: int) -> int:
+    """So many tokens, or fewer if the model has fewer positions or takes fewer in one forward."""
+    return min(limit for limit in (count, model.max_positions, model.max_forward_tokens) if limit is not None)

@@ -1,0 +1,241 @@
+"""Composed prompts: is attention over cached pieces what dense attention gives, where it happens and in the logits?
+
+    attention      every attention output of one prompt, cold, warm and while answering, against dense attention over
+                   the queries, keys and values that the layers computed; and every key and value stored, bit by bit
+    logits         of several prompts, cold and warm, against one dense forward
+
+What rounding explains is measured, not assumed: dense attention is computed a second time from queries that are off by
+one rounding, and the dense forward with outputs of attention that are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvmosaic.attention import AttentionBackend
+from kvmosaic.attention.dense import DenseAttention
+from kvmosaic.engine.request import Request
+from kvmosaic.engine.self_check.finding import Finding, worst_finding
+from kvmosaic.engine.self_check.recording import NUM_ANSWER, RecordedStep, RecordingEngine
+from kvmosaic.layout import ChunkContext, DenseLayout, Layout, PositionStrategy, arrange, dense
+from kvmosaic.model.hook import AttentionCall, Receiver
+from kvmosaic.model.loaded import LoadedModel
+from kvmosaic.prompt import Prompt, Segment, SegmentKind
+
+_MAX_NOISE_RATIO = 8.0
+"""A difference may be so many times what one rounding of the queries (or of the outputs) makes."""
+_FLOORS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-4, torch.float64: 1e-7}
+"""Differences of one attention output that are allowed even where the noise is smaller, in root mean squares."""
+_LOGIT_FLOORS = {torch.bfloat16: 5e-2, torch.float16: 2e-2, torch.float32: 1e-3, torch.float64: 1e-5}
+"""The same of logits, in standard deviations."""
+_MAX_LOGIT_LIMIT = 1.0
+"""Whatever the noise: logits of another prompt differ by 1.4."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """A prompt that was answered cold and warm."""
+
+    layout: Layout
+    """With the answer's tokens at the end of the question."""
+    requests: tuple[Request, Request]
+    logits: Tensor
+    """[2 * NUM_ANSWER, V], cold and warm."""
+
+
+def check_composed(model: LoadedModel, prompts: Sequence[Prompt], backend: AttentionBackend | None) -> list[Finding]:
+    """Four findings: on positions, on storage and attention (of the first prompt), and on logits."""
+    # blind documents in sequence are moved the most, and still one dense forward says what they must give
+    strategy: PositionStrategy = "sequential" if moves(model) else "shared"
+    context: ChunkContext = "none" if moves(model) else "system"
+    engine = RecordingEngine(model, backend, strategy, context)
+    cold, warm = engine.answer(prompts), engine.answer(prompts)
+    steps = engine.runner.steps
+    answered = [
+        _Answered(
+            arrange(_with_answer(prompt, pair[0]), strategy, context),
+            pair,
+            torch.cat([step.logits_of(request) for request in pair for step in steps]),
+        )
+        for prompt, pair in zip(prompts, zip(cold, warm, strict=True), strict=True)
+    ]
+    return [
+        _check_positions(answered, steps),
+        *_check_attention(model, answered[0], steps),
+        _check_logits(model, answered),
+    ]
+
+
+def moves(model: LoadedModel) -> bool:
+    """Whether documents of the checked prompts are moved.
+
+    Masks that are cut at fixed positions are another mask for a moved document, so that no single forward says what it
+    must give.
+    """
+    return model.is_movable and all(layer.mask.kind != "chunked" for layer in model.layers)
+
+
+def _with_answer(prompt: Prompt, request: Request) -> Prompt:
+    """The prompt, its question continued by all tokens of the answer whose logits were followed."""
+    question = prompt.segments[-1]
+    token_ids = (*(question.token_ids or ()), *request.output().outputs[0].token_ids[:-1])
+    return replace(prompt, segments=(*prompt.segments[:-1], Segment(SegmentKind.QUESTION, token_ids)))
+
+
+def _check_positions(answered: Sequence[_Answered], steps: Sequence[RecordedStep]) -> Finding:
+    misplaced = 0
+    for each in answered:
+        positions = torch.from_numpy(dense(each.layout).positions)
+        for step in steps:
+            rows, tokens = _rows_of(each, step)
+            misplaced += int((step.positions.cpu()[rows] != positions[tokens]).sum())
+    return Finding("positions of rows", "the layout", float(misplaced), 0.0)
+
+
+def _check_attention(model: LoadedModel, answered: _Answered, steps: Sequence[RecordedStep]) -> list[Finding]:
+    written = dense(answered.layout)
+    attention = DenseAttention(written, model.layers)
+    known: dict[int, tuple[Tensor, Tensor]] = {}
+    stored: list[Finding] = []
+    attended: list[Finding] = []
+    for step in steps:
+        rows, tokens = _rows_of(answered, step)
+        for (call, output), (key, value) in zip(step.calls, step.stored, strict=True):
+            where = f"layer {call.layer_index}"
+            if model.layers[call.layer_index].is_stored:
+                differing = sum(int((mine != theirs).sum()) for mine, theirs in ((key, call.key), (value, call.value)))
+                stored.append(Finding("what is stored", "what was computed", float(differing), 0.0, where))
+            keys, values = _remember(known, call, rows, tokens, len(written.token_ids))
+            difference, limit = _compare_attention(attention, call, output, keys, values, rows, tokens)
+            attended.append(Finding("composed attention", "dense attention", difference, limit, where))
+    return [worst_finding(stored), worst_finding(attended)]
+
+
+def _rows_of(answered: _Answered, step: RecordedStep) -> tuple[list[int], list[int]]:
+    """Rows of a step that belong to a prompt, and the numbers of their tokens in it."""
+    offsets = np.cumsum([0] + [span.num_tokens for span in answered.layout.spans])
+    rows: list[int] = []
+    tokens: list[int] = []
+    last = 0
+    for work in step.works:
+        if work.sequence.request in answered.requests:
+            first = int(offsets[work.span]) + work.first
+            rows.extend(range(last, last + work.num_tokens))
+            tokens.extend(range(first, first + work.num_tokens))
+        last += work.num_tokens
+    return rows, tokens
+
+
+def _remember(
+    known: dict[int, tuple[Tensor, Tensor]],
+    call: AttentionCall,
+    rows: Sequence[int],
+    tokens: Sequence[int],
+    num_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of all tokens so far, in one layer; those that were not computed yet are 0."""
+    if call.layer_index not in known:
+        empty = (part.new_zeros(num_tokens, *part.shape[1:]) for part in (call.key, call.value))
+        known[call.layer_index] = tuple(empty)  # type: ignore[assignment]
+    keys, values = known[call.layer_index]
+    keys[tokens], values[tokens] = call.key[rows], call.value[rows]
+    return keys, values
+
+
+def _compare_attention(
+    attention: DenseAttention,
+    call: AttentionCall,
+    output: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Sequence[int],
+    tokens: Sequence[int],
+) -> tuple[float, float]:
+    """The largest difference of a row, and what is allowed for that row, in root mean squares of its output."""
+    query = call.query[rows]
+    queries = torch.cat((query, _off_by_rounding(query, query.dtype)))
+    dense_output, rounded = attention.attend(call, queries, keys, values, [*tokens, *tokens]).chunk(2)
+    size = dense_output.square().mean(dim=(1, 2)).sqrt().clamp_min(1e-30)
+    apart = (output[rows] - dense_output).square().mean(dim=(1, 2)).sqrt() / size
+    noise = (rounded - dense_output).square().mean(dim=(1, 2)).sqrt() / size
+    allowed = _FLOORS[query.dtype] + _MAX_NOISE_RATIO * noise
+    row = int((apart / allowed).nan_to_num(math.inf).argmax())
+    return float(apart[row]), float(allowed[row])
+
+
+def _check_logits(model: LoadedModel, answered: Sequence[_Answered]) -> Finding:
+    """Of the row in the middle, cold and warm: one row may be ill-conditioned, and one token choose another expert."""
+    layouts = [_one_forward(each.layout) for each in answered]
+    attention = DenseAttention(_side_by_side([*layouts, *layouts]), model.layers)
+
+    def attend(call: AttentionCall) -> Tensor:
+        exact, unsure = attention(call).chunk(2)
+        return torch.cat((exact, _off_by_rounding(unsure, call.query.dtype).to(exact.dtype)))
+
+    theirs, others = _dense_logits(model, [*layouts, *layouts], attend).double().chunk(2)
+    noise = _differences(others, theirs)
+    limits = (_LOGIT_FLOORS[model.dtype] + _MAX_NOISE_RATIO * noise).clamp_max(_MAX_LOGIT_LIMIT)
+    findings = []
+    for name, part in (("cold", 0), ("warm", 1)):
+        ours = torch.cat([each.logits.chunk(2)[part] for each in answered])
+        differences = _differences(ours.double(), theirs)
+        row = int((differences / limits).argsort()[len(limits) // 2])
+        findings.append(Finding(f"{name} logits", "one dense forward", float(differences[row]), float(limits[row])))
+    return worst_finding(findings)
+
+
+def _one_forward(layout: Layout) -> DenseLayout:
+    """The layout with every token where the question sees it."""
+    written = dense(layout)
+    assert written.is_one_forward
+    return replace(written, positions=written.question_positions, distances=written.distances * 0)
+
+
+def _side_by_side(layouts: Sequence[DenseLayout]) -> DenseLayout:
+    """Several prompts as one, none of which sees another."""
+    sizes = [len(layout.token_ids) for layout in layouts]
+    total = sum(sizes)
+    mask = np.zeros((total, total), dtype=np.bool_)
+    for layout, last in zip(layouts, np.cumsum(sizes), strict=True):
+        rows = slice(last - len(layout.token_ids), last)
+        mask[rows, rows] = layout.mask
+    return DenseLayout(
+        token_ids=np.concatenate([layout.token_ids for layout in layouts]),
+        positions=np.concatenate([layout.positions for layout in layouts]),
+        mask=mask,
+        distances=np.zeros(mask.shape, dtype=np.int64),
+        factors=np.ones(mask.shape),
+        biases=np.zeros(mask.shape),
+    )
+
+
+def _dense_logits(model: LoadedModel, layouts: Sequence[DenseLayout], receiver: Receiver) -> Tensor:
+    """[prompts * NUM_ANSWER, V], of the tokens that the answers were sampled from."""
+    ends = np.cumsum([len(layout.token_ids) for layout in layouts])
+    rows = [end - NUM_ANSWER + number for end in ends for number in range(NUM_ANSWER)]
+    return model.forward(
+        torch.from_numpy(np.concatenate([layout.token_ids for layout in layouts])).to(model.device),
+        torch.from_numpy(np.concatenate([layout.positions for layout in layouts])).to(model.device),
+        torch.tensor(rows, device=model.device),
+        receiver,
+    )
+
+
+def _off_by_rounding(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers that are off by up to one rounding to `dtype`, each by its own share, the same every time."""
+    share = torch.linspace(-1, 1, 997, dtype=x.dtype, device=x.device)
+    shares = share[torch.arange(x.numel(), device=x.device) * 541 % 997].view(x.shape)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide * (1 + torch.finfo(dtype).eps * shares)
+
+
+def _differences(ours: Tensor, theirs: Tensor) -> Tensor:
+    """[R], of rows: root mean square differences in standard deviations; infinite if anything is not a number."""
+    apart = (ours - theirs).square().mean(dim=1).sqrt() / theirs.std(dim=1).clamp_min(1e-12)
+    return apart.nan_to_num(torch.inf)

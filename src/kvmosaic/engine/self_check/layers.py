@@ -1,0 +1,90 @@
+"""Layers: is the attention of each layer what its own code does, and are fused operations what they replace?
+
+One forward by the model's own code over ordinary text. In every layer its own attention function (with its own mask,
+windows, soft caps and sinks) gets the same queries, keys and values as dense attention by the layer's facts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvmosaic.attention.dense import DenseAttention
+from kvmosaic.engine.self_check.finding import Finding, worst_finding
+from kvmosaic.layout import arrange, dense
+from kvmosaic.model.fused import Fused
+from kvmosaic.model.hook import AttentionCall, attention_scope
+from kvmosaic.model.loaded import LoadedModel
+from kvmosaic.model.opened_layers import check_against_own_code
+from kvmosaic.model.opening import opened_parts
+from kvmosaic.model.own_code import FusedCall, run_own_code
+from kvmosaic.prompt import Prompt
+
+_ATTENTION_LIMIT = 1e-3
+"""Both sides compute in float32 or wider; a wrong mask, scale or soft cap changes outputs by tenths."""
+_LATENT_LIMITS = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Where queries are absorbed into the latent: they are rounded once more."""
+_MAX_OPENED_TOKENS = 128
+"""Opened modules are compared in the model's own type, in which a bias is rounded the more, the farther it reaches."""
+_FUSED_LIMIT = 5e-2
+"""Of what a module adds to its input, averaged: rounding to bfloat16 in another order makes a hundredth of it."""
+_ROUNDING = 2.0**-6
+"""Two neighbouring numbers in bfloat16 and their neighbours: such differences of single numbers do not count."""
+
+
+def check_layers(model: LoadedModel, tokens: Sequence[int]) -> list[Finding]:
+    """One or two findings: on attention, and on fused operations where there are any.
+
+    Raises:
+        UnsupportedModel: an opened attention module differs from its own code.
+        ModelError: the model's own attention function is not to be found.
+    """
+    found: list[Finding] = []
+    facts = DenseAttention(dense(arrange(Prompt.plain(tokens))), model.layers)
+
+    def compare(call: AttentionCall, theirs: Tensor) -> None:
+        ours, limit = facts.attend(call, call.query, call.key, call.value), _ATTENTION_LIMIT
+        if call.latent is not None:
+            ours, limit = call.latent.expand(ours), _LATENT_LIMITS.get(call.query.dtype, limit)
+        difference = _difference(ours, theirs)
+        found.append(Finding("attention", "the model's own code", difference, limit, f"layer {call.layer_index}"))
+
+    opened = opened_parts(model.module)
+    calls = run_own_code(model, tokens, compare)
+    if opened:
+        with torch.inference_mode():
+            check_against_own_code(model.module, opened, list(model.layers), None, min(len(tokens), _MAX_OPENED_TOKENS))
+        return []
+    findings = [worst_finding(found)]
+    if calls:
+        fused = [
+            Finding("the fused form", "its own code", _fused_difference(call, facts), _FUSED_LIMIT, _name(call.form))
+            for call in calls
+        ]
+        findings.append(worst_finding(fused))
+    return findings
+
+
+def _fused_difference(call: FusedCall, attention: DenseAttention) -> float:
+    """Mean difference between a fused form and its module's own code, in means of what the module adds to its input."""
+    with torch.inference_mode(), attention_scope(attention):
+        result = call.form.forward(*call.arguments, **call.named)
+    ours, theirs = (result[0] if isinstance(result, tuple) else result).double(), call.output.double()
+    added = theirs - call.arguments[0].double() if call.form.kind == "layers" else theirs
+    apart = ((ours - theirs).abs() - _ROUNDING * theirs.abs()).clamp_min(0).mean(dim=-1)
+    rows = apart / added.abs().mean(dim=-1).clamp_min(1e-30)
+    return float(rows.max().nan_to_num(math.inf))
+
+
+def _name(form: Fused) -> str:
+    index = getattr(getattr(form.module, "self_attn", form.module), "layer_idx", None)
+    return type(form.module).__name__ if index is None else f"layer {index}"
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """Largest difference of a row, in root mean squares of the output."""
+    apart = (ours.double() - theirs.double()).square().mean(dim=(1, 2)).sqrt().max()
+    return float((apart / theirs.double().square().mean().sqrt().clamp_min(1e-30)).nan_to_num(math.inf))

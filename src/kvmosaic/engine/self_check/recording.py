@@ -1,0 +1,115 @@
+"""Recording: a small engine whose steps are kept, with the tokens that each row is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvmosaic.attention import AttentionBackend
+from kvmosaic.cache import BlockCopy, Planner
+from kvmosaic.config import ChunkCacheConfig, EngineConfig
+from kvmosaic.engine.engine import Engine
+from kvmosaic.engine.request import Request
+from kvmosaic.engine.step import Step, Work
+from kvmosaic.layout import ChunkContext, PositionStrategy
+from kvmosaic.model.batch import Batch, SpanRows
+from kvmosaic.model.hook import AttentionCall, Receiver
+from kvmosaic.model.loaded import LoadedModel
+from kvmosaic.model.runner import Runner
+from kvmosaic.prompt import Prompt
+from kvmosaic.sampling import SamplingParams
+
+BLOCK_SIZE = 4
+NUM_ANSWER = 2
+"""Tokens of an answer: one from the rows of the prompt, one from a row of its own."""
+_NUM_BLOCKS = 96
+
+
+@dataclass(slots=True)
+class RecordedStep:
+    """One forward: what it computed, and every layer's attention."""
+
+    works: list[Work]
+    positions: Tensor
+    """[T], of its rows."""
+    calls: list[tuple[AttentionCall, Tensor]] = field(default_factory=list)
+    """Of every layer: what was asked, and what attention gave."""
+    stored: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Of every layer: keys and values of the rows, read back from their slots when the step had ended."""
+    logits: Tensor | None = None
+    """[R, V], of the works that want them."""
+
+    def logits_of(self, request: Request) -> Tensor:
+        """[R, V], of one request."""
+        assert self.logits is not None, "the step has ended"
+        owners = [work.sequence.request for work in self.works if work.wants_logits]
+        return self.logits[[index for index, owner in enumerate(owners) if owner is request]]
+
+
+class RecordingRunner(Runner):
+    """A runner that keeps the logits and the attention of every step."""
+
+    def __init__(self, model: LoadedModel, backend: AttentionBackend | None) -> None:
+        super().__init__(model, {"request": _NUM_BLOCKS, "chunk_cache": _NUM_BLOCKS}, BLOCK_SIZE, backend)
+        self.steps: list[RecordedStep] = []
+        self.works: list[Work] = []
+        """What the next step computes."""
+
+    def run(self, spans: Sequence[SpanRows], copies: Sequence[BlockCopy] = ()) -> Tensor:
+        """See `Runner.run`."""
+        logits = super().run(spans, copies)
+        self.steps[-1].logits = logits
+        self.steps[-1].stored = [self._stored(spans, layer.index) for layer in self.model.layers]
+        return logits
+
+    def _forward(self, batch: Batch, receiver: Receiver) -> Tensor:
+        step = RecordedStep(self.works, batch.positions)
+        self.steps.append(step)
+
+        def record(call: AttentionCall) -> Tensor:
+            output = receiver(call)
+            step.calls.append((call, output))
+            return output
+
+        return super()._forward(batch, record)
+
+    def _stored(self, spans: Sequence[SpanRows], layer_index: int) -> tuple[Tensor, Tensor]:
+        """Keys [T, G, D] and values [T, G, Dv] of the step's rows, slot by slot."""
+        parts = []
+        for rows in spans:
+            storage = self.storages[rows.pool]
+            everything = storage.run(layer_index, 0, storage.num_blocks * storage.block_size)
+            parts.append([part[torch.tensor(rows.slots, device=part.device)] for part in everything])
+        keys, values = zip(*parts, strict=True)
+        return torch.cat(keys), torch.cat(values)
+
+
+class RecordingEngine(Engine):
+    """A small engine with a recording runner."""
+
+    runner: RecordingRunner
+
+    def __init__(
+        self, model: LoadedModel, backend: AttentionBackend | None, strategy: PositionStrategy, context: ChunkContext
+    ) -> None:
+        config = ChunkCacheConfig(
+            position_strategy=strategy, chunk_context=context, block_size=BLOCK_SIZE, repair="none"
+        )
+        planner = Planner(model.fingerprint, config, request_blocks=_NUM_BLOCKS, chunk_blocks=_NUM_BLOCKS)
+        super().__init__(RecordingRunner(model, backend), planner, config, EngineConfig(max_batched_tokens=512))
+
+    def answer(self, prompts: Sequence[Prompt]) -> list[Request]:
+        """Answers prompts together, greedily, with `NUM_ANSWER` tokens each.
+
+        Raises:
+            KVMosaicError: what one of the requests failed with.
+        """
+        params = SamplingParams(temperature=0, max_tokens=NUM_ANSWER, ignore_eos=True)
+        return self.run([self.add_request(prompt, params) for prompt in prompts])
+
+    def _forward(self, step: Step, news: dict[str, Request]) -> None:
+        self.runner.works = list(step.works)
+        super()._forward(step, news)

@@ -1,0 +1,119 @@
+"""Rows: does each token have queries, keys and values of its own, and are its keys the rotated ones at every position?
+
+Two forwards in which attention returns each token's own value, so that rows can depend on nothing but their token and
+position. The same rows in another order must be the same rows: a query scaled by the number of its row, or an input
+mixed from tokens before it, shows. One token at many positions must be that token at position 0, rotated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvmosaic.engine.self_check.finding import Finding, worst_finding
+from kvmosaic.model.hook import AttentionCall
+from kvmosaic.model.layers import LayerSpec
+from kvmosaic.model.loaded import LoadedModel
+from kvmosaic.model.probe import record_calls
+from kvmosaic.rope import ROTATION_TOLERANCES, relative_error, turned_error
+
+_MIXING = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Relative difference of a row in another order that rounding explains; an expert may be chosen otherwise, rarely."""
+_FINE_MIXING = 1e-4
+_GROUP = 16
+"""Rows whose median is judged: a fault shows in all rows from some number on, a tied expert in one of them."""
+_FARTHEST = 100_000
+_ANGLE_ERROR = 2.0**-22
+"""Of a far position: transformers multiplies position and frequency in float32."""
+
+
+def check_rows(model: LoadedModel, tokens: Sequence[int]) -> list[Finding]:
+    """Two findings, on rows and on rotation; the second one only if keys can be moved.
+
+    Raises:
+        UnsupportedModel: the model cannot run these rows.
+    """
+    far = far_positions(model.max_positions)
+    positions = row_positions(len(tokens), model.max_positions)
+    with torch.inference_mode():
+        rows = record_calls(model.module, [*tokens, *[tokens[0]] * len(far)], [*positions, *far])
+        order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))
+        others = record_calls(
+            model.module, [tokens[row] for row in order.tolist()], [positions[row] for row in order.tolist()]
+        )
+        findings = [_check_order(rows, others, order.to(model.device))]
+        if model.is_movable:
+            findings.append(_check_rotation(model.layers, [_part(call, len(tokens)) for call in rows], far))
+    return findings
+
+
+def row_positions(num_rows: int, max_positions: int | None) -> list[int]:
+    """Positions of rows: the first half near, the others from 600 on, if the model has so many."""
+    limit = max_positions or _FARTHEST
+    start = 600 if limit >= 600 + num_rows else max(limit - num_rows, 0)
+    half = num_rows // 2
+    return [*range(half), *range(start + half, start + num_rows)]
+
+
+def far_positions(max_positions: int | None) -> list[int]:
+    """Position 0, near ones, and farther and farther ones to the last that the model has."""
+    limit = min(max_positions or _FARTHEST, _FARTHEST)
+    positions = [0, 1, 7, 64, 200, 500, 601, 1000]
+    while positions[-1] < limit:
+        positions.append(positions[-1] * 8 // 5)
+    return [*(position for position in positions if position < limit - 1), limit - 1]
+
+
+def _part(call: AttentionCall, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    return call.query[first:], call.key[first:], call.value[first:]
+
+
+def _check_order(rows: list[AttentionCall], others: list[AttentionCall], order: Tensor) -> Finding:
+    limit = _MIXING.get(rows[0].query.dtype, _FINE_MIXING)
+    findings = []
+    for call, other in zip(rows, others, strict=True):
+        for mine, theirs in ((call.query, other.query), (call.key, other.key), (call.value, other.value)):
+            change = relative_error(theirs.double(), mine[order].double()).square().mean(dim=-1).sqrt()
+            # by where a row was in the first forward, and in the second one
+            changes = torch.stack((change[order.argsort()], change))
+            medians = [part.median(dim=1).values.max() for part in torch.split(changes, _GROUP, dim=1)]
+            difference = float(torch.stack(medians).max())
+            findings.append(Finding("a token", "itself in another row", difference, limit, f"layer {call.layer_index}"))
+    return worst_finding(findings)
+
+
+def _check_rotation(
+    layers: Sequence[LayerSpec], rows: list[tuple[Tensor, Tensor, Tensor]], positions: Sequence[int]
+) -> Finding:
+    places = torch.tensor(positions)
+    findings = []
+    for layer, (query, key, value) in zip(layers, rows, strict=True):
+        base = ROTATION_TOLERANCES.get(key.dtype, ROTATION_TOLERANCES[torch.float32])
+        limits = base + _ANGLE_ERROR * places
+        errors = torch.stack(
+            (
+                relative_error(value.double(), value[:1].double()).amax(dim=-1).cpu(),
+                turned_error(key, places, layer.rotation),
+                turned_error(_of_equal_length(query), places, layer.rotation),
+            )
+        ).amax(dim=0)
+        farthest = int((errors / limits).nan_to_num(torch.inf).argmax())
+        findings.append(
+            Finding(
+                "rotation",
+                "the model's own",
+                float(errors[farthest]),
+                float(limits[farthest]),
+                f"layer {layer.index} at position {positions[farthest]}",
+            )
+        )
+    return worst_finding(findings)
+
+
+def _of_equal_length(query: Tensor) -> Tensor:
+    """Queries without a factor that depends on their own position: it commutes with the rotation."""
+    query = query.double()
+    lengths = query.square().sum(dim=(1, 2), keepdim=True).sqrt()
+    return query * (lengths[:1] / lengths.clamp_min(1e-30))
