@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from support.families import build
@@ -51,12 +52,12 @@ def model() -> LoadedModel:
 
 @pytest.fixture
 def llm(model):
-    with LLM(model, chunk_cache_config=ChunkCacheConfig(capacity="1MiB"), engine_config=SMALL) as face:
+    with make(model) as face:
         yield face
 
 
 def make(model, **options):
-    config = ChunkCacheConfig(**{"capacity": "1MiB", **options})
+    config = ChunkCacheConfig(**{"capacity": "1MiB", "separator": "##", **options})
     return LLM(model, chunk_cache_config=config, engine_config=SMALL)
 
 
@@ -217,7 +218,8 @@ def test_a_plan_changes_nothing_and_can_be_printed(llm):
 
 
 def test_without_the_chunk_cache_segments_are_joined(model):
-    with LLM(model, enable_chunk_cache=False, engine_config=SMALL) as llm:
+    config = ChunkCacheConfig(separator="##")
+    with LLM(model, enable_chunk_cache=False, chunk_cache_config=config, engine_config=SMALL) as llm:
         (output,) = llm.generate(TEXT, GREEDY)
         assert not llm.has_chunk_cache and llm.self_check is None
         assert [span.kind for span in llm.plan(TEXT).spans] == ["plain"]
@@ -324,7 +326,7 @@ def test_bad_input_is_named_and_leaves_the_cache_as_it_was(model, name):
     call, error = BAD_CALLS[name]
     capacity = 24 * 16 * model.bytes_per_token()
     small = EngineConfig(request_cache=100 * 16 * model.bytes_per_token(), max_batched_tokens=256)
-    config = ChunkCacheConfig(capacity=capacity, max_chunk_tokens=64, max_prompt_chunks=12)
+    config = ChunkCacheConfig(capacity=capacity, separator="##", max_chunk_tokens=64, max_prompt_chunks=12)
     with LLM(model, chunk_cache_config=config, engine_config=small) as llm:
         llm.generate(TEXT, GREEDY)
         before = snapshot(llm)
@@ -377,6 +379,16 @@ def test_a_handle_of_a_text_is_found_by_prompts_in_text(llm):
     (output,) = llm.generate(prompt, GREEDY)
     (twin,) = llm.generate(Prompt.from_documents(["The ferry goes to Oak Island."], "Where?"), GREEDY)
     assert actions(output)[1] == "reused" and output.outputs[0].token_ids == twin.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("of_ids", [torch.tensor, np.array, tuple])
+def test_a_handle_is_made_of_tensors_and_arrays_of_token_ids(llm, of_ids):
+    plain = llm.chunks.create([4, 5, 6], system=[1, 2])
+    handle = llm.chunks.create(of_ids([4, 5, 6]), system=of_ids([1, 2]))
+    assert handle.was_cached and handle.segment == plain.segment
+    assert set(map(type, handle.segment.token_ids)) == {int}
+    with pytest.raises(InvalidTokenId, match="token ids must be whole numbers"):
+        llm.chunks.create(of_ids([0.5, 1.5]))
 
 
 def test_tenants_warm_pin_and_delete_their_own_documents(llm):
@@ -440,7 +452,7 @@ def test_a_backend_and_a_policy_of_ones_own_are_used(model):
         def rank(self, candidate):
             return -candidate.num_tokens
 
-    config = ChunkCacheConfig(capacity="1MiB", eviction=LargestFirst())
+    config = ChunkCacheConfig(capacity="1MiB", separator="##", eviction=LargestFirst())
     with LLM(model, chunk_cache_config=config, engine_config=SMALL, attention_backend=Counting()) as llm:
         llm.generate(TEXT, GREEDY)
     assert Counting.calls > 0

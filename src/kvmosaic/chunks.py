@@ -10,6 +10,7 @@ from kvmosaic.engine import Engine
 from kvmosaic.errors import ChunkCacheOff, ChunkTooLong, UnknownChunk
 from kvmosaic.layout import PositionStrategy
 from kvmosaic.prompt import Prompt, PromptEncoder, Segment, SegmentKind
+from kvmosaic.prompt.segment import whole_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class ChunkStore:
         """Computes one chunk (or finds it) and returns a handle.
 
         Args:
-            tokens: token ids, or text.
+            tokens: token ids (a list, an array of numpy or a tensor of torch), or text.
             name: what to call it.
             system: the system prompt it sees, as it will stand in the prompts that use it.
             position_offset: bake the keys at this place; the strategy is then `absolute`.
@@ -138,4 +139,4 @@ class ChunkStore:
 
 
 def _segment(kind: SegmentKind, content: Sequence[int] | str) -> Segment:
-    return Segment(kind, text=content) if isinstance(content, str) else Segment(kind, tuple(content))
+    return Segment(kind, text=content) if isinstance(content, str) else Segment(kind, whole_numbers(content))

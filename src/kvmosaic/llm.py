@@ -47,7 +47,7 @@ class LLM:
     """A language model that answers from documents whose keys and values were computed once.
 
         llm = LLM("path/or/hub-name")
-        answers = llm.generate("You are helpful. ## First document. ## Second document. ## What do they say?")
+        answers = llm.chat([{"role": "user", "content": "What do they say?"}], documents=["One text.", "Another one."])
         answers[0].outputs[0].text
         print(answers[0].reuse)
 
@@ -145,12 +145,13 @@ class LLM:
         self.engine = build_engine(
             self.model, self.chunk_cache_config, self.engine_config, backend, self.has_chunk_cache, self.tier_config
         )
-        self.encoder = PromptEncoder(
+        encoder = PromptEncoder(
             self.model.tokenizer,
             self.chunk_cache_config,
             vocab_size=self.model.vocab_size,
             max_positions=self.engine.max_positions,
         )
+        self.encoder = encoder if self.has_chunk_cache else encoder.joining()
         self.chunks = ChunkStore(self.engine, self.encoder, self.chunk_cache_off_reason)
         self._default_sampling = default_sampling(self.model.generation_settings)
 
@@ -171,8 +172,8 @@ class LLM:
         """Answers prompts, all of them together.
 
         Args:
-            prompts: one prompt or a list: texts (split at the separator), `Prompt`s, lists of token ids, or mappings
-                with "prompt" or "prompt_token_ids".
+            prompts: one prompt or a list: texts (ordinary prompts, unless `chunk_cache_config` names a separator),
+                `Prompt`s, lists of token ids, or mappings with "prompt" or "prompt_token_ids".
             sampling_params: for all prompts, or one per prompt; default `SamplingParams()`.
             priority: for all prompts, or one per prompt, from -100 to 100; higher runs first.
             position_strategy: instead of the configured one, for these prompts.
@@ -297,7 +298,7 @@ class LLM:
 
     def plan(self, prompt: str | Prompt, *, position_strategy: PositionStrategy | None = None) -> Plan:
         """What would be reused, moved and computed for a prompt now; nothing is computed or changed."""
-        encoded = self._composed_or_joined(self.encoder.encode(prompt))
+        encoded = self.encoder.encode(prompt)
         config = self.chunk_cache_config
         layout = arrange(encoded, position_strategy or config.position_strategy, config.chunk_context)
         return self.engine.planner.plan(layout, encoded.salt, encoded.tenant)
@@ -429,13 +430,9 @@ class LLM:
         return list(sampling_params)
 
     def _add(self, prompt: Prompt, params: SamplingParams, priority: int, strategy: PositionStrategy | None) -> Request:
-        chosen = self._composed_or_joined(prompt)
-        note = "" if chosen is prompt else f"not composed: {self.chunk_cache_off_reason}"
-        return self.engine.add_request(chosen, params, priority=priority, position_strategy=strategy, note=note)
-
-    def _composed_or_joined(self, prompt: Prompt) -> Prompt:
-        """The prompt itself; without the chunk cache, all of its segments as one ordinary prompt."""
-        return prompt if self.has_chunk_cache or prompt.is_plain else prompt.joined()
+        is_told = prompt.is_joined and not self.has_chunk_cache
+        note = f"not composed: {self.chunk_cache_off_reason}" if is_told else ""
+        return self.engine.add_request(prompt, params, priority=priority, position_strategy=strategy, note=note)
 
     def _answer(
         self,
