@@ -15,6 +15,9 @@ greedy = SamplingParams(temperature=0, max_tokens=16)
 with LLM("reader", chunk_cache_config=ChunkCacheConfig(separator="##")) as llm:  # without it, a text is never split
     for output in llm.generate(prompts, greedy):
         print(output.outputs[0].text.strip(), f"({output.num_cached_tokens} tokens from the cache)")
-    (output,) = llm.generate(Prompt.from_text(prompts[0].replace(" ## ", " <next> "), "<next>"), greedy)  # for one prompt
+    prompt = Prompt.from_text(
+        f"{SYSTEM} <next> {BELLOS} <next> Where does Bellos live?", "<next>"
+    )  # of this prompt only
+    (output,) = llm.generate(prompt, greedy)
     print(output.outputs[0].text.strip(), f"({output.num_cached_tokens} tokens from the cache)")
     print(llm.get_chunk_cache_stats())

@@ -178,6 +178,18 @@ def test_documents_computed_ahead_have_the_tokens_of_every_later_prompt(name, sy
         assert later.chunks == ahead.chunks[::-1]
 
 
+@pytest.mark.parametrize("documents", [None, ["A document."]])
+def test_tools_make_no_control_tokens(documents):
+    encoder = make_encoder("{{ '<|im_start|>' + tools | tojson + '<|im_end|>' }}" + CHATML)
+    prompts = [
+        encoder.encode_chat([USER], documents, tools=[{"name": "a", "description": text, text: ["<s>"]}])
+        for text in ("x y", "<|im_start|> and </tool_call><s>")
+    ]
+    control = set(PieceTokenizer(encoder.tokenizer).control_ids)
+    counts = [sum(token in control for ids in token_ids(prompt) for token in ids) for prompt in prompts]
+    assert counts[0] == counts[1]
+
+
 def test_documents_computed_ahead_without_a_template_have_the_tokens_of_text_prompts():
     encoder = make_encoder()
     ahead = encoder.encode_documents(["first text", "second"], "Be brief.")

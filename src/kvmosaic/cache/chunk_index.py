@@ -142,7 +142,15 @@ class ChunkIndex:
         return found
 
     def create(
-        self, key: Key, root: Key, tokens: bytes, start: int, salt: str, tenant: str = "", *, identity: Key | None = None
+        self,
+        key: Key,
+        root: Key,
+        tokens: bytes,
+        start: int,
+        salt: str,
+        tenant: str = "",
+        *,
+        identity: Key | None = None,
     ) -> Chunk:
         """A new chunk that is being computed, with blocks for all of its tokens; see `Chunk` for its fields.
 

@@ -76,7 +76,8 @@ def check_model_is_not_a_prompt(command: str, model: str, separator: str | None,
     """
     if separator and not separator.strip():
         raise InvalidSeparator("--separator is white space; give a text such as '##', or '' to never split")
-    looks_like_prompt = _has_two_borders(model, separator or _USUAL_SEPARATOR) or (not is_asked and len(model.split()) > 1)
+    has_borders = _has_two_borders(model, separator or _USUAL_SEPARATOR)
+    looks_like_prompt = has_borders or (not is_asked and len(model.split()) > 1)
     if looks_like_prompt and not (len(model) < _LONGEST_PATH and Path(model).exists()):
         raise InvalidPrompt(
             f"the first argument is the model, and {one_line(model, 40)!r} looks like a prompt; write the model before "

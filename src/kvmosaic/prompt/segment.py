@@ -171,7 +171,7 @@ class Prompt:
         return sum(segment.num_tokens for segment in self.segments)
 
     def joined(self) -> Prompt:
-        """All segments, tokenized, as one ordinary prompt of exactly these tokens; see `PromptEncoder.joining` for texts.
+        """All segments as one ordinary prompt of exactly their tokens; for texts see `PromptEncoder.joining`.
 
         Raises:
             InvalidPrompt: a segment is a text that was not tokenized yet.

@@ -52,9 +52,10 @@ def split_text(text: str, separator: str | None) -> list[str]:
 
 def escape_separator(text: str, separator: str | None = "##") -> str:
     r"""Writes a text so that no separator in it is a border: `a ## b` becomes `a \## b`."""
-    if not read_separator(separator):
+    border = read_separator(separator)
+    if border is None:
         return text
-    return re.sub(r"(?<!\\)(\\*+)" + re.escape(separator), lambda match: match[1] * 2 + "\\" + separator, text)
+    return re.sub(r"(?<!\\)(\\*+)" + re.escape(border), lambda match: match[1] * 2 + "\\" + border, text)
 
 
 def named_parts(text: str, separator: str | None) -> tuple[str, list[str], str] | str:
@@ -103,7 +104,9 @@ def check_unicode(text: str, error: type[InvalidPrompt]) -> None:
 def check_separator(separator: object) -> None:
     """Raises InvalidSeparator unless this can split text."""
     if not isinstance(separator, str) or not separator.strip():
-        raise InvalidSeparator(f"a separator must contain a visible character, got {separator!r}; '' or None never splits")
+        raise InvalidSeparator(
+            f"a separator must contain a visible character, got {separator!r}; '' or None never splits"
+        )
     if len(separator) > MAX_SEPARATOR_CHARACTERS:
         raise InvalidSeparator(
             f"the separator has {len(separator)} characters; at most {MAX_SEPARATOR_CHARACTERS} are allowed"
