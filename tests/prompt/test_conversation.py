@@ -193,3 +193,11 @@ def test_the_docstring_of_a_function_is_text():
 def test_a_template_that_takes_tools_with_control_tokens_apart_is_refused():
     with pytest.raises(InvalidMessages, match="takes contents apart"):
         conversation(TOOLS_CUT, [USER], tools=[tool(description=BAD)]).pieces()
+
+
+def test_a_function_that_cannot_be_described_is_named():
+    def search(query):
+        return query
+
+    with pytest.raises(InvalidMessages, match="a tool cannot be described: .*; give a JSON schema instead"):
+        conversation(TOOLS_AS_JSON, [USER], tools=[search])

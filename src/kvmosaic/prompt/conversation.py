@@ -65,7 +65,7 @@ class Conversation:
         self._options = {"add_generation_prompt": not options.get("continue_final_message"), **options}
         tools = self._options.get("tools")
         if isinstance(tools, list | tuple):
-            self._options["tools"] = self._schemas(tools)
+            self._options["tools"] = schemas_of(tools, tokenizer)
 
     @property
     def last_answer(self) -> int | None:
@@ -107,12 +107,6 @@ class Conversation:
             template(text) if isinstance(item, str) else foreign(text, owners[item.index])
             for item, text in zip(items, written, strict=True)
         )
-
-    def _schemas(self, tools: Sequence[Any]) -> list[Any]:
-        try:
-            return schemas_of(tools)
-        except Exception as error:  # transformers says what it misses
-            raise InvalidMessages(f"a tool cannot be described: {error}; give a JSON schema instead") from error
 
     def _marked_tools(self, texts: _MarkedTexts) -> dict[str, Any]:
         """Marks for the texts of tools, as an option of the template; nothing if they cannot write a control token."""

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from kvmosaic.errors import InvalidMessages
+from kvmosaic.prompt.tokenizer import Tokenizer
 
-def schemas_of(tools: Iterable[Any]) -> list[Any]:
+_SCHEMAS = "{{ tools | tojson }}"
+
+
+def schemas_of(tools: Sequence[Any], tokenizer: Tokenizer) -> list[Any]:
     """Tools as JSON schemas; functions are described by their signature and docstring, as transformers does it.
 
     Raises:
-        Exception: whatever transformers raises about a function that it cannot describe.
+        InvalidMessages: a function that transformers cannot describe.
     """
-    return [_schema_of(tool) if callable(tool) else tool for tool in tools]
+    if not any(map(callable, tools)):
+        return list(tools)
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": ""}], tools=list(tools), chat_template=_SCHEMAS, tokenize=False
+        )
+    except Exception as error:  # it says what it misses
+        raise InvalidMessages(f"a tool cannot be described: {error}; give a JSON schema instead") from error
+    return list(json.loads(text))
 
 
 def could_write(tools: Any, tokens: Collection[str]) -> bool:
@@ -39,12 +53,6 @@ def mark_tools(value: Any, mark: Callable[[str], str]) -> Any:
     if isinstance(value, list | tuple):
         return [mark_tools(item, mark) for item in value]
     return value
-
-
-def _schema_of(function: Callable[..., Any]) -> Any:
-    from transformers.utils import get_json_schema  # only where a function is given
-
-    return get_json_schema(function)
 
 
 def _texts(value: Any) -> Iterator[str]:
