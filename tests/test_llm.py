@@ -98,6 +98,40 @@ def test_blind_documents_are_reused_under_another_system_prompt_and_say_so(model
     assert "did not see the system prompt" in other.reuse.composition
 
 
+def test_a_request_chooses_what_its_documents_saw(llm):
+    other = [{"role": "system", "content": "Be verbose."}, MESSAGES[1]]
+    llm.warm(DOCUMENTS, system="Be brief.", chunk_context="none")
+    (blind,) = llm.chat(other, GREEDY, documents=DOCUMENTS, chunk_context="none")
+    assert [segment.reused_tokens > 0 for segment in blind.reuse.segments] == [False, True, True, False]
+    assert "documents did not see the system prompt" in blind.reuse.composition
+    (seeing,) = llm.chat(other, GREEDY, documents=DOCUMENTS)
+    assert actions(seeing)[1:3] == ["computed", "computed"], "those that saw it are other chunks"
+    assert "did not see" not in seeing.reuse.composition
+    assert llm.plan(TEXT, chunk_context="none").spans[1].num_reused == 0
+    llm.generate(TEXT, GREEDY, chunk_context="none")
+    assert llm.plan(TEXT, chunk_context="none").spans[1].num_reused > 0
+    assert llm.plan(TEXT).spans[1].num_reused == 0
+    *_, streamed = llm.stream(other, GREEDY, documents=DOCUMENTS, chunk_context="none")
+    assert streamed.outputs[0].token_ids == blind.outputs[0].token_ids
+
+
+def test_a_request_answers_as_an_llm_whose_settings_say_the_same(model, llm):
+    with make(model, chunk_context="none") as blind:
+        (configured,) = blind.generate(TEXT, GREEDY)
+        (seeing,) = blind.generate(TEXT, GREEDY, chunk_context="system")
+        handle = blind.chunks.create("Another.", chunk_context="system")
+        assert not blind.chunks.create("Another.").was_cached
+        assert blind.chunks.create("Another.", chunk_context="system").was_cached and handle.name is None
+    (asked,) = llm.generate(TEXT, GREEDY, chunk_context="none")
+    (plain,) = llm.generate(TEXT, GREEDY)
+    assert asked.outputs[0].token_ids == configured.outputs[0].token_ids
+    assert seeing.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert [configured.reuse.composition, plain.reuse.composition] == [
+        asked.reuse.composition,
+        seeing.reuse.composition,
+    ]
+
+
 def test_documents_depend_on_the_system_prompt_by_default(llm):
     llm.generate(TEXT, GREEDY)
     (other,) = llm.generate(TEXT.replace("Be brief", "Be verbose"), GREEDY)
@@ -248,6 +282,8 @@ def test_models_that_cannot_move_documents_say_so():
     with pytest.raises(NotMovable, match="position_strategy='sequential'"):
         make(learned, position_strategy="sequential")
     with make(learned) as llm:
+        with pytest.raises(NotMovable, match="chunk_context='none' moves documents"):
+            llm.generate(Prompt.from_tokens([1, 2], [[3, 4], [5]], [6]), GREEDY, chunk_context="none")
         (output,) = llm.generate(Prompt.from_tokens([1, 2], [[3, 4], [5]], [6]), GREEDY)
         assert actions(output) == ["computed"] * 4
         (output,) = llm.generate(Prompt.from_tokens([1, 2], [[5], [3, 4]], [6]), GREEDY)
@@ -301,6 +337,7 @@ BAD_CALLS = {
     "one document to warm": (lambda llm: llm.warm({"text": "x"}), InvalidDocument),
     "pin of nothing": (lambda llm: llm.pin(None), UnknownChunk),
     "offset missing": (lambda llm: llm.generate(TEXT, GREEDY, position_strategy="absolute"), InvalidOffset),
+    "unknown context": (lambda llm: llm.generate(TEXT, GREEDY, chunk_context="all"), InvalidConfig),
     "sees a later chunk": (
         lambda llm: llm.generate(Prompt((Segment("chunk", (1,), sees=(1,)), Segment("question", (2,)))), GREEDY),
         InvalidSees,

@@ -199,5 +199,5 @@ def test_a_function_that_cannot_be_described_is_named():
     def search(query):
         return query
 
-    with pytest.raises(InvalidMessages, match="a tool cannot be described: .*; give a JSON schema instead"):
+    with pytest.raises(InvalidMessages, match=r"a tool cannot be described: .*; give a JSON schema instead"):
         conversation(TOOLS_AS_JSON, [USER], tools=[search])
