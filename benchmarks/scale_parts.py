@@ -276,7 +276,7 @@ def kept_keys(n: int) -> Costs:
     some_pool, keys = BlockPool("chunk_cache", 1, BLOCK_SIZE), KeyChain("model")
 
     def note(number: int) -> None:
-        chunk = Chunk(keys.root(number), Key(b""), b"", 0, "", "", some_pool, 0.0, 0.0)  # type: ignore[arg-type]
+        chunk = Chunk(keys.root(number), Key(b""), b"", 0, "", "", some_pool, 0.0, 0.0, Key(b""))  # type: ignore[arg-type]
         chunk.names = (f"document-{number}",)
         kept.note(chunk)
 

@@ -21,7 +21,7 @@ def main(model: str) -> None:
     # a text with separators: computed the first time, then moved to wherever it is asked for
     for documents in ((FERRY, MILL), (MILL, FERRY)):
         prompt = " ## ".join((SYSTEM, *documents, "When does the ferry leave?"))
-        (output,) = generate(llm, prompt, params, use_tqdm=False)
+        (output,) = generate(llm, prompt, params, separator="##", use_tqdm=False)
         report = output.kv_transfer_params["kvmosaic"]
         print(output.outputs[0].text.strip(), [document["action"] for document in report["documents"]])
 

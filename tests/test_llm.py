@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from support.families import build
@@ -51,12 +52,12 @@ def model() -> LoadedModel:
 
 @pytest.fixture
 def llm(model):
-    with LLM(model, chunk_cache_config=ChunkCacheConfig(capacity="1MiB"), engine_config=SMALL) as face:
+    with make(model) as face:
         yield face
 
 
 def make(model, **options):
-    config = ChunkCacheConfig(**{"capacity": "1MiB", **options})
+    config = ChunkCacheConfig(**{"capacity": "1MiB", "separator": "##", **options})
     return LLM(model, chunk_cache_config=config, engine_config=SMALL)
 
 
@@ -95,6 +96,40 @@ def test_blind_documents_are_reused_under_another_system_prompt_and_say_so(model
         (other,) = llm.generate(TEXT.replace("Be brief", "Be verbose"), GREEDY)
     assert actions(other) == ["computed", "moved", "moved", "computed"]
     assert "did not see the system prompt" in other.reuse.composition
+
+
+def test_a_request_chooses_what_its_documents_saw(llm):
+    other = [{"role": "system", "content": "Be verbose."}, MESSAGES[1]]
+    llm.warm(DOCUMENTS, system="Be brief.", chunk_context="none")
+    (blind,) = llm.chat(other, GREEDY, documents=DOCUMENTS, chunk_context="none")
+    assert [segment.reused_tokens > 0 for segment in blind.reuse.segments] == [False, True, True, False]
+    assert "documents did not see the system prompt" in blind.reuse.composition
+    (seeing,) = llm.chat(other, GREEDY, documents=DOCUMENTS)
+    assert actions(seeing)[1:3] == ["computed", "computed"], "those that saw it are other chunks"
+    assert "did not see" not in seeing.reuse.composition
+    assert llm.plan(TEXT, chunk_context="none").spans[1].num_reused == 0
+    llm.generate(TEXT, GREEDY, chunk_context="none")
+    assert llm.plan(TEXT, chunk_context="none").spans[1].num_reused > 0
+    assert llm.plan(TEXT).spans[1].num_reused == 0
+    *_, streamed = llm.stream(other, GREEDY, documents=DOCUMENTS, chunk_context="none")
+    assert streamed.outputs[0].token_ids == blind.outputs[0].token_ids
+
+
+def test_a_request_answers_as_an_llm_whose_settings_say_the_same(model, llm):
+    with make(model, chunk_context="none") as blind:
+        (configured,) = blind.generate(TEXT, GREEDY)
+        (seeing,) = blind.generate(TEXT, GREEDY, chunk_context="system")
+        handle = blind.chunks.create("Another.", chunk_context="system")
+        assert not blind.chunks.create("Another.").was_cached
+        assert blind.chunks.create("Another.", chunk_context="system").was_cached and handle.name is None
+    (asked,) = llm.generate(TEXT, GREEDY, chunk_context="none")
+    (plain,) = llm.generate(TEXT, GREEDY)
+    assert asked.outputs[0].token_ids == configured.outputs[0].token_ids
+    assert seeing.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert [configured.reuse.composition, plain.reuse.composition] == [
+        asked.reuse.composition,
+        seeing.reuse.composition,
+    ]
 
 
 def test_documents_depend_on_the_system_prompt_by_default(llm):
@@ -217,7 +252,8 @@ def test_a_plan_changes_nothing_and_can_be_printed(llm):
 
 
 def test_without_the_chunk_cache_segments_are_joined(model):
-    with LLM(model, enable_chunk_cache=False, engine_config=SMALL) as llm:
+    config = ChunkCacheConfig(separator="##")
+    with LLM(model, enable_chunk_cache=False, chunk_cache_config=config, engine_config=SMALL) as llm:
         (output,) = llm.generate(TEXT, GREEDY)
         assert not llm.has_chunk_cache and llm.self_check is None
         assert [span.kind for span in llm.plan(TEXT).spans] == ["plain"]
@@ -246,6 +282,8 @@ def test_models_that_cannot_move_documents_say_so():
     with pytest.raises(NotMovable, match="position_strategy='sequential'"):
         make(learned, position_strategy="sequential")
     with make(learned) as llm:
+        with pytest.raises(NotMovable, match="chunk_context='none' moves documents"):
+            llm.generate(Prompt.from_tokens([1, 2], [[3, 4], [5]], [6]), GREEDY, chunk_context="none")
         (output,) = llm.generate(Prompt.from_tokens([1, 2], [[3, 4], [5]], [6]), GREEDY)
         assert actions(output) == ["computed"] * 4
         (output,) = llm.generate(Prompt.from_tokens([1, 2], [[5], [3, 4]], [6]), GREEDY)
@@ -299,6 +337,7 @@ BAD_CALLS = {
     "one document to warm": (lambda llm: llm.warm({"text": "x"}), InvalidDocument),
     "pin of nothing": (lambda llm: llm.pin(None), UnknownChunk),
     "offset missing": (lambda llm: llm.generate(TEXT, GREEDY, position_strategy="absolute"), InvalidOffset),
+    "unknown context": (lambda llm: llm.generate(TEXT, GREEDY, chunk_context="all"), InvalidConfig),
     "sees a later chunk": (
         lambda llm: llm.generate(Prompt((Segment("chunk", (1,), sees=(1,)), Segment("question", (2,)))), GREEDY),
         InvalidSees,
@@ -324,7 +363,7 @@ def test_bad_input_is_named_and_leaves_the_cache_as_it_was(model, name):
     call, error = BAD_CALLS[name]
     capacity = 24 * 16 * model.bytes_per_token()
     small = EngineConfig(request_cache=100 * 16 * model.bytes_per_token(), max_batched_tokens=256)
-    config = ChunkCacheConfig(capacity=capacity, max_chunk_tokens=64, max_prompt_chunks=12)
+    config = ChunkCacheConfig(capacity=capacity, separator="##", max_chunk_tokens=64, max_prompt_chunks=12)
     with LLM(model, chunk_cache_config=config, engine_config=small) as llm:
         llm.generate(TEXT, GREEDY)
         before = snapshot(llm)
@@ -377,6 +416,16 @@ def test_a_handle_of_a_text_is_found_by_prompts_in_text(llm):
     (output,) = llm.generate(prompt, GREEDY)
     (twin,) = llm.generate(Prompt.from_documents(["The ferry goes to Oak Island."], "Where?"), GREEDY)
     assert actions(output)[1] == "reused" and output.outputs[0].token_ids == twin.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("of_ids", [torch.tensor, np.array, tuple])
+def test_a_handle_is_made_of_tensors_and_arrays_of_token_ids(llm, of_ids):
+    plain = llm.chunks.create([4, 5, 6], system=[1, 2])
+    handle = llm.chunks.create(of_ids([4, 5, 6]), system=of_ids([1, 2]))
+    assert handle.was_cached and handle.segment == plain.segment
+    assert set(map(type, handle.segment.token_ids)) == {int}
+    with pytest.raises(InvalidTokenId, match="token ids must be whole numbers"):
+        llm.chunks.create(of_ids([0.5, 1.5]))
 
 
 def test_tenants_warm_pin_and_delete_their_own_documents(llm):
@@ -440,7 +489,7 @@ def test_a_backend_and_a_policy_of_ones_own_are_used(model):
         def rank(self, candidate):
             return -candidate.num_tokens
 
-    config = ChunkCacheConfig(capacity="1MiB", eviction=LargestFirst())
+    config = ChunkCacheConfig(capacity="1MiB", separator="##", eviction=LargestFirst())
     with LLM(model, chunk_cache_config=config, engine_config=SMALL, attention_backend=Counting()) as llm:
         llm.generate(TEXT, GREEDY)
     assert Counting.calls > 0

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from kvmosaic.cache import Chunk
 from kvmosaic.engine import Engine
 from kvmosaic.errors import ChunkCacheOff, ChunkTooLong, UnknownChunk
-from kvmosaic.layout import PositionStrategy
+from kvmosaic.layout import ChunkContext, PositionStrategy
 from kvmosaic.prompt import Prompt, PromptEncoder, Segment, SegmentKind
+from kvmosaic.prompt.segment import whole_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +58,18 @@ class ChunkStore:
         system: Sequence[int] | str | None = None,
         position_offset: int | None = None,
         priority: float | None = None,
+        chunk_context: ChunkContext | None = None,
         salt: str = "",
     ) -> ChunkHandle:
         """Computes one chunk (or finds it) and returns a handle.
 
         Args:
-            tokens: token ids, or text.
+            tokens: token ids (a list, an array of numpy or a tensor of torch), or text.
             name: what to call it.
             system: the system prompt it sees, as it will stand in the prompts that use it.
             position_offset: bake the keys at this place; the strategy is then `absolute`.
             priority: how much it should stay in a full cache, 0 to 1; None: 0.5, or as it is.
+            chunk_context: what it sees, "system" or "none", instead of the configured one; prompts must say the same.
             salt: tenant salt of the prompts that use it.
 
         Raises:
@@ -84,16 +87,22 @@ class ChunkStore:
                 f"{chunk.label} does not fit into one chunk and was split into {len(prompt.chunks)}; "
                 "raise max_chunk_tokens, or use warm, which returns one handle per part"
             )
-        return self._warm([prompt], "absolute" if position_offset is not None else None, None)[0]
+        return self._warm([prompt], "absolute" if position_offset is not None else None, chunk_context, None)[0]
 
-    def warm(self, prompts: Sequence[Prompt], progress: Callable[[int, int], None] | None = None) -> list[ChunkHandle]:
+    def warm(
+        self,
+        prompts: Sequence[Prompt],
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        chunk_context: ChunkContext | None = None,
+    ) -> list[ChunkHandle]:
         """Computes all chunks of tokenized prompts, each on its own, so that they need not fit in memory together."""
         question = Segment(SegmentKind.QUESTION, (0,))
         singles = []
         for prompt in prompts:
             system = [segment for segment in prompt.segments if segment.kind is SegmentKind.SYSTEM]
             singles += [replace(prompt, segments=(*system, chunk, question)) for chunk in prompt.chunks]
-        return self._warm(singles, None, progress)
+        return self._warm(singles, None, chunk_context, progress)
 
     def entries(self) -> list[Chunk]:
         """All cached chunks, oldest first."""
@@ -126,11 +135,17 @@ class ChunkStore:
         return num_deleted + (keeper.delete_named(name, salt, tenant) if keeper is not None else 0)
 
     def _warm(
-        self, prompts: Sequence[Prompt], strategy: PositionStrategy | None, progress: Callable[[int, int], None] | None
+        self,
+        prompts: Sequence[Prompt],
+        strategy: PositionStrategy | None,
+        context: ChunkContext | None,
+        progress: Callable[[int, int], None] | None,
     ) -> list[ChunkHandle]:
         if self._off_reason:
             raise ChunkCacheOff(f"no chunk can be kept, the chunk cache is off: {self._off_reason}")
-        requests = (self._engine.add_warm_up(prompt, position_strategy=strategy) for prompt in prompts)
+        requests = (
+            self._engine.add_warm_up(prompt, position_strategy=strategy, chunk_context=context) for prompt in prompts
+        )
         return [
             ChunkHandle(request.prompt.chunks[0], was_cached=request.reuse.segments[-1].reused_tokens > 0)
             for request in self._engine.run(requests, progress)
@@ -138,4 +153,4 @@ class ChunkStore:
 
 
 def _segment(kind: SegmentKind, content: Sequence[int] | str) -> Segment:
-    return Segment(kind, text=content) if isinstance(content, str) else Segment(kind, tuple(content))
+    return Segment(kind, text=content) if isinstance(content, str) else Segment(kind, whole_numbers(content))

@@ -114,7 +114,7 @@ def run(
     documents: Documents = None,
     question: Questions = None,
     system: System = None,
-    separator: Separator = "##",
+    separator: Separator = None,
     position_strategy: Strategy = None,
     chunk_context: ContextKind = None,
     repair: Repair = None,
@@ -141,8 +141,8 @@ def run(
 
     kvmosaic run reader --documents notes --question "Where does the ferry go?"
 
-    Standard input (-) holds one prompt per line if every line has at least two separators; if no line has two, all of
-    it is one prompt.
+    A prompt text is an ordinary prompt, as it is, unless --separator says what stands between its documents. Standard
+    input (-) is one prompt; with --separator it may hold one per line, each with at least two separators.
     """
     from kvmosaic.console.asking import Asking, check_model_is_not_a_prompt
 

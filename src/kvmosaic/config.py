@@ -9,7 +9,7 @@ from typing import Any, Literal
 from kvmosaic.errors import InvalidConfig, InvalidSeparator
 from kvmosaic.eviction import EvictionPolicy, choose
 from kvmosaic.layout import ChunkContext, PositionStrategy
-from kvmosaic.prompt.separator import check_separator
+from kvmosaic.prompt.separator import read_separator
 from kvmosaic.repair import RepairPolicy, repair_policy
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -67,10 +67,10 @@ class ChunkCacheConfig:
     """Most documents in one prompt."""
     long_chunks: Literal["error", "split"] = "error"
     """What happens to a longer document: an error, or a split into sub-chunks."""
-    separator: str | None = "##"
-    """Text that splits a prompt string into segments; None: strings are never split."""
+    separator: str | None = None
+    """Text that splits a prompt string into segments, such as "##"; None or "": strings are never split."""
     hash_algorithm: Literal["sha256", "xxh3_128"] = "sha256"
-    """Hash of the cache keys; xxh3_128 is faster and always compares tokens."""
+    """Hash of the keys by which blocks and chunks are looked up; xxh3_128 is faster and always compares tokens."""
     position_strategy: PositionStrategy = _SHARED
     """Where documents stand: all right after the system prompt, one behind the other, or where the caller says."""
     chunk_context: ChunkContext = _SYSTEM
@@ -102,11 +102,10 @@ class ChunkCacheConfig:
         seconds = self.log_stats_seconds
         if seconds is not None and not (_is_number(seconds) and 0 < seconds <= 86_400):
             raise InvalidConfig(f"log_stats_seconds must be a number above 0 and at most 86400, got {seconds!r}")
-        if self.separator is not None:
-            try:
-                check_separator(self.separator)
-            except InvalidSeparator as error:
-                raise InvalidConfig(str(error)) from None
+        try:
+            object.__setattr__(self, "separator", read_separator(self.separator))
+        except InvalidSeparator as error:
+            raise InvalidConfig(str(error)) from None
 
     def says(self, name: str) -> bool:
         """Whether somebody chose the value of `position_strategy`, `chunk_context` or `repair`, even if as the default.

@@ -29,7 +29,7 @@ from kvmosaic.engine import Request
 from kvmosaic.engine.self_check import SelfCheck, run_self_check
 from kvmosaic.engine.turns import check_priority, priorities_for
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling
-from kvmosaic.layout import PositionStrategy, arrange
+from kvmosaic.layout import ChunkContext, PositionStrategy, arrange
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.int8 import Quantization
 from kvmosaic.model.prepack import Prepack
@@ -41,13 +41,15 @@ Messages = Sequence[Mapping[str, Any]]
 Documents = Sequence[Document | Mapping[str, Any] | str]
 Progress = Callable[[int, int], None]
 """Called with the number of finished requests and the number of all."""
+_Placing = tuple[PositionStrategy | None, ChunkContext | None]
+"""What calls say of their documents instead of the settings."""
 
 
 class LLM:
     """A language model that answers from documents whose keys and values were computed once.
 
         llm = LLM("path/or/hub-name")
-        answers = llm.generate("You are helpful. ## First document. ## Second document. ## What do they say?")
+        answers = llm.chat([{"role": "user", "content": "What do they say?"}], documents=["One text.", "Another one."])
         answers[0].outputs[0].text
         print(answers[0].reuse)
 
@@ -145,12 +147,13 @@ class LLM:
         self.engine = build_engine(
             self.model, self.chunk_cache_config, self.engine_config, backend, self.has_chunk_cache, self.tier_config
         )
-        self.encoder = PromptEncoder(
+        encoder = PromptEncoder(
             self.model.tokenizer,
             self.chunk_cache_config,
             vocab_size=self.model.vocab_size,
             max_positions=self.engine.max_positions,
         )
+        self.encoder = encoder if self.has_chunk_cache else encoder.joining()
         self.chunks = ChunkStore(self.engine, self.encoder, self.chunk_cache_off_reason)
         self._default_sampling = default_sampling(self.model.generation_settings)
 
@@ -166,16 +169,19 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         position_strategy: PositionStrategy | None = None,
+        chunk_context: ChunkContext | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """Answers prompts, all of them together.
 
         Args:
-            prompts: one prompt or a list: texts (split at the separator), `Prompt`s, lists of token ids, or mappings
-                with "prompt" or "prompt_token_ids".
+            prompts: one prompt or a list: texts (ordinary prompts, unless `chunk_cache_config` names a separator),
+                `Prompt`s, lists of token ids, or mappings with "prompt" or "prompt_token_ids".
             sampling_params: for all prompts, or one per prompt; default `SamplingParams()`.
             priority: for all prompts, or one per prompt, from -100 to 100; higher runs first.
             position_strategy: instead of the configured one, for these prompts.
+            chunk_context: what documents saw when they were computed ("system", or "none": nothing, so that they serve
+                under any system text), instead of the configured one.
             progress: called after every finished prompt.
 
         Returns:
@@ -188,7 +194,8 @@ class LLM:
         items = prompts_of(prompts)
         params = self._params_for(sampling_params, len(items))
         encoded = [self._encoder_for(each).encode(prompt) for prompt, each in zip(items, params, strict=True)]
-        return self._answer(encoded, params, priorities_for(priority, len(items)), position_strategy, progress)
+        placing = position_strategy, chunk_context
+        return self._answer(encoded, params, priorities_for(priority, len(items)), placing, progress)
 
     def chat(
         self,
@@ -199,6 +206,7 @@ class LLM:
         salt: str = "",
         priority: int | Sequence[int] = 0,
         position_strategy: PositionStrategy | None = None,
+        chunk_context: ChunkContext | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """Answers conversations over documents, rendered through the model's chat template.
@@ -210,6 +218,7 @@ class LLM:
             salt: tenant salt; conversations with different salts share nothing.
             priority: for all conversations, or one each, from -100 to 100; higher runs first.
             position_strategy: instead of the configured one.
+            chunk_context: as for `generate`.
             progress: called after every finished conversation.
 
         Raises:
@@ -222,7 +231,8 @@ class LLM:
             self.compose(conversation, documents=documents, salt=salt, is_endless=each.window_tokens is not None)
             for conversation, each in zip(conversations, params, strict=True)
         ]
-        return self._answer(encoded, params, priorities_for(priority, len(encoded)), position_strategy, progress)
+        placing = position_strategy, chunk_context
+        return self._answer(encoded, params, priorities_for(priority, len(encoded)), placing, progress)
 
     def stream(
         self,
@@ -233,6 +243,7 @@ class LLM:
         salt: str = "",
         priority: int = 0,
         position_strategy: PositionStrategy | None = None,
+        chunk_context: ChunkContext | None = None,
     ) -> Iterator[RequestOutput]:
         """Answers one prompt or conversation, step by step: every output holds the answer so far.
 
@@ -246,7 +257,8 @@ class LLM:
         else:
             is_endless = sampling_params is not None and sampling_params.window_tokens is not None
             encoded = self.compose(prompt, documents=documents, salt=salt, is_endless=is_endless)
-        return self._stream(encoded, sampling_params or SamplingParams(), check_priority(priority), position_strategy)
+        placing = position_strategy, chunk_context
+        return self._stream(encoded, sampling_params or SamplingParams(), check_priority(priority), placing)
 
     def compose(
         self, messages: Messages, *, documents: Documents | None = None, salt: str = "", is_endless: bool = False
@@ -273,6 +285,7 @@ class LLM:
         *,
         system: str | None = None,
         salt: str = "",
+        chunk_context: ChunkContext | None = None,
         progress: Progress | None = None,
     ) -> list[ChunkHandle]:
         """Computes documents now, so that later prompts find them.
@@ -282,6 +295,7 @@ class LLM:
             system: the system prompt under which they will be used; their keys depend on it (unless chunk_context is
                 "none"). None: no system message.
             salt: tenant salt of these prompts.
+            chunk_context: as these prompts will say it.
             progress: called after every finished document.
 
         Returns:
@@ -293,13 +307,20 @@ class LLM:
         most = self.chunk_cache_config.max_prompt_chunks
         parts = [documents[first : first + most] for first in range(0, max(len(documents), 1), most)]
         prompts = [self.encoder.encode_documents(part, system=system, salt=salt) for part in parts]
-        return self.chunks.warm(prompts, progress)
+        return self.chunks.warm(prompts, progress, chunk_context=chunk_context)
 
-    def plan(self, prompt: str | Prompt, *, position_strategy: PositionStrategy | None = None) -> Plan:
+    def plan(
+        self,
+        prompt: str | Prompt,
+        *,
+        position_strategy: PositionStrategy | None = None,
+        chunk_context: ChunkContext | None = None,
+    ) -> Plan:
         """What would be reused, moved and computed for a prompt now; nothing is computed or changed."""
-        encoded = self._composed_or_joined(self.encoder.encode(prompt))
+        encoded = self.encoder.encode(prompt)
         config = self.chunk_cache_config
-        layout = arrange(encoded, position_strategy or config.position_strategy, config.chunk_context)
+        strategy, context = position_strategy or config.position_strategy, chunk_context or config.chunk_context
+        layout = arrange(encoded, strategy, context)
         return self.engine.planner.plan(layout, encoded.salt, encoded.tenant)
 
     def prefix_tree(self, *, depth: int = 8, children: int = 8, runs: int = 200, tokens: int = 12) -> PrefixTree:
@@ -428,30 +449,29 @@ class LLM:
             raise InvalidConfig(f"{len(sampling_params)} sampling_params for {count} prompts; give one, or one each")
         return list(sampling_params)
 
-    def _add(self, prompt: Prompt, params: SamplingParams, priority: int, strategy: PositionStrategy | None) -> Request:
-        chosen = self._composed_or_joined(prompt)
-        note = "" if chosen is prompt else f"not composed: {self.chunk_cache_off_reason}"
-        return self.engine.add_request(chosen, params, priority=priority, position_strategy=strategy, note=note)
-
-    def _composed_or_joined(self, prompt: Prompt) -> Prompt:
-        """The prompt itself; without the chunk cache, all of its segments as one ordinary prompt."""
-        return prompt if self.has_chunk_cache or prompt.is_plain else prompt.joined()
+    def _add(self, prompt: Prompt, params: SamplingParams, priority: int, placing: _Placing) -> Request:
+        is_told = prompt.is_joined and not self.has_chunk_cache
+        note = f"not composed: {self.chunk_cache_off_reason}" if is_told else ""
+        strategy, context = placing
+        return self.engine.add_request(
+            prompt, params, priority=priority, position_strategy=strategy, chunk_context=context, note=note
+        )
 
     def _answer(
         self,
         prompts: list[Prompt],
         params: list[SamplingParams],
         priorities: Sequence[int],
-        strategy: PositionStrategy | None,
+        placing: _Placing,
         progress: Progress | None,
     ) -> list[RequestOutput]:
-        requests = (self._add(*each, strategy) for each in zip(prompts, params, priorities, strict=True))
+        requests = (self._add(*each, placing) for each in zip(prompts, params, priorities, strict=True))
         return [request.output() for request in self.engine.run(requests, progress)]
 
     def _stream(
-        self, prompt: Prompt, params: SamplingParams, priority: int, strategy: PositionStrategy | None
+        self, prompt: Prompt, params: SamplingParams, priority: int, placing: _Placing
     ) -> Iterator[RequestOutput]:
-        request = self._add(prompt, params, priority, strategy)
+        request = self._add(prompt, params, priority, placing)
         shown = (0, False)
         try:
             while True:

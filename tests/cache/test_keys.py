@@ -1,8 +1,10 @@
 import itertools
+import struct
 import subprocess
 import sys
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -118,6 +120,16 @@ def test_key_bytes_are_pinned_so_that_stored_chunks_are_found_again_after_an_upd
 def test_what_is_not_a_token_id_is_named(wrong):
     with pytest.raises(InvalidTokenId, match="is not a token id; use whole numbers from 0 to"):
         encode_tokens([1, wrong])
+
+
+def test_the_key_of_a_chunk_is_made_by_the_chosen_hash_and_what_later_keys_say_of_it_by_sha256():
+    tokens = encode_tokens([1, 2, 3])
+    chain, fast = KeyChain("model", "salt"), KeyChain("model", "salt", "xxh3_128")
+    root = chain.root(3)
+    assert chain.chunk(root, tokens) == chain.run_encoded(root, tokens) == fast.run_encoded(root, tokens)
+    written = b"kvm-run." + struct.pack("<II", len(root), len(tokens)) + root + tokens
+    assert fast.chunk(root, tokens) == xxhash.xxh3_128_digest(written)
+    assert fast.root(3) == root
 
 
 def test_an_unknown_hash_is_refused():

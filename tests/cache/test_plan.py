@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 from cache.world import compute_all, layout_of, make_planner, plain, state_of, warm_up, warmed
 
+from kvmosaic.cache import Key, KeyChain
+
 SYSTEM, DOC_A, DOC_B, QUESTION = [1] * 6, [2] * 5, [3] * 9, [4, 5, 6]
 
 
@@ -179,3 +181,46 @@ def test_a_plan_prints_as_a_small_table(algorithm):
         "   3  question  -           3       0         0  compute",
         "23 tokens: 15 reused, 8 computed",
     ]
+
+
+def test_chunks_have_keys_of_the_chosen_hash_and_later_spans_see_their_sha256():
+    planners = {algorithm: make_planner(hash_algorithm=algorithm) for algorithm in ("sha256", "xxh3_128")}
+    layout = layout_of(SYSTEM, [DOC_A, DOC_B], QUESTION, sees={1: (0,)})
+    plans = {}
+    for algorithm, planner in planners.items():
+        cold = planner.plan(layout)
+        warmed(planner, layout)
+        plans[algorithm] = planner.plan(layout)
+        assert [span.root for span in cold.spans] == [span.root for span in plans[algorithm].spans]
+    slow, fast = plans["sha256"].spans, plans["xxh3_128"].spans
+    assert [len(chunk.key) for chunk in planners["xxh3_128"].chunks()] == [16, 16]
+    assert [len(chunk.key) for chunk in planners["sha256"].chunks()] == [32, 32]
+    assert [span.root for span in fast] == [span.root for span in slow], "no weak hash enters another key"
+    assert [span.identity for span in fast] == [span.identity for span in slow] == [span.key for span in slow]
+    assert all(span.action == "reuse" for span in fast[1:3])
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_chunks_with_equal_xxh3_keys_are_told_apart_by_their_tokens(verify, monkeypatch):
+    monkeypatch.setattr(KeyChain, "chunk", lambda *_: Key(b"taken"))
+    planner = make_planner(hash_algorithm="xxh3_128", verify_tokens=verify)
+    other_saw = layout_of([99], [DOC_A], QUESTION)
+    for layout in (layout_of(SYSTEM, [DOC_A], QUESTION), layout_of(SYSTEM, [DOC_B], QUESTION), other_saw):
+        assert planner.plan(layout).spans[1].action == "compute", "the key is taken by something else"
+        warmed(planner, layout)
+        assert planner.plan(layout).spans[1].action == "reuse"
+    assert sorted(len(chunk.key) for chunk in planner.chunks()) == [5, 32, 32]
+    assert [chunk.token_ids for chunk in planner.chunks()] == [tuple(DOC_A), tuple(DOC_B), tuple(DOC_A)]
+
+
+def test_a_question_is_not_found_behind_a_chunk_that_took_the_key_of_another(monkeypatch):
+    monkeypatch.setattr(KeyChain, "chunk", lambda *_: Key(b"taken"))
+    planner = make_planner(hash_algorithm="xxh3_128")
+    question = list(range(30, 42))
+    warmed(planner, layout_of(SYSTEM, [DOC_A], question, names=["a"]))
+    planner.delete("a")
+    twin = [token + 1 for token in DOC_A]  # as long, so that the question stands at the same place
+    plan = planner.plan(layout_of(SYSTEM, [twin], question))
+    assert [span.num_reused for span in plan.spans] == [6, 0, 0]
+    warmed(planner, layout_of(SYSTEM, [twin], question))
+    assert planner.plan(layout_of(SYSTEM, [DOC_A], question)).spans[2].num_reused > 0, "that of the first one is kept"

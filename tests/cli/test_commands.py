@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from kvmosaic.cli import app
@@ -30,7 +31,7 @@ def test_run_answers_every_question_about_the_folder(tiny_model: Path, notes: Pa
 
 def test_run_prints_one_json_object_per_line(tiny_model: Path) -> None:
     lines = "Answer. ## A red kiln. ## Why?\nAnswer. ## A red kiln. ## How?\n"
-    result = run("run", tiny_model, "-", "--json", "--max-tokens", "2", text=lines)
+    result = run("run", tiny_model, "-", "--separator", "##", "--json", "--max-tokens", "2", text=lines)
     cold, warm = (json.loads(line) for line in result.stdout.splitlines())
     assert [cold["question"], warm["question"]] == ["Why?", "How?"]
     assert [segment["action"] for segment in cold["reuse"]["segments"]] == ["computed"] * 3
@@ -99,6 +100,8 @@ def test_empty_folder_and_empty_input_are_refused(tiny_model: Path, tmp_path: Pa
 def test_input_is_one_prompt_per_line_or_one_in_all() -> None:
     assert split_input("a ## b ## c\n\nd ## e ## f\n", "##") == ["a ## b ## c", "d ## e ## f"]
     assert split_input("a ## b\nmore ## c\n", "##") == ["a ## b\nmore ## c"]
+    for never in (None, ""):
+        assert split_input(" a ## b ## c\n\nd ## e ## f\n", never) == [" a ## b ## c\n\nd ## e ## f\n"]
 
 
 def test_escaped_separators_make_no_line_a_prompt() -> None:
@@ -117,8 +120,21 @@ def test_empty_question_is_refused_before_the_model_loads() -> None:
     assert result.exit_code == 2 and "--question is empty" in result.stderr
 
 
-def test_empty_separator_is_refused_in_words_of_the_command_line() -> None:
-    assert "kvmosaic: --separator is empty" in run("run", "no-such-model", "a ## b ## c", "--separator", " ").stderr
+@pytest.mark.parametrize("options", [(), ("--separator", "")])
+def test_text_is_an_ordinary_prompt_byte_for_byte_unless_a_separator_is_named(
+    tiny_model: Path, options: tuple[str, ...]
+) -> None:
+    text = " # Title\n## Bellos ## eats ## carrots.\n\n### What ## does ## it eat?\n"
+    expected = len(AutoTokenizer.from_pretrained(tiny_model)(text)["input_ids"])
+    for asked, stdin in ((text, None), ("-", text)):
+        result = run("run", tiny_model, asked, *options, "--max-tokens", "1", "--json", text=stdin)
+        (segment,) = json.loads(result.stdout)["reuse"]["segments"]
+        assert (segment["kind"], segment["num_tokens"]) == ("plain", expected)
+
+
+def test_separator_of_white_space_is_refused_in_words_of_the_command_line() -> None:
+    result = run("run", "no-such-model", "a ## b ## c", "--separator", " ")
+    assert "kvmosaic: --separator is white space; give a text such as '##', or '' to never split" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["run", "plan"])

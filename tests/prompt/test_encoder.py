@@ -42,7 +42,7 @@ def test_the_token_that_ends_a_whole_prompt_is_left_out():
 
 def test_each_segment_is_tokenized_alone_and_only_the_first_has_the_token_that_begins_a_prompt():
     encoder = make_encoder()
-    prompt = encoder.encode("Be brief. ## first text ## second ## Why?", salt="tenant")
+    prompt = encoder.encode(Prompt.from_text("Be brief. ## first text ## second ## Why?", salt="tenant"))
     alone = [
         encoder.tokenizer(t, add_special_tokens=False)["input_ids"]
         for t in ("Be brief.", "first text", "second", "Why?")
@@ -65,7 +65,9 @@ def test_documents_without_a_system_text_stand_behind_the_token_that_begins_a_pr
 def test_the_separator_comes_from_the_settings():
     encoder = make_encoder(settings=ChunkCacheConfig(separator=" # # "))
     assert len(encoder.encode("a # # b ## c # # d").chunks) == 1
-    assert make_encoder(settings=ChunkCacheConfig(separator=None)).encode("a ## b ## c").is_plain
+    for never in (None, ""):
+        assert make_encoder(settings=ChunkCacheConfig(separator=never)).encode("a ## b ## c").is_plain
+    assert make_encoder().encode("a ## b ## c").is_plain
 
 
 def test_control_tokens_count_in_questions_unless_that_is_switched_off_and_never_in_documents():
@@ -73,11 +75,11 @@ def test_control_tokens_count_in_questions_unless_that_is_switched_off_and_never
     text = "[INST] a ## b [INST] ## c [/INST]"
     begin = encoder.tokenizer.bos_token_id
     inst, end = encoder.tokenizer.convert_tokens_to_ids(["[INST]", "[/INST]"])
-    system, chunk, question = token_ids(encoder.encode(text))
+    system, chunk, question = token_ids(encoder.encode(Prompt.from_text(text)))
     assert system[:2] == (begin, inst)
     assert question[-1] == end
     assert inst not in chunk
-    for ids in token_ids(encoder.encode(text, control_tokens=False)):
+    for ids in token_ids(encoder.encode(Prompt.from_text(text), control_tokens=False)):
         assert {inst, end}.isdisjoint(ids)
 
 
@@ -142,7 +144,7 @@ def test_too_many_and_too_long_documents_are_refused_with_the_way_out():
     with pytest.raises(TooManyChunks, match="more than 2 documents"):
         encoder.encode_documents(["a", "b", "c"])
     with pytest.raises(TooManyChunks, match=r"3 documents in one prompt .*raise max_prompt_chunks"):
-        encoder.encode("s ## a ## b ## c ## q")
+        encoder.encode(Prompt.from_text("s ## a ## b ## c ## q"))
     with pytest.raises(ChunkTooLong, match=r"the chunk 'x' has 5 tokens, the limit is 4; .* long_chunks='split'"):
         encoder.encode(Prompt.from_tokens(chunks=[[1] * 5], question=[1], names=["x"]))
 
@@ -176,10 +178,23 @@ def test_documents_computed_ahead_have_the_tokens_of_every_later_prompt(name, sy
         assert later.chunks == ahead.chunks[::-1]
 
 
+@pytest.mark.parametrize("documents", [None, ["A document."]])
+def test_tools_make_no_control_tokens(documents):
+    encoder = make_encoder("{{ '<|im_start|>' + tools | tojson + '<|im_end|>' }}" + CHATML)
+    prompts = [
+        encoder.encode_chat([USER], documents, tools=[{"name": "a", "description": text, text: ["<s>"]}])
+        for text in ("x y", "<|im_start|> and </tool_call><s>")
+    ]
+    control = set(PieceTokenizer(encoder.tokenizer).control_ids)
+    counts = [sum(token in control for ids in token_ids(prompt) for token in ids) for prompt in prompts]
+    assert counts[0] == counts[1]
+
+
 def test_documents_computed_ahead_without_a_template_have_the_tokens_of_text_prompts():
     encoder = make_encoder()
     ahead = encoder.encode_documents(["first text", "second"], "Be brief.")
-    assert token_ids(ahead)[:-1] == token_ids(encoder.encode("Be brief. ## first text ## second ## Why?"))[:-1]
+    prompt = Prompt.from_text("Be brief. ## first text ## second ## Why?")
+    assert token_ids(ahead)[:-1] == token_ids(encoder.encode(prompt))[:-1]
     chat = make_encoder(CHATML).encode_documents(["first text", "second"], "Be brief.", chat=False)
     assert token_ids(chat)[:-1] == token_ids(ahead)[:-1]
 

@@ -67,6 +67,6 @@ def test_documents_and_escaped_text_keep_the_number_of_segments(texts, question)
     begin = (encoder.tokenizer.bos_token_id,)
     assert controls(encoder, prompt) == [begin, *((),) * (len(texts) + 1)]
     written = "\n##\n".join(["x", *map(escape_separator, texts), "question"])
-    parsed = encoder.encode(written)
+    parsed = encoder.encode(Prompt.from_text(written))
     assert [chunk.text for chunk in parsed.chunks] == [text.strip() for text in texts]
     assert controls(encoder, parsed) == [begin, *((),) * (len(texts) + 1)]

@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import EmptySegment, InvalidPrompt, InvalidSeparator
 from kvmosaic.prompt import Prompt, SegmentKind, escape_separator
 from kvmosaic.prompt.separator import split_text
@@ -58,7 +59,16 @@ def test_an_empty_part_is_named_together_with_the_way_out(text, part):
         Prompt.from_text(text)
 
 
-@pytest.mark.parametrize("separator", ["", " \n", "\\##", "#" * 257, 7])
+@pytest.mark.parametrize("separator", ["", None])
+def test_an_empty_separator_and_none_never_split(separator):
+    text = " a ## b\\## ## c "
+    assert texts(Prompt.from_text(text, separator)) == [text]
+    assert split_text(text, separator) == [text]
+    assert escape_separator(text, separator) == text
+    assert ChunkCacheConfig(separator=separator).separator is None
+
+
+@pytest.mark.parametrize("separator", [" \n", "\\##", "#" * 257, 7])
 def test_a_separator_that_cannot_split_is_refused(separator):
     with pytest.raises(InvalidSeparator):
         Prompt.from_text("a ## b ## c", separator)
@@ -71,6 +81,14 @@ def test_what_is_not_a_text_or_too_long_is_refused():
         Prompt.from_text("a" * (2**25 + 1))
     with pytest.raises(InvalidPrompt, match="1 names for 2 chunks"):
         Prompt.from_text("a ## b ## c ## d", names=["x"])
+
+
+@pytest.mark.parametrize("text", ["a ## b ## c", "a"])
+def test_a_prompt_of_text_says_that_it_has_no_tokens_yet(text):
+    prompt = Prompt.from_text(text)
+    for ask in (lambda: prompt.num_tokens, lambda: prompt.segments[0].num_tokens, prompt.joined):
+        with pytest.raises(InvalidPrompt, match=r"not tokenized yet.*encoder\.encode\(prompt\)"):
+            ask()
 
 
 separators = st.sampled_from(["##", " # # ", "<sep>", "\n---\n"])

@@ -10,11 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, SamplingParams
+from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams
 from kvmosaic.errors import InvalidSampling
 from kvmosaic.sampling import SamplingState, StructuredOutputs, sample
 
-QUESTION = "Answer. ## Fenbury was founded in 1642 by König Ärn. It lies on the river Quinan. ## When was it founded?"
+QUESTION = Prompt.from_text(
+    "Answer. ## Fenbury was founded in 1642 by König Ärn. It lies on the river Quinan. ## When was it founded?"
+)
 TOWN = {
     "type": "object",
     "properties": {"town": {"type": "string", "maxLength": 12}, "year": {"type": "integer", "maximum": 9999}},

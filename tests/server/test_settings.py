@@ -180,8 +180,19 @@ def test_settings_become_those_of_the_cache_and_the_engine() -> None:
     assert settings.chunk_cache_config().separator == "##"
     assert settings.engine_config().max_running == 7
     assert ServerSettings().chunk_cache_config().separator is None
+    assert read_settings({"chunk_separator": ""}).chunk_cache_config().separator is None
     assert ServerSettings().engine_config().num_threads is None
     assert read_settings({"num_threads": "3"}).engine_config().num_threads == 3
+
+
+def test_an_empty_separator_switches_one_off_that_was_configured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    flags = file(tmp_path, "chunk_separator: '##'")
+    assert read_settings(flags).chunk_separator == "##"
+    assert read_settings({**flags, "chunk_separator": ""}).chunk_separator is None
+    monkeypatch.setenv("KVMOSAIC_CHUNK_SEPARATOR", "")
+    assert read_settings(flags).chunk_separator is None
 
 
 def test_tiers_are_urls_in_order_with_their_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

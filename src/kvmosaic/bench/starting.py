@@ -8,7 +8,10 @@ import time
 
 _COMMANDS = {
     "help": ("--help",),
-    "answer": ("run", "reader", "Be brief. ## The ferry goes to Oak Island. ## Where does it go?", "--max-tokens", "1"),
+    "answer": (
+        *("run", "reader", "Be brief. ## The ferry goes to Oak Island. ## Where does it go?"),
+        *("--separator", "##", "--max-tokens", "1"),
+    ),
 }
 _MOST_SECONDS = 300
 

@@ -95,7 +95,9 @@ class Attacher:
         is_owner, has_twin = chunk is None, False
         if chunk is None:
             start = plan.layout.spans[span.index].start
-            chunk = self._chunks.create(span.key, span.root, span.tokens, start, plan.salt, plan.tenant)
+            chunk = self._chunks.create(
+                span.key, span.root, span.tokens, start, plan.salt, plan.tenant, identity=span.identity
+            )
             self._chunks.hold(chunk)
             held[span.key] = chunk
             if sees_only_system(plan.layout, span.index):

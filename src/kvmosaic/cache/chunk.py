@@ -54,6 +54,8 @@ class Chunk:
     created: float
     """Seconds on the planner's clock."""
     last_used: float
+    identity: Key
+    """What keys of later spans say of it: its run key, whatever hash its own key has."""
     names: tuple[str, ...] = ()
     """What people call it, latest last; at most `MAX_NAMES`, older ones are forgotten."""
     state: ChunkState = ChunkState.COMPUTING

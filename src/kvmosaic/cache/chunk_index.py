@@ -105,7 +105,7 @@ class ChunkIndex:
         A key that is taken by other tokens (a collision) is passed over and the next one is tried; `planned` tells root
         and tokens of chunks that are not in the index yet but will be.
         """
-        key = chain.run_encoded(root, tokens)
+        key = chain.chunk(root, tokens)
         while True:
             chunk = self._chunks.get(key)
             is_taken = chunk is not None and not self.is_same(chunk, root, tokens)
@@ -141,8 +141,18 @@ class ChunkIndex:
             )
         return found
 
-    def create(self, key: Key, root: Key, tokens: bytes, start: int, salt: str, tenant: str = "") -> Chunk:
-        """A new chunk that is being computed, with blocks for all of its tokens.
+    def create(
+        self,
+        key: Key,
+        root: Key,
+        tokens: bytes,
+        start: int,
+        salt: str,
+        tenant: str = "",
+        *,
+        identity: Key | None = None,
+    ) -> Chunk:
+        """A new chunk that is being computed, with blocks for all of its tokens; see `Chunk` for its fields.
 
         Raises:
             OutOfBlocks: the pool has too few free blocks; nothing has changed.
@@ -151,7 +161,7 @@ class ChunkIndex:
         table = BlockTable(self.pool)
         table.append(len(tokens) // TOKEN_BYTES)
         now = self._clock()
-        chunk = Chunk(key, root, tokens, start, salt, tenant, table, now, now)
+        chunk = Chunk(key, root, tokens, start, salt, tenant, table, now, now, identity or key)
         self._chunks[key] = chunk
         self._count(chunk, 1, chunk.num_blocks)
         return chunk

@@ -61,6 +61,7 @@ class KeyChain:
 
         root(start, seen)             what a span saw and where it starts; no tokens yet
           ├─ run(root, tokens)        a whole closed span: a chunk, a system prompt; the key that others name in `seen`
+          ├─ chunk(root, tokens)      a chunk, where it is looked up: the same bytes under the chosen hash
           └─ extend(root, block 0)    one block of the chain: the key of block i stands for everything up to block i
                └─ extend(…, block 1)
 
@@ -71,9 +72,10 @@ class KeyChain:
     What was seen is a collection without order (with repetitions): attention does not know in which order its keys are
     listed. So a question that reads the same chunks at the same distances has one root, whatever the prompt order.
 
-    Roots and runs are always SHA-256: they enter other keys, where nobody could notice a collision. `xxh3_128` makes
-    the many small block keys faster. It is no defence against people who search for collisions, so the prefix cache
-    then compares tokens, parents and roots of every block, whatever the configuration says.
+    Roots and runs are always SHA-256: they enter other keys, where no collision could be noticed. `xxh3_128` makes the
+    keys by which blocks and chunks are looked up faster. It is no defence against people who search for collisions, so
+    the prefix cache then compares tokens, parents and roots of every block, and the chunk index and the tiers tokens
+    and root of every chunk, whatever the configuration says.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class KeyChain:
     ) -> None:
         if algorithm not in _DIGESTS:
             raise InvalidConfig(f"hash_algorithm is {algorithm!r}; choose 'sha256' or 'xxh3_128'")
+        self.algorithm = algorithm
         self._digest = _DIGESTS[algorithm]
         tenant = "" if tenant == DEFAULT_TENANT else tenant
         self._origin = _ROOT + _text(fingerprint) + _text(tenant) + _text(salt)
@@ -106,7 +109,11 @@ class KeyChain:
 
     def run_encoded(self, root: Key, tokens: bytes) -> Key:
         """`run` for tokens from `encode_tokens`."""
-        return Key(_sha256(_RUN + struct.pack("<II", len(root), len(tokens)) + root + tokens))
+        return Key(_sha256(_run(root, tokens)))
+
+    def chunk(self, root: Key, tokens: bytes) -> Key:
+        """The key by which a chunk is looked up, its tokens from `encode_tokens`; compare them with what it finds."""
+        return Key(self._digest(_run(root, tokens)))
 
     def part_of(self, key: Key, *numbers: Sequence[int] | Sequence[float]) -> Key:
         """The key of a run that is seen in part, or not as it is: lists of numbers say what differs."""
@@ -119,6 +126,10 @@ class KeyChain:
     def next_after(self, key: Key) -> Key:
         """The key to try when `key` is taken by other tokens (a collision)."""
         return Key(_sha256(_NEXT + key))
+
+
+def _run(root: Key, tokens: bytes) -> bytes:
+    return _RUN + struct.pack("<II", len(root), len(tokens)) + root + tokens
 
 
 def _text(value: str) -> bytes:

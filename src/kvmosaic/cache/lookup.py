@@ -53,7 +53,7 @@ class _Draft:
         return root
 
     def _seen(self, view: View) -> Key:
-        key = self.spans[view.span].key
+        key = self.spans[view.span].identity
         if view.is_plain:
             return key
         return self.chain.part_of(key, view.hidden, view.ends, (view.weight.factor, view.weight.bias))
@@ -152,6 +152,7 @@ class Lookup:
             distance=draft.distances.get(index, 0),
             block_ids=tuple(chunk.block_ids) if chunk is not None else (),
             key=key,
+            identity=_identity(draft.chain, key, root, tokens, chunk),
             root=root,
             block_keys=(),
             tokens=tokens,
@@ -165,6 +166,7 @@ class Lookup:
             self._find(here, root, tokens, draft.chain, closed)
         size = self._prefix.pool.block_size if self._prefix is not None else 0
         num_reused = min(len(here.entries) * size, span.num_tokens) + here.num_copied
+        key = draft.chain.run_encoded(root, tokens) if closed else root
         return SpanPlan(
             index=index,
             kind=span.segment.kind,
@@ -174,12 +176,20 @@ class Lookup:
             num_reused=num_reused,
             distance=draft.distances.get(index, 0),
             block_ids=tuple(entry.block_id for entry in here.entries),
-            key=draft.chain.run_encoded(root, tokens) if closed else root,
+            key=key,
+            identity=key,
             root=root,
             block_keys=tuple(entry.key for entry in here.entries),
             tokens=tokens,
             num_copied=here.num_copied,
         )
+
+
+def _identity(chain: KeyChain, key: Key, root: Key, tokens: bytes, chunk: Chunk | None) -> Key:
+    """What later keys say of a chunk; a chunk that is there knows it, so a hit is never hashed slowly."""
+    if chunk is not None:
+        return chunk.identity
+    return key if chain.algorithm == "sha256" else chain.run_encoded(root, tokens)
 
 
 def _chained(chain: KeyChain, root: Key, blocks: list[bytes]) -> Iterator[Key]:

@@ -35,7 +35,9 @@ class SpanPlan:
     block_ids: tuple[BlockId, ...]
     """Blocks that are reused, in the pool of its kind."""
     key: Key = field(repr=False)
-    """Chunks and other closed spans: the run key. The span that grows: its root."""
+    """Chunks: what they are looked up by. Other closed spans: the run key. The span that grows: its root."""
+    identity: Key = field(repr=False)
+    """What keys of later spans say of it: chunks and other closed spans: the run key."""
     root: Key = field(repr=False)
     """What it sees and where it starts."""
     block_keys: tuple[Key, ...] = field(repr=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvmosaic.console.folder import read_folder
 from kvmosaic.console.text import one_line
 from kvmosaic.errors import InvalidPrompt, InvalidSeparator
-from kvmosaic.prompt.separator import split_text
+from kvmosaic.prompt.separator import named_parts, split_text
 
 if TYPE_CHECKING:
     from kvmosaic.llm import LLM
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 MAX_INPUT_BYTES = 2**26
 _LONGEST_PATH = 250
 """Longer names are no file names on most systems, and asking for one is an error."""
+_USUAL_SEPARATOR = "##"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Asking:
     """What a command was asked."""
 
     prompt: str | None = None
-    """A text with separators; "-" stands for standard input."""
+    """A text, with separators if the settings name one; "-" stands for standard input."""
     folder: Path | None = None
     """Documents for all questions."""
     questions: tuple[str, ...] = ()
@@ -61,22 +62,22 @@ class Asking:
                 yield one_line(question), replace(prompt, tenant=self.tenant)
             return
         separator = llm.chunk_cache_config.separator
-        assert separator is not None, "a command always has a separator"
         for text in split_input(_standard_input(), separator) if self.prompt == "-" else [self.prompt]:
-            prompt = llm.encoder.encode(text)
-            yield one_line(prompt.segments[-1].text or text), replace(prompt, tenant=self.tenant)
+            parts, prompt = named_parts(text, separator), llm.encoder.encode(text)
+            yield one_line(text if isinstance(parts, str) else parts[-1]), replace(prompt, tenant=self.tenant)
 
 
-def check_model_is_not_a_prompt(command: str, model: str, separator: str, *, is_asked: bool) -> None:
+def check_model_is_not_a_prompt(command: str, model: str, separator: str | None, *, is_asked: bool) -> None:
     """Catches a prompt text in the place of the model, before anything is loaded.
 
     Raises:
         InvalidPrompt: the model has two separators, or it has spaces and there is nothing else that is asked.
         InvalidSeparator: text cannot be split at this separator.
     """
-    if not separator.strip():
-        raise InvalidSeparator("--separator is empty; give a text such as '##', or leave it out")
-    looks_like_prompt = _has_two_borders(model, separator) or (not is_asked and len(model.split()) > 1)
+    if separator and not separator.strip():
+        raise InvalidSeparator("--separator is white space; give a text such as '##', or '' to never split")
+    has_borders = _has_two_borders(model, separator or _USUAL_SEPARATOR)
+    looks_like_prompt = has_borders or (not is_asked and len(model.split()) > 1)
     if looks_like_prompt and not (len(model) < _LONGEST_PATH and Path(model).exists()):
         raise InvalidPrompt(
             f"the first argument is the model, and {one_line(model, 40)!r} looks like a prompt; write the model before "
@@ -90,17 +91,20 @@ def compose(llm: LLM, question: str, documents: list[dict[str, str]], system: st
     return llm.compose([*messages, {"role": "user", "content": question}], documents=documents)
 
 
-def split_input(text: str, separator: str) -> list[str]:
+def split_input(text: str, separator: str | None) -> list[str]:
     """Prompts of an input: one per line if every line has at least two separators, one in all if no line has two.
+
+    Without a separator all of it is one prompt, as it is.
 
     Raises:
         InvalidPrompt: there is nothing but white space, or only some of the lines are prompts.
     """
     lines = {number: line for number, line in enumerate(text.splitlines(), start=1) if line.strip()}
     if not lines:
-        raise InvalidPrompt(
-            f"standard input is empty; write a prompt such as 'system {separator} document {separator} question'"
-        )
+        example = f"'system {separator} document {separator} question'" if separator else "'Where does the ferry go?'"
+        raise InvalidPrompt(f"standard input is empty; write a prompt such as {example}")
+    if not separator:
+        return [text]
     prompts = {number: line for number, line in lines.items() if _has_two_borders(line, separator)}
     if not prompts:
         return [text.strip()]

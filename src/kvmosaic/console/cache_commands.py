@@ -174,7 +174,7 @@ def explain(
     question: Questions = None,
     system: System = None,
     tenant: TenantName = "",
-    separator: Separator = "##",
+    separator: Separator = None,
     position_strategy: Strategy = None,
     chunk_context: ContextKind = None,
     profile: ProfileFile = "auto",

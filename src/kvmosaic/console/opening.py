@@ -23,7 +23,7 @@ class Opening:
     position_strategy: PositionStrategy | None = None
     """None, here and below: as the model's profile says, or the default."""
     chunk_context: ChunkContext | None = None
-    separator: str = "##"
+    separator: str | None = None
     long_chunks: Literal["error", "split"] = "error"
     capacity: str = "2GiB"
     enable_chunk_cache: bool = True

@@ -11,7 +11,7 @@ from kvmosaic.repair.reading import FORMS
 
 Model = Annotated[str, typer.Argument(help="A model folder, a hub name, or 'reader' for the bundled model.")]
 PromptText = Annotated[
-    str | None, typer.Argument(metavar="PROMPT", help="A text with separators; - reads prompts from standard input.")
+    str | None, typer.Argument(metavar="PROMPT", help="A prompt as it is, or see --separator; - reads standard input.")
 ]
 Documents = Annotated[
     Path | None, typer.Option("--documents", metavar="DIR", help="A folder of .txt and .md files, one document each.")
@@ -20,7 +20,13 @@ Questions = Annotated[
     list[str] | None, typer.Option("--question", "-q", metavar="TEXT", help="What to ask; may be given several times.")
 ]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system text that comes before the documents.")]
-Separator = Annotated[str, typer.Option(metavar="TEXT", help="What separates the segments of a prompt text.")]
+Separator = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help="What separates the segments of a prompt text, such as ##. Default, and '': prompts are never split.",
+    ),
+]
 Strategy = Annotated[
     Literal["shared", "sequential"] | None,
     typer.Option(

@@ -50,7 +50,7 @@ def plan(
     dtype: DType = "auto",
     question: Questions = None,
     system: System = None,
-    separator: Separator = "##",
+    separator: Separator = None,
     position_strategy: Strategy = None,
     chunk_context: ContextKind = None,
     long_chunks: LongChunks = "error",

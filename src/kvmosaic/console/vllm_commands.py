@@ -31,7 +31,7 @@ def _options() -> None:
 def serve(
     context: typer.Context,
     chunk_separator: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Text that splits a prompt into documents. Default: never split.")
+        str | None, typer.Option(metavar="TEXT", help="Text that splits a prompt into documents. Default, '': never.")
     ] = None,
     position_strategy: Annotated[
         str | None, typer.Option(metavar="NAME", help="Of requests that say nothing of it: sequential or shared.")

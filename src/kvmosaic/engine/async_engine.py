@@ -13,7 +13,7 @@ from kvmosaic.engine.engine_thread import EngineThread
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.stream import EndedWarmUps, Stream
 from kvmosaic.errors import EngineAsleep, KVMosaicError
-from kvmosaic.layout import PositionStrategy
+from kvmosaic.layout import ChunkContext, PositionStrategy
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams
 
@@ -149,6 +149,7 @@ class AsyncEngine:
         priority: int = 0,
         note: str = "",
         position_strategy: PositionStrategy | None = None,
+        chunk_context: ChunkContext | None = None,
     ) -> AsyncGenerator[RequestDelta, None]:
         """Answers a prompt, delta by delta; the last one is `finished`.
 
@@ -173,6 +174,7 @@ class AsyncEngine:
                 priority=priority,
                 note=note,
                 position_strategy=position_strategy,
+                chunk_context=chunk_context,
                 arrival_time=arrival_time,
             )
 
@@ -187,7 +189,11 @@ class AsyncEngine:
             self._thread.close(stream)
 
     async def warm(
-        self, prompts: Sequence[Prompt], *, position_strategy: PositionStrategy | None = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        position_strategy: PositionStrategy | None = None,
+        chunk_context: ChunkContext | None = None,
     ) -> AsyncGenerator[tuple[int, Request], None]:
         """Computes the chunks of prompts (or finds them); gives (number of the prompt, warm-up) as they end.
 
@@ -203,7 +209,9 @@ class AsyncEngine:
 
         def add(number: int) -> None:
             def add_warm_up(engine: Engine) -> Request:
-                request = engine.add_warm_up(prompts[number], position_strategy=position_strategy)
+                request = engine.add_warm_up(
+                    prompts[number], position_strategy=position_strategy, chunk_context=chunk_context
+                )
                 numbers[request] = number
                 return request
 

@@ -35,7 +35,7 @@ from kvmosaic.errors import (
     QueueFull,
     UnknownRequest,
 )
-from kvmosaic.layout import Layout, PositionStrategy, RollingWindow
+from kvmosaic.layout import ChunkContext, Layout, PositionStrategy, RollingWindow
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt
 from kvmosaic.repair import FullRepair, NoRepair, repair_policy
@@ -175,6 +175,7 @@ class Engine:
         priority: int = 0,
         note: str = "",
         position_strategy: PositionStrategy | None = None,
+        chunk_context: ChunkContext | None = None,
         arrival_time: float | None = None,
     ) -> Request:
         """Checks, places and queues a tokenized prompt.
@@ -187,6 +188,7 @@ class Engine:
                 `EngineConfig.priority_aging_seconds`).
             note: why this prompt was not composed, for its report.
             position_strategy: instead of the configured one.
+            chunk_context: instead of the configured one.
             arrival_time: when it came, on the engine's clock; None: now.
 
         Raises:
@@ -202,7 +204,8 @@ class Engine:
         policy = self.repair if params.repair is None else repair_policy(params.repair)
         if prompt.is_plain:
             policy = NoRepair()  # there is nothing to repair
-        layout = self._place(prompt, position_strategy, None if isinstance(policy, FullRepair) else window)
+        first_window = None if isinstance(policy, FullRepair) else window
+        layout = self._place(prompt, position_strategy, first_window, chunk_context=chunk_context)
         repair = repair_of(policy, layout, self.runner.model, has_window=window is not None)
         if repair is not None:
             layout = self._place(prompt.joined(), None, window) if repair.is_full else repair.first_layout()
@@ -211,12 +214,17 @@ class Engine:
         return self._queue(prompt, layout, params, request_id, priority, note, arrival_time, window, repair)
 
     def add_warm_up(
-        self, prompt: Prompt, *, request_id: str | None = None, position_strategy: PositionStrategy | None = None
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str | None = None,
+        position_strategy: PositionStrategy | None = None,
+        chunk_context: ChunkContext | None = None,
     ) -> Request:
         """Queues the chunks of a prompt to be computed (or found), without an answer; its question is not used."""
         if not prompt.chunks:
             raise InvalidPrompt("a warm-up needs at least one document; got none")
-        layout = self._place(prompt, position_strategy, chunks_only=True)
+        layout = self._place(prompt, position_strategy, chunk_context=chunk_context, chunks_only=True)
         return self._queue(prompt, layout, SamplingParams(max_tokens=1), request_id)
 
     def abort(self, request_id: str) -> None:
@@ -357,14 +365,13 @@ class Engine:
         strategy: PositionStrategy | None,
         window: RollingWindow | None = None,
         *,
+        chunk_context: ChunkContext | None = None,
         chunks_only: bool = False,
     ) -> Layout:
         config = self.chunk_config
-        strategy = strategy or config.position_strategy
+        strategy, context = strategy or config.position_strategy, chunk_context or config.chunk_context
         model = self.runner.model
-        return place(
-            prompt, strategy, config.chunk_context, model, self.max_positions, chunks_only=chunks_only, window=window
-        )
+        return place(prompt, strategy, context, model, self.max_positions, chunks_only=chunks_only, window=window)
 
     def _queue(
         self,

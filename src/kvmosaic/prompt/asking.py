@@ -19,7 +19,7 @@ def take_separated(
 
     The part before the first separator is the system text of a conversation without one, else a document as well.
     """
-    if separator is None:
+    if not separator:
         return list(messages), ()
     rest: list[Mapping[str, Any]] = []
     texts: list[str] = []

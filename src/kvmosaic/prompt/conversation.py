@@ -4,16 +4,42 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 from kvmosaic.errors import InvalidMessages
 from kvmosaic.prompt.marks import Marks, Place, map_texts
 from kvmosaic.prompt.pieces import Piece, foreign, merged, template
-from kvmosaic.prompt.tokenizer import Tokenizer
+from kvmosaic.prompt.tokenizer import Tokenizer, control_tokens
+from kvmosaic.prompt.tools import could_write, mark_tools, schemas_of
 
 _OWN_OPTIONS = ("tokenize", "return_dict", "documents", "return_tensors", "sanitize_control_tokens", "padding")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 Documents = list[dict[str, str]] | None
+
+
+class _MarkedTexts:
+    """Texts that are rendered as marks: each with its mark, and the message that it belongs to (None: a tool)."""
+
+    def __init__(self) -> None:
+        self.marks = Marks()
+        self.values: list[str] = []
+        self.owners: list[int | None] = []
+
+    def message(self, message: dict[str, Any], number: int) -> dict[str, Any]:
+        """A message with marks for its texts."""
+        content = self.mark(number, message["content"], padded=True, always=True)
+        mark = partial(self.mark, number)
+        rest = {key: map_texts(value, mark) for key, value in message.items() if key not in ("role", "content")}
+        return {"role": message["role"], "content": content, **rest}
+
+    def mark(self, owner: int | None, text: str, *, padded: bool = False, always: bool = False) -> str:
+        """The mark of a text; names, ids and types decide what a template does, and are left as they are."""
+        if not text or (not always and _PLAIN_NAME.fullmatch(text)):
+            return text  # a plain name contains no control token
+        self.values.append(text)
+        self.owners.append(owner)
+        return self.marks.mark(padded=padded)
 
 
 class Conversation:
@@ -21,7 +47,8 @@ class Conversation:
 
     Contents are rendered as marks, never as themselves, and put in afterwards. So a content cannot change what the
     template writes, and the text of the template is known to the character. The result is compared with an ordinary
-    rendering; templates that edit contents (cut out old reasoning, trim line breaks) are followed.
+    rendering; templates that edit contents (cut out old reasoning, trim line breaks) are followed. Tools are rendered
+    in this way too if a text in them could write a control token; others are passed to the template as they are.
     """
 
     def __init__(self, tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> None:
@@ -36,6 +63,9 @@ class Conversation:
         self.messages = list(messages)
         self._tokenizer = tokenizer
         self._options = {"add_generation_prompt": not options.get("continue_final_message"), **options}
+        tools = self._options.get("tools")
+        if isinstance(tools, list | tuple):
+            self._options["tools"] = schemas_of(tools, tokenizer)
 
     @property
     def last_answer(self) -> int | None:
@@ -63,43 +93,51 @@ class Conversation:
         Raises:
             InvalidMessages: the template refuses the conversation, or there is no template.
         """
-        marks, values, owners = Marks(), list[str](), list[int]()
-        marked = [_marked(message, number, marks, values, owners) for number, message in enumerate(self.messages)]
-        items = marks.split(self._render(marked, documents))
+        texts = _MarkedTexts()
+        marks, owners = texts.marks, texts.owners
+        marked = [texts.message(message, number) for number, message in enumerate(self.messages)]
+        items = marks.split(self._render(marked, documents, self._marked_tools(texts)))
         if any(marks.is_in(item) for item in items if isinstance(item, str)):
             raise InvalidMessages(
                 "the chat template takes contents apart (it cuts them or changes their letters), so they cannot be "
                 "told from its own text; pass another template with chat_template=..."
             )
-        texts = self._texts(items, values, owners, marks, documents)
+        written = self._written(items, texts, documents)
         return merged(
             template(text) if isinstance(item, str) else foreign(text, owners[item.index])
-            for item, text in zip(items, texts, strict=True)
+            for item, text in zip(items, written, strict=True)
         )
 
-    def _texts(
-        self, items: list[str | Place], values: list[str], owners: list[int], marks: Marks, documents: Documents
-    ) -> list[str]:
+    def _marked_tools(self, texts: _MarkedTexts) -> dict[str, Any]:
+        """Marks for the texts of tools, as an option of the template; nothing if they cannot write a control token."""
+        tools = self._options.get("tools")
+        if not tools or not could_write(tools, control_tokens(self._tokenizer).values()):
+            return {}
+        # Equal texts have one mark: templates look whether a parameter's name is among those that are required.
+        return {"tools": mark_tools(tools, cache(partial(texts.mark, None, padded=True)))}
+
+    def _written(self, items: list[str | Place], texts: _MarkedTexts, documents: Documents) -> list[str]:
         """The text of every item: as the template would write it, if that can be told."""
-        direct = [item if isinstance(item, str) else item.fill(values[item.index]) for item in items]
+        direct = [item if isinstance(item, str) else item.fill(texts.values[item.index]) for item in items]
         try:
             ordinary = self._render(self.messages, documents)
         except InvalidMessages:
             return direct
         if "".join(direct) == ordinary:
             return direct
-        edited = self._edited(items, direct, owners, marks, documents)
+        edited = self._edited(items, direct, texts, documents)
         trimmed = [text if isinstance(item, str) else text.rstrip() for item, text in zip(items, edited, strict=True)]
-        return next((texts for texts in (edited, trimmed) if "".join(texts) == ordinary), direct)
+        return next((found for found in (edited, trimmed) if "".join(found) == ordinary), direct)
 
     def _edited(
-        self, items: list[str | Place], direct: list[str], owners: list[int], marks: Marks, documents: Documents
+        self, items: list[str | Place], direct: list[str], marked: _MarkedTexts, documents: Documents
     ) -> list[str]:
         """What a template that edits contents makes of them: rendered with a mark behind each real content.
 
         Read from the front: the template's text is known, and what follows up to the mark is the content, however
         edited. The mark cannot be forged, so nobody's content is taken for the template's text.
         """
+        marks, owners = marked.marks, marked.owners
         ending = [
             {**message, "content": message["content"] + marks.end_mark(number)} if message["content"] else message
             for number, message in enumerate(self.messages)
@@ -110,7 +148,8 @@ class Conversation:
             return direct
         texts, position = [], 0
         for item, text in zip(items, direct, strict=True):
-            end_mark = "" if isinstance(item, str) else marks.end_mark(owners[item.index])
+            owner = None if isinstance(item, str) else owners[item.index]
+            end_mark = "" if owner is None else marks.end_mark(owner)
             end = rendered.find(end_mark, position) if end_mark else -1
             if end >= 0:
                 text = rendered[position:end]
@@ -120,9 +159,12 @@ class Conversation:
             position += len(text) + (len(end_mark) if end >= 0 else 0)
         return texts if position == len(rendered) and not any(map(marks.is_in, texts)) else direct
 
-    def _render(self, messages: list[dict[str, Any]], documents: Documents) -> str:
+    def _render(
+        self, messages: list[dict[str, Any]], documents: Documents, instead: Mapping[str, Any] | None = None
+    ) -> str:
+        options = {**self._options, **(instead or {})}
         try:
-            text = self._tokenizer.apply_chat_template(messages, documents=documents, tokenize=False, **self._options)
+            text = self._tokenizer.apply_chat_template(messages, documents=documents, tokenize=False, **options)
         except Exception as error:  # a template is a program of its own: it may raise anything
             raise InvalidMessages(
                 f"the chat template refuses this conversation: {error}; change the messages, or pass another template "
@@ -130,18 +172,3 @@ class Conversation:
             ) from error
         assert isinstance(text, str)
         return text
-
-
-def _marked(message: dict[str, Any], number: int, marks: Marks, values: list[str], owners: list[int]) -> dict[str, Any]:
-    """A message with marks for its texts; each marked text is added to `values` and its message to `owners`."""
-
-    def mark(text: str, *, padded: bool = False) -> str:
-        # Names, ids and types decide what a template does, and cannot contain control tokens.
-        if not text or (not padded and _PLAIN_NAME.fullmatch(text)):
-            return text
-        values.append(text)
-        owners.append(number)
-        return marks.mark(padded=padded)
-
-    rest = {key: map_texts(value, mark) for key, value in message.items() if key not in ("role", "content")}
-    return {"role": message["role"], "content": mark(message["content"], padded=True), **rest}

@@ -13,7 +13,7 @@ from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.document import Document, read_documents
 from kvmosaic.prompt.finding import place_documents
 from kvmosaic.prompt.message import read_messages
-from kvmosaic.prompt.pieces import Piece, foreign, joined, template
+from kvmosaic.prompt.pieces import Piece, foreign, joined, merged, template
 from kvmosaic.prompt.segment import MAX_POSITION, Prompt, Segment, SegmentKind, numbered
 from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_token_ids
 from kvmosaic.prompt.splitting import fit_chunks
@@ -23,6 +23,7 @@ MAX_ENDLESS_TOKENS = 2**22
 """Tokens of the longest question (or plain prompt) that a rolling window goes over."""
 
 _PLACEHOLDER_QUESTION = "?"
+_EMPTY_LINE = "\n\n"
 
 
 class PromptEncoder:
@@ -56,6 +57,7 @@ class PromptEncoder:
         self.max_positions = max_positions
         self._pieces = None if tokenizer is None else PieceTokenizer(tokenizer)
         self._is_endless = False
+        self._is_joining = False
 
     def endless(self) -> PromptEncoder:
         """The same for prompts with a rolling window: question and plain prompt may be longer than the model."""
@@ -63,11 +65,22 @@ class PromptEncoder:
         other._is_endless = True
         return other
 
+    def joining(self) -> PromptEncoder:
+        """The same for use without a chunk cache: a prompt of segments becomes one ordinary text, tokenized as one.
+
+        Texts of segments are paragraphs: an empty line stands between them where there is no white space. Conversations
+        are as their chat template writes them. Segments that are token ids already are put one behind the other.
+        """
+        other = copy.copy(self)
+        other._is_joining = True
+        return other
+
     def encode(self, prompt: Prompt | str | Sequence[int], *, salt: str = "", control_tokens: bool = True) -> Prompt:
-        """Tokenizes a prompt; a text is split at separators first, a list of token ids is an ordinary prompt.
+        """Tokenizes a prompt; a text or a list of token ids is an ordinary prompt.
 
         Args:
-            prompt: what was asked. Segments with token ids are checked and kept as they are.
+            prompt: what was asked. A text is split only where the settings name a separator. Segments with token ids
+                are checked and kept as they are.
             salt: tenant salt of a text or a list; a `Prompt` has its own.
             control_tokens: whether control tokens written in a plain prompt, a system text or a question count. In
                 documents they never do.
@@ -80,7 +93,7 @@ class PromptEncoder:
         elif not isinstance(prompt, Prompt):
             prompt = Prompt.plain(prompt, salt=salt)
         self._check_count(prompt.segments)
-        segments, encodings = [], []
+        segments, encodings, pieces = [], [], list[Piece]()
         has_text = any(segment.token_ids is None for segment in prompt.segments)
         if prompt.segments[0].kind is SegmentKind.CHUNK and has_text and self._prefix:
             segments.append(Segment(SegmentKind.SYSTEM, self._prefix, text=""))
@@ -90,11 +103,17 @@ class PromptEncoder:
                 trusted = control_tokens and segment.kind is not SegmentKind.CHUNK
                 piece = template(segment.text or "") if trusted else foreign(segment.text or "")
                 encoded = self._encode([piece], segment, with_prefix=not segments)
+                pieces += [template(_gap(pieces, piece)), piece]
             else:
                 encoded = Encoded(segment.token_ids, None)
             segments.append(replace(segment, token_ids=encoded.token_ids))
             encodings.append(encoded)
-        return replace(self._checked(segments, encodings, prompt.salt), tenant=prompt.tenant)
+        checked = self._checked(segments, encodings, prompt.salt)
+        checked = replace(checked, tenant=prompt.tenant, is_joined=prompt.is_joined)
+        if not self._is_joining or checked.is_plain:
+            return checked
+        has_ids = any(segment.token_ids is not None for segment in prompt.segments)
+        return checked.joined() if has_ids else self._joined(checked, pieces, with_prefix=True)
 
     def encode_chat(
         self, messages: object, documents: Iterable[object] | None = None, *, salt: str = "", **template_options: Any
@@ -176,7 +195,21 @@ class PromptEncoder:
             history_tokens = _tokens_up_to(pieces, last_answer, encoded)
             segments.append(replace(segment, token_ids=encoded.token_ids, history_tokens=history_tokens))
             encodings.append(encoded)
-        return self._checked(segments, encodings, salt)
+        checked = self._checked(segments, encodings, salt)
+        if not self._is_joining or checked.is_plain:
+            return checked
+        return self._joined(checked, [piece for _, _, written in parts for piece in written], last_answer)
+
+    def _joined(
+        self, prompt: Prompt, pieces: Sequence[Piece], last_answer: int | None = None, *, with_prefix: bool = False
+    ) -> Prompt:
+        """The text of a prompt of segments as an ordinary prompt: the tokens that this text has as a whole."""
+        pieces = merged(pieces)
+        segment = Segment(SegmentKind.PLAIN, text=joined(pieces))
+        encoded = self._encode(pieces, segment, with_prefix=with_prefix)
+        history_tokens = _tokens_up_to(pieces, last_answer, encoded)
+        segment = replace(segment, token_ids=encoded.token_ids, history_tokens=history_tokens)
+        return replace(prompt, segments=(segment,), is_joined=True)
 
     def _checked(self, segments: list[Segment], encodings: list[Encoded], salt: str) -> Prompt:
         for segment in segments:
@@ -270,6 +303,13 @@ class PromptEncoder:
                 "there is no tokenizer, so text cannot be read; give token ids (Prompt.from_tokens) or load a tokenizer"
             )
         return self.tokenizer
+
+
+def _gap(before: Sequence[Piece], piece: Piece) -> str:
+    """What stands between a text and the one before it: an empty line, unless there is white space."""
+    if not before or before[-1].text[-1:].isspace() or piece.text[:1].isspace():
+        return ""
+    return _EMPTY_LINE
 
 
 def _with_priorities(prompt: Prompt, documents: Sequence[Document]) -> Prompt:

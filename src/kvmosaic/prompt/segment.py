@@ -107,8 +107,13 @@ class Segment:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a tokenized segment."""
-        assert self.token_ids is not None, "a segment is tokenized before it is placed"
+        """Tokens of a tokenized segment.
+
+        Raises:
+            InvalidPrompt: it is a text that was not tokenized yet.
+        """
+        if self.token_ids is None:
+            raise _untokenized(self.label)
         return len(self.token_ids)
 
 
@@ -123,6 +128,8 @@ class Prompt:
     segments: tuple[Segment, ...]
     salt: str = ""
     tenant: str = ""
+    is_joined: bool = field(default=False, compare=False)
+    """Whether this is an ordinary prompt that was made from segments, for use without a chunk cache."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_CHARACTERS:
@@ -156,13 +163,24 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all segments."""
+        """Tokens of all segments, once they are tokenized.
+
+        Raises:
+            InvalidPrompt: a segment is a text that was not tokenized yet.
+        """
         return sum(segment.num_tokens for segment in self.segments)
 
     def joined(self) -> Prompt:
-        """All segments, tokenized, as one ordinary prompt."""
+        """All segments as one ordinary prompt of exactly their tokens; for texts see `PromptEncoder.joining`.
+
+        Raises:
+            InvalidPrompt: a segment is a text that was not tokenized yet.
+        """
+        for segment in self.segments:
+            if segment.token_ids is None:
+                raise _untokenized(segment.label)
         token_ids = tuple(token for segment in self.segments for token in segment.token_ids or ())
-        return replace(self, segments=(Segment(SegmentKind.PLAIN, token_ids, text=self.text),))
+        return replace(self, segments=(Segment(SegmentKind.PLAIN, token_ids, text=self.text),), is_joined=True)
 
     @property
     def text(self) -> str | None:
@@ -177,11 +195,12 @@ class Prompt:
         r"""Splits a text at its separators: the first part is the system text, the last one the question.
 
         White space around each part is removed and the separator itself never reaches the model. A text with fewer than
-        two separators is an ordinary prompt. A backslash before a separator makes it text: `\##`.
+        two separators is an ordinary prompt. A backslash before a separator makes it text: `\##`. Texts that are given
+        to an `LLM` as they are (not through this method) are split only where its settings name a separator.
 
         Args:
             text: for example "Answer from the documents. ## first document ## second document ## question".
-            separator: any text with a visible character; None never splits.
+            separator: any text with a visible character; None or "" never splits.
             names: one name per chunk, for reports, pins and deletion.
             salt: tenant salt.
 
@@ -249,21 +268,21 @@ class Prompt:
             EmptySegment: a segment has no tokens.
             InvalidPrompt: no question, or a different number of names and chunks.
         """
-        bodies = [_whole_numbers(chunk) for chunk in chunks]
+        bodies = [whole_numbers(chunk) for chunk in chunks]
         _check_names(names, len(bodies))
         if question is None:
             raise InvalidPrompt("a prompt needs a question; pass question=[...] token ids")
-        segments = [] if system is None else [Segment(SegmentKind.SYSTEM, _whole_numbers(system))]
+        segments = [] if system is None else [Segment(SegmentKind.SYSTEM, whole_numbers(system))]
         segments += [
             Segment(SegmentKind.CHUNK, body, name=names[index] if names else None) for index, body in enumerate(bodies)
         ]
-        segments.append(Segment(SegmentKind.QUESTION, _whole_numbers(question)))
+        segments.append(Segment(SegmentKind.QUESTION, whole_numbers(question)))
         return cls(tuple(segments), salt=salt)
 
     @classmethod
     def plain(cls, token_ids: Sequence[int], *, salt: str = "") -> Prompt:
         """An ordinary prompt: one causal segment at position 0."""
-        return cls((Segment(SegmentKind.PLAIN, _whole_numbers(token_ids)),), salt=salt)
+        return cls((Segment(SegmentKind.PLAIN, whole_numbers(token_ids)),), salt=salt)
 
 
 def _text_segment(kind: SegmentKind, text: str) -> Segment:
@@ -273,8 +292,21 @@ def _text_segment(kind: SegmentKind, text: str) -> Segment:
     return Segment(kind, text=text.strip())
 
 
-def _whole_numbers(token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Token ids as plain ints; numbers of numpy and torch are welcome."""
+def _untokenized(label: str) -> InvalidPrompt:
+    return InvalidPrompt(
+        f"the {label} is a text that was not tokenized yet, so it has no tokens; tokenize the prompt first: "
+        "llm.encoder.encode(prompt)"
+    )
+
+
+def whole_numbers(token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Token ids as plain ints; arrays of numpy and tensors of torch are welcome.
+
+    Raises:
+        InvalidTokenId: something else, such as fractions or rows of ids.
+    """
+    if (to_list := getattr(token_ids, "tolist", None)) is not None:
+        token_ids = to_list()  # one copy from a device, not one for every id
     try:
         return tuple(map(operator.index, token_ids))
     except TypeError as error:

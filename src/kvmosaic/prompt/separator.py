@@ -10,8 +10,20 @@ MAX_TEXT_CHARACTERS = 2**25
 MAX_SEPARATOR_CHARACTERS = 256
 
 
+def read_separator(separator: str | None) -> str | None:
+    """The separator as settings and options give it: an empty text never splits, as None.
+
+    Raises:
+        InvalidSeparator: a separator that cannot split anything.
+    """
+    if separator is None or separator == "":
+        return None
+    check_separator(separator)
+    return separator
+
+
 def split_text(text: str, separator: str | None) -> list[str]:
-    r"""Splits a text at its separators.
+    r"""Splits a text at its separators; None or an empty separator leaves it as it is.
 
     A backslash right before a separator makes it ordinary text: `\##` stays `##`. To end a part with a backslash,
     double it: `\\##` is a backslash and a border. Backslashes anywhere else are left alone.
@@ -21,9 +33,9 @@ def split_text(text: str, separator: str | None) -> list[str]:
         InvalidSeparator: a separator without a visible character, with a backslash, or too long.
     """
     check_text(text)
+    separator = read_separator(separator)
     if separator is None:
         return [text]
-    check_separator(separator)
     parts, current, last = [], [], 0
     for match in re.finditer(r"(?<!\\)(\\*+)" + re.escape(separator), text):
         num_backslashes = len(match[1])
@@ -38,10 +50,12 @@ def split_text(text: str, separator: str | None) -> list[str]:
     return parts
 
 
-def escape_separator(text: str, separator: str = "##") -> str:
+def escape_separator(text: str, separator: str | None = "##") -> str:
     r"""Writes a text so that no separator in it is a border: `a ## b` becomes `a \## b`."""
-    check_separator(separator)
-    return re.sub(r"(?<!\\)(\\*+)" + re.escape(separator), lambda match: match[1] * 2 + "\\" + separator, text)
+    border = read_separator(separator)
+    if border is None:
+        return text
+    return re.sub(r"(?<!\\)(\\*+)" + re.escape(border), lambda match: match[1] * 2 + "\\" + border, text)
 
 
 def named_parts(text: str, separator: str | None) -> tuple[str, list[str], str] | str:
@@ -51,7 +65,7 @@ def named_parts(text: str, separator: str | None) -> tuple[str, list[str], str] 
         EmptySegment: a part without text.
     """
     parts = split_text(text, separator)
-    if separator is None or len(parts) < 3:
+    if not separator or len(parts) < 3:
         if not text.strip():
             raise EmptySegment("the prompt is empty; write a question")
         return (separator or "").join(parts)
@@ -90,7 +104,9 @@ def check_unicode(text: str, error: type[InvalidPrompt]) -> None:
 def check_separator(separator: object) -> None:
     """Raises InvalidSeparator unless this can split text."""
     if not isinstance(separator, str) or not separator.strip():
-        raise InvalidSeparator(f"a separator must contain a visible character, got {separator!r}; None never splits")
+        raise InvalidSeparator(
+            f"a separator must contain a visible character, got {separator!r}; '' or None never splits"
+        )
     if len(separator) > MAX_SEPARATOR_CHARACTERS:
         raise InvalidSeparator(
             f"the separator has {len(separator)} characters; at most {MAX_SEPARATOR_CHARACTERS} are allowed"

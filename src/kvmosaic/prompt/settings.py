@@ -33,7 +33,7 @@ class PromptSettings(Protocol):
 class PromptOptions:
     """Prompt settings on their own, for use without a cache; the same defaults as `ChunkCacheConfig`."""
 
-    separator: str | None = "##"
+    separator: str | None = None
     max_chunk_tokens: int = 32_768
     max_prompt_chunks: int = 4_096
     long_chunks: Literal["error", "split"] = "error"

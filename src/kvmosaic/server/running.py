@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from kvmosaic.engine import AnswerDelta, RequestDelta
 from kvmosaic.engine.turns import class_of
 from kvmosaic.errors import EngineAsleep, KVMosaicError
-from kvmosaic.layout import PositionStrategy
+from kvmosaic.layout import ChunkContext, PositionStrategy
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import RequestMetrics, ReuseReport, SamplingParams
 from kvmosaic.server.documents import with_shown_names
@@ -29,6 +29,7 @@ async def run(
     request_id: str,
     priority: int = 0,
     position_strategy: PositionStrategy | None = None,
+    chunk_context: ChunkContext | None = None,
     note: str = "",
 ) -> AsyncGenerator[RequestDelta, None]:
     """Answers a tokenized prompt, delta by delta.
@@ -44,6 +45,7 @@ async def run(
         request_id: of the HTTP request; prompts of one HTTP request share it, so the engine chooses its own names.
         priority: higher runs first, from -100 to 100.
         position_strategy: instead of the configured one.
+        chunk_context: instead of the configured one.
         note: why the prompt was not composed, for the report.
 
     Raises:
@@ -62,6 +64,7 @@ async def run(
                 priority=priority,
                 note=note,
                 position_strategy=position_strategy,
+                chunk_context=chunk_context,
             )
             async with aclosing(deltas):
                 async for delta in deltas:

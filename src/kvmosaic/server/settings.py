@@ -18,7 +18,7 @@ from pydantic_settings import (
 
 from kvmosaic.config import MAX_TIERS, ChunkCacheConfig, EngineConfig, TierConfig, parse_bytes
 from kvmosaic.profile import ProfileChoice, profile_choice
-from kvmosaic.prompt.separator import check_separator
+from kvmosaic.prompt.separator import read_separator
 from kvmosaic.repair import FORMS, repair_policy
 from kvmosaic.repair.reading import MAX_POLICY_CHARACTERS
 from kvmosaic.server.config_file import read_config_file
@@ -156,7 +156,7 @@ class ServerSettings(BaseSettings):
         max_length=4_096,
     )
     chunk_separator: str | None = _setting(
-        None, "Chunk cache", "Text that splits a prompt into documents. Default: prompts are never split."
+        None, "Chunk cache", "Text that splits a prompt into documents. Default, and '': prompts are never split."
     )
     long_chunks: Literal["error", "split"] = _setting(
         "error", "Chunk cache", "A document that is too long for one chunk: refuse it, or split it."
@@ -321,9 +321,7 @@ class ServerSettings(BaseSettings):
     @field_validator("chunk_separator")
     @classmethod
     def _separator(cls, value: str | None) -> str | None:
-        if value is not None:
-            check_separator(value)
-        return value
+        return read_separator(value)
 
     @model_validator(mode="after")
     def _both_or_neither(self) -> ServerSettings:

@@ -83,10 +83,15 @@ def test_prompts_of_every_kind_get_their_borders(engine: Engine) -> None:
     prompt = Prompt.from_documents(DOCUMENTS, "What?", system="System.", salt="s")
     ids = Prompt.from_tokens([5, 6], [[7, 8, 9], [7]], [5, 5])
     text, documents, tokens, plain, options = generate(
-        engine, [TEXT, prompt, ids, [5, 6, 7]], repair="first(2)", position_strategy="shared", use_tqdm=False
+        engine,
+        [TEXT, prompt, ids, [5, 6, 7]],
+        repair="first(2)",
+        position_strategy="shared",
+        separator="##",
+        use_tqdm=False,
     )
     encoder = PromptEncoder(engine.tokenizer, vocab_size=len(engine.tokenizer))
-    expected = encoder.encode(TEXT)
+    expected = encoder.encode(Prompt.from_text(TEXT))
     assert text[0] == {"prompt_token_ids": [token for each in expected.segments for token in each.token_ids or ()]}
     assert composition_of(text) == Composition(
         expected.segments[0].num_tokens, tuple(chunk.num_tokens for chunk in expected.chunks), "shared", repair=2
@@ -96,6 +101,12 @@ def test_prompts_of_every_kind_get_their_borders(engine: Engine) -> None:
     assert composition_of(tokens) == Composition(2, (3, 1), "shared", repair=2)
     assert plain == ({"prompt_token_ids": [5, 6, 7]}, Params(max_tokens=7))
     assert options == {"use_tqdm": False}
+
+
+@pytest.mark.parametrize("options", [{}, {"separator": None}, {"separator": ""}])
+def test_a_text_is_an_ordinary_prompt_unless_a_separator_is_named(engine: Engine, options: dict[str, Any]) -> None:
+    text, _ = generate(engine, TEXT, **options)
+    assert text == ({"prompt_token_ids": engine.tokenizer(TEXT)["input_ids"]}, Params(max_tokens=7))
 
 
 def test_the_callers_sampling_parameters_are_not_changed(engine: Engine) -> None:

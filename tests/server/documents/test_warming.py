@@ -54,6 +54,17 @@ def test_warmed_document_is_reused_by_the_first_request(alpha: Client) -> None:
     assert again["data"][0]["was_cached"] and again["num_cached"] == 1 and again["num_computed"] == 0
 
 
+def test_documents_are_warmed_for_requests_that_let_them_see_nothing(alpha: Client) -> None:
+    alpha.store("x")
+    for url in ("/v1/documents/x:warm", "/v1/documents:warm"):
+        (done,) = alpha.post(url, json={"chunk_context": "none"}).json()["data"]
+        assert done["was_cached"] == (url == "/v1/documents:warm")
+    (line,) = alpha.ask({"id": "x"}, chunk_context="none")["kvmosaic"]["documents"]
+    assert line["reused_tokens"] == line["tokens"] == done["tokens"]
+    (line,) = alpha.ask({"id": "x"})["kvmosaic"]["documents"]
+    assert line["action"] == "computed"
+
+
 def test_warming_counts_no_hit(alpha: Client) -> None:
     alpha.store("x")
     alpha.post("/v1/documents/x:warm")

@@ -45,6 +45,28 @@ def test_moved_documents_say_how_far(http, salt):
     assert second["distance"] == first["tokens"] and third["distance"] == first["tokens"] + second["tokens"]
 
 
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_documents_that_saw_nothing_serve_under_any_system_text(http, salt, route):
+    def ask(system, **fields):
+        asked = {
+            "/v1/chat/completions": {"messages": [{"role": "system", "content": system}, MESSAGES[-1]]},
+            "/v1/completions": {"prompt": QUESTION},
+            "/v1/responses": {"input": QUESTION, "instructions": system},
+        }[route]
+        sizes = {"max_output_tokens": 4} if route == "/v1/responses" else {"max_tokens": 4}
+        return post(http, route, **asked, **sizes, temperature=0, documents=DOCUMENTS, cache_salt=salt, **fields)
+
+    assert actions(ask("Be brief.", chunk_context="none")) == ["computed"] * 3
+    blind = ask("Be verbose.", chunk_context="none")
+    assert {*actions(blind)} <= {"reused", "moved"}
+    assert "documents did not see the system prompt" in blind["kvmosaic"]["composition"]
+    seeing = ask("Be verbose.", chunk_context="system")
+    if route != "/v1/completions":  # there is nothing to see in a completion but the token that begins it
+        assert actions(seeing) == ["computed"] * 3
+    assert "did not see" not in seeing["kvmosaic"]["composition"]
+    assert ask("Be verbose.")["kvmosaic"]["composition"] == seeing["kvmosaic"]["composition"]
+
+
 def test_composed_reuse_is_never_called_cached(http, salt):
     cold = chat(http, documents=DOCUMENTS, cache_salt=salt)
     warm = chat(http, documents=DOCUMENTS, cache_salt=salt)

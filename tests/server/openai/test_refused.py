@@ -54,6 +54,8 @@ def deep(levels):
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"priority": 2**40}, "priority"),
         ({"position_strategy": "absolute"}, "position_strategy"),
+        ({"chunk_context": "all"}, "chunk_context"),
+        ({"chunk_context": 1}, "chunk_context"),
         ({"cache_salt": "x" * 5000}, "cache_salt"),
         ({"repair": "x" * 101}, "repair"),
         ({"repair": 0.15}, "repair"),

@@ -232,6 +232,10 @@ class WarmOptions(Body):
         Endpoint | None,
         Field(description="Where it will be used; /v1/completions writes documents without the chat template."),
     ] = None
+    chunk_context: Annotated[
+        Literal["system", "none"] | None,
+        Field(description="As the later requests say it: with none, a document is found behind any system text."),
+    ] = None
     stream: Annotated[bool | None, Field(description="Send an event for each document as it ends.")] = False
 
     @property

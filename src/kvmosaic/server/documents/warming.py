@@ -10,6 +10,7 @@ from itertools import islice
 
 from kvmosaic.engine import Request
 from kvmosaic.errors import ChunkCacheOff
+from kvmosaic.layout import ChunkContext
 from kvmosaic.prompt import Document, Prompt, Segment, SegmentKind
 from kvmosaic.server.errors import ApiError, as_api_error
 from kvmosaic.server.running import check_engine
@@ -31,6 +32,8 @@ class WarmJob:
     salt: str = ""
     chat: bool | None = None
     """Whether the later prompts are conversations; None: if the model has a chat template."""
+    chunk_context: ChunkContext | None = None
+    """What the later requests say; None: nothing, and the server's setting counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ async def _end_of(
             document = services.documents.get(tenant.name, document).content
         prompts = await services.in_thread(_prompts_of, services, document, job, tenant.name)
         ended: list[Request] = []
-        async with aclosing(services.engine.warm(prompts)) as ends:
+        async with aclosing(services.engine.warm(prompts, chunk_context=job.chunk_context)) as ends:
             async for _, request in ends:
                 if request.error is not None:
                     raise request.error

@@ -13,7 +13,7 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 
 from kvmosaic.engine import AnswerDelta, RequestDelta
-from kvmosaic.layout import PositionStrategy
+from kvmosaic.layout import ChunkContext, PositionStrategy
 from kvmosaic.sampling import Logprob, SamplingParams
 from kvmosaic.server.errors import request_id_of
 from kvmosaic.server.openai.prompts import Composed
@@ -42,6 +42,7 @@ class Asked:
     params: SamplingParams
     priority: int = 0
     position_strategy: PositionStrategy | None = None
+    chunk_context: ChunkContext | None = None
 
     @classmethod
     def by(
@@ -64,6 +65,7 @@ class Asked:
             params=params,
             priority=body.priority or 0,
             position_strategy=body.position_strategy,
+            chunk_context=body.chunk_context,
         )
 
     def tally(self) -> Tally:
@@ -118,6 +120,7 @@ async def deltas(asked: Asked) -> AsyncGenerator[tuple[int, RequestDelta], None]
             request_id=asked.request_id,
             priority=asked.priority,
             position_strategy=asked.position_strategy,
+            chunk_context=asked.chunk_context,
             note=composed.note,
         )
         for composed in asked.prompts

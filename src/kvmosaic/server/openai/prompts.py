@@ -60,7 +60,7 @@ def chat_prompt(
         documents = read_documents(services, tenant, body)
         rendering = replace(rendering, is_endless=_is_endless(body))
         prompt = _encode_chat(services.llm, kept, (*documents, *separated, *marked), body.cache_salt or "", rendering)
-    composed = _composed_or_joined(services.llm, prompt, documents)
+    composed = _told(services.llm, prompt, documents)
     return replace(composed, notes=notes_of(services, tenant, documents, composed.prompt))
 
 
@@ -78,7 +78,7 @@ def text_prompt(services: Services, tenant: Tenant, body: DocumentFields, text: 
         documents = read_documents(services, tenant, body)
     if not documents:
         prompt = Prompt.from_text(text, services.settings.chunk_separator, salt=salt) if isinstance(text, str) else text
-        return _composed_or_joined(services.llm, encoder.encode(prompt, salt=salt), ())
+        return _told(services.llm, encoder.encode(prompt, salt=salt), ())
     if not isinstance(text, str):
         raise InvalidPrompt("documents go with a prompt of text; this one is a list of token ids")
     parts = named_parts(text, services.settings.chunk_separator)
@@ -86,15 +86,14 @@ def text_prompt(services: Services, tenant: Tenant, body: DocumentFields, text: 
     prompt = Prompt.from_documents((*documents, *map(Document, bodies)), question, system=system, salt=salt)
     with told_by_place(body):
         prompt = encoder.encode(prompt)
-    composed = _composed_or_joined(services.llm, prompt, documents)
+    composed = _told(services.llm, prompt, documents)
     return replace(composed, notes=notes_of(services, tenant, documents, composed.prompt))
 
 
-def _composed_or_joined(llm: LLM, prompt: Prompt, documents: Sequence[Document]) -> Composed:
+def _told(llm: LLM, prompt: Prompt, documents: Sequence[Document]) -> Composed:
+    """A prompt with what its report says: the encoder has joined its segments if there is no chunk cache."""
     ids = frozenset(document.id for document in documents if document.id is not None)
-    if llm.has_chunk_cache or prompt.is_plain:
-        return Composed(prompt, "", ids)
-    return Composed(prompt.joined(), f"not composed: {llm.chunk_cache_off_reason}", ids)
+    return Composed(prompt, f"not composed: {llm.chunk_cache_off_reason}" if prompt.is_joined else "", ids)
 
 
 def _encode_chat(

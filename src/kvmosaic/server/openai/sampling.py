@@ -112,6 +112,13 @@ class SharedFields(DocumentFields, StructuredFields):
         Literal["shared", "sequential"] | None,
         Field(description="Where documents stand; default: the server's setting."),
     ] = None
+    chunk_context: Annotated[
+        Literal["system", "none"] | None,
+        Field(
+            description="What documents saw when they were computed: the system text, or nothing, so that they serve "
+            "under any system text. Default: the server's setting."
+        ),
+    ] = None
     repair: Annotated[
         str | None,
         Field(

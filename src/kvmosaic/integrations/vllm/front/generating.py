@@ -36,19 +36,21 @@ def generate(
     position_strategy: str = "sequential",
     chunk_context: str = "system",
     repair: Any = None,
-    separator: str | None = "##",
+    separator: str | None = None,
     **options: Any,
 ) -> list[Any]:
-    r"""Answers prompts, each document of which is computed once and reused at any place in any later prompt.
+    """Answers prompts, each document of which is computed once and reused at any place in any later prompt.
 
     Args:
         llm: a `vllm.LLM`, made with `engine_arguments()`.
-        prompts: texts such as "System text. ## A document. ## Another one. ## Question?", `Prompt`s, or token ids.
+        prompts: `Prompt`s, such as Prompt.from_documents(…); token ids; or texts, which are ordinary prompts unless a
+            separator is named.
         sampling_params: vLLM's, one for all or one for each; None: the model's defaults.
         position_strategy: "sequential" (documents stand one behind the other) or "shared" (they overlap).
         chunk_context: what a document saw when it was computed: "system" or "none".
         repair: "none", or "first(16)" to compute the first 16 tokens of each document again in its place.
-        separator: what separates the segments of a text; None: texts are never split.
+        separator: what separates the segments of a text such as "System text. ## A document. ## Question?": "##" here;
+            None or "": texts are never split.
         options: of vLLM's `LLM.generate`, such as use_tqdm and lora_request.
 
     Returns:

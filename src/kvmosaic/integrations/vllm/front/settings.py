@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.front.how import FIELDS, How
-from kvmosaic.prompt.separator import check_separator
+from kvmosaic.prompt.separator import read_separator
 
 PREFIX = "KVMOSAIC_"
 """As for our own server: the same settings have the same names."""
@@ -20,7 +20,7 @@ class FrontSettings:
     """Limits and defaults of the front; the first four are those of a `PromptEncoder`."""
 
     separator: str | None = None
-    """Text that splits a prompt into documents; None: prompts are never split."""
+    """Text that splits a prompt into documents; None or "": prompts are never split."""
     max_chunk_tokens: int = 32_768
     max_prompt_chunks: int = 4_096
     long_chunks: Literal["error", "split"] = "error"
@@ -34,8 +34,7 @@ class FrontSettings:
     """Seconds that a stored document lives if its creator says nothing about it; None: for ever."""
 
     def __post_init__(self) -> None:
-        if self.separator is not None:
-            check_separator(self.separator)
+        object.__setattr__(self, "separator", read_separator(self.separator))
         if self.long_chunks not in ("error", "split"):
             raise InvalidConfig(f"long_chunks is {self.long_chunks!r:.80}; choose 'error' or 'split'")
 
