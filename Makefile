@@ -32,8 +32,8 @@ AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS
 BY_KERNEL := tests/attention/test_native.py tests/engine/test_self_check.py tests/parity/test_promises.py \
 	tests/examples/test_examples.py
 BY_CPU := $(BY_KERNEL) tests/attention/test_composed.py tests/attention/rolling \
-	tests/model/test_fuse.py tests/model/test_int8.py tests/model/test_lesser_cpus.py tests/model/test_load.py \
-	tests/model/test_prepack.py tests/parity/test_conversations.py tests/sampling/test_structured_answers.py \
+	tests/model/test_fuse.py tests/model/test_int8.py tests/model/test_load.py tests/model/test_prepack.py \
+	tests/parity/test_conversations.py tests/sampling/test_structured_answers.py \
 	tests/test_llm.py tests/test_tiers.py \
 	tests/cli/test_commands.py::test_check_says_whether_layers_are_packed \
 	tests/cli/test_commands.py::test_check_says_whether_layers_have_eight_bits \

@@ -15,10 +15,13 @@ import torch
 from support.families import build
 from typer.testing import CliRunner
 
-from kvmosaic.attention.native import LIBRARY
+from kvmosaic.attention.native import LIBRARY, NativeBackend, load_library
 from kvmosaic.cli import app
 from kvmosaic.cpu_instructions import INSTRUCTION_SETS, VARIABLE, allowed_instruction_sets
 from kvmosaic.errors import InvalidConfig
+from kvmosaic.model import load_model
+from kvmosaic.model.int8 import cpu_has_int8
+from kvmosaic.model.row_kernels import RowKernels
 
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", VARIABLE)
 CPUINFO = Path("/proc/cpuinfo")
@@ -85,10 +88,19 @@ def test_a_variable_of_torch_alone_is_enough_for_float32(folder: Path, variables
 
 
 @needs_extension
-def test_plain_c_is_chosen_by_name(folder: Path) -> None:
-    found = seen(folder, KVMOSAIC_CPU_ISA="portable")
-    assert (found["native"], found["rows"]) == ("portable", "kvmosaic_norm_portable")
-    assert (found["dtype"], found["packed"]) == ("torch.float32", False)
+@pytest.mark.parametrize("name", allowed_instruction_sets())
+def test_our_own_variable_is_read_when_a_model_is_loaded(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, name)
+    if name not in load_library().instruction_sets:
+        pytest.skip(f"this CPU has no {name}")
+    assert NativeBackend().instruction_set == name
+    assert RowKernels().norm.__name__ == f"kvmosaic_norm_{name}"
+    if name != "avx512":
+        assert load_model(folder, device="cpu").dtype is torch.float32
+        assert not load_model(folder, device="cpu", dtype="bfloat16").is_prepacked
+        assert not cpu_has_int8()
 
 
 @is_x86
