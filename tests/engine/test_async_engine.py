@@ -187,7 +187,7 @@ def test_a_loop_that_was_closed_with_a_reader_on_it_leaves_nothing_behind(is_tol
     if is_told:  # a wake-up lies in the loop, so there will be no other that could fail
         asyncio.run(until(lambda: request.answers[0].num_tokens > 9))
     loop.close()
-    asyncio.run(until(lambda: not inner.has_unfinished_requests, 5))
+    asyncio.run(until(lambda: not inner.has_unfinished_requests))
     assert request.answers[0].finish.reason == "abort"
     assert engine.is_alive and asyncio.run(read(engine, ask(0))) == alone(ask(0))
     engine.stop()

@@ -22,6 +22,7 @@ from kvmosaic.errors import NativeUnavailable
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.fuse import fuse_operations
 from kvmosaic.model.fused import FusedMlp, FusedNorm, fused_form
+from kvmosaic.model.prepack import has_onednn_for_bfloat16
 from kvmosaic.model.row_kernels import GatePlan, RowKernels, TurnPlan
 
 BFLOAT16 = torch.bfloat16
@@ -50,13 +51,9 @@ try:
     SETS = load_library().instruction_sets
 except NativeUnavailable:
     SETS = ()
-pytestmark = [
-    pytest.mark.skipif(not SETS, reason="the C extension is not built"),
-    pytest.mark.skipif(
-        not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
-        reason="torch has no oneDNN for bfloat16 here",
-    ),
-]
+pytestmark = pytest.mark.skipif(not SETS, reason="the C extension is not built")
+packs = pytest.mark.skipif(not has_onednn_for_bfloat16(), reason="torch has no oneDNN for bfloat16 here")
+"""Where layers cannot be packed, none are fused; the kernels themselves need no oneDNN."""
 instruction_sets = pytest.mark.parametrize("instruction_set", SETS)
 rows = st.one_of(st.integers(0, 20), st.integers(21, 600))
 
@@ -133,6 +130,7 @@ def test_a_rotation_has_the_bits_of_the_models(instruction_set, num_rows, heads,
     assert torch.equal(query, expected[0]) and torch.equal(key, expected[1])
 
 
+@packs
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_model_gives_the_logits_of_its_own_code(family: str) -> None:
     layout = dense_layout(random_prompt())
@@ -164,6 +162,7 @@ def test_wider_models_run_their_own_code(dtype: torch.dtype) -> None:
     assert not LoadedModel.from_module(build("llama", dtype), prepack="auto").num_fused
 
 
+@packs
 def test_a_model_in_memory_is_fused_only_when_asked(tmp_path) -> None:
     module = build("llama", BFLOAT16)
     assert not LoadedModel.from_module(module).num_fused
@@ -172,6 +171,7 @@ def test_a_model_in_memory_is_fused_only_when_asked(tmp_path) -> None:
     assert load_model(tmp_path, device="cpu", dtype=BFLOAT16, prepack=True).num_fused["layers"] == 2
 
 
+@packs
 def test_without_the_extension_nothing_is_fused(monkeypatch) -> None:
     def missing() -> None:
         raise NativeUnavailable("not built")
@@ -209,6 +209,7 @@ def refuse(change: str, layer: Any) -> None:
         layer.self_attn.q_proj.register_forward_hook(lambda _module, _x, out: 2 * out)
 
 
+@packs
 @pytest.mark.parametrize(
     ("change", "part"),
     [
@@ -233,17 +234,20 @@ def test_a_module_that_does_something_else_is_left_alone(change: str, part: str)
     assert (dense_logits(model, layout).float() - expected).abs().max() <= 2e-2 * expected.abs().max()
 
 
+@packs
 def test_clamped_projections_are_not_fused() -> None:
     # Olmo cuts queries, keys and values; here at numbers that few tokens reach
     assert "attention modules" not in fused("olmo", clip_qkv=200.0).num_fused
 
 
+@packs
 def test_far_positions_show_what_near_ones_hide() -> None:
     beta = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5}
     beta["original_max_position_embeddings"] = 1000
     assert "attention modules" not in fused("ministral3", rope_parameters=beta).num_fused
 
 
+@packs
 @pytest.mark.parametrize("hooked", ["", "proj", "down_proj", "act_fn", "norm", "input_layernorm"])
 def test_hooks_that_come_later_see_what_the_modules_own_code_shows(hooked: str) -> None:
     model, layout = fused("llama"), dense_layout(random_prompt())
@@ -259,6 +263,7 @@ def test_hooks_that_come_later_see_what_the_modules_own_code_shows(hooked: str) 
         assert torch.equal(got, expected), name
 
 
+@packs
 def test_a_hook_that_changes_an_output_is_heeded() -> None:
     model, layout = fused("llama"), dense_layout(random_prompt())
     plain = dense_logits(model, layout)
@@ -268,6 +273,7 @@ def test_a_hook_that_changes_an_output_is_heeded() -> None:
     assert torch.equal(dense_logits(model, layout), plain)
 
 
+@packs
 def test_gradients_and_transformers_own_attention_take_the_models_code() -> None:
     model = fused("llama")
     x = random(1, 5, model.config.hidden_size).requires_grad_()
@@ -281,6 +287,7 @@ def test_gradients_and_transformers_own_attention_take_the_models_code() -> None
         assert torch.equal(got, model.module(tokens).logits)
 
 
+@packs
 def test_fusing_twice_changes_nothing() -> None:
     model = fused("llama")
     assert not fuse_operations(model.module, model.max_positions)

@@ -23,7 +23,7 @@ from kvmosaic.sampling import SamplingParams
 
 BFLOAT16 = torch.bfloat16
 FAMILIES = ["llama", "qwen2", "gemma3", "mixtral", "deepseek_v3", "phi3"]
-pytestmark = pytest.mark.skipif(not cpu_has_int8(), reason="this CPU multiplies 8-bit numbers no faster than others")
+fast = pytest.mark.skipif(not cpu_has_int8(), reason="this CPU multiplies 8-bit numbers no faster than others")
 
 
 def obvious(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -36,6 +36,7 @@ def obvious(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return out if linear.bias is None else out + linear.bias.double()
 
 
+@fast
 @settings(max_examples=40)
 @given(st.integers(0, 40), st.integers(1, 130), st.integers(1, 130), st.booleans(), st.sampled_from([1e-15, 1.0, 1e15]))
 def test_a_layer_does_what_its_formula_says(rows, width, height, has_bias, size) -> None:
@@ -48,6 +49,7 @@ def test_a_layer_does_what_its_formula_says(rows, width, height, has_bias, size)
         torch.testing.assert_close(got.double(), expected, rtol=0.005, atol=1e-6 * size)
 
 
+@fast
 def test_a_layer_is_as_exact_as_127_steps_allow() -> None:
     torch.manual_seed(0)
     plain, x = nn.Linear(512, 512, dtype=BFLOAT16), torch.randn(64, 512).to(BFLOAT16)
@@ -56,6 +58,7 @@ def test_a_layer_is_as_exact_as_127_steps_allow() -> None:
     assert (got - expected).norm() / expected.norm() < 0.02
 
 
+@fast
 def test_rows_do_not_change_each_other() -> None:
     torch.manual_seed(0)
     layer, x = Int8Linear(nn.Linear(96, 64, dtype=BFLOAT16)), torch.randn(33, 96).to(BFLOAT16)
@@ -65,6 +68,7 @@ def test_rows_do_not_change_each_other() -> None:
         assert all(torch.equal(layer(x[row : row + 1])[0], together[row]) for row in range(33))
 
 
+@fast
 def test_zeros_stay_zeros() -> None:
     plain = nn.Linear(8, 8, bias=False, dtype=BFLOAT16)
     with torch.inference_mode():
@@ -73,11 +77,13 @@ def test_zeros_stay_zeros() -> None:
         assert not Int8Linear(plain)(torch.ones(2, 8, dtype=BFLOAT16)).any()
 
 
+@fast
 def test_weight_can_be_asked_for() -> None:
     plain = nn.Linear(24, 40, dtype=BFLOAT16)
     torch.testing.assert_close(Int8Linear(plain).weight, plain.weight.detach(), rtol=0.01, atol=0.002)
 
 
+@fast
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_near_those_of_the_plain_model_which_is_another_one(family: str) -> None:
     layout = dense_layout(random_prompt())
@@ -90,6 +96,7 @@ def test_logits_are_near_those_of_the_plain_model_which_is_another_one(family: s
     assert 0 < difference < 0.2
 
 
+@fast
 def test_fingerprint_is_the_same_every_time(tmp_path: Path) -> None:
     build("llama", BFLOAT16).save_pretrained(tmp_path)
     plain = load_model(tmp_path, device="cpu", dtype=BFLOAT16)
@@ -97,6 +104,7 @@ def test_fingerprint_is_the_same_every_time(tmp_path: Path) -> None:
     assert first.fingerprint == second.fingerprint != plain.fingerprint
 
 
+@fast
 def test_documents_of_an_8_bit_model_are_found_again(tmp_path: Path) -> None:
     build("llama", BFLOAT16).save_pretrained(tmp_path)
     small: Any = {"engine_config": EngineConfig(request_cache="4MiB"), "chunk_cache_config": ChunkCacheConfig("4MiB")}

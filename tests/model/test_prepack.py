@@ -16,15 +16,12 @@ from torch import nn
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.model import LoadedModel, load_model
-from kvmosaic.model.prepack import PackedLinear, Prepack, cpu_has_bfloat16
+from kvmosaic.model.prepack import PackedLinear, Prepack, cpu_has_bfloat16, has_onednn_for_bfloat16
 from kvmosaic.prompt import Prompt
 
 BFLOAT16 = torch.bfloat16
 FAMILIES = ["llama", "qwen2", "gemma3", "mixtral", "deepseek_v3", "phi3", "cohere2", "gpt_oss"]
-pytestmark = pytest.mark.skipif(
-    not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
-    reason="torch has no oneDNN for bfloat16 here",
-)
+packs = pytest.mark.skipif(not has_onednn_for_bfloat16(), reason="torch has no oneDNN for bfloat16 here")
 
 
 def packed(family: str, **changes: object) -> LoadedModel:
@@ -41,6 +38,7 @@ def turned_round(prompt: Prompt) -> Prompt:
     return Prompt.from_tokens(system, chunks[::-1], question)
 
 
+@packs
 @settings(max_examples=40)
 @given(st.integers(0, 40), st.integers(1, 130), st.integers(1, 130), st.booleans(), st.booleans())
 def test_a_packed_layer_multiplies_like_a_plain_one(rows, width, height, has_bias, skips_rows) -> None:
@@ -54,6 +52,7 @@ def test_a_packed_layer_multiplies_like_a_plain_one(rows, width, height, has_bia
     torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
 
 
+@packs
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_agree_with_the_plain_model(family: str) -> None:
     layout = dense_layout(random_prompt())
@@ -65,6 +64,7 @@ def test_logits_agree_with_the_plain_model(family: str) -> None:
     assert difference <= 2e-2 * plain.abs().max()
 
 
+@packs
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gemma3"])
 def test_found_chunks_give_the_tokens_of_computed_ones(family: str) -> None:
     engine = build_engine(packed(family), position_strategy="sequential")
@@ -76,6 +76,7 @@ def test_found_chunks_give_the_tokens_of_computed_ones(family: str) -> None:
     assert (warm_logits - cold_logits).abs().max() <= 2e-2 * cold_logits.abs().max()
 
 
+@packs
 def test_the_order_of_documents_cannot_change_a_bit() -> None:
     engine = build_engine(packed("llama"))
     prompt = random_prompt()
@@ -84,6 +85,7 @@ def test_the_order_of_documents_cannot_change_a_bit() -> None:
     assert torch.equal(first, second)
 
 
+@packs
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_the_model_keeps_its_identity_and_its_size(is_tied: bool) -> None:
     plain = LoadedModel.from_module(build("llama", BFLOAT16, tie_word_embeddings=is_tied))
@@ -94,6 +96,7 @@ def test_the_model_keeps_its_identity_and_its_size(is_tied: bool) -> None:
     assert (model.dtype, model.device) == (plain.dtype, plain.device)
 
 
+@packs
 def test_another_packed_weight_is_another_model() -> None:
     model = packed("llama")
     part = model.module.model.layers[0].mlp.up_proj
@@ -102,6 +105,7 @@ def test_another_packed_weight_is_another_model() -> None:
     assert LoadedModel.from_module(model.module).fingerprint != model.fingerprint
 
 
+@packs
 def test_packed_weights_are_not_kept_twice() -> None:
     model = packed("llama", tie_word_embeddings=False)
     names = packed_names(model)
@@ -110,6 +114,7 @@ def test_packed_weights_are_not_kept_twice() -> None:
     assert not {f"{name}.weight" for name in names} & {name for name, _ in model.module.named_parameters()}
 
 
+@packs
 def test_a_tied_embedding_still_looks_up_its_rows() -> None:
     model = packed("llama", tie_word_embeddings=True)
     head, embedding = model.module.lm_head, model.module.get_input_embeddings()
@@ -117,12 +122,14 @@ def test_a_tied_embedding_still_looks_up_its_rows() -> None:
     assert torch.equal(head.weight, embedding.weight)
 
 
+@packs
 def test_a_packed_model_can_be_saved(tmp_path: Path) -> None:
     packed("qwen2").module.save_pretrained(tmp_path)
     again = load_model(tmp_path, device="cpu", dtype=BFLOAT16, prepack=False)
     assert again.fingerprint == LoadedModel.from_module(build("qwen2", BFLOAT16)).fingerprint
 
 
+@packs
 def test_layers_that_do_more_than_multiply_stay_as_they_are() -> None:
     class Louder(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -139,12 +146,14 @@ def test_layers_that_do_more_than_multiply_stay_as_they_are() -> None:
     assert "model.layers.0.mlp.gate_proj" in names
 
 
+@packs
 def test_the_projection_of_a_latent_is_read_not_called() -> None:
     names = packed_names(packed("deepseek_v3"))
     assert "model.layers.0.self_attn.o_proj" in names
     assert not any("kv_b_proj" in name for name in names)
 
 
+@packs
 @pytest.mark.parametrize("has_bfloat16", [True, False])
 def test_auto_packs_where_the_cpu_computes_in_bfloat16(tmp_path: Path, monkeypatch, has_bfloat16: bool) -> None:
     build("llama", BFLOAT16).save_pretrained(tmp_path)
@@ -155,6 +164,7 @@ def test_auto_packs_where_the_cpu_computes_in_bfloat16(tmp_path: Path, monkeypat
     assert not load_model(tmp_path, device="cpu", dtype="float64").is_prepacked
 
 
+@packs
 @pytest.mark.parametrize(("word", "flag"), [("always", True), ("never", False)])
 def test_words_mean_what_flags_mean(word: Prepack, flag: bool) -> None:
     assert LoadedModel.from_module(build("llama", BFLOAT16), prepack=word).is_prepacked is flag
@@ -174,6 +184,7 @@ def test_what_cannot_be_packed_is_said(dtype: torch.dtype, wanted: object) -> No
         LoadedModel.from_module(build("llama", dtype), prepack=wanted)  # type: ignore[arg-type]
 
 
+@packs
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells what is mapped")
 def test_the_file_of_a_packed_model_is_let_go(tmp_path: Path) -> None:
     build("llama", BFLOAT16, tie_word_embeddings=False).save_pretrained(tmp_path)

@@ -103,6 +103,12 @@ def test_mistyped_names_are_errors_that_name_the_nearest(monkeypatch: pytest.Mon
         read_settings()
 
 
+def test_variables_that_are_read_when_a_model_is_loaded_are_no_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVMOSAIC_ATTENTION", "native")
+    monkeypatch.setenv("KVMOSAIC_CPU_ISA", "avx2")
+    assert read_settings().dtype == "auto"
+
+
 @pytest.mark.parametrize("text", ["- a\n- b\n", "text", "{", "\t- :", "!!python/object:os.system {}", "? [a]\n: 1"])
 def test_file_that_is_not_a_mapping_is_one_line(tmp_path: Path, text: str) -> None:
     with pytest.raises(InvalidConfig, match=r"server\.yaml"):

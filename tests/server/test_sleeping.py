@@ -111,7 +111,7 @@ def test_those_who_wait_count_in_the_queue_and_may_leave(server: RunningServer) 
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
     for thread in threads:
         thread.join(10)
-    wait_until(lambda: not admission.num_under_way and not server.services.engine.num_waiting, 2)
+    wait_until(lambda: not admission.num_under_way and not server.services.engine.num_waiting)
     assert get(server, "/is_sleeping") == (200, {"is_sleeping": True})
 
 

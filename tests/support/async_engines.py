@@ -87,7 +87,7 @@ async def held(engine: AsyncEngine) -> AsyncIterator[None]:
     await task
 
 
-async def until(condition: Any, seconds: float = 20) -> None:
+async def until(condition: Any, seconds: float = 120) -> None:
     """Waits for something that the engine's thread brings about."""
     end = time.monotonic() + seconds
     while not condition():

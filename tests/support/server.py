@@ -76,11 +76,11 @@ class RunningServer:
             result = function(*args)
             return await result if asyncio.iscoroutine(result) else result
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(300)
 
     def __enter__(self) -> RunningServer:
         self._thread.start()
-        if not self._ready.wait(120) or self._failure is not None:
+        if not self._ready.wait(300) or self._failure is not None:
             raise RuntimeError("the server did not start") from self._failure
         return self
 
@@ -160,7 +160,7 @@ class ServeCommand:
         assert self.process.stderr is not None
         self.process.stderr.close()
 
-    def until(self, text: str, seconds: float = 60.0) -> re.Match[str]:
+    def until(self, text: str, seconds: float = 300.0) -> re.Match[str]:
         """Waits for a line; `text` is a pattern."""
         wait_until(lambda: re.search(text, self.log) or self.process.poll() is not None, seconds)
         match = re.search(text, self.log)
@@ -174,7 +174,7 @@ class ServeCommand:
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         self.process.send_signal(number)
 
-    def wait(self, seconds: float = 30.0) -> int:
+    def wait(self, seconds: float = 120.0) -> int:
         """The exit code; the log is complete then."""
         code = self.process.wait(seconds)
         self._reader.join(5)
@@ -186,8 +186,8 @@ class ServeCommand:
             self.log += line
 
 
-def wait_until(condition: Any, seconds: float = 10.0) -> None:
-    """Waits for something that another thread brings about."""
+def wait_until(condition: Any, seconds: float = 60.0) -> None:
+    """Waits for something that another thread brings about; only what hangs takes long, even on a busy machine."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"not within {seconds} s: {condition}"

@@ -16,6 +16,7 @@ from kvmosaic.cache.keys import Key
 from kvmosaic.capacity.speed import Speed
 from kvmosaic.capacity.tier_plan import TierSpeed
 from kvmosaic.errors import TierUnavailable
+from kvmosaic.model.load import dtype_on
 from kvmosaic.tiers import Deadline, DiskTier, Tier, open_tier, parse_tier_url
 from kvmosaic.tiers.url import TierSpec
 
@@ -33,12 +34,21 @@ def measure_speed(dtype: str, *, tries: int = _TRIES) -> Speed:
 
     The best of several tries counts, because other work only makes them slower.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device()
     flops = measure_flops(getattr(torch, dtype), tries, device, size=8_192 if device.type == "cuda" else 1_024)
     buffer = torch.ones(_READ_BYTES // 4, dtype=torch.float32, device=device)
     rate = _READ_BYTES / least_seconds(_finished(buffer.sum, device), tries)
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"this CPU, {torch.get_num_threads()} threads"
     return Speed(flops, rate, "").times(MEASURED_SHARE, f"{name}: {MEASURED_SHARE:.0%} of what was measured")
+
+
+def dtype_here(stored: str) -> str:
+    """What `load_model` makes of a checkpoint in `stored` on this machine, if the choice is left to it."""
+    return str(dtype_on(_device(), getattr(torch, stored))).removeprefix("torch.")
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def measure_flops(dtype: torch.dtype, tries: int, device: torch.device | None = None, size: int = 1_024) -> float:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvmosaic.capacity import CapacityPlan, Demand, TierPlan, plan_capacity, read_model
+from kvmosaic.capacity import CapacityPlan, Demand, ModelFacts, TierPlan, plan_capacity, read_model
 from kvmosaic.capacity.tier_plan import LONGEST, Codec
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.console.capacity_speed import SpeedAsked, tiers_of
@@ -49,7 +50,7 @@ class Asked:
 
         quiet_libraries()
         tiers, compared = tiers_of(self.chunk_tiers, self.tier_speeds, measure=self.speed.measure)
-        model = read_model(self.model, dtype=self.dtype, quantization="int8" if self.quantization == "int8" else "none")
+        model = self._model()
         return plan_capacity(
             model,
             self.device_memory,
@@ -62,6 +63,17 @@ class Asked:
             compared=compared,
             codec=self.codec,
         )
+
+    def _model(self) -> ModelFacts:
+        """The model in the type that was asked for; "auto" is this machine's choice if this machine is measured."""
+        quantization: Literal["none", "int8"] = "int8" if self.quantization == "int8" else "none"
+        model = read_model(self.model, dtype=self.dtype, quantization=quantization)
+        if self.dtype != "auto" or not self.speed.measure:
+            return model
+        from kvmosaic.capacity.measuring import dtype_here
+
+        here = dtype_here(model.dtype)
+        return model if here == model.dtype else read_model(self.model, dtype=here, quantization=quantization)
 
 
 def show_capacity(asked: Asked, *, as_json: bool = False, plot: Path | None = None) -> None:

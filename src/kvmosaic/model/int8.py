@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.model.fuse import fuse_operations
 from kvmosaic.model.loaded import LoadedModel
-from kvmosaic.model.prepack import PackedLinear, places_of
+from kvmosaic.model.prepack import PackedLinear, may_use_avx512, places_of
 
 Quantization = Literal["none", "int8"]
 """How the weights of linear layers are rounded when a model is loaded."""
@@ -96,7 +96,7 @@ def check_quantization(wanted: Any, device: torch.device, dtype: torch.dtype) ->
 def cpu_has_int8() -> bool:
     """Whether the CPU adds up products of 8-bit numbers in hardware, without overflow."""
     has_instructions: Any = getattr(torch.cpu, "_is_vnni_supported", bool)
-    return bool(has_instructions()) and bool(torch._C._has_mkldnn) and hasattr(torch.ops.onednn, "qlinear_pointwise")
+    return bool(has_instructions()) and may_use_avx512() and hasattr(torch.ops.onednn, "qlinear_pointwise")
 
 
 def quantize(model: LoadedModel) -> LoadedModel:

@@ -180,6 +180,11 @@ def _dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -> torch
         return dtype
     stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
     stored = _DTYPES.get(stored, torch.float32) if isinstance(stored, str) else stored
+    return dtype_on(device, stored)
+
+
+def dtype_on(device: torch.device, stored: torch.dtype) -> torch.dtype:
+    """What "auto" makes of a checkpoint in `stored` on a device."""
     if device.type != "cpu":
         return stored if stored in _DTYPES.values() else torch.bfloat16
     return torch.bfloat16 if stored.itemsize <= 2 and cpu_has_bfloat16() else torch.float32

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from kvmosaic.cpu_instructions import allowed_instruction_sets
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.model.hook import LATENT_ATTRIBUTE
 
@@ -111,9 +112,20 @@ def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware (AVX-512 BF16 or AMX)."""
+    """Whether the CPU multiplies bfloat16 in hardware (AVX-512 BF16 or AMX) and torch, oneDNN and we may use it."""
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(bool(getattr(torch.cpu, name, bool)()) for name in checks)
+    return any(bool(getattr(torch.cpu, name, bool)()) for name in checks) and may_use_avx512()
+
+
+def may_use_avx512() -> bool:
+    """Whether none of ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and KVMOSAIC_CPU_ISA holds the process to less."""
+    by_torch = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return by_torch and has_onednn_for_bfloat16() and "avx512" in allowed_instruction_sets()
+
+
+def has_onednn_for_bfloat16() -> bool:
+    """Whether torch has oneDNN and it multiplies bfloat16 here: on most CPUs of today with AVX-512 or better."""
+    return bool(torch._C._has_mkldnn) and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @cache
@@ -128,7 +140,7 @@ def _why_not(embedding: Tensor) -> str:
         return f"this model is on {embedding.device}"
     if embedding.dtype is not torch.bfloat16:
         return f"this model is in {str(embedding.dtype).removeprefix('torch.')}"
-    if not torch._C._has_mkldnn or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not has_onednn_for_bfloat16():
         return "torch has no oneDNN for bfloat16 here"
     return ""
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from kvmosaic.attention.native.library import InstructionSet, load_library
+from kvmosaic.attention.native.library import load_library
+from kvmosaic.cpu_instructions import InstructionSet
 from kvmosaic.errors import NativeUnavailable
 
 _FEW_ROWS = 16

@@ -57,7 +57,8 @@ def variable_of(name: str) -> str:
 
 
 def _check_environment() -> None:
-    known = [variable_of(name) for name in (*ServerSettings.model_fields, "attention")]  # attention: read by `LLM`
+    elsewhere = ("attention", "cpu_isa")  # read when a model is loaded
+    known = [variable_of(name) for name in (*ServerSettings.model_fields, *elsewhere)]
     for variable in os.environ:
         if variable.upper().startswith(f"{ENV_PREFIX}BENCH_"):  # read by `kvmosaic bench`
             continue

@@ -6,6 +6,8 @@ import importlib
 import os
 import warnings
 
+from kvmosaic.cpu_instructions import allowed_instruction_sets
+
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -35,9 +37,23 @@ MODULES = (
 )
 
 
+# what vLLM asks to choose kernels and types by: the CPU itself, which no environment variable changes
+ASKED_OF_THE_CPU = ("avx512_supported", "avx512_bf16_supported", "vnni_supported", "amx_tile_supported")
+
+
+def _hold_to_less() -> None:
+    """With KVMOSAIC_CPU_ISA below avx512, vLLM takes the kernels that it brings for AVX2, too."""
+    import torch
+
+    if "avx512" not in allowed_instruction_sets():
+        for name in ASKED_OF_THE_CPU:
+            setattr(torch.cpu, f"_is_{name}", lambda: False)
+
+
 def load_vllm() -> None:
     """Imports vLLM (half a minute the first time); its warnings are not ours."""
     os.environ.update(ENVIRONMENT)
+    _hold_to_less()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in MODULES:

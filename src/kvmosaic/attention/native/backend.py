@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from kvmosaic.attention.layer_backend import Pools
-from kvmosaic.attention.native.library import InstructionSet, LayerPointers, Library, PoolPointers, load_library
+from kvmosaic.attention.native.library import LayerPointers, Library, PoolPointers, load_library
 from kvmosaic.attention.reads import POOLS, ReadPlan
 from kvmosaic.attention.torch_backend import TorchBackend
+from kvmosaic.cpu_instructions import InstructionSet
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.rope import RotationTables
 

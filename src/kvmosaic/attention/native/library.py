@@ -8,18 +8,15 @@ from collections.abc import Iterator
 from ctypes import c_double, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from kvmosaic.cpu_instructions import INSTRUCTION_SETS, InstructionSet, allowed_instruction_sets
 from kvmosaic.errors import NativeUnavailable
 
 LIBRARY = Path(__file__).with_name("paged.so")
 """Where the build leaves the extension."""
-
-InstructionSet = Literal["portable", "avx2", "avx512"]
-INSTRUCTION_SETS: tuple[InstructionSet, ...] = ("portable", "avx2", "avx512")
-"""The worst one first; avx512 includes AVX512-BF16."""
 
 _VERSION = 1
 """Of the structures below; `kvmosaic_version` in paged.c."""
@@ -54,7 +51,7 @@ class Library:
     parallel: Any
     """The address of GOMP_parallel in the OpenMP runtime that torch uses, or None: one thread."""
     instruction_sets: tuple[InstructionSet, ...]
-    """Those that this processor knows, the best one last."""
+    """Those that this processor knows and the environment allows, the best one last."""
 
     def scratch_bytes(self, layer: LayerPointers, num_threads: int) -> int:
         """Bytes that `attend` needs for this layer."""
@@ -72,6 +69,7 @@ def load_library(path: Path = LIBRARY) -> Library:
 
     Raises:
         NativeUnavailable: it was not built, or cannot be loaded.
+        InvalidConfig: KVMOSAIC_CPU_ISA has an unknown value.
     """
     if not path.exists():
         raise NativeUnavailable("the package was installed without its C extension (no C compiler was found then)")
@@ -86,8 +84,8 @@ def load_library(path: Path = LIBRARY) -> Library:
     functions.kvmosaic_attend.argtypes = (c_void_p, c_int64, c_void_p, c_int64)
     for function in (functions.kvmosaic_scratch_bytes, functions.kvmosaic_attend, functions.kvmosaic_best_path):
         function.restype = c_int64
-    best = functions.kvmosaic_best_path()
-    return Library(functions, _parallel(), INSTRUCTION_SETS[: best + 1])
+    known, allowed = functions.kvmosaic_best_path() + 1, allowed_instruction_sets()
+    return Library(functions, _parallel(), INSTRUCTION_SETS[: min(known, len(allowed))])
 
 
 def _parallel() -> Any:
