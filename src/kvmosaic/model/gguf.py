@@ -12,23 +12,21 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from blake3 import blake3
+from transformers import AutoConfig
 
 from kvmosaic.errors import UnsupportedModel
-from kvmosaic.model.gguf_file import GgufFile, GgufTensor, missing_bytes
-from kvmosaic.model.quantized import make_plain
+from kvmosaic.model.gguf_checks import check_gguf
+from kvmosaic.model.gguf_file import GgufFile, GgufTensor, read_gguf
+from kvmosaic.model.quantized import bytes_text, make_plain
 
 logger = logging.getLogger("kvmosaic")
 
-_PACKAGES = ("gguf", "accelerate")
-_NOT_MODELS = {"general", "tokenizer"}
-"""In transformers' table of architectures beside them."""
 _FORMAT = "kvmosaic-gguf-1"
 _SPECIAL_TOKENS = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
@@ -52,69 +50,24 @@ _STATED = {
 """Rules of the built model, and where a file states them."""
 _FREQUENCY_FACTORS = "rope_freqs.weight"
 _LONG_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
-_GPT2_SPLITS = {"default", "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "smollm", "starcoder", "refact", "command-r"}
+_GPT2_SPLITS = {
+    "default",
+    "gpt-2",
+    "gpt2",
+    "phi-2",
+    "mpt",
+    "olmo",
+    "jais",
+    "smollm",
+    "starcoder",
+    "refact",
+    "command-r",
+}
 """Splits of text that are GPT-2's; some of them take digits one by one first, and their vocabularies have no longer
 runs of digits."""
 
-
-def check_gguf(file: GgufFile) -> None:
-    """Refuses what cannot be loaded, before anything is: a missing package, an architecture, a file that ends early.
-
-    Raises:
-        UnsupportedModel: what is missing, and the way out.
-    """
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
-    if missing:
-        raise UnsupportedModel(
-            f"GGUF files are read with {' and '.join(_PACKAGES)}, and {' and '.join(missing)} is not installed; "
-            "pip install 'kvmosaic[gguf]'"
-        )
-    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
-
-    known = sorted({name.replace("_", "") for name in GGUF_SUPPORTED_ARCHITECTURES} - _NOT_MODELS)
-    if _plain(file.architecture) not in {_plain(name) for name in known}:
-        raise UnsupportedModel(
-            f"{file.path} is a GGUF of architecture {file.architecture!r:.60}, which transformers does not read; it "
-            f"reads {', '.join(known)}: give the model's folder of safetensors instead"
-        )
-    _check_kernels(file)
-    _check_end(file)
-
-
-def _plain(architecture: str) -> str:
-    return architecture.replace("-", "").replace("_", "").lower()
-
-
-def _check_kernels(file: GgufFile) -> None:
-    """Refuses what would make transformers download compiled code and run it."""
-    try:
-        from transformers.integrations.gguf import is_gguf_arch_supported
-    except ImportError:  # transformers before 5.18 has no such code
-        return
-    if is_gguf_arch_supported(file.architecture) and find_spec("kernels"):
-        raise UnsupportedModel(
-            f"for GGUF files of architecture {file.architecture!r:.60} transformers would download compiled code with "
-            "the package kernels, and run it; uninstall kernels, or give the model's folder of safetensors"
-        )
-
-
-def _check_end(file: GgufFile) -> None:
-    """Refuses a file that ends before its last weight does, and numbers stored in a way that is not known here."""
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    needed = file.num_bytes
-    for tensor in file.tensors:
-        try:
-            numbers, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
-        except (ValueError, KeyError):
-            raise UnsupportedModel(
-                f"{file.path} stores the weight {tensor.name!r:.80} as type {tensor.kind}, which the installed package "
-                "gguf does not know; upgrade it, or give a file of another quantization such as Q4_K_M or Q8_0"
-            ) from None
-        end = file.data_start + tensor.offset + -(-tensor.num_numbers // numbers) * num_bytes
-        needed = max(needed, end)
-    if needed > file.num_bytes:
-        raise missing_bytes(file, needed)
+_SPLITS_WITH_BEGIN = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
+"""Where llama.cpp puts the first token before a text unless the file says no; transformers does so if it says yes."""
 
 
 @contextmanager
@@ -170,19 +123,43 @@ def _shares(file: GgufFile) -> Counter[str]:
 
 def dequantized_text(file: GgufFile, dtype: torch.dtype) -> str:
     """What loading does to the weights, and the memory that takes."""
-    name = str(dtype).removeprefix("torch.")
-    return (
-        f"{file.path.name} ({_size(file.num_bytes)} in the file, {quantization_name(file)}) is dequantized to {name}: "
-        f"{_size(file.num_numbers * dtype.itemsize)} of weights"
-    )
+    stored = f"{bytes_text(file.num_bytes)} in the file, {quantization_name(file)}"
+    plain = f"{bytes_text(file.num_numbers * dtype.itemsize)} of weights"
+    return f"{file.path.name} ({stored}) is dequantized to {str(dtype).removeprefix('torch.')}: {plain}"
 
 
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+def describe(path: Path) -> Any:
+    """The configuration of a GGUF file's model, with the type of its weights; no weights are read.
+
+    Raises:
+        ModelNotFound: there is no such file.
+        UnsupportedModel: it cannot be loaded.
+    """
+    file = read_gguf(path)
+    check_gguf(file)
+    with alone(file) as (folder, named):
+        config = read_config(file, folder, {"local_files_only": True, **named})
+    config.dtype = stored_dtype(file)
+    return config
+
+
+def read_config(file: GgufFile, folder: str, options: Mapping[str, Any]) -> Any:
+    """The configuration that transformers makes from a header, with what it leaves out.
+
+    Raises:
+        UnsupportedModel: it cannot, or leaves out a rule of attention.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, **options)
+    except Exception as error:  # of many kinds: each family reads its own entries
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise UnsupportedModel(f"transformers cannot read the header of {file.path} ({text})") from error
+    settle_config(config, file)
+    return config
 
 
 def settle_config(config: Any, file: GgufFile) -> None:
-    """Sets the special tokens of a configuration as the file says: transformers leaves those of the family's first model.
+    """Sets the special tokens of a configuration as the file says; transformers leaves those of another model.
 
     Raises:
         UnsupportedModel: the file states a rule of attention that the configuration has not.
@@ -279,9 +256,12 @@ def _read_floats(file: GgufFile, tensor: GgufTensor) -> torch.Tensor:
 
 
 def has_tokenizer(file: GgufFile) -> bool:
-    """Whether the file has a vocabulary; warns where transformers does not know how its text is split."""
-    if not file.metadata.get("tokenizer.ggml.tokens"):
-        return False
+    """Whether the file has a vocabulary."""
+    return bool(file.metadata.get("tokenizer.ggml.tokens"))
+
+
+def tokenizer_options(file: GgufFile) -> dict[str, Any]:
+    """What a tokenizer is told beside the file; warns where transformers does not know how its text is split."""
     split = file.metadata.get("tokenizer.ggml.pre", "default")
     if file.metadata.get("tokenizer.ggml.model") == "gpt2" and split not in _known_splits():
         logger.warning(
@@ -290,7 +270,8 @@ def has_tokenizer(file: GgufFile) -> bool:
             file.path.name,
             str(split)[:60],
         )
-    return True
+    has_say = "tokenizer.ggml.add_bos_token" in file.metadata
+    return {"add_bos_token": True} if split in _SPLITS_WITH_BEGIN and not has_say else {}
 
 
 def _known_splits() -> set[str]:

@@ -23,7 +23,8 @@ SUFFIX = ".gguf"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {
-    kind: struct.Struct(f"<{code}") for kind, code in zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True)
+    kind: struct.Struct(f"<{code}")
+    for kind, code in zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True)
 }
 _KEPT_ELEMENTS = 4_096
 """Longer arrays are vocabularies; only their length is kept, and so of all arrays of texts."""
@@ -229,7 +230,7 @@ def _check_is_model(path: Path, metadata: Mapping[str, Any]) -> None:
     count = max(count, _whole(metadata, "split.count", 1))
     if count > 1:
         raise UnsupportedModel(
-            f"{path} is part {number} of {count} of a split GGUF, and one file is read: join the parts with llama.cpp's "
+            f"{path} is part {number} of {count} of a split GGUF, and one file is read: join them with llama.cpp's "
             f"`llama-gguf-split --merge FIRST-PART {_PART.sub('', path.name)}`, and give the result"
         )
     kind = metadata.get("general.type", "model")

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvmosaic.errors import InvalidConfig, ModelNotFound, UnsupportedModel
 from kvmosaic.model import gguf
+from kvmosaic.model.gguf_checks import check_gguf
 from kvmosaic.model.gguf_file import SUFFIX, GgufFile, find_gguf, read_gguf
 from kvmosaic.model.int8 import Quantization, check_quantization, quantize
 from kvmosaic.model.loaded import LoadedModel
@@ -125,7 +126,7 @@ def _read_gguf(
 ) -> tuple[Any, Any, str]:
     """The module and the tokenizer of a GGUF file, and what was done to the weights."""
     shown = str(file.path)
-    gguf.check_gguf(file)
+    check_gguf(file)
     chosen = _dtype(dtype, gguf.stored_dtype(file), place)
     check_quantization(quantization, place, chosen)
     note = gguf.dequantized_text(file, chosen)
@@ -133,13 +134,13 @@ def _read_gguf(
     with ExitStack() as stack:
         folder, named = stack.enter_context(gguf.alone(file))
         options = {**options, **named, "local_files_only": True, "trust_remote_code": False}
-        config = _fetch(shown, lambda: AutoConfig.from_pretrained(folder, **options))
+        config = gguf.read_config(file, folder, options)
         check_config(config)
-        gguf.settle_config(config, file)
         module = _build(shown, folder, config, chosen, {**options, **gguf.dequantizing()})
         tokenizer = None
         if gguf.has_tokenizer(file):
-            tokenizer = _fetch(shown, lambda: AutoTokenizer.from_pretrained(folder, **options))
+            told = gguf.tokenizer_options(file)
+            tokenizer = _fetch(shown, lambda: AutoTokenizer.from_pretrained(folder, **options, **told))
     gguf.settle_module(module, file)
     return module, tokenizer, note
 
@@ -164,9 +165,11 @@ def _checked_source(name_or_path: str | Path) -> str:
     text = str(name_or_path)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            files = sorted(each.name for each in path.glob(f"*{SUFFIX}"))
+            files = sorted(each.name for each in path.glob(f"*{SUFFIX}") if each.is_file())
             if files:
-                raise ModelNotFound(f"{text} is a folder with GGUF files and no config.json; give one of them: {_some(files)}")
+                raise ModelNotFound(
+                    f"{text} is a folder with GGUF files and no config.json; give one of them: {_some(files)}"
+                )
             raise ModelNotFound(f"{text} has no config.json; give the folder that holds config.json and *.safetensors")
         if not any(path.glob("*.safetensors")):
             raise ModelNotFound(

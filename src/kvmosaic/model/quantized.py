@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are quantized already: which of them load, with which packages, and what becomes of them."""
+"""Checkpoints whose weights are quantized already: which of them load, and with which packages."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 
 from kvmosaic.errors import InvalidConfig, UnsupportedModel
 
-_DEQUANTIZED = {"fp8", "mxfp8", "mxfp4"}
+_DEQUANTIZED = ("fp8", "mxfp8", "mxfp4")
 """Made plain as they are loaded: otherwise transformers looks for compiled code on the hub, or needs a GPU."""
 _PACKAGES: dict[str, Mapping[str, str]] = {
-    **dict.fromkeys(_DEQUANTIZED, {"accelerate": "accelerate"}),
+    **{method: {"accelerate": "accelerate"} for method in _DEQUANTIZED},
     "compressed-tensors": {"compressed_tensors": "compressed-tensors"},
     "bitsandbytes": {"bitsandbytes": "bitsandbytes", "accelerate": "accelerate"},
     "torchao": {"torchao": "torchao"},
-    "quanto": {"optimum.quanto": "optimum-quanto", "accelerate": "accelerate"},
     "gptq": {"gptqmodel": "gptqmodel", "optimum": "optimum"},
     "awq": {"gptqmodel": "gptqmodel", "accelerate": "accelerate"},
 }
@@ -104,10 +103,17 @@ def make_plain(module: Any) -> None:
 
 
 def quantized_text(source: str, method: str, module: Any) -> str:
-    """What became of quantized weights, for the log."""
-    size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers())) / 1e6
-    what = "is dequantized" if method in _DEQUANTIZED else "stays quantized"
-    return f"{source}: quantized by {method}, {what}: {size:,.1f} MB of weights"
+    """What became of quantized weights, and the memory they take if they are plain now."""
+    if is_packed(module.config):
+        return f"{source} is quantized ({method}), and computed by the package of that method"
+    num_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    name = str(next(module.parameters()).dtype).removeprefix("torch.")
+    return f"{source} is quantized ({method}), and dequantized to {name}: {bytes_text(num_bytes)} of weights"
+
+
+def bytes_text(num_bytes: int) -> str:
+    """Sizes as files have them: "98.4 MB", "1.25 GB"."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def _is_installed(module: str) -> bool:
