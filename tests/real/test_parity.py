@@ -8,9 +8,9 @@ from itertools import product
 
 import pytest
 import torch
+from support.engines import answer, build_engine, token_ids
 from support.real.oracle import Asked, Oracle
 from support.real.prompts import DOCUMENTS, QUESTIONS, parts
-from support.engines import answer, build_engine, token_ids
 from torch import Tensor
 
 from kvmosaic.attention import choose_backend

@@ -1,4 +1,4 @@
-"""vLLM is imported before any test module, as its warnings become errors; without it none of these tests is collected."""
+"""Imports vLLM before any test module does, as its warnings become errors; without it none of these is collected."""
 
 from __future__ import annotations
 
