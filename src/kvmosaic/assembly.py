@@ -14,7 +14,9 @@ from kvmosaic.errors import InvalidConfig, InvalidPrompt
 from kvmosaic.memory import blocks_within, check_fits, device_memory_bytes
 from kvmosaic.memory.buffer import pinned_bytes
 from kvmosaic.model import LoadedModel
+from kvmosaic.model.gguf_file import find_gguf, model_name
 from kvmosaic.model.runner import Runner
+from kvmosaic.profile import PROFILE_NAME
 from kvmosaic.prompt import Prompt
 from kvmosaic.tiers import Hierarchy, open_tiers, parse_tier_url
 
@@ -81,12 +83,18 @@ def bundled_reader() -> Path:
     return Path(__file__).parent / "bundled" / "reader"
 
 
-def folder_of(model: str | Path | LoadedModel) -> Path | None:
-    """Where the files of a model lie, if it was not loaded already and does not come from the hub."""
+def profile_place(model: str | Path | LoadedModel) -> Path | None:
+    """The file of a model's profile: in its folder, or beside its GGUF file under the name of that file.
+
+    None if the model was loaded already or comes from the hub.
+    """
     if isinstance(model, LoadedModel):
         return None
-    folder = bundled_reader() if model == BUNDLED_READER else Path(model).expanduser()
-    return folder if folder.is_dir() else None
+    path = bundled_reader() if model == BUNDLED_READER else Path(model).expanduser()
+    if path.is_dir():
+        return path / PROFILE_NAME
+    file = find_gguf(path)
+    return file.with_name(f"{model_name(file)}.{PROFILE_NAME}") if file is not None and file.is_file() else None
 
 
 def check_movable(model: LoadedModel, config: ChunkCacheConfig) -> None:

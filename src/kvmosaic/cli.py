@@ -362,7 +362,9 @@ app.command("tune")(tune_command)
 
 @app.command()
 def warm(
-    model: Annotated[str, typer.Argument(help="A model folder, a hub name, or 'reader' for the bundled model.")],
+    model: Annotated[
+        str, typer.Argument(help="A model folder, a GGUF file, a hub name, or 'reader' for the bundled model.")
+    ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of documents, one per file.")],
     chunk_tier: ChunkTiers = None,
     chunk_codec: ChunkCodec = "none",

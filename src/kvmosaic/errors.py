@@ -44,7 +44,7 @@
     │   ├── DocumentTooLarge          a text longer than may be stored
     │   └── DocumentStoreFull         more documents or bytes than a tenant may store
     ├── ModelError
-    │   ├── ModelNotFound             no folder and no hub name
+    │   ├── ModelNotFound             no folder, no file and no hub name
     │   ├── UnsupportedModel          a model whose attention cannot be reached or composed
     │   └── NotMovable                moved chunks on a model that does not allow them
     ├── EngineError
@@ -260,7 +260,7 @@ class ModelError(KVMosaicError):
 
 
 class ModelNotFound(ModelError):
-    """No folder and no hub name."""
+    """No folder, no file and no hub name."""
 
 
 class UnsupportedModel(ModelError):

@@ -18,7 +18,7 @@ from kvmosaic.assembly import (
     check_movable,
     check_tiers,
     checked,
-    folder_of,
+    profile_place,
     prompts_of,
 )
 from kvmosaic.attention import AttentionBackend, BackendName, choose_backend
@@ -76,8 +76,8 @@ class LLM:
         """Loads a model and gives it its caches.
 
         Args:
-            model: a folder, a name on the Hugging Face hub, "reader" (the small model of this package), or a model that
-                is loaded already (`LoadedModel.from_module` takes any transformers model).
+            model: a folder, a GGUF file, a name on the Hugging Face hub, "reader" (the small model of this package), or
+                a model that is loaded already (`LoadedModel.from_module` takes any transformers model).
             dtype: "auto", "float32", "bfloat16", "float16" or "float64".
             device: "auto", "cpu", "cuda", "cuda:1", …
             prepack: keep linear layers in the order in which a CPU multiplies bfloat16, for about twice the speed of
@@ -90,8 +90,9 @@ class LLM:
             engine_config: how much runs at once, memory for prefixes and answers, and threads.
             tier_config: where chunks are kept when they leave the device, so that they are never computed again.
             profile: positions, chunk context and repair as `kvmosaic tune` measured them for this model, where
-                `chunk_cache_config` does not say them. True: those of kvmosaic_profile.json in the model's folder, if
-                it is there and for this model; a path: of this file; False: none. `profile` and `profile_note` tell.
+                `chunk_cache_config` does not say them. True: those of kvmosaic_profile.json in the model's folder
+                (beside NAME.gguf: NAME.kvmosaic_profile.json), if it is there and for this model; a path: of this file;
+                False: none. `profile` and `profile_note` tell.
             attention_backend: who computes attention: "native" (the C extension), "triton" (CUDA), "torch", or one of
                 your own. Default: native or triton where it can be used, otherwise torch; `attention` says which, and
                 why. The environment variable KVMOSAIC_ATTENTION decides where nothing is said here.
@@ -109,7 +110,7 @@ class LLM:
         self.engine_config = checked(engine_config or EngineConfig(), EngineConfig)
         self.tier_config = checked(tier_config or TierConfig(), TierConfig)
         check_tiers(self.tier_config, enable_chunk_cache)
-        found = find_profile(folder_of(model), profile if enable_chunk_cache else False)
+        found = find_profile(profile_place(model), profile if enable_chunk_cache else False)
         if self.engine_config.num_threads is not None:
             torch.set_num_threads(self.engine_config.num_threads)
         if isinstance(model, LoadedModel):

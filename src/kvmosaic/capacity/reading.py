@@ -1,4 +1,4 @@
-"""Reading a model's facts from what names it: a folder, a config.json, a family of transformers, or a hub name."""
+"""Reading a model's facts from what names it: a folder, a config.json, a GGUF file, a family, or a hub name."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def read_model(
     """Counts weights, keys and values of a model from its configuration; no weights are read.
 
     Args:
-        name_or_path: a folder with a config.json, such a file, "reader", a family of transformers such as "llama" (with
-            the sizes that transformers gives it), or a name on the Hugging Face hub.
+        name_or_path: a folder with a config.json, such a file, a GGUF file (only its header is read), "reader", a
+            family of transformers such as "llama" (with the sizes that transformers gives it), or a name on the Hugging
+            Face hub.
         dtype: of weights, keys and values; "auto": what the configuration says, or bfloat16.
         quantization: "int8": linear layers in 8-bit integers, as the engine does on a CPU.
 
@@ -57,6 +58,8 @@ def read_model(
     _check_numbers(config.to_dict())
     notes = [f"the sizes that transformers gives {name!r}; give a config.json for those of a checkpoint"] * is_family
     stored = _stored_dtype(config, name)
+    if str(name_or_path).lower().endswith(".gguf"):
+        notes.append("weights are counted as the engine has them, dequantized")
     if dtype == "auto" and stored is None:
         notes.append("the configuration names no dtype: bfloat16")
     if getattr(config, "quantization_config", None):
@@ -82,6 +85,11 @@ def _configuration(text: str) -> tuple[Any, str, bool]:
         if not (path / "config.json").is_file():
             raise ModelNotFound(f"{text} has no config.json; give a folder or file that describes a model")
         return _from_file(path / "config.json"), path.resolve().name, False
+    if text.lower().endswith(".gguf"):
+        from kvmosaic.model.gguf import describe
+        from kvmosaic.model.gguf_file import model_name
+
+        return describe(path), model_name(path), False
     if path.is_file():
         return _from_file(path), path.resolve().parent.name or path.name, False
     if text in CONFIG_MAPPING:

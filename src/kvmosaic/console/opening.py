@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
+
+from kvmosaic.console.text import printable
 
 if TYPE_CHECKING:
     from kvmosaic.layout import ChunkContext, PositionStrategy
@@ -50,13 +53,23 @@ class Opening:
         return {name: value for name, value in settings.items() if value is not None}
 
 
+def loading_text(model: str) -> str:
+    """What happens while a model loads; of a file also how large it is, as dequantizing takes some seconds per GB."""
+    try:
+        num_bytes = file.stat().st_size if (file := Path(model).expanduser()).is_file() else 0
+    except (OSError, ValueError, RuntimeError):  # a name that no file can have
+        num_bytes = 0
+    size = f", dequantizing {num_bytes / 1e6:,.1f} MB" if num_bytes else ""
+    return printable(f"loading {model}{size}")
+
+
 def open_llm(opening: Opening, notices: Console) -> LLM:
     """Loads the model; `notices` shows that something happens.
 
     Raises:
         KVMosaicError: the model cannot be loaded, or a setting cannot work.
     """
-    with notices.status(f"loading {opening.model}"), warnings.catch_warnings():
+    with notices.status(loading_text(opening.model)), warnings.catch_warnings():
         from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
         from kvmosaic.console.cache_place import secret_from
         from kvmosaic.llm import LLM
@@ -89,6 +102,8 @@ def open_llm(opening: Opening, notices: Console) -> LLM:
             ),
             profile=profile_choice(opening.profile),
         )
+    if llm.model.weights_note:
+        notices.print(llm.model.weights_note, style="dim", markup=False, highlight=False)
     if llm.profile is not None:
         notices.print(llm.profile_note, style="dim", markup=False, highlight=False)
     if opening.enable_chunk_cache and not llm.has_chunk_cache:

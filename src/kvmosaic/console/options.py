@@ -9,7 +9,9 @@ import typer
 
 from kvmosaic.repair.reading import FORMS
 
-Model = Annotated[str, typer.Argument(help="A model folder, a hub name, or 'reader' for the bundled model.")]
+Model = Annotated[
+    str, typer.Argument(help="A model folder, a GGUF file, a hub name, or 'reader' for the bundled model.")
+]
 PromptText = Annotated[
     str | None, typer.Argument(metavar="PROMPT", help="A prompt as it is, or see --separator; - reads standard input.")
 ]

@@ -75,6 +75,8 @@ def measure(opening: EvalModel, cases: Sequence[Case], ways: Sequence[Way], noti
         machine = facts(torch.get_num_threads())
         with notices.status(f"loading {opening.model}"):
             model = opening.load()
+        if model.weights_note:
+            notices.print(model.weights_note, style="dim", markup=False, highlight=False)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=notices, transient=True) as bar:
             line = bar.add_task("answering", total=None)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvmosaic.assembly import folder_of
+from kvmosaic.assembly import profile_place
 from kvmosaic.console.text import duration_text, printable
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
@@ -24,7 +24,7 @@ from kvmosaic.eval.summary import Summary, doubts, summarize
 from kvmosaic.eval.table import percent, terminal_table, way_text
 from kvmosaic.eval.tuning import Tuned, choose
 from kvmosaic.eval.ways import FULL, Way
-from kvmosaic.profile import PROFILE_NAME, Goal, Profile, TaskResult, write_profile
+from kvmosaic.profile import Goal, Profile, TaskResult, write_profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +107,12 @@ def _place(tuning: Tuning) -> Path:
     """
     way_out = "name a file that can be written: --profile FILE"
     if tuning.file is None:
-        folder = folder_of(tuning.opening.model)
-        if folder is None:
+        found = profile_place(tuning.opening.model)
+        if found is None:
             raise InvalidConfig(
                 f"{tuning.opening.model!r} has no folder here, and a profile lies next to a model; {way_out}"
             )
-        place = folder / PROFILE_NAME
+        place = found
     else:
         place = tuning.file.expanduser()
     if place.is_dir() or not place.parent.is_dir() or not os.access(place.parent, os.W_OK):

@@ -38,7 +38,8 @@ def fingerprint(module: nn.Module, config: Any) -> str:
     digest.update(json.dumps(list(_adapters(module)), sort_keys=True, default=str).encode())
     for name, tensor in sorted([*weights(module), *_buffers(module)], key=lambda item: item[0]):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(_sample(tensor))
+        for part in _parts(tensor):
+            digest.update(_sample(part))
     return digest.hexdigest()
 
 
@@ -55,6 +56,16 @@ def _adapters(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for place, part in module.named_modules():
         if hasattr(part, "_active_adapter"):
             yield place, {name: getattr(part, name, None) for name in _ADAPTER_STATE}
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that a weight in a packed form of its own consists of; a plain one is its only part."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None or type(tensor) in (Tensor, nn.Parameter):
+        yield tensor
+        return
+    for name in flatten()[0]:
+        yield from _parts(getattr(tensor, name))
 
 
 def _sample(tensor: Tensor) -> bytes:

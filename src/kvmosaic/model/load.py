@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,16 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvmosaic.errors import InvalidConfig, ModelNotFound, UnsupportedModel
+from kvmosaic.model import gguf
+from kvmosaic.model.gguf_checks import check_gguf
+from kvmosaic.model.gguf_file import SUFFIX, GgufFile, find_gguf, read_gguf
 from kvmosaic.model.int8 import Quantization, check_quantization, quantize
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.model.prepack import Prepack, cpu_has_bfloat16, let_file_go
+from kvmosaic.model.quantized import is_packed, make_plain, prepare_quantized, quantized_text
 from kvmosaic.model.refusing import check_config
+
+logger = logging.getLogger("kvmosaic")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _TOKENIZER_FILES = (
@@ -42,9 +51,10 @@ def load_model(
     """Loads a model of transformers and finds out how its attention works.
 
     Args:
-        name_or_path: a folder with `config.json` and safetensors files, or a name on the Hugging Face hub.
+        name_or_path: a folder with `config.json` and safetensors files, a GGUF file, or a name on the Hugging Face hub.
         dtype: "auto", "float32", "bfloat16", "float16", "float64" or a torch dtype. "auto" is the checkpoint's on
-            CUDA; on a CPU it is bfloat16 for a 16-bit checkpoint if the CPU computes in bfloat16, else float32.
+            CUDA; on a CPU it is bfloat16 for a 16-bit checkpoint if the CPU computes in bfloat16, else float32. A GGUF
+            file of fewer bits counts as bfloat16.
         device: "auto" (CUDA if there is one, else the CPU) or a torch device such as "cuda:1".
         max_positions: the longest sequence to be run; None: what the model allows.
         prepack: keep the weights of linear layers in the order in which a CPU multiplies bfloat16, which makes decoding
@@ -58,42 +68,95 @@ def load_model(
         local_files_only: never ask the hub, use what was downloaded before.
 
     Raises:
-        ModelNotFound: no such folder, no such name, no safetensors weights in it, or the hub cannot be reached.
-        UnsupportedModel: transformers does not know the model, or its attention cannot be reached.
+        ModelNotFound: no such folder, file or name, no safetensors weights in it, or the hub cannot be reached.
+        UnsupportedModel: transformers does not know the model, its attention cannot be reached, a GGUF file is damaged,
+            or the package is missing that reads its weights.
         InvalidConfig: an unknown dtype or device, `max_positions` out of range, `prepack` or `quantization` where
             it cannot be.
     """
-    source = _checked_source(name_or_path)
     place = _device(device)
     options: dict[str, Any] = {
         "revision": revision,
         "trust_remote_code": trust_remote_code,
         "local_files_only": local_files_only,
     }
-    config = _fetch(source, lambda: AutoConfig.from_pretrained(source, **options))
-    check_config(config)
-    chosen = _dtype(dtype, config, place)
-    check_quantization(quantization, place, chosen)
-    if chosen is torch.float64:
-        options["experts_implementation"] = "eager"  # the grouped product of experts has no float64
-    model, report = _fetch(
-        source,
-        lambda: AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=chosen, use_safetensors=True, output_loading_info=True, **options
-        ),
-    )
-    _check_complete(source, report["missing_keys"])
+    path = find_gguf(name_or_path)
+    if path is None:
+        source = _checked_source(name_or_path)
+        module, tokenizer, note = _read_checkpoint(source, dtype, place, quantization, options)
+    else:
+        file = read_gguf(path)
+        module, tokenizer, note = _read_gguf(file, dtype, place, quantization, options)
     is_int8 = quantization == "int8"
     loaded = LoadedModel.from_module(
-        model.to(place),
-        _tokenizer(source, options),
+        module.to(place),
+        tokenizer,
         max_positions=max_positions,
         prepack="never" if is_int8 else prepack,
     )
+    loaded = replace(loaded, weights_note=note)
+    if path is not None:
+        loaded = replace(loaded, fingerprint=gguf.identity(file, loaded.fingerprint))
     if is_int8:
         loaded = quantize(loaded)
     let_file_go(loaded.module)
     return loaded
+
+
+def _read_checkpoint(
+    source: str, dtype: str | torch.dtype, place: torch.device, quantization: Quantization, options: dict[str, Any]
+) -> tuple[Any, Any, str]:
+    """The module and the tokenizer of a folder or a hub name, and what was done to the weights."""
+    config = _fetch(source, lambda: AutoConfig.from_pretrained(source, **options))
+    check_config(config)
+    method = prepare_quantized(source, config, quantization)
+    chosen = _dtype(dtype, _stored_dtype(config), place)
+    check_quantization(quantization, place, chosen)
+    module = _build(source, source, config, chosen, {"use_safetensors": True, **options})
+    if method and not is_packed(module.config):
+        make_plain(module)
+    note = quantized_text(source, method, module) if method else ""
+    if note:
+        logger.info("%s", note)
+    return module, _tokenizer(source, options), note
+
+
+def _read_gguf(
+    file: GgufFile, dtype: str | torch.dtype, place: torch.device, quantization: Quantization, options: dict[str, Any]
+) -> tuple[Any, Any, str]:
+    """The module and the tokenizer of a GGUF file, and what was done to the weights."""
+    shown = str(file.path)
+    check_gguf(file)
+    chosen = _dtype(dtype, gguf.stored_dtype(file), place)
+    check_quantization(quantization, place, chosen)
+    note = gguf.dequantized_text(file, chosen)
+    logger.info("%s", note)
+    with ExitStack() as stack:
+        folder, named = stack.enter_context(gguf.alone(file))
+        options = {**options, **named, "local_files_only": True, "trust_remote_code": False}
+        config = gguf.read_config(file, folder, options)
+        check_config(config)
+        module = _build(shown, folder, config, chosen, {**options, **gguf.dequantizing()})
+        tokenizer = None
+        if gguf.has_tokenizer(file):
+            told = gguf.tokenizer_options(file)
+            tokenizer = _fetch(shown, lambda: AutoTokenizer.from_pretrained(folder, **options, **told))
+    gguf.settle_module(module, file)
+    return module, tokenizer, note
+
+
+def _build(shown: str, source: str, config: Any, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    """The module with all its weights."""
+    if dtype is torch.float64:
+        options = {**options, "experts_implementation": "eager"}  # the grouped product of experts has no float64
+    module, report = _fetch(
+        shown,
+        lambda: AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=dtype, output_loading_info=True, **options
+        ),
+    )
+    _check_complete(shown, report["missing_keys"])
+    return module
 
 
 def _checked_source(name_or_path: str | Path) -> str:
@@ -102,6 +165,11 @@ def _checked_source(name_or_path: str | Path) -> str:
     text = str(name_or_path)
     if path.is_dir():
         if not (path / "config.json").is_file():
+            files = sorted(each.name for each in path.glob(f"*{SUFFIX}") if each.is_file())
+            if files:
+                raise ModelNotFound(
+                    f"{text} is a folder with GGUF files and no config.json; give one of them: {_some(files)}"
+                )
             raise ModelNotFound(f"{text} has no config.json; give the folder that holds config.json and *.safetensors")
         if not any(path.glob("*.safetensors")):
             raise ModelNotFound(
@@ -139,11 +207,14 @@ def _check_complete(source: str, missing: Iterable[str]) -> None:
     """Refuses a checkpoint that leaves weights at random values."""
     names = sorted(missing)
     if names:
-        shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
         raise UnsupportedModel(
-            f"the checkpoint {source!r} lacks {len(names)} weights ({shown}), which would be random; "
+            f"the checkpoint {source!r} lacks {len(names)} weights ({_some(names)}), which would be random; "
             "download it again, or save it from the class it was trained with"
         )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
 def _tokenizer(source: str, options: dict[str, Any]) -> Any:
@@ -169,7 +240,13 @@ def _device(device: str) -> torch.device:
     return place
 
 
-def _dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -> torch.dtype:
+def _stored_dtype(config: Any) -> torch.dtype:
+    """The type of a checkpoint's weights, as its configuration says."""
+    stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
+    return _DTYPES.get(stored, torch.float32) if isinstance(stored, str) else stored
+
+
+def _dtype(dtype: str | torch.dtype, stored: torch.dtype, device: torch.device) -> torch.dtype:
     if isinstance(dtype, str) and dtype != "auto":
         if dtype not in _DTYPES:
             raise InvalidConfig(f"dtype is {dtype!r}; choose 'auto', " + ", ".join(repr(name) for name in _DTYPES))
@@ -178,8 +255,6 @@ def _dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -> torch
         if dtype not in _DTYPES.values():
             raise InvalidConfig(f"dtype is {dtype}; choose a floating point type: " + ", ".join(_DTYPES))
         return dtype
-    stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
-    stored = _DTYPES.get(stored, torch.float32) if isinstance(stored, str) else stored
     return dtype_on(device, stored)
 
 

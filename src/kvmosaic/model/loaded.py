@@ -52,6 +52,8 @@ class LoadedModel:
     device: torch.device
     fingerprint: str
     """Identity of the model: see `fingerprint`."""
+    weights_note: str = ""
+    """What loading did to quantized weights, and the memory they take now; empty if they were plain."""
     keeps_rows: bool = field(default=True, repr=False)
     """Whether its forward takes the rows whose logits are wanted."""
 

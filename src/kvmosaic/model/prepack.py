@@ -167,6 +167,8 @@ def places_of(model: nn.Module, embedding: Tensor) -> list[list[tuple[nn.Module,
 def _is_plain(linear: nn.Linear) -> bool:
     """Whether calling the layer does nothing but multiply in bfloat16."""
     tensors = [linear.weight, *([] if linear.bias is None else [linear.bias])]
-    is_narrow = all(tensor.dtype is torch.bfloat16 and tensor.device.type == "cpu" for tensor in tensors)
+    # a subclass keeps its numbers in a form of its own: quantized ones say that they are bfloat16
+    is_dense = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
+    is_narrow = is_dense and all(tensor.dtype is torch.bfloat16 and tensor.device.type == "cpu" for tensor in tensors)
     is_called = not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
     return is_narrow and is_called and linear.weight.numel() > 0

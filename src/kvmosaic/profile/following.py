@@ -14,7 +14,7 @@ from kvmosaic.profile.profile import Profile
 logger = logging.getLogger("kvmosaic")
 
 PROFILE_NAME = "kvmosaic_profile.json"
-"""The file next to a model's weights."""
+"""The file next to a model's weights; with a GGUF file, the end of its name."""
 
 ProfileChoice = bool | str | Path
 """True: the file next to the model, if there is one; False: none; or a file."""
@@ -76,11 +76,11 @@ class FoundProfile:
         return ProfileUse(config, None, note)
 
 
-def find_profile(folder: Path | None, choice: ProfileChoice) -> FoundProfile:
+def find_profile(place: Path | None, choice: ProfileChoice) -> FoundProfile:
     """Looks for a profile; reads it, so that what is wrong with a named one is told before weights are loaded.
 
     Args:
-        folder: of the model; None: it has none here.
+        place: the file next to the model, if there is one; None: the model has no place here.
         choice: see `ProfileChoice`.
 
     Raises:
@@ -89,19 +89,18 @@ def find_profile(folder: Path | None, choice: ProfileChoice) -> FoundProfile:
     """
     if not isinstance(choice, bool | str | Path) or choice == "":
         raise InvalidConfig(f"profile must be True, False or the path of a file, got {choice!r:.80}")
-    if choice is False or (choice is True and folder is None):
+    if choice is False or (choice is True and place is None):
         return FoundProfile()
     if not isinstance(choice, bool):
         path = Path(choice).expanduser()
         return FoundProfile(path, read_profile(path), is_named=True)
-    assert folder is not None
-    path = folder / PROFILE_NAME
-    if not path.exists():
+    assert place is not None
+    if not place.exists():
         return FoundProfile()
     try:
-        return FoundProfile(path, read_profile(path))
+        return FoundProfile(place, read_profile(place))
     except InvalidProfile as error:
-        return FoundProfile(path, trouble=str(error))
+        return FoundProfile(place, trouble=str(error))
 
 
 def _told(path: Path, profile: Profile, config: ChunkCacheConfig) -> str:

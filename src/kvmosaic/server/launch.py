@@ -136,6 +136,8 @@ class _Launch:
         config = llm.chunk_cache_config
         cache = f"{size}, {config.position_strategy} positions, documents saw: {config.chunk_context}"
         self._say(f"model      {', '.join(settings.model_names)} ({dtype}, {llm.model.device})")
+        if llm.model.weights_note:
+            self._say(f"weights    {llm.model.weights_note}")
         self._say(f"chunks     {cache if llm.has_chunk_cache else f'off: {llm.chunk_cache_off_reason}'}")
         if llm.has_chunk_cache and (llm.profile is not None or str(config.repair) != "none"):
             origin = f", by the profile of {llm.profile.date}" if llm.profile is not None else ""

@@ -60,7 +60,10 @@ class ServerSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, hide_input_in_errors=True)
 
     model: str = _setting(
-        "reader", "Model", "A model folder, a hub name, or 'reader' for the bundled model.", max_length=4_096
+        "reader",
+        "Model",
+        "A model folder, a GGUF file, a hub name, or 'reader' for the bundled model.",
+        max_length=4_096,
     )
     served_model_name: Texts = _setting(
         (), "Model", "What clients call the model; several names may be given. Default: MODEL."

@@ -1,0 +1,260 @@
+"""A GGUF file's header: metadata and the table of tensors, read and checked without a library and without weights.
+
+    magic, version │ counts │ metadata: key, type, value … │ tensors: name, shape, type, offset … │ padding │ data
+
+Every length comes from the file and is compared with what is left of it before it is used.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from kvmosaic.errors import ModelNotFound, UnsupportedModel
+
+MAGIC = b"GGUF"
+SUFFIX = ".gguf"
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+_NUMBERS = {
+    kind: struct.Struct(f"<{code}")
+    for kind, code in zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True)
+}
+_KEPT_ELEMENTS = 4_096
+"""Longer arrays are vocabularies; only their length is kept, and so of all arrays of texts."""
+_DEFAULT_ALIGNMENT = 32
+_MAX_DIMENSIONS = 8
+_PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
+_DOWNLOAD_AGAIN = "download it again"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor of a file."""
+
+    name: str
+    shape: tuple[int, ...]
+    """As the file has it: the fastest dimension first."""
+    kind: int
+    """How its numbers are stored: a number of ggml."""
+    offset: int
+    """Bytes from `data_start`."""
+
+    @property
+    def num_numbers(self) -> int:
+        """Numbers in it, whatever they are stored as."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """What a GGUF file says about itself."""
+
+    path: Path
+    num_bytes: int
+    metadata: Mapping[str, Any]
+    """Numbers, texts and short arrays of numbers; a longer array, or one of texts, as its length."""
+    tensors: tuple[GgufTensor, ...]
+    data_start: int
+
+    @property
+    def architecture(self) -> str:
+        """The name of ggml for the kind of model."""
+        return str(self.metadata["general.architecture"])
+
+    @property
+    def name(self) -> str:
+        """The file's name without its ending."""
+        return model_name(self.path)
+
+    @property
+    def num_numbers(self) -> int:
+        """Numbers in all tensors."""
+        return sum(tensor.num_numbers for tensor in self.tensors)
+
+    def stated(self, key: str) -> Any:
+        """An entry of the architecture's own metadata, or None."""
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+
+def model_name(path: Path) -> str:
+    """What to call the model of a GGUF file: the file's name without its ending."""
+    return path.name[: -len(SUFFIX)] if path.name.lower().endswith(SUFFIX) else path.name
+
+
+def find_gguf(name_or_path: str | Path) -> Path | None:
+    """The file, if this names a GGUF file rather than a folder or a name on the hub.
+
+    Any path that ends in .gguf does, whether it is there or not, and any file that is there.
+    """
+    text = str(name_or_path)
+    if not text.strip() or "\0" in text:
+        return None
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return None
+    return path if text.lower().endswith(SUFFIX) or path.is_file() else None
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Reads the header of a GGUF file; no weights.
+
+    Raises:
+        ModelNotFound: there is no such file.
+        UnsupportedModel: it is empty, not GGUF, damaged, of another version, a part of a split one, or no model.
+    """
+    try:
+        with path.open("rb") as file:
+            num_bytes = file.seek(0, 2)
+            if num_bytes == 0:
+                raise UnsupportedModel(f"{path} is empty (0 bytes); {_DOWNLOAD_AGAIN}")
+            _check_magic(path, _first_bytes(file))
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                header = _read_header(path, _Cursor(path, data))
+    except OSError as error:
+        what = "there is no file" if isinstance(error, FileNotFoundError) else f"cannot read ({error.strerror})"
+        raise ModelNotFound(f"{what} {path}; give a .gguf file, a folder of a model or a hub name") from None
+    _check_whole(header)
+    return header
+
+
+def _first_bytes(file: Any) -> bytes:
+    file.seek(0)
+    return bytes(file.read(64))
+
+
+def _check_magic(path: Path, start: bytes) -> None:
+    if start.startswith(MAGIC):
+        return
+    what = f"it begins with {start[:8]!r}, not {MAGIC!r}"
+    if start.startswith(b"version https://git-lfs"):
+        what = "it is a pointer of Git LFS; fetch the file itself with `git lfs pull`"
+    raise UnsupportedModel(f"{path} is not a GGUF file: {what}; give a .gguf file, or the folder of a model")
+
+
+class _Cursor:
+    """A place in the file that moves on as it is read, and never beyond the end."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.data, self.place = path, data, 0
+
+    def skip(self, count: int) -> int:
+        """Moves on; returns where it was."""
+        start, end = self.place, self.place + count
+        if end > len(self.data):
+            raise self.damaged(f"its header says {count:,} bytes at byte {start:,}, and it has {len(self.data):,}")
+        self.place = end
+        return start
+
+    def number(self, layout: struct.Struct) -> Any:
+        start = self.skip(layout.size)
+        return layout.unpack_from(self.data, start)[0]
+
+    def count(self) -> int:
+        return int(self.number(_NUMBERS[10]))
+
+    def text(self) -> str:
+        length = self.count()
+        start = self.skip(length)
+        return self.data[start : start + length].decode("utf-8", "replace")
+
+    def damaged(self, why: str) -> UnsupportedModel:
+        """The error for a file that contradicts itself."""
+        return UnsupportedModel(f"{self.path} is damaged or incomplete: {why}; {_DOWNLOAD_AGAIN}")
+
+
+def _read_header(path: Path, cursor: _Cursor) -> GgufFile:
+    cursor.skip(len(MAGIC))
+    version = cursor.number(_NUMBERS[4])
+    if version not in _VERSIONS:
+        what = "is stored big-endian" if version >= 1 << 16 else f"has version {version} of the format"
+        raise UnsupportedModel(
+            f"{path} {what}; versions {_VERSIONS[0]} and {_VERSIONS[1]}, little-endian, are read: "
+            "convert the model again with a newer llama.cpp"
+        )
+    num_tensors, num_entries = cursor.count(), cursor.count()
+    metadata: dict[str, Any] = {}
+    for _ in range(num_entries):
+        key = cursor.text()
+        metadata[key] = _read_value(cursor, int(cursor.number(_NUMBERS[4])))
+    _check_is_model(path, metadata)
+    tensors = tuple(_read_tensor(cursor) for _ in range(num_tensors))
+    if not tensors:
+        raise UnsupportedModel(f"{path} holds no weights, only a description or a vocabulary; give the model's file")
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise cursor.damaged(f"general.alignment is {alignment!r:.40}")
+    data_start = -(-cursor.place // alignment) * alignment
+    return GgufFile(path, len(cursor.data), metadata, tensors, data_start)
+
+
+def _read_value(cursor: _Cursor, kind: int) -> Any:
+    if kind in _NUMBERS:
+        return cursor.number(_NUMBERS[kind])
+    if kind == _STRING:
+        return cursor.text()
+    if kind != _ARRAY:
+        raise cursor.damaged(f"its metadata has a value of type {kind}")
+    element, length = int(cursor.number(_NUMBERS[4])), cursor.count()
+    if element in _NUMBERS:
+        layout = _NUMBERS[element]
+        start = cursor.skip(length * layout.size)
+        if length > _KEPT_ELEMENTS:
+            return length
+        return [value for (value,) in layout.iter_unpack(cursor.data[start : cursor.place])]
+    if element != _STRING:
+        raise cursor.damaged(f"its metadata has an array of type {element}")
+    for _ in range(length):
+        cursor.skip(cursor.count())
+    return length
+
+
+def _read_tensor(cursor: _Cursor) -> GgufTensor:
+    name, num_dimensions = cursor.text(), int(cursor.number(_NUMBERS[4]))
+    if num_dimensions > _MAX_DIMENSIONS:
+        raise cursor.damaged(f"the tensor {name!r:.80} has {num_dimensions:,} dimensions")
+    shape = tuple(cursor.count() for _ in range(num_dimensions))
+    return GgufTensor(name, shape, int(cursor.number(_NUMBERS[4])), cursor.count())
+
+
+def _check_is_model(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Refuses parts of a split model and what is not a model; a first part has all metadata and few of the weights."""
+    part = _PART.search(path.name)
+    number, count = (int(part[1]), int(part[2])) if part else (_whole(metadata, "split.no", 0) + 1, 1)
+    count = max(count, _whole(metadata, "split.count", 1))
+    if count > 1:
+        raise UnsupportedModel(
+            f"{path} is part {number} of {count} of a split GGUF, and one file is read: join them with llama.cpp's "
+            f"`llama-gguf-split --merge FIRST-PART {_PART.sub('', path.name)}`, and give the result"
+        )
+    kind = metadata.get("general.type", "model")
+    if kind != "model":
+        raise UnsupportedModel(f"{path} is not a model but of type {kind!r:.40}; give the file of the model itself")
+    if not isinstance(metadata.get("general.architecture"), str):
+        raise UnsupportedModel(f"{path} does not say its architecture (general.architecture); convert the model again")
+
+
+def _whole(metadata: Mapping[str, Any], key: str, default: int) -> int:
+    value = metadata.get(key, default)
+    return value if isinstance(value, int) else default
+
+
+def _check_whole(file: GgufFile) -> None:
+    """Refuses a file that ends before the last tensor begins; the loader, which knows all types, looks at its end."""
+    last = max(file.tensors, key=lambda tensor: tensor.offset)
+    if file.data_start + last.offset >= file.num_bytes:
+        raise missing_bytes(file, file.data_start + last.offset + 1)
+
+
+def missing_bytes(file: GgufFile, needed: int) -> UnsupportedModel:
+    """The error for a file that is shorter than its own table of tensors says."""
+    return UnsupportedModel(
+        f"{file.path} is damaged or incomplete: it has {file.num_bytes:,} bytes, and its weights need at least "
+        f"{needed:,}; {_DOWNLOAD_AGAIN}"
+    )

@@ -1,0 +1,1 @@
+"""The oracle and the prompts of the tests on a real model."""
