@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kvmosaic.errors import InvalidConfig, InvalidSeparator
 from kvmosaic.eviction import EvictionPolicy, choose
 from kvmosaic.layout import ChunkContext, PositionStrategy
 from kvmosaic.prompt.separator import read_separator
-from kvmosaic.repair import RepairPolicy, repair_policy
+from kvmosaic.repair import DEFAULT_REPAIR, RepairPolicy, repair_policy
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -44,9 +44,9 @@ class Unsaid(str):
     __slots__ = ()
 
 
-_SHARED: Any = Unsaid("shared")
+_AUTO: Any = Unsaid("auto")
 _SYSTEM: Any = Unsaid("system")
-_NO_REPAIR: Any = Unsaid("none")
+_REPAIR: Any = Unsaid(DEFAULT_REPAIR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +71,12 @@ class ChunkCacheConfig:
     """Text that splits a prompt string into segments, such as "##"; None or "": strings are never split."""
     hash_algorithm: Literal["sha256", "xxh3_128"] = "sha256"
     """Hash of the keys by which blocks and chunks are looked up; xxh3_128 is faster and always compares tokens."""
-    position_strategy: PositionStrategy = _SHARED
-    """Where documents stand: all right after the system prompt, one behind the other, or where the caller says."""
+    position_strategy: PositionStrategy = _AUTO
+    """Where documents stand: one behind the other ("sequential"), all right after the system prompt ("shared"), or where
+    the caller says ("absolute"). "auto" is sequential where the prompt fits the model's positions, else shared."""
     chunk_context: ChunkContext = _SYSTEM
     """What a document saw when it was computed: the system prompt, or nothing."""
-    repair: str | RepairPolicy = _NO_REPAIR
+    repair: str | RepairPolicy = _REPAIR
     """Which tokens of cached documents every request computes again, if it does not say so itself: see
     `kvmosaic.repair`."""
     eviction: str | EvictionPolicy = "lru"
@@ -88,7 +89,7 @@ class ChunkCacheConfig:
     def __post_init__(self) -> None:
         _check_choice("long_chunks", self.long_chunks, ("error", "split"))
         _check_choice("hash_algorithm", self.hash_algorithm, ("sha256", "xxh3_128"))
-        _check_choice("position_strategy", self.position_strategy, ("shared", "sequential", "absolute"))
+        _check_choice("position_strategy", self.position_strategy, get_args(PositionStrategy))
         _check_choice("chunk_context", self.chunk_context, ("system", "none"))
         choose(self.eviction)
         repair_policy(self.repair)

@@ -29,7 +29,7 @@ from kvmosaic.engine import Request
 from kvmosaic.engine.self_check import SelfCheck, run_self_check
 from kvmosaic.engine.turns import check_priority, priorities_for
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling
-from kvmosaic.layout import ChunkContext, PositionStrategy, arrange
+from kvmosaic.layout import ChunkContext, PositionStrategy
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.int8 import Quantization
 from kvmosaic.model.prepack import Prepack
@@ -319,9 +319,7 @@ class LLM:
     ) -> Plan:
         """What would be reused, moved and computed for a prompt now; nothing is computed or changed."""
         encoded = self.encoder.encode(prompt)
-        config = self.chunk_cache_config
-        strategy, context = position_strategy or config.position_strategy, chunk_context or config.chunk_context
-        layout = arrange(encoded, strategy, context)
+        layout = self.engine.arrange(encoded, position_strategy, chunk_context=chunk_context)
         return self.engine.planner.plan(layout, encoded.salt, encoded.tenant)
 
     def prefix_tree(self, *, depth: int = 8, children: int = 8, runs: int = 200, tokens: int = 12) -> PrefixTree:

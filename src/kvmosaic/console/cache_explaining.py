@@ -155,16 +155,11 @@ class _Explainer:
         return Verdict(span.name or str(span.kind), str(span.kind), span.num_tokens, is_hit, tuple(reasons))
 
     def _plan(self, context: ChunkContext, tenant: str) -> tuple[SpanPlan, ...]:
-        from kvmosaic.layout import arrange
-
-        layout = arrange(self._prompt, self._llm.chunk_cache_config.position_strategy, context)
+        layout = self._llm.engine.arrange(self._prompt, chunk_context=context)
         return self._llm.engine.planner.plan(layout, self._prompt.salt, tenant).spans
 
     def _start(self, index: int) -> int:
-        from kvmosaic.layout import arrange
-
-        config = self._llm.chunk_cache_config
-        return arrange(self._prompt, config.position_strategy, config.chunk_context).spans[index].start
+        return self._llm.engine.arrange(self._prompt).spans[index].start
 
     def _look(self, index: int, tier: Tier) -> tuple[bool, str]:
         """Whether a tier has the chunk and it can be used, and what to say of it; nothing if it is not there."""

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from kvmosaic.repair.default import DEFAULT_REPAIR
 from kvmosaic.repair.reading import FORMS
 
 Model = Annotated[
@@ -30,11 +31,11 @@ Separator = Annotated[
     ),
 ]
 Strategy = Annotated[
-    Literal["shared", "sequential"] | None,
+    Literal["auto", "shared", "sequential"] | None,
     typer.Option(
         "--position-strategy",
-        help="Documents overlap (shared), or stand one behind the other (sequential). Default: as the model's profile "
-        "says, or shared.",
+        help="Documents stand one behind the other (sequential), overlap (shared), or the first where the prompt fits "
+        "the model's positions, else the second (auto). Default: as the model's profile says, or auto.",
     ),
 ]
 FixedStrategy = Annotated[
@@ -55,7 +56,7 @@ Repair = Annotated[
         "--repair",
         metavar="POLICY",
         help=f"Which tokens of cached documents are computed again: {FORMS}. Default: as the model's profile says, or "
-        "none.",
+        f"{DEFAULT_REPAIR} where the model can.",
     ),
 ]
 ProfileFile = Annotated[

@@ -15,7 +15,7 @@ from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.deviations import measure_deviations
 from kvmosaic.engine.keeper import Keeper
 from kvmosaic.engine.placing import place
-from kvmosaic.engine.repairing import Repair, check_model, repair_of
+from kvmosaic.engine.repairing import Repair, check_model, repair_of, why_not_repaired
 from kvmosaic.engine.report import reuse_report
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.rolling import check_memory, window_of
@@ -76,7 +76,8 @@ class Engine:
         self.chunk_config = chunk_config
         self.repair = repair_policy(chunk_config.repair)
         """What requests do that do not say what is repaired."""
-        check_model(self.repair, runner.model)
+        if chunk_config.says("repair"):
+            check_model(self.repair, runner.model)
         self.config = config
         self.clock = clock
         model = runner.model
@@ -204,11 +205,14 @@ class Engine:
         policy = self.repair if params.repair is None else repair_policy(params.repair)
         if prompt.is_plain:
             policy = NoRepair()  # there is nothing to repair
+        is_default = params.repair is None and not self.chunk_config.says("repair")
         first_window = None if isinstance(policy, FullRepair) else window
-        layout = self._place(prompt, position_strategy, first_window, chunk_context=chunk_context)
+        layout = self.arrange(prompt, position_strategy, first_window, chunk_context=chunk_context)
+        if is_default and why_not_repaired(policy, layout, self.runner.model, has_window=window is not None):
+            policy = NoRepair()
         repair = repair_of(policy, layout, self.runner.model, has_window=window is not None)
         if repair is not None:
-            layout = self._place(prompt.joined(), None, window) if repair.is_full else repair.first_layout()
+            layout = self.arrange(prompt.joined(), None, window) if repair.is_full else repair.first_layout()
         if window is not None:
             check_memory(window, self.planner.request_pool)
         return self._queue(prompt, layout, params, request_id, priority, note, arrival_time, window, repair)
@@ -224,7 +228,7 @@ class Engine:
         """Queues the chunks of a prompt to be computed (or found), without an answer; its question is not used."""
         if not prompt.chunks:
             raise InvalidPrompt("a warm-up needs at least one document; got none")
-        layout = self._place(prompt, position_strategy, chunk_context=chunk_context, chunks_only=True)
+        layout = self.arrange(prompt, position_strategy, chunk_context=chunk_context, chunks_only=True)
         return self._queue(prompt, layout, SamplingParams(max_tokens=1), request_id)
 
     def abort(self, request_id: str) -> None:
@@ -359,15 +363,27 @@ class Engine:
         if self.scheduler.preemption.swap is not None:
             self.scheduler.preemption.swap.check_invariants()
 
-    def _place(
+    def arrange(
         self,
         prompt: Prompt,
-        strategy: PositionStrategy | None,
+        strategy: PositionStrategy | None = None,
         window: RollingWindow | None = None,
         *,
         chunk_context: ChunkContext | None = None,
         chunks_only: bool = False,
     ) -> Layout:
+        """Places a tokenized prompt, as a request for it would be placed before anything is repaired.
+
+        Args:
+            prompt: with token ids.
+            strategy: instead of the configured one.
+            window: of a text without end.
+            chunk_context: instead of the configured one.
+            chunks_only: leave the question out.
+
+        Raises:
+            InvalidPrompt, NotMovable: see `add_request`.
+        """
         config = self.chunk_config
         strategy, context = strategy or config.position_strategy, chunk_context or config.chunk_context
         model = self.runner.model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvmosaic.engine.rolling import check_places
 from kvmosaic.errors import InvalidOffset, NotMovable
-from kvmosaic.layout import ChunkContext, Layout, PositionStrategy, RollingWindow, arrange
+from kvmosaic.layout import ChunkContext, Layout, PositionStrategy, RollingWindow, arrange, choose_strategy
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.prompt import Prompt, check_length
 
@@ -28,6 +28,9 @@ def place(
         InvalidSampling: the window does not fit the positions.
         NotMovable: it moves documents and the model does not allow that.
     """
+    if strategy == "auto":
+        places = None if window is None else window.num_places
+        strategy = choose_strategy(prompt, max_positions, is_movable=model.is_movable, question_positions=places)
     layout = arrange(prompt, strategy, context)
     if chunks_only:
         layout = Layout(layout.spans[:-1], layout.strategy, layout.chunk_context)

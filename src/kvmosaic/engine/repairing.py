@@ -163,32 +163,53 @@ def repair_of(policy: RepairPolicy, layout: Layout, model: LoadedModel, *, has_w
     """
     if isinstance(policy, NoRepair) or all(span.segment.kind is not SegmentKind.CHUNK for span in layout.spans):
         return None
-    check_model(policy, model)
-    if has_window and not isinstance(policy, FullRepair):
-        raise InvalidRepair(
+    if reason := why_not_repaired(policy, layout, model, has_window=has_window):
+        raise InvalidRepair(reason)
+    return Repair(policy, layout, len(model.layers))
+
+
+def why_not_repaired(policy: RepairPolicy, layout: Layout, model: LoadedModel, *, has_window: bool) -> str:
+    """Why a request cannot be repaired in this way, and the way out; empty when it can."""
+    if isinstance(policy, NoRepair | FullRepair):
+        return ""
+    if has_window:
+        return (
             f"repair={policy} keeps some tokens of documents apart, and window_tokens moves documents along with the "
             "text; use repair='none' or 'full', or leave window_tokens out"
         )
-    return Repair(policy, layout, len(model.layers))
+    num_chunks = sum(span.segment.kind is SegmentKind.CHUNK for span in layout.spans)
+    if not model.is_movable and layout.strategy == "shared" and num_chunks > 1 and not isinstance(policy, Temperature):
+        return (
+            f"repair={policy} computes tokens where documents stand one behind the other, and they are read where "
+            f"documents overlap; this model does not allow that ({model.immovable_reason}); use repair='none' or "
+            "'full', or position_strategy='absolute'"
+        )
+    return _unsuited(policy, model)
 
 
 def check_model(policy: RepairPolicy, model: LoadedModel) -> None:
     """Raises InvalidRepair if a model cannot be repaired in this way."""
+    if reason := _unsuited(policy, model):
+        raise InvalidRepair(reason)
+
+
+def _unsuited(policy: RepairPolicy, model: LoadedModel) -> str:
     if isinstance(policy, NoRepair | FullRepair):
-        return
+        return ""
     biased = next((layer.index for layer in model.layers if layer.bias is not None), None)
     if biased is not None and not isinstance(policy, Temperature):
-        raise InvalidRepair(
+        return (
             f"repair={policy} computes tokens that do not stand behind each other, and layer {biased} of this model "
             "adds a bias by distance, which is only done for neighbours; use repair='none', 'full' or "
             "'temperature(t, scale)'"
         )
     needed: frozenset[Signal] = policy.signals
     if "deviation" in needed and len(model.layers) < 2:
-        raise InvalidRepair(
+        return (
             f"repair={policy} compares keys of the second layer, and this model has {len(model.layers)}; "
             "use 'first(k)' or 'query(fraction)'"
         )
+    return ""
 
 
 def _weight_of(policy: RepairPolicy) -> Weight:

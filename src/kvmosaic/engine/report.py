@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvmosaic.cache import AttachedSpan, Attachment
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.layout import UNWEIGHTED, Layout
+from kvmosaic.prompt import Segment
 from kvmosaic.sampling import RepairUse, ReuseReport, SegmentAction, SegmentReuse
 
 
@@ -48,7 +49,7 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
                 num_blocks=len(attached.table.block_ids),
                 milliseconds=seconds * 1e3,
                 tier=sequence.tier_names.get(index) or ("device" if num_reused else None),
-                note=_note(attached, attachment, sequence.tier_names.get(index))
+                note=_joined(_split_note(span.segment), _note(attached, attachment, sequence.tier_names.get(index)))
                 or _history_note(
                     num_reused, span.num_tokens, span.segment.history_tokens, bool(span.views), most_found
                 ),
@@ -106,6 +107,17 @@ def _history_note(num_reused: int, num_tokens: int, num_history: int, sees_other
     if most_found is not None and found >= most_found - 1:
         return f"{told}; {missing} more of theirs are beyond the first {most_found}, which a rolling window can reuse"
     return f"{told}; {missing} more of theirs are now written in other tokens, or have left"
+
+
+def _split_note(segment: Segment) -> str:
+    if segment.part is None:
+        return ""
+    number, count = segment.part
+    return f"part {number} of {count} of a document that is longer than a chunk may be"
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(note for note in notes if note)
 
 
 def _note(attached: AttachedSpan, attachment: Attachment, tier_name: str | None) -> str:

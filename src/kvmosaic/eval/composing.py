@@ -41,4 +41,4 @@ def _cut(segment: Segment, length: int) -> Iterator[Segment]:
     starts = range(0, len(ids), length)
     for number, start in enumerate(starts, start=1):
         name = f"{segment.name} ({number}/{len(starts)})" if segment.name else None
-        yield replace(segment, token_ids=ids[start : start + length], text=None, name=name)
+        yield replace(segment, token_ids=ids[start : start + length], text=None, name=name, part=(number, len(starts)))

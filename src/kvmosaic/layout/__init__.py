@@ -1,15 +1,16 @@
 """Where each token sits and what it sees."""
 
-from kvmosaic.layout.arrange import arrange
+from kvmosaic.layout.arrange import arrange, choose_strategy
 from kvmosaic.layout.dense import DenseLayout, dense
 from kvmosaic.layout.repaired import exact_spans, repaired, standing
 from kvmosaic.layout.rolling import RollingWindow
-from kvmosaic.layout.span import UNWEIGHTED, ChunkContext, Layout, PositionStrategy, Span, View, Weight
+from kvmosaic.layout.span import UNWEIGHTED, ChunkContext, FixedStrategy, Layout, PositionStrategy, Span, View, Weight
 
 __all__ = [
     "UNWEIGHTED",
     "ChunkContext",
     "DenseLayout",
+    "FixedStrategy",
     "Layout",
     "PositionStrategy",
     "RollingWindow",
@@ -17,6 +18,7 @@ __all__ = [
     "View",
     "Weight",
     "arrange",
+    "choose_strategy",
     "dense",
     "exact_spans",
     "repaired",

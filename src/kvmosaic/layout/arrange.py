@@ -1,23 +1,45 @@
-"""Placing segments: the three position strategies."""
+"""Placing segments: the three position strategies, and which of them suits a prompt."""
 
 from __future__ import annotations
 
 from kvmosaic.errors import InvalidConfig, InvalidOffset
-from kvmosaic.layout.span import ChunkContext, Layout, PositionStrategy, Span, View
+from kvmosaic.layout.span import ChunkContext, FixedStrategy, Layout, Span, View
 from kvmosaic.prompt import Prompt, Segment, SegmentKind, seen_chunks
 
 
-def arrange(prompt: Prompt, strategy: PositionStrategy = "shared", chunk_context: ChunkContext = "system") -> Layout:
+def choose_strategy(
+    prompt: Prompt, max_positions: int | None, *, is_movable: bool = True, question_positions: int | None = None
+) -> FixedStrategy:
+    """The strategy that `auto` stands for: `sequential` where the prompt fits, otherwise `shared`.
+
+    An ordinary model has learned that documents stand one behind the other; where they overlap it mixes them up. The
+    choice depends on the prompt and the model alone, so that cached and computed prompts stay the same.
+
+    Args:
+        prompt: tokenized.
+        max_positions: positions that the model was trained for, or that are allowed; None: no limit.
+        is_movable: whether the model's keys may be used at another position.
+        question_positions: what question and answer take; None: the question's tokens and one of the answer.
+    """
+    if not is_movable:
+        return "shared"
+    needed = question_positions if question_positions is not None else prompt.segments[-1].num_tokens + 1
+    needed += sum(segment.num_tokens for segment in prompt.segments[:-1])
+    return "sequential" if max_positions is None or needed <= max_positions else "shared"
+
+
+def arrange(prompt: Prompt, strategy: FixedStrategy = "shared", chunk_context: ChunkContext = "system") -> Layout:
     """Gives every segment of a tokenized prompt its place and its views.
 
     With n system tokens and chunks of m_1, m_2, … tokens:
 
-        shared        every chunk at n; the question at n + max m
+        shared        every chunk at n (the parts of a split document one behind the other); the question at n + max m
         sequential    chunk i at n + m_1 + … + m_(i-1); the question at n + sum m
         absolute      chunk i at its `position_offset`; the question after the last token of all
 
     A chunk is *computed* in a place that does not depend on the other chunks: right after what it sees (the system
-    prompt, and chunks named in `sees`), or from position 0 when it sees nothing. The question's views move it.
+    prompt, and chunks named in `sees`), or from position 0 when it sees nothing; a later part of a split document so
+    much further on as it stands in the document. The question's views move it.
 
     Raises:
         InvalidOffset: an offset that is missing, unexpected or inside the system prompt.
@@ -44,6 +66,9 @@ def arrange(prompt: Prompt, strategy: PositionStrategy = "shared", chunk_context
                 f"{segment.label} has position_offset {segment.position_offset}, but the strategy is {strategy!r}; "
                 "use position_strategy='absolute' or leave the offset out"
             )
+        elif segment.continues:
+            # where it stands in its document: nothing is moved in shared positions, and every prompt finds it there
+            start = max(start, spans[-1].start + spans[-1].num_tokens)
         spans.append(Span(segment, start, context + views))
     positions = _prompt_positions(spans, first_chunk, system_end - base, strategy)
     places = list(zip(positions, spans, strict=True))
@@ -54,7 +79,7 @@ def arrange(prompt: Prompt, strategy: PositionStrategy = "shared", chunk_context
 
 
 def _views_of(
-    numbers: tuple[int, ...], spans: list[Span], first_chunk: int, base: int, strategy: PositionStrategy
+    numbers: tuple[int, ...], spans: list[Span], first_chunk: int, base: int, strategy: FixedStrategy
 ) -> tuple[tuple[View, ...], int]:
     """Views of the chunks that a chunk sees, and the first position after all that it sees."""
     views, end = [], base
@@ -66,7 +91,7 @@ def _views_of(
     return tuple(views), end
 
 
-def _prompt_positions(spans: list[Span], first_chunk: int, shift: int, strategy: PositionStrategy) -> list[int]:
+def _prompt_positions(spans: list[Span], first_chunk: int, shift: int, strategy: FixedStrategy) -> list[int]:
     """Where the question sees the first token of each span; `shift` takes blind chunks behind the system prompt."""
     positions = [span.start for span in spans[:first_chunk]]
     cursor = sum(span.num_tokens for span in spans[:first_chunk])

@@ -7,7 +7,9 @@ from typing import Literal
 
 from kvmosaic.prompt import Segment, SegmentKind
 
-PositionStrategy = Literal["shared", "sequential", "absolute"]
+FixedStrategy = Literal["shared", "sequential", "absolute"]
+PositionStrategy = Literal["auto", "shared", "sequential", "absolute"]
+"""`auto` is one of the others, chosen for each prompt; see `choose_strategy`."""
 ChunkContext = Literal["system", "none"]
 
 
@@ -94,7 +96,7 @@ class Layout:
     """
 
     spans: tuple[Span, ...]
-    strategy: PositionStrategy = "shared"
+    strategy: FixedStrategy = "shared"
     chunk_context: ChunkContext = "system"
     is_watched: bool = False
     """Whether the last span is computed whatever is cached of it, because somebody watches what it looks at."""

@@ -67,6 +67,8 @@ class Segment:
     """Conversations: how many of its first tokens end with the last answer before the last question."""
     priority: float | None = None
     """Chunks only: how much it should stay in a full cache, 0 to 1; None: as it is, or 0.5. Not part of its key."""
+    part: tuple[int, int] | None = field(default=None, compare=False)
+    """Chunks of a split document: which part of how many, from 1 on."""
     number: int | None = field(default=None, compare=False)
     """Chunks of a prompt with several: which of its documents this is, or is a part of, counted from 0."""
 
@@ -99,6 +101,11 @@ class Segment:
         if self.name is None and self.number is not None:
             return f"document number {self.number + 1} (it has no id)"
         return f"{self.kind} {self.name!r}" if self.name else _NAMELESS[self.kind]
+
+    @property
+    def continues(self) -> bool:
+        """Whether it goes on where the chunk before it in the prompt ends, in one document."""
+        return self.part is not None and self.part[0] > 1
 
     @property
     def document(self) -> int | None:

@@ -67,7 +67,16 @@ def _split(segment: Segment, encoded: Encoded, limit: int) -> tuple[Segment, ...
             part_text = text[0 if first == 0 else starts[first] : starts[last] if last < len(ids) else len(text)]
         name = f"{segment.name} ({number}/{len(borders) - 1})" if segment.name else None
         offset = None if segment.position_offset is None else segment.position_offset + first
-        parts.append(replace(segment, token_ids=ids[first:last], text=part_text, name=name, position_offset=offset))
+        parts.append(
+            replace(
+                segment,
+                token_ids=ids[first:last],
+                text=part_text,
+                name=name,
+                position_offset=offset,
+                part=(number, len(borders) - 1),
+            )
+        )
     return tuple(parts)
 
 

@@ -139,9 +139,9 @@ class _Launch:
         if llm.model.weights_note:
             self._say(f"weights    {llm.model.weights_note}")
         self._say(f"chunks     {cache if llm.has_chunk_cache else f'off: {llm.chunk_cache_off_reason}'}")
-        if llm.has_chunk_cache and (llm.profile is not None or str(config.repair) != "none"):
-            origin = f", by the profile of {llm.profile.date}" if llm.profile is not None else ""
-            self._say(f"repair     {config.repair}{origin}")
+        if llm.has_chunk_cache:
+            origin = f"by the profile of {llm.profile.date}" if llm.profile is not None else _UNMEASURED
+            self._say(f"repair     {config.repair}, {origin}")
         if llm.engine.keeper is not None:
             stats = llm.engine.keeper.hierarchy.tier_stats()
             self._say(f"tiers      {' ▸ '.join(_shown_tier(stat) for stat in stats)}")
@@ -149,6 +149,9 @@ class _Launch:
 
     def _say(self, line: str) -> None:
         self._notices.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+_UNMEASURED = "not measured on this model: answers may differ from full attention; kvmosaic tune measures and sets it"
 
 
 def _shown_tier(tier: TierStat) -> str:

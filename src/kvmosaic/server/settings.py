@@ -19,7 +19,7 @@ from pydantic_settings import (
 from kvmosaic.config import MAX_TIERS, ChunkCacheConfig, EngineConfig, TierConfig, parse_bytes
 from kvmosaic.profile import ProfileChoice, profile_choice
 from kvmosaic.prompt.separator import read_separator
-from kvmosaic.repair import FORMS, repair_policy
+from kvmosaic.repair import DEFAULT_REPAIR, FORMS, repair_policy
 from kvmosaic.repair.reading import MAX_POLICY_CHARACTERS
 from kvmosaic.server.config_file import read_config_file
 from kvmosaic.server.key_text import KEY_RULE, is_key_text
@@ -37,7 +37,7 @@ VARIABLE_ONLY = "variable_only"
 
 Texts = Annotated[tuple[str, ...], NoDecode]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode]
-Strategy = Literal["shared", "sequential"]
+Strategy = Literal["auto", "shared", "sequential"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 
@@ -135,8 +135,8 @@ class ServerSettings(BaseSettings):
     position_strategy: Strategy | None = _setting(
         None,
         "Chunk cache",
-        "Documents overlap (shared), or stand one behind the other (sequential). Default: as the model's profile says, "
-        "or shared.",
+        "Documents stand one behind the other (sequential), overlap (shared), or the first where the prompt fits the "
+        "model's positions, else the second (auto). Default: as the model's profile says, or auto.",
     )
     chunk_context: Literal["system", "none"] | None = _setting(
         None,
@@ -148,7 +148,7 @@ class ServerSettings(BaseSettings):
         None,
         "Chunk cache",
         f"Which tokens of cached documents requests compute again: {FORMS}. Default: as the model's profile says, or "
-        "none.",
+        f"{DEFAULT_REPAIR} where the model can.",
         max_length=MAX_POLICY_CHARACTERS,
     )
     profile: str = _setting(

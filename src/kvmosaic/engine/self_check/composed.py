@@ -23,7 +23,7 @@ from kvmosaic.attention.dense import DenseAttention
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.self_check.finding import Finding, worst_finding
 from kvmosaic.engine.self_check.recording import NUM_ANSWER, RecordedStep, RecordingEngine
-from kvmosaic.layout import ChunkContext, DenseLayout, Layout, PositionStrategy, arrange, dense
+from kvmosaic.layout import ChunkContext, DenseLayout, FixedStrategy, Layout, arrange, dense
 from kvmosaic.model.hook import AttentionCall, Receiver
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
@@ -52,7 +52,7 @@ class _Answered:
 def check_composed(model: LoadedModel, prompts: Sequence[Prompt], backend: AttentionBackend | None) -> list[Finding]:
     """Four findings: on positions, on storage and attention (of the first prompt), and on logits."""
     # blind documents in sequence are moved the most, and still one dense forward says what they must give
-    strategy: PositionStrategy = "sequential" if moves(model) else "shared"
+    strategy: FixedStrategy = "sequential" if moves(model) else "shared"
     context: ChunkContext = "none" if moves(model) else "system"
     engine = RecordingEngine(model, backend, strategy, context)
     cold, warm = engine.answer(prompts), engine.answer(prompts)

@@ -14,7 +14,7 @@ from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.engine import Engine
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.step import Step, Work
-from kvmosaic.layout import ChunkContext, PositionStrategy
+from kvmosaic.layout import ChunkContext, FixedStrategy
 from kvmosaic.model.batch import Batch, SpanRows
 from kvmosaic.model.hook import AttentionCall, Receiver
 from kvmosaic.model.loaded import LoadedModel
@@ -93,7 +93,7 @@ class RecordingEngine(Engine):
     runner: RecordingRunner
 
     def __init__(
-        self, model: LoadedModel, backend: AttentionBackend | None, strategy: PositionStrategy, context: ChunkContext
+        self, model: LoadedModel, backend: AttentionBackend | None, strategy: FixedStrategy, context: ChunkContext
     ) -> None:
         config = ChunkCacheConfig(
             position_strategy=strategy, chunk_context=context, block_size=BLOCK_SIZE, repair="none"

@@ -109,7 +109,7 @@ class SharedFields(DocumentFields, StructuredFields):
         INTEGRAL,
     ] = 0
     position_strategy: Annotated[
-        Literal["shared", "sequential"] | None,
+        Literal["auto", "shared", "sequential"] | None,
         Field(description="Where documents stand; default: the server's setting."),
     ] = None
     chunk_context: Annotated[
