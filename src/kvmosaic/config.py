@@ -72,8 +72,8 @@ class ChunkCacheConfig:
     hash_algorithm: Literal["sha256", "xxh3_128"] = "sha256"
     """Hash of the keys by which blocks and chunks are looked up; xxh3_128 is faster and always compares tokens."""
     position_strategy: PositionStrategy = _AUTO
-    """Where documents stand: one behind the other ("sequential"), all right after the system prompt ("shared"), or where
-    the caller says ("absolute"). "auto" is sequential where the prompt fits the model's positions, else shared."""
+    """Where documents stand: one behind the other ("sequential"), all right after the system prompt ("shared"), where
+    the caller says ("absolute"), or sequential where the prompt fits the model's positions, else shared ("auto")."""
     chunk_context: ChunkContext = _SYSTEM
     """What a document saw when it was computed: the system prompt, or nothing."""
     repair: str | RepairPolicy = _REPAIR

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.families import build
 
+from kvmosaic import LLM, SamplingParams
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.model import AttentionCall, LoadedModel
 
@@ -100,3 +101,31 @@ def test_a_pinned_model_cannot_be_pinned_for_another_length(kind):
     assert again.layers == first.layers
     with pytest.raises(InvalidConfig, match="pinned for 512 positions already"):
         LoadedModel.from_module(module, max_positions=256)
+
+
+def _answers(module: Any, max_positions: int | None) -> tuple[list[int], list[int], str]:
+    """Ten greedy tokens by transformers and by us, and what our report says of them."""
+    prompt = [5, 17, 99, 3, 54, 12, 8, 76, 23, 41]
+    theirs = module.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=None)
+    with LLM(LoadedModel.from_module(module, max_positions=max_positions)) as llm:
+        (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=10, ignore_eos=True))
+        return theirs[0, len(prompt) :].tolist(), list(output.outputs[0].token_ids), output.reuse.composition
+
+
+def test_frequencies_for_long_texts_are_said_and_those_for_short_ones_are_those_of_generate() -> None:
+    def module() -> Any:
+        return build("phi3", torch.float32, max_position_embeddings=4096, **_LONG)
+
+    theirs, ours, composition = _answers(module(), 256)
+    assert ours == theirs and composition == "exact"
+    theirs, ours, composition = _answers(module(), None)
+    assert "frequencies are those for texts of more than 256 positions" in composition
+    assert "max_model_len=256" in composition
+
+
+@pytest.mark.parametrize("rope_type", ["yarn", "linear"])
+def test_static_frequencies_have_no_note(rope_type: str) -> None:
+    parameters = {"rope_type": rope_type, "factor": 4.0, "rope_theta": 10_000.0}
+    if rope_type == "yarn":
+        parameters["original_max_position_embeddings"] = 1024
+    assert not LoadedModel.from_module(build("llama", rope_parameters=parameters)).frequency_note

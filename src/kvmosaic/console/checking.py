@@ -95,6 +95,8 @@ def model_table(name: str, model: LoadedModel, attention: str) -> Table:
     if model.num_fused:
         table.add_row("fused", Text(", ".join(f"{count} {kind}" for kind, count in model.num_fused.items())))
     table.add_row("positions", Text(limit))
+    if model.frequency_note:
+        table.add_row("", Text(model.frequency_note))
     table.add_row("one token takes", Text(f"{size_text(model.bytes_per_token())} of cache"))
     table.add_row("attention", Text(printable(attention)))
     return table

@@ -423,7 +423,7 @@ class Engine:
             params,
             arrival_time,
             priority,
-            note,
+            "; ".join(part for part in (note, self.runner.model.frequency_note) if part),
             aging_seconds=aging,
             window=window,
             repair=repair,

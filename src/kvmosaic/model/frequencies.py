@@ -19,6 +19,8 @@ from kvmosaic.errors import InvalidConfig
 
 _PINNED = "kvmosaic_pinned_positions"
 """Where a module remembers the length its frequencies are pinned for."""
+_SHORT_LENGTH = "kvmosaic_short_length"
+"""Where it remembers up to which length transformers would use other ones."""
 
 
 def frequency_buffers(module: nn.Module) -> list[Tensor]:
@@ -67,6 +69,9 @@ def pin_frequencies(module: nn.Module, max_positions: int) -> None:
         pinned, scaling = ROPE_INIT_FUNCTIONS[rope_type](
             rotary.config, buffer.device, seq_len=max_positions, **keywords
         )
+        short, _ = ROPE_INIT_FUNCTIONS[rope_type](rotary.config, buffer.device, seq_len=1, **keywords)
+        if not torch.equal(short.to(pinned), pinned):
+            module.__dict__[_SHORT_LENGTH] = _original_length(rotary.config, layer_type)
         buffer.copy_(pinned.to(buffer.device, buffer.dtype))
         if isinstance(rotary.rope_type, dict):
             rotary.rope_type = {**rotary.rope_type, layer_type: "default"}
@@ -74,6 +79,26 @@ def pin_frequencies(module: nn.Module, max_positions: int) -> None:
             rotary.rope_type = "default"
         if hasattr(rotary, "rope_init_fn"):
             _pin_recomputed(rotary, pinned, scaling, max_positions)
+
+
+def pinned_note(module: nn.Module) -> str:
+    """How a model with pinned frequencies differs from transformers' own; empty where it does not."""
+    length = module.__dict__.get(_SHORT_LENGTH)
+    if length is None:
+        return ""
+    return (
+        f"rotary frequencies are those for texts of more than {length:,} positions; up to {length:,}, transformers uses "
+        f"others, and its generate may answer differently (max_model_len={length} takes those)"
+    )
+
+
+def _original_length(config: Any, layer_type: str | None) -> int:
+    """The length from which on a configuration's frequencies change."""
+    parameters = config.rope_parameters
+    parameters = parameters.get(layer_type, parameters) if layer_type else parameters
+    original = parameters.get("original_max_position_embeddings")
+    original = original or getattr(config, "original_max_position_embeddings", None)
+    return int(original or config.max_position_embeddings)
 
 
 def _changing(module: nn.Module) -> Iterator[tuple[Any, str | None, str]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvmosaic.errors import InvalidConfig, UnsupportedModel
 from kvmosaic.model.fingerprint import fingerprint as compute_fingerprint
-from kvmosaic.model.frequencies import changes_with_length, pin_frequencies
+from kvmosaic.model.frequencies import changes_with_length, pin_frequencies, pinned_note
 from kvmosaic.model.fuse import count_fused, fuse_operations
 from kvmosaic.model.hook import Receiver, attention_scope
 from kvmosaic.model.layers import LayerSpec
@@ -54,6 +54,8 @@ class LoadedModel:
     """Identity of the model: see `fingerprint`."""
     weights_note: str = ""
     """What loading did to quantized weights, and the memory they take now; empty if they were plain."""
+    frequency_note: str = ""
+    """How its rotary frequencies differ from those that transformers would use; empty where they do not."""
     keeps_rows: bool = field(default=True, repr=False)
     """Whether its forward takes the rows whose logits are wanted."""
 
@@ -108,6 +110,7 @@ class LoadedModel:
             dtype=embeddings.dtype,
             device=embeddings.device,
             fingerprint=identity,
+            frequency_note=pinned_note(model),
             keeps_rows="logits_to_keep" in inspect.signature(model.forward).parameters,
         )
 
