@@ -70,7 +70,8 @@ class ChunkCacheConfig:
     separator: str | None = None
     """Text that splits a prompt string into segments, such as "##"; None or "": strings are never split."""
     hash_algorithm: Literal["sha256", "xxh3_128"] = "sha256"
-    """Hash of the keys by which blocks and chunks are looked up; xxh3_128 is faster and always compares tokens."""
+    """Hash of the keys by which blocks and chunks are looked up; xxh3_128 is faster and always compares tokens.
+    Processes that share tiers choose the same."""
     position_strategy: PositionStrategy = _SHARED
     """Where documents stand: all right after the system prompt, one behind the other, or where the caller says."""
     chunk_context: ChunkContext = _SYSTEM
