@@ -15,6 +15,7 @@ with LLM("reader") as llm:
         system = Segment(SegmentKind.SYSTEM, text=SYSTEM)
         prompt = Prompt((system, first.segment, second.segment, question))
         print(llm.plan(prompt, position_strategy="sequential"))  # one behind the other: the second one is moved
-        (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=16))  # shared: order cannot matter
+        # where documents overlap, their order cannot matter
+        (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=16), position_strategy="shared")
         answers.append(output.outputs[0].text.strip())
         print(answers[-1], end="\n\n")

@@ -54,6 +54,19 @@ def test_another_process_answers_from_the_same_folder(tmp_path, codec, compressi
         assert found.outputs[0].text == expected.outputs[0].text
 
 
+def test_chunks_with_keys_of_another_hash_are_found_in_the_same_folder(tmp_path) -> None:
+    config = ChunkCacheConfig(capacity="64MiB", hash_algorithm="xxh3_128")
+    tiers = TierConfig((f"disk:{tmp_path}?quota=1GiB",), loading="always")
+    with LLM(chunk_cache_config=config, tier_config=tiers, self_check=False) as first:
+        expected = ask(first)
+        assert {len(chunk.key) for chunk in first.chunks.entries()} == {16}
+    with LLM(chunk_cache_config=config, tier_config=tiers, self_check=False) as second:
+        found = ask(second)
+        assert loaded(second) == 6 and found.outputs[0].text == expected.outputs[0].text
+    with open_llm() as slow:
+        assert ask(slow).outputs[0].text == expected.outputs[0].text
+
+
 def test_a_small_device_with_a_host_and_a_disk_answers_as_a_large_one(tmp_path) -> None:
     chance = random.Random(0)
     documents = [{"id": str(n), "text": f"House {n} has {chance.randrange(99)} doors. " * 6} for n in range(12)]

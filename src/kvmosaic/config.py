@@ -70,7 +70,8 @@ class ChunkCacheConfig:
     separator: str | None = None
     """Text that splits a prompt string into segments, such as "##"; None or "": strings are never split."""
     hash_algorithm: Literal["sha256", "xxh3_128"] = "sha256"
-    """Hash of the keys by which blocks and chunks are looked up; xxh3_128 is faster and always compares tokens."""
+    """Hash of the keys by which blocks and chunks are looked up; xxh3_128 is faster and always compares tokens.
+    Processes that share tiers choose the same."""
     position_strategy: PositionStrategy = _AUTO
     """Where documents stand: one behind the other ("sequential"), all right after the system prompt ("shared"), where
     the caller says ("absolute"), or sequential where the prompt fits the model's positions, else shared ("auto")."""

@@ -52,7 +52,7 @@ def build_engine(
     **chunk_options: Any,
 ) -> Engine:
     """An engine with small pools."""
-    options = {"block_size": 4, **chunk_options}
+    options = {"block_size": 4, "position_strategy": "shared", "repair": "none", **chunk_options}
     config = ChunkCacheConfig(**options)
     request_blocks, chunk_blocks = blocks
     planner = Planner(
