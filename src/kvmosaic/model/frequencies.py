@@ -87,8 +87,8 @@ def pinned_note(module: nn.Module) -> str:
     if length is None:
         return ""
     return (
-        f"rotary frequencies are those for texts of more than {length:,} positions; up to {length:,}, transformers uses "
-        f"others, and its generate may answer differently (max_model_len={length} takes those)"
+        f"rotary frequencies are those for texts of more than {length:,} positions; up to {length:,}, transformers "
+        f"uses others, and its generate may answer differently (max_model_len={length} takes those)"
     )
 
 

@@ -1,0 +1,89 @@
+"""What counts where nobody says anything: positions, repair, and where neither can be had."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.families import build
+
+from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams
+from kvmosaic.errors import InvalidRepair
+from kvmosaic.model import LoadedModel
+from kvmosaic.repair import DEFAULT_REPAIR
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+SMALL = EngineConfig(request_cache="1MiB")
+DOCUMENTS = [list(range(10, 30)), list(range(30, 55)), list(range(60, 80))]
+PROMPT = Prompt.from_tokens([3, 4, 5], DOCUMENTS, [6, 7, 8])
+
+
+def open_llm(family: str = "llama", max_model_len: int | None = None, **chunk_options: object) -> LLM:
+    config = ChunkCacheConfig(**{"capacity": "1MiB", "block_size": 4, **chunk_options})
+    model = LoadedModel.from_module(build(family, torch.float32))
+    return LLM(model, chunk_cache_config=config, engine_config=replace(SMALL, max_model_len=max_model_len))
+
+
+def answer(llm: LLM, prompt: Prompt = PROMPT, params: SamplingParams = GREEDY, **options: object):
+    (output,) = llm.generate(prompt, params, **options)
+    return output
+
+
+def test_documents_stand_one_behind_the_other_and_their_first_tokens_are_repaired():
+    with open_llm() as llm:
+        silent = answer(llm)
+        assert "composed (sequential)" in silent.reuse.composition
+        assert silent.reuse.repair.policy == DEFAULT_REPAIR
+        assert silent.reuse.repair.repaired_tokens == 16, "eight of each document but the first, which is exact"
+    with open_llm(position_strategy="sequential", repair=DEFAULT_REPAIR) as llm:
+        assert answer(llm).outputs[0].token_ids == silent.outputs[0].token_ids
+
+
+def test_a_prompt_that_does_not_fit_overlaps_and_says_so():
+    with open_llm(max_model_len=60) as llm:
+        assert "composed (shared)" in answer(llm).reuse.composition
+        short = Prompt.from_tokens([3, 4, 5], DOCUMENTS[:2], [6, 7, 8])
+        assert "composed (sequential)" in answer(llm, short).reuse.composition
+        assert answer(llm).outputs[0].token_ids == answer(llm).outputs[0].token_ids, "cold and warm"
+
+
+def test_none_is_one_word_away():
+    with open_llm(repair="none") as llm:
+        assert answer(llm).reuse.repair is None
+    with open_llm() as llm:
+        assert answer(llm, params=replace(GREEDY, repair="none")).reuse.repair is None
+        assert "composed (shared)" in answer(llm, position_strategy="shared").reuse.composition
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom_twelve"])
+def test_models_that_cannot_be_repaired_go_without_by_default_and_say_why_when_asked(family):
+    with open_llm(family) as llm:
+        assert answer(llm).reuse.repair is None
+        with pytest.raises(InvalidRepair, match=r"positions|bias"):
+            answer(llm, params=replace(GREEDY, repair=DEFAULT_REPAIR))
+        assert answer(llm).outputs[0].token_ids == answer(llm).outputs[0].token_ids
+
+
+def test_texts_without_end_go_without_repair_by_default():
+    with open_llm() as llm:
+        params = replace(GREEDY, sink_tokens=4, window_tokens=32)
+        assert answer(llm, params=params).reuse.repair is None
+        with pytest.raises(InvalidRepair, match="window_tokens"):
+            answer(llm, params=replace(params, repair=DEFAULT_REPAIR))
+
+
+def test_plain_prompts_know_nothing_of_it():
+    with open_llm() as llm:
+        output = answer(llm, Prompt.plain(range(3, 40)))
+        assert output.reuse.composition == "exact" and output.reuse.repair is None
+
+
+def test_a_split_document_is_told_and_its_parts_are_found_again_in_any_positions():
+    text_free = {"max_chunk_tokens": 12, "long_chunks": "split", "repair": "none"}
+    with open_llm(**text_free) as llm:
+        first = answer(llm)
+        notes = [segment.note for segment in first.reuse.segments if segment.kind == "chunk"]
+        assert notes[0].startswith("part 1 of 2 of a document that is longer than a chunk may be")
+        again = answer(llm, position_strategy="shared")
+        assert all(segment.reused_tokens for segment in again.reuse.segments if segment.kind == "chunk")
