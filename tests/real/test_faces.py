@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, SamplingParams, TierConfig
 from kvmosaic.cli import app
+from kvmosaic.model.prepack import cpu_has_bfloat16
 
 LOADING_SECONDS = 300.0
 MESSAGES = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTIONS[0]}]
@@ -86,10 +85,9 @@ def called(*arguments: str | Path) -> Result:
     return result
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_check_passes(model_file: Path, dtype: str) -> None:
-    result = called("check", model_file, "--dtype", dtype)
-    assert "passed" in result.stdout
+def test_check_passes_in_the_type_that_this_machine_takes(model_file: Path) -> None:
+    result = called("check", model_file)
+    dtype = "bfloat16" if cpu_has_bfloat16() else "float32"
     assert f"is dequantized to {dtype}" in " ".join(result.stderr.split())
 
 
@@ -97,7 +95,6 @@ def test_run_answers_with_the_chunk_cache_on(model_file: Path, tmp_path: Path, e
     for document in NAMED:
         (tmp_path / f"{document['id']}.txt").write_text(document["text"])
     asked = ("--documents", tmp_path, "--question", QUESTIONS[0], "--system", SYSTEM, "--max-tokens", 24)
-    command = [sys.executable, "-m", "kvmosaic", "run", model_file, *asked, *FLAGS, "--dtype", "float32", "--json"]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True)
-    assert expected.strip() in json.dumps(json.loads(done.stdout), ensure_ascii=False)
-    assert "the chunk cache is off" not in done.stderr
+    result = called("run", model_file, *asked, *FLAGS, "--dtype", "float32", "--json")
+    assert json.loads(result.stdout)["text"].strip() == expected.strip()
+    assert "the chunk cache is off" not in result.stderr
