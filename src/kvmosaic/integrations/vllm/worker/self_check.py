@@ -19,7 +19,7 @@ def check(places: Places, nested: Nested) -> str:
     Runs before anything is served: its blocks are in nobody's use, and it leaves zeros in them. Every worker runs the
     same forwards whatever it finds, so that workers that compute together stay together.
     """
-    length = min(nested.max_length, *(place.turning.num_positions for place in places.layers if place.turning))
+    length = min([nested.max_length, *(place.turning.num_positions for place in places.layers if place.turning)])
     num_tokens = min(NUM_TOKENS, nested.max_tokens, length - 1)
     last = length - min(HEAD_TOKENS, num_tokens) - 1
     if num_tokens < 4 or last < 1:
@@ -37,8 +37,7 @@ def check(places: Places, nested: Nested) -> str:
         found = ModelTrial(places, nested, plan).trouble()
         _clear(places, plan.blocks)
         return found
-    except Exception as error:
-        __import__("traceback").print_exc(file=open("/tmp/tb.txt","w"))
+    except Exception as error:  # vLLM comes up, without composing, whatever its parts say to being called
         return f"the check at start failed: {type(error).__name__}: {error}"[:400]
 
 

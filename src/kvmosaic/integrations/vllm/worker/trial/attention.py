@@ -15,8 +15,10 @@ from kvmosaic.integrations.vllm.operations import Repair
 from kvmosaic.integrations.vllm.worker.places import LayerPlace, Places
 from kvmosaic.integrations.vllm.worker.trial.rounding import unit, wide
 
-ROUNDINGS = 8
-"""Of scores, weights and sums, of whichever a kernel rounds to the type of its queries."""
+ROUNDINGS = 3
+"""To the type of its queries, of scores, weights or sums: as many as a kernel may do."""
+SUMMING = 2.0**-16
+"""Of long sums in float32, whatever the type of their terms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ def attention_error(places: Places, place: LayerPlace, run: Repair, seen: Attend
     )
     bound = (weights * (values.norm(dim=-1)[:, None] + off * to_output)).sum(-1)
     error = (wide(seen.output).to(dtype).transpose(0, 1) - wanted).norm(dim=-1)
-    far = error / (ROUNDINGS * unit(seen.queries.dtype, seen.output.dtype) * bound).clamp(min=1e-30)
+    far = error / (bound * (ROUNDINGS * unit(seen.queries.dtype, seen.output.dtype) + SUMMING)).clamp(min=1e-30)
     return float(far.max()) if far.isfinite().all() else float("inf")
 
 

@@ -18,8 +18,10 @@ from kvmosaic.integrations.vllm.worker.trial.plan import Plan
 from kvmosaic.integrations.vllm.worker.trial.rotation import allowed, apart, fitted, misunderstood, turned
 from kvmosaic.integrations.vllm.worker.trial.rounding import noise_ratio, unit
 
-NOISE = 4.0
-"""How many times the noise of one rounding of its input a layer's output may be off."""
+SAME = 0.5
+"""How many times the noise of one rounding of its input a layer's output may be off for equal rows of one batch."""
+LATER = 2.0
+"""The same of tokens that are computed in another batch, with the rest in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +170,7 @@ class LayerTrial:
             if found := self._of_softmax(place, run, self.recorder.calls[place.name]):
                 return found
         far = noise_ratio(later, wanted, noisy)
-        if not far <= NOISE:
+        if not far <= LATER:
             return (
                 f"{layers[0].name}: the layer gives something else for tokens that are computed with {self.plan.tail} "
                 f"others in the cache than for the same tokens in one forward ({far:.2g} times what one rounding of its "
@@ -180,7 +182,7 @@ class LayerTrial:
         self, layers: list[LayerPlace], run: Repair, found: list[Tensor], wanted: list[Tensor], noisy: list[Tensor]
     ) -> str:
         far = noise_ratio(found, wanted, noisy)
-        if far <= NOISE:
+        if far <= SAME:
             return ""
         return (
             f"{layers[0].name}: behind its attention the layer gives something else at position {run.position} than at "
