@@ -1,6 +1,7 @@
 """Which tokens of cached chunks are computed again for a request."""
 
 from kvmosaic.repair.choosing import budget_of, checked_choice, most_of
+from kvmosaic.repair.default import DEFAULT_REPAIR
 from kvmosaic.repair.policy import (
     ChunkSignals,
     FirstTokens,
@@ -16,6 +17,7 @@ from kvmosaic.repair.policy import (
 from kvmosaic.repair.reading import FORMS, repair_policy
 
 __all__ = [
+    "DEFAULT_REPAIR",
     "FORMS",
     "ChunkSignals",
     "FirstTokens",

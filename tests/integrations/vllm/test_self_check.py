@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -116,7 +115,10 @@ MISTAKES: dict[str, Any] = {
     "written too far": lambda place: replace(place, layout=Displaced(place.layout, flipped=False)),
 }
 FAULTS: dict[str, Any] = {
-    **{each.__name__: lambda places, layer, each=each: faults.rotation(places, layer, each) for each in faults.ROTATIONS},
+    **{
+        each.__name__: lambda places, layer, each=each: faults.rotation(places, layer, each)
+        for each in faults.ROTATIONS
+    },
     **{each.__name__: each for each in faults.OTHERS},
 }
 ROTATED = [each.__name__ for each in faults.ROTATIONS]
@@ -152,7 +154,9 @@ def mistaken(engine: Any, mistake: str) -> list[list[Any]]:
     for layer in (*LAYERS, None):
         wrong = range(len(places.layers)) if layer is None else [layer % len(places.layers)]
         layers = [MISTAKES[mistake](place) if i in wrong else place for i, place in enumerate(places.layers)]
-        said.append([places.layers[layer or 0].name, check(replace(places, layers=tuple(layers)), nested), left(places)])
+        said.append(
+            [places.layers[layer or 0].name, check(replace(places, layers=tuple(layers)), nested), left(places)]
+        )
     return said
 
 
@@ -201,8 +205,6 @@ def test_input_from_other_tokens_is_found_before_the_first_layer(llama):
     said, without = llama.call(mixed)
     assert "the first layer is given something else" in said
     assert without == ""
-
-
 
 
 def constant(engine: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from kvmosaic.integrations.vllm.worker.nested import Nested
@@ -10,6 +12,8 @@ from kvmosaic.integrations.vllm.worker.trial.model_trial import ModelTrial
 from kvmosaic.integrations.vllm.worker.trial.plan import HEAD_TOKENS, NUM_TOKENS, Plan, far_positions
 from kvmosaic.integrations.vllm.worker.trial.rotation import direct_trouble
 from kvmosaic.integrations.vllm.worker.trial.text import ordinary_tokens
+
+_log = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
@@ -49,7 +53,8 @@ def check_rotations(places: Places, max_length: int) -> str:
         last = min(max_length, turning.num_positions) - HEAD_TOKENS - 1
         try:
             found = direct_trouble(place, far_positions(last))
-        except Exception:  # an embedding that is called in another way, or not outside a forward: nothing is known of it
+        except Exception as error:  # it is called in another way, or not outside a forward: nothing is known of it
+            _log.info("kvmosaic: the rotation of %s was not tried: %s", place.name, error)
             continue
         if found:
             return f"{place.name}: {found}"

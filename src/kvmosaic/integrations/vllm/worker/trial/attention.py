@@ -76,7 +76,10 @@ def _attended(place: LayerPlace, queries: Tensor, keys: Tensor, values: Tensor, 
         rows = torch.cat([keys.reshape(num_tokens, 1, -1), values.reshape(num_tokens, 1, -1)], -1)
         num_heads = int(place.layer.num_heads)
         return Attended(
-            queries.reshape(num_tokens, num_heads, -1).clone(), rows, None, output.reshape(num_tokens, num_heads, -1).clone()
+            queries.reshape(num_tokens, num_heads, -1).clone(),
+            rows,
+            None,
+            output.reshape(num_tokens, num_heads, -1).clone(),
         )
     queries = queries.reshape(num_tokens, -1, size).clone()
     heads = int(place.layer.num_kv_heads)
@@ -89,9 +92,9 @@ def _attended(place: LayerPlace, queries: Tensor, keys: Tensor, values: Tensor, 
 
 
 def attention_error(places: Places, place: LayerPlace, run: Repair, seen: Attended) -> float:
-    """How far a layer's output for a run lies from a softmax over all that its blocks hold, in parts of what is allowed.
+    """How far a layer's output for a run lies from a softmax over all that its blocks hold, in parts of what may be.
 
-    What is allowed follows from the numbers: weights and values rounded once, and scores that are off by the rounding of
+    What may be follows from the numbers: weights and values rounded once, and scores that are off by the rounding of
     their products. So it holds however large queries and keys are.
     """
     num_tokens = len(run.token_ids)
@@ -138,7 +141,7 @@ def _constants(place: LayerPlace, dtype: torch.dtype) -> tuple[float, float, Ten
 def _expanded(place: LayerPlace, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of every head that latent rows [T, 1, D] stand for."""
     layer = place.layer
-    latent, turning_part = rows.split([layer.kv_lora_rank, layer.qk_rope_head_dim], -1)
+    latent, turning_part = torch.split(rows, [layer.kv_lora_rank, layer.qk_rope_head_dim], -1)
     both = layer.kv_b_proj(latent[:, 0].contiguous())[0].view(len(rows), layer.num_heads, -1)
     keys, values = both.split([layer.qk_nope_head_dim, layer.v_head_dim], -1)
     return torch.cat([keys, turning_part.expand(-1, layer.num_heads, -1).to(keys.dtype)], -1), values

@@ -98,7 +98,7 @@ class LayerTrial:
             if not far <= most:
                 return (
                     f"{place.name}: values of tokens at position {run.position} are {far:.2g} of their size away from "
-                    f"those of the same tokens at position 0 (at most {most:.2g}): the model does not only see distances"
+                    f"those at position 0 (at most {most:.2g}): the model does not only see distances"
                 )
         return ""
 
@@ -112,8 +112,8 @@ class LayerTrial:
         for name, one, other, turning in zip(("keys", "values"), moved, computed, (place.turning, None), strict=True):
             if one is not None and other is not None and not (far := apart(turning, one, other)) <= most:
                 return (
-                    f"{place.name}: {name} moved to position {run.position} are {far:.2g} of their size away from those "
-                    f"computed there (at most {most:.2g}): its cache was not understood"
+                    f"{place.name}: {name} moved to position {run.position} are {far:.2g} of their size away from "
+                    f"those computed there (at most {most:.2g}): its cache was not understood"
                 )
         return ""
 
@@ -154,8 +154,8 @@ class LayerTrial:
         if not far <= 1:
             return (
                 f"{place.name}: attention at positions {run.position} to {run.position + len(run.token_ids) - 1}, over "
-                f"{run.start + len(run.token_ids)} tokens, is {far:.2g} times as far from a softmax over all of them as "
-                "rounding explains: it sees other tokens, or weighs them by more than queries and keys"
+                f"{run.start + len(run.token_ids)} tokens, is {far:.2g} times as far from a softmax over all of them "
+                "as rounding explains: it sees other tokens, or weighs them by more than queries and keys"
             )
         return ""
 
@@ -173,8 +173,8 @@ class LayerTrial:
         if not far <= LATER:
             return (
                 f"{layers[0].name}: the layer gives something else for tokens that are computed with {self.plan.tail} "
-                f"others in the cache than for the same tokens in one forward ({far:.2g} times what one rounding of its "
-                "input changes): it also uses tokens that it does not attend to"
+                f"others in the cache than for the same tokens in one forward ({far:.2g} times what one rounding of "
+                "its input changes): it also uses tokens that it does not attend to"
             )
         return ""
 
@@ -185,8 +185,9 @@ class LayerTrial:
         if far <= SAME:
             return ""
         return (
-            f"{layers[0].name}: behind its attention the layer gives something else at position {run.position} than at "
-            f"position 0 ({far:.2g} times what one rounding of its input changes): the model does not only see distances"
+            f"{layers[0].name}: behind its attention the layer gives something else at position {run.position} than "
+            f"at position 0 ({far:.2g} times what one rounding of its input changes): the model does not only see "
+            "distances"
         )
 
     def _read(

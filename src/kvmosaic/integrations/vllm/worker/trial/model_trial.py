@@ -25,9 +25,9 @@ NOISE = 4.0
 class ModelTrial:
     """Hooks on the model's layers, each of which is tried as soon as it was called.
 
-        the model's forward over the text       layer 0 ──▶ layer 1 ──▶ … ──▶ hidden states
-                                                   │           │
-        each layer again, with what it was given   └ try it    └ try it
+    the model's forward over the text       layer 0 ──▶ layer 1 ──▶ … ──▶ hidden states
+                                               │           │
+    each layer again, with what it was given   └ try it    └ try it
     """
 
     def __init__(self, places: Places, nested: Nested, plan: Plan) -> None:
@@ -84,7 +84,9 @@ class ModelTrial:
         """Calls `before(module, args, kwargs, positions)` and `after(module, output)` around every layer."""
         given: list[Tensor] = []
         root = self._places.root
-        hooks = [root.register_forward_pre_hook(lambda _, __, named: given.append(named["positions"]), with_kwargs=True)]
+        hooks = [
+            root.register_forward_pre_hook(lambda _, __, named: given.append(named["positions"]), with_kwargs=True)
+        ]
         for module in self._units:
             hooks.append(
                 module.register_forward_pre_hook(

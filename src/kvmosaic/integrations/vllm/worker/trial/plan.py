@@ -108,9 +108,7 @@ class Plan:
 
     def move_to(self, run: Repair) -> Move:
         """Moves the first head to where another one stands, into blocks of its own."""
-        return Move(
-            self.first_blocks, 0, self.moved_blocks, run.start % self.block_size, self.head, 0, run.position
-        )
+        return Move(self.first_blocks, 0, self.moved_blocks, run.start % self.block_size, self.head, 0, run.position)
 
     def behind(self, run: Repair) -> Repair:
         """One token after a moved head."""

@@ -57,7 +57,7 @@ def _pair_size(turning: Turning | None, vectors: Tensor) -> Tensor:
         return sizes
     part = sizes[..., turning.first : turning.first + turning.rotary_dim]
     half = turning.rotary_dim // 2
-    pairs = part.unflatten(-1, (half, 2)) if turning.is_interleaved else part.unflatten(-1, (2, half))
+    pairs = part.view(*part.shape[:-1], *((half, 2) if turning.is_interleaved else (2, half)))
     dim = -1 if turning.is_interleaved else -2
     part.copy_(pairs.norm(dim=dim, keepdim=True).expand_as(pairs).flatten(-2))
     return sizes
