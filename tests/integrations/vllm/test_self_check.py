@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support.vllm import faults
+from support.vllm.faults import places_of
 
-from kvmosaic.integrations.vllm.worker.nested import Nested
 from kvmosaic.integrations.vllm.worker.places import Places
 from kvmosaic.integrations.vllm.worker.self_check import check, check_rotations
 from kvmosaic.integrations.vllm.worker.turning import Factors, Turning
@@ -123,15 +123,6 @@ FAULTS: dict[str, Any] = {
 }
 ROTATED = [each.__name__ for each in faults.ROTATIONS]
 STORED = ["stored_elsewhere", "stored_values_smaller"]
-
-
-def places_of(engine: Any) -> tuple[Places, Nested]:
-    """What the plugin finds of a model, and its nested forward."""
-    worker = engine.core.model_executor.driver_worker.worker
-    layers = worker.vllm_config.compilation_config.static_forward_context
-    caches = {name: each.kv_cache for name, each in layers.items() if hasattr(each, "kv_cache")}
-    places = Places.of(worker.vllm_config, caches)
-    return places, Nested(worker.vllm_config, worker.model_runner.kv_cache_config, places.root)
 
 
 def left(places: Places) -> float:

@@ -9,10 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvmosaic.integrations.vllm.worker.nested import Nested
 from kvmosaic.integrations.vllm.worker.places import Places
 
 FAR = 600
 BACK = 64
+
+
+def places_of(engine: Any) -> tuple[Places, Nested]:
+    """What the plugin finds of a model, and its nested forward."""
+    worker = engine.core.model_executor.driver_worker.worker
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    caches = {name: each.kv_cache for name, each in layers.items() if hasattr(each, "kv_cache")}
+    places = Places.of(worker.vllm_config, caches)
+    return places, Nested(worker.vllm_config, worker.model_runner.kv_cache_config, places.root)
 
 
 class Rotation(nn.Module):

@@ -202,8 +202,8 @@ class _Engine:
     def _same(self, composed: Any, prompt: Sequence[int]) -> Finding:
         """The likeliest next tokens of a composed prompt, against the same tokens as an ordinary one.
 
-        What may be is the model's own noise: how far two ordinary ways to compute the prompt lie apart, all of it at once
-        and with its beginning in the prefix cache.
+        What may be is the model's own noise: how far two ordinary ways to compute the prompt lie apart, all of it at
+        once and with its beginning in the prefix cache.
         """
         plain = self.answer(prompt, cache_salt="at once")
         self.answer(prompt[: self.block_size + 1], cache_salt="in parts")
@@ -220,7 +220,7 @@ class _Engine:
 
 
 def _apart(one: Any, other: Any) -> float:
-    """The largest difference of the log-probabilities that both give; infinite if less than half are the same tokens."""
+    """The largest difference of the log-probabilities that both give; infinite if most are of other tokens."""
     first, second = (
         {token: found.logprob for token, found in output.outputs[0].logprobs[0].items()} for output in (one, other)
     )

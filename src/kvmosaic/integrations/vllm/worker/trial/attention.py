@@ -125,8 +125,16 @@ def attention_error(places: Places, place: LayerPlace, run: Repair, seen: Attend
     )
     bound = (weights * (values.norm(dim=-1)[:, None] + off * to_output)).sum(-1)
     error = (wide(seen.output).to(dtype).transpose(0, 1) - wanted).norm(dim=-1)
-    far = error / (bound * (ROUNDINGS * unit(seen.queries.dtype, seen.output.dtype) + SUMMING)).clamp(min=1e-30)
+    bound = bound * (ROUNDINGS * unit(seen.queries.dtype, seen.output.dtype) + SUMMING)
+    # weights that a type has no number for become zero
+    bound += torch.finfo(seen.queries.dtype).smallest_normal * torch.finfo(seen.queries.dtype).eps * _norms(values)
+    far = error / bound.clamp(min=1e-30)
     return float(far.max()) if far.isfinite().all() else float("inf")
+
+
+def _norms(values: Tensor) -> Tensor:
+    """[H, 1]: the sizes of all values of a head, added up."""
+    return values.norm(dim=-1).sum(-1, keepdim=True)
 
 
 def _constants(place: LayerPlace, dtype: torch.dtype) -> tuple[float, float, Tensor | None]:
