@@ -134,7 +134,7 @@ def attention_error(places: Places, place: LayerPlace, run: Repair, seen: Attend
 
 def _norms(values: Tensor) -> Tensor:
     """[H, 1]: the sizes of all values of a head, added up."""
-    return values.norm(dim=-1).sum(-1, keepdim=True)
+    return values.square().sum(-1).sqrt().sum(-1, keepdim=True)
 
 
 def _constants(place: LayerPlace, dtype: torch.dtype) -> tuple[float, float, Tensor | None]:
