@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.contract import Composition
+from kvmosaic.integrations.vllm.strategy import choose_strategy
 
 COMPOSITIONS = st.builds(
     lambda system, chunks, strategy, context, repair, named: Composition(
@@ -33,6 +34,30 @@ COMPOSITIONS = st.builds(
 def test_a_composition_comes_back_from_its_fields(composition: Composition, question: int) -> None:
     num_tokens = composition.end + question
     assert Composition.from_params(composition.to_params(), num_tokens) == composition
+
+
+def test_what_a_request_leaves_open_is_filled_in() -> None:
+    params: dict[str, Any] = {"kvmosaic": {"system": 2, "chunks": [3, 4]}}
+    short = Composition.from_params(params, 12, trained_positions=12, default_repair=8)
+    long = Composition.from_params(params, 12, trained_positions=11, default_repair=0)
+    assert short is not None and long is not None
+    assert (short.position_strategy, short.repair) == ("sequential", 8)
+    assert (long.position_strategy, long.repair) == ("shared", 0)
+    params["kvmosaic"] |= {"position_strategy": "auto", "repair": 0}
+    said = Composition.from_params(params, 12, default_repair=8)
+    assert said is not None and (said.position_strategy, said.repair) == ("sequential", 0)
+    open_ended = Composition(2, (3, 4), leaves_repair_open=True)
+    assert Composition.from_params(open_ended.to_params(), 12, default_repair=8) == Composition(
+        2, (3, 4), repair=8, leaves_repair_open=True
+    )
+
+
+@pytest.mark.parametrize("strategy", ["auto", "sequential", "shared"])
+@pytest.mark.parametrize(("trained", "chosen"), [(None, "sequential"), (10, "sequential"), (9, "shared")])
+def test_auto_is_sequential_within_the_positions_of_the_training(
+    strategy: Any, trained: int | None, chosen: str
+) -> None:
+    assert choose_strategy(strategy, 10, trained) == (chosen if strategy == "auto" else strategy)
 
 
 @given(COMPOSITIONS)

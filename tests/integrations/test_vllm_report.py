@@ -48,11 +48,19 @@ def test_of_a_prompt_that_was_asked_before_all_that_the_prefix_cache_had_is_reus
 
 
 def test_repaired_tokens_count_as_computed() -> None:
-    shape = Composition(system=0, chunks=(4, 8), repair=4)
+    shape = Composition(system=0, chunks=(4, 8), chunk_context="none", repair=4)
     first, second = ComposedReport(shape, 20, (CACHED, CACHED)).to_json()["documents"]
     assert (first["action"], first["tier"]) == ("computed", None)
     assert (second["action"], second["reused_tokens"]) == ("partly reused", 4)
     assert second["note"] == "its first 4 tokens computed again"
+
+
+def test_the_first_document_has_seen_all_there_is_before_it() -> None:
+    shape = Composition(system=3, chunks=(4, 8), repair=4)
+    report = ComposedReport(shape, 20, (CACHED, CACHED))
+    first, second = report.to_json()["documents"]
+    assert (first["reused_tokens"], first["note"]) == (4, "")
+    assert (second["reused_tokens"], report.repaired_tokens) == (4, 4)
 
 
 def test_a_bypass_says_why_and_counts_what_an_ordinary_prompt_would_reuse() -> None:

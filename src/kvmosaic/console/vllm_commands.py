@@ -34,13 +34,17 @@ def serve(
         str | None, typer.Option(metavar="TEXT", help="Text that splits a prompt into documents. Default, '': never.")
     ] = None,
     position_strategy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of requests that say nothing of it: sequential or shared.")
+        str | None, typer.Option(metavar="NAME", help="Of requests that say nothing of it: auto, sequential or shared.")
     ] = None,
     chunk_context: Annotated[
         str | None, typer.Option(metavar="NAME", help="What a document saw when it was computed: system or none.")
     ] = None,
     repair: Annotated[
-        str | None, typer.Option(metavar="REPAIR", help="none, or first(16): so many tokens are computed again.")
+        str | None,
+        typer.Option(
+            metavar="REPAIR",
+            help="none, or first(16): so many tokens of each document are computed again. Default: first(8).",
+        ),
     ] = None,
     long_chunks: Annotated[
         str | None, typer.Option(metavar="NAME", help="A document that is too long for one chunk: error or split.")

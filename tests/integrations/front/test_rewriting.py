@@ -73,6 +73,7 @@ def borders(prompt: Prompt) -> tuple[list[int], dict[str, Any]]:
     system = [segment.num_tokens for segment in prompt.segments if segment.kind == "system"]
     names = [chunk.name for chunk in prompt.chunks]
     said: dict[str, Any] = {"system": sum(system), "chunks": [chunk.num_tokens for chunk in prompt.chunks]}
+    said["position_strategy"] = "sequential"
     if any(names):
         said["ids"] = names
     return [token for segment in prompt.segments for token in segment.token_ids or ()], said
@@ -182,13 +183,28 @@ def test_the_choices_of_a_request_are_those_of_the_contract() -> None:
     assert composition is not None
     assert (composition.position_strategy, composition.chunk_context, composition.repair) == ("shared", "none", 4)
     assert composition.ids == ("ferry", "mill", "zoo")
-    for repair, number in (("none", None), ("first(16)", 16), ({"first": 16}, 16), (" first( 3 ) ", 3)):
+    for repair, number in (("none", 0), ("first(16)", 16), ({"first": 16}, 16), (" first( 3 ) ", 3)):
         other = rewrite(
             front, "chat", how, **ask, repair=repair, position_strategy="sequential", chunk_context="system"
         )
         assert other is not None and set(other) == {"messages", "kv_transfer_params"}
         said = other["kv_transfer_params"]["kvmosaic"]
-        assert said.get("repair") == number and not {"position_strategy", "chunk_context"} & set(said)
+        assert said["repair"] == number and said["position_strategy"] == "sequential" and "chunk_context" not in said
+
+
+def test_what_is_left_to_the_engine_is_chosen_by_the_length_of_the_prompt() -> None:
+    ask = {"messages": MESSAGES, "documents": DOCUMENTS}
+    short, long = (rewrite(renderer(CHATML), "chat", **{**ask, "position_strategy": name}) for name in ("auto", None))
+    assert short is not None and long is not None
+    for found in (short, long):
+        said = found["kv_transfer_params"]["kvmosaic"]
+        assert said["position_strategy"] == "sequential" and "repair" not in said
+    num_tokens = len(short["kv_transfer_params"]["prompt_token_ids"])
+    for trained, strategy in ((num_tokens, "sequential"), (num_tokens - 1, "shared")):
+        config = SimpleNamespace(hf_text_config=SimpleNamespace(max_position_embeddings=trained))
+        found = rewrite(renderer(CHATML, config=config), "chat", **ask)
+        assert found is not None
+        assert found["kv_transfer_params"]["kvmosaic"]["position_strategy"] == strategy
 
 
 @pytest.mark.parametrize(

@@ -28,4 +28,4 @@ def test_the_example_answers_and_moves_its_documents():
         said = fork.output()
     finally:
         fork.stop()
-    assert "['computed', 'computed']" in said and "['reused', 'moved']" in said
+    assert "['computed', 'computed']" in said and "['reused', 'partly reused']" in said  # its first tokens are repaired

@@ -7,18 +7,37 @@ from typing import Any
 
 import pytest
 import torch
+from support.vllm import faults
+from support.vllm.faults import places_of
 
-from kvmosaic.integrations.vllm.worker.nested import Nested
 from kvmosaic.integrations.vllm.worker.places import Places
-from kvmosaic.integrations.vllm.worker.self_check import check
+from kvmosaic.integrations.vllm.worker.self_check import check, check_rotations
 from kvmosaic.integrations.vllm.worker.turning import Factors, Turning
 
-ENGINES: dict[str, dict[str, Any]] = {
-    "llama": {"dtype": "float32"},
-    "qwen3": {"dtype": "bfloat16"},
-    "deepseek": {"dtype": "bfloat16", "environment": {}},  # with its latent cache
+LENGTH = {"max_model_len": 4096}
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "float32": ("llama", {"dtype": "float32", **LENGTH}),
+    "bfloat16": ("llama", {"dtype": "bfloat16", **LENGTH}),
+    "float16": ("llama", {"dtype": "float16", **LENGTH}),
+    "normed": ("qwen3", {"dtype": "bfloat16", **LENGTH}),
+    "latent": ("deepseek", {"dtype": "bfloat16", "environment": {}, **LENGTH}),
+    "deep": ("deep", {"dtype": "bfloat16", **LENGTH}),
 }
+KINDS = ("float32", "bfloat16", "float16", "deep")
+LAYERS = (0, 1, -1)
 ROTATION, CACHE = "rotation was not understood", "cache was not understood"
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request, vllm_engine):
+    name, options = ENGINES[request.param]
+    return vllm_engine(name, **options)
+
+
+@pytest.fixture(params=KINDS)
+def llama(request, vllm_engine):
+    name, options = ENGINES[request.param]
+    return vllm_engine(name, **options)
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +47,23 @@ class Backwards(Turning):
     def factors(self, old: Any, new: Any, dtype: torch.dtype = torch.float32) -> Factors:
         found = super().factors(old, new, dtype)
         return Factors(found.cos, -found.sin)
+
+
+@dataclass(frozen=True, eq=False)
+class Larger(Turning):
+    """Turns by the right angles, and makes keys larger on the way."""
+
+    def factors(self, old: Any, new: Any, dtype: torch.dtype = torch.float32) -> Factors:
+        found = super().factors(old, new, dtype)
+        return Factors(found.cos * 1.03, found.sin * 1.03)
+
+
+@dataclass(frozen=True, eq=False)
+class Slower(Turning):
+    """Turns by angles of another base."""
+
+    def factors(self, old: Any, new: Any, dtype: torch.dtype = torch.float32) -> Factors:
+        return super().factors(old, old + (new - old) * 7 // 8, dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +105,8 @@ def _turning(turning: Turning, kind: type[Turning]) -> Turning:
 MISTAKES: dict[str, Any] = {
     "taken for unturned": lambda place: replace(place, turning=None),
     "backwards": lambda place: replace(place, turning=_turning(place.turning, Backwards)),
+    "larger": lambda place: replace(place, turning=_turning(place.turning, Larger)),
+    "slower": lambda place: replace(place, turning=_turning(place.turning, Slower)),
     "other pairs": lambda place: replace(
         place, turning=replace(place.turning, is_interleaved=not place.turning.is_interleaved)
     ),
@@ -76,67 +114,114 @@ MISTAKES: dict[str, Any] = {
     "flipped blocks": lambda place: replace(place, layout=Displaced(place.layout, flipped=True)),
     "written too far": lambda place: replace(place, layout=Displaced(place.layout, flipped=False)),
 }
+FAULTS: dict[str, Any] = {
+    **{
+        each.__name__: lambda places, layer, each=each: faults.rotation(places, layer, each)
+        for each in faults.ROTATIONS
+    },
+    **{each.__name__: each for each in faults.OTHERS},
+}
+ROTATED = [each.__name__ for each in faults.ROTATIONS]
+STORED = ["stored_elsewhere", "stored_values_smaller"]
 
 
-def checked(engine: Any, mistake: str | None, layer: int | None) -> list[Any]:
-    """What the check says, with a mistake in one layer or in all of them, and the largest number that it leaves."""
-    worker = engine.core.model_executor.driver_worker.worker
-    layers = worker.vllm_config.compilation_config.static_forward_context
-    caches = {name: each.kv_cache for name, each in layers.items() if hasattr(each, "kv_cache")}
-    places = Places.of(worker.vllm_config, caches)
-    mistaken = places
-    if mistake is not None:
-        found = [
-            MISTAKES[mistake](place) if layer is None or index == layer else place
-            for index, place in enumerate(places.layers)
-        ]
-        mistaken = replace(places, layers=tuple(found))
-    said = check(mistaken, Nested(worker.vllm_config, worker.model_runner.kv_cache_config, places.root))
-    slots = torch.arange(32 * places.block_size)
+def left(places: Places) -> float:
+    """The largest number in the blocks that a check uses."""
+    slots = torch.arange(min(places.num_blocks, 100) * places.block_size)
     parts = [part for place in places.layers for part in place.layout.read(slots) if part is not None]
-    return [said, max(float(part.abs().max()) for part in parts)]
+    return max(float(part.abs().max()) for part in parts)
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_it_passes_and_leaves_nothing(vllm_engine, name):
-    assert vllm_engine(name, **ENGINES[name]).call(checked, mistake=None, layer=None) == ["", 0.0]
+def passed(engine: Any) -> list[Any]:
+    """What the check says, at the start of vLLM and now, and the largest number that it leaves."""
+    places, nested = places_of(engine)
+    return [check(places, nested), check_rotations(places, nested.max_length), left(places)]
 
 
-@pytest.mark.parametrize("layer", [None, 2], ids=["everywhere", "in the last layer"])
+def mistaken(engine: Any, mistake: str) -> list[list[Any]]:
+    """What the check says of a mistake in each of some layers, and in all of them: the layer's name first."""
+    places, nested = places_of(engine)
+    said = []
+    for layer in (*LAYERS, None):
+        wrong = range(len(places.layers)) if layer is None else [layer % len(places.layers)]
+        layers = [MISTAKES[mistake](place) if i in wrong else place for i, place in enumerate(places.layers)]
+        said.append(
+            [places.layers[layer or 0].name, check(replace(places, layers=tuple(layers)), nested), left(places)]
+        )
+    return said
+
+
+def planted(engine: Any, fault: str) -> list[list[str]]:
+    """What the check says of a fault in each of some layers: the layer's name first; at last without one."""
+    places, nested = places_of(engine)
+    said = []
+    for layer in LAYERS:
+        with FAULTS[fault](places, layer):
+            said.append([places.layers[layer].name, check(places, nested)])
+    return [*said, ["", check(places, nested)]]
+
+
+def test_it_passes_and_leaves_nothing(engine):
+    assert engine.call(passed) == ["", "", 0.0]
+    assert not engine.call("trouble") or "prefix caching is off" in engine.call("trouble")
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("name", ENGINES)
-def test_mistakes_are_found(vllm_engine, name, mistake, layer):
-    said, left = vllm_engine(name, **ENGINES[name]).call(checked, mistake=mistake, layer=layer)
-    assert (CACHE if mistake in ("flipped blocks", "written too far") else ROTATION) in said
-    assert f"layers.{layer or 0}." in said
-    assert left == 0.0
+def test_mistakes_are_found_in_every_layer(engine, mistake):
+    for name, said, number in engine.call(mistaken, mistake=mistake):
+        assert said.startswith(f"{name}:"), said
+        assert (CACHE if mistake in ("flipped blocks", "written too far") else ROTATION) in said
+        assert number == 0.0
 
 
-class Unturned(torch.nn.Module):
-    def forward(self, positions: Any, query: Any, key: Any) -> Any:
-        return query, key
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_a_single_layer_are_found(llama, fault):
+    *found, without = llama.call(planted, fault=fault)
+    for name, said in found:
+        assert said.startswith(f"{name}:"), said
+        assert fault not in ROTATED or ROTATION in said
+        assert fault not in STORED or CACHE in said
+    assert without == ["", ""]
+
+
+def mixed(engine: Any) -> list[str]:
+    """What the check says where every layer is given something of tokens that it does not see."""
+    places, nested = places_of(engine)
+    with faults.mixed_embeddings(places, 0):
+        said = check(places, nested)
+    return [said, check(places, nested)]
+
+
+def test_input_from_other_tokens_is_found_before_the_first_layer(llama):
+    said, without = llama.call(mixed)
+    assert "the first layer is given something else" in said
+    assert without == ""
 
 
 def constant(engine: Any) -> str:
     """The check of a layer whose keys do not turn, taken for one that does."""
-    worker = engine.core.model_executor.driver_worker.worker
-    layers = worker.vllm_config.compilation_config.static_forward_context
-    caches = {name: each.kv_cache for name, each in layers.items() if hasattr(each, "kv_cache")}
-    places = Places.of(worker.vllm_config, caches)
-    nested = Nested(worker.vllm_config, worker.model_runner.kv_cache_config, places.root)
-    rotary = places.layers[1].turning.rotary
-    attention = next(
-        module for module in places.root.modules() if getattr(module, "attn", None) is places.layers[1].layer
-    )
-    attention.rotary_emb = Unturned()
-    try:
+    places, nested = places_of(engine)
+    with faults.rotation(places, 1, lambda positions, query, key, original: (query, key)):
         unturned = replace(places.layers[1], turning=None)
         fine = check(replace(places, layers=(places.layers[0], unturned, places.layers[2])), nested)
         return fine or check(places, nested)
-    finally:
-        attention.rotary_emb = rotary
 
 
 def test_a_layer_without_positions_is_checked_as_one(vllm_engine):
-    said = vllm_engine("llama", **ENGINES["llama"]).call(constant)
+    said = vllm_engine("llama", **ENGINES["float32"][1]).call(constant)
     assert ROTATION in said and "layers.1." in said
+
+
+def directly(engine: Any) -> list[str]:
+    """The check of rotary embeddings alone, of mistakes in how keys turn."""
+    places, nested = places_of(engine)
+    said = []
+    for mistake in ("backwards", "larger", "slower", "other pairs", "only partly"):
+        layers = [MISTAKES[mistake](place) if i == 2 else place for i, place in enumerate(places.layers)]
+        said.append(check_rotations(replace(places, layers=tuple(layers)), nested.max_length))
+    return said
+
+
+def test_rotary_embeddings_are_tried_where_no_forward_can_run(engine):
+    for said in engine.call(directly):
+        assert ROTATION in said and "layers.2." in said

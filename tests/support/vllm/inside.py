@@ -181,3 +181,8 @@ def first_layer(engine: Inside, ask: dict[str, Any]) -> list[list[float]]:
     engine.engine.abort_request(["looked-at"])
     rows: list[list[float]] = torch.cat([part.flatten(1) for part in parts if part is not None], dim=1).tolist()
     return rows
+
+
+def trouble(engine: Inside) -> str:
+    """Why nothing is composed here; empty: it is."""
+    return str(engine.scheduler.connector.trouble)

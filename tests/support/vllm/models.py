@@ -59,15 +59,20 @@ _LATENT: dict[str, Any] = {
         "beta_slow": 1,
     },
 }
+_DEEP: dict[str, Any] = {"num_hidden_layers": 12}
+_SHARPNESS = 16.0
 
 
 def make_model(name: str, folder: Path) -> Path:
-    """Writes one of `MODELS` and returns its folder."""
+    """Writes one of `MODELS`, or "deep", and returns its folder.
+
+    "deep" has many layers of sharp attention: its rounding grows from layer to layer as that of trained models does.
+    """
     tokenizer = AutoTokenizer.from_pretrained(bundled_reader())
     special = {f"{which}_token_id": getattr(tokenizer, f"{which}_token_id") for which in ("bos", "eos", "pad")}
     shape = {**_SHAPE, **special, "vocab_size": -(-len(tokenizer) // 64) * 64}
-    if name == "llama":
-        config: Any = LlamaConfig(**shape, head_dim=32)
+    if name in ("llama", "deep"):
+        config: Any = LlamaConfig(**{**shape, **(_DEEP if name == "deep" else {})}, head_dim=32)
     elif name == "qwen3":
         config = Qwen3Config(**shape, head_dim=32)
     else:
@@ -77,6 +82,15 @@ def make_model(name: str, folder: Path) -> Path:
         warnings.simplefilter("ignore")
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         randomize(model, 1)
+        if name == "deep":
+            _sharpen(model)
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return folder / name
+
+
+def _sharpen(model: Any) -> None:
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(_SHARPNESS)
+            layer.self_attn.o_proj.weight.mul_(4.0)

@@ -8,13 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.contract import FIELD, Composition
 from kvmosaic.integrations.vllm.operations import Move
 from kvmosaic.integrations.vllm.plugin import NAME
 from kvmosaic.integrations.vllm.worker.telling import KeyDifference, WorkerStory, compare_keys, tell
+from kvmosaic.integrations.vllm.worker.trial.text import ordinary_tokens
 
 _MOST_LOGPROBS = 20
+_NOISE = 4.0
+"""How many times the model's own noise log-probabilities may lie apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +180,12 @@ class _Engine:
 
     def composed(self, *, can_repair: bool, can_shift: bool) -> list[Finding]:
         """Prompts of documents: composed at all, and one document at its own place like an ordinary prompt."""
-        system, question = self.tokens(self.block_size // 2 + 3), self.tokens(9)
-        first, second = self.tokens(self.block_size + 11), self.tokens(self.block_size // 2 + 5)
+        lengths = (self.block_size // 2 + 3, self.block_size + 11, self.block_size // 2 + 5, 9)
+        text = iter(ordinary_tokens(self.config.model_config, sum(lengths)))
+        system, first, second, question = ([next(text) for _ in range(length)] for length in lengths)
         alone = Composition(system=len(system), chunks=(len(first),))
         prompt = [*system, *first, *question]
-        findings = [self._same(self.answer(prompt, alone, cache_salt="composed"), self.answer(prompt))]
+        findings = [self._same(self.answer(prompt, alone, cache_salt="composed"), prompt)]
         both = Composition(system=len(system), chunks=(len(second), len(first)))
         kinds = {"two documents, one moved": both}
         if can_shift:
@@ -193,17 +199,35 @@ class _Engine:
             findings.append(Finding(what, "", said, "composed", said == "composed"))
         return findings
 
-    def _same(self, composed: Any, plain: Any) -> Finding:
-        """The likeliest next tokens of both ways to compute one prompt."""
-        ours, theirs = (
-            {token: found.logprob for token, found in output.outputs[0].logprobs[0].items()}
-            for output in (composed, plain)
+    def _same(self, composed: Any, prompt: Sequence[int]) -> Finding:
+        """The likeliest next tokens of a composed prompt, against the same tokens as an ordinary one.
+
+        What may be is the model's own noise: how far two ordinary ways to compute the prompt lie apart, all of it at
+        once and with its beginning in the prefix cache.
+        """
+        plain = self.answer(prompt, cache_salt="at once")
+        self.answer(prompt[: self.block_size + 1], cache_salt="in parts")
+        noise = _apart(self.answer(prompt, cache_salt="in parts"), plain)
+        allowed = _NOISE * noise + max(1e-3, 16 * torch.finfo(self.config.model_config.dtype).eps)
+        difference = _apart(composed, plain)
+        return Finding(
+            "one document",
+            f"an ordinary prompt (its own noise: {noise:.2g})",
+            f"{difference:.2g}",
+            f"{allowed:.2g}",
+            difference <= allowed,
         )
-        shared = ours.keys() & theirs.keys()
-        difference = max((abs(ours[token] - theirs[token]) for token in shared), default=float("inf"))
-        allowed = 1e-3 if str(self.config.model_config.dtype) == "torch.float32" else 0.5
-        passed = difference <= allowed and 2 * len(shared) >= len(theirs)
-        return Finding("one document", "an ordinary prompt", f"{difference:.2g}", f"{allowed:g}", passed)
+
+
+def _apart(one: Any, other: Any) -> float:
+    """The largest difference of the log-probabilities that both give; infinite if most are of other tokens."""
+    first, second = (
+        {token: found.logprob for token, found in output.outputs[0].logprobs[0].items()} for output in (one, other)
+    )
+    shared = first.keys() & second.keys()
+    if 2 * len(shared) < len(second):
+        return float("inf")
+    return max((abs(first[token] - second[token]) for token in shared), default=float("inf"))
 
 
 def _key_findings(difference: KeyDifference, distance: int, where: str) -> list[Finding]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from kvmosaic.errors import InvalidConfig
+from kvmosaic.integrations.vllm.strategy import Placing, Strategy, choose_strategy
 from kvmosaic.layout import ChunkContext
 
 FIELD = "kvmosaic"
@@ -14,8 +15,6 @@ FIELD = "kvmosaic"
 MAX_CHUNKS = 4096
 MAX_TOKENS = 2**27
 MAX_REPAIR_TOKENS = 4096
-
-Placing = Literal["sequential", "shared"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,8 @@ class Composition:
     """The first tokens of each chunk that are computed again with everything before them in sight; 0: none."""
     ids: tuple[str | None, ...] = ()
     """Names of the chunks for the report; empty, or one each."""
+    leaves_repair_open: bool = False
+    """`repair` says nothing: the engine repairs what it repairs by default, where it can."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.system <= MAX_TOKENS:
@@ -83,22 +84,40 @@ class Composition:
         """Where a chunk's first token stands, as the question sees it."""
         return self.system if self.position_strategy == "shared" else self.starts[chunk]
 
+    def repaired(self, chunk: int) -> int:
+        """How many first tokens of a chunk are computed again; the first chunk may have seen all there is before it."""
+        if chunk == 0 and self.chunk_context == "system":
+            return 0
+        return min(self.repair, self.chunks[chunk])
+
     def to_params(self) -> dict[str, Any]:
         """As `kv_transfer_params` of a request carry it."""
         params: dict[str, Any] = {"system": self.system, "chunks": list(self.chunks)}
-        if self.position_strategy != "sequential":
-            params["position_strategy"] = self.position_strategy
+        params["position_strategy"] = self.position_strategy
         if self.chunk_context != "system":
             params["chunk_context"] = self.chunk_context
-        if self.repair:
+        if not self.leaves_repair_open:
             params["repair"] = self.repair
         if self.ids:
             params["ids"] = list(self.ids)
         return {FIELD: params}
 
     @classmethod
-    def from_params(cls, params: Mapping[str, Any] | None, num_tokens: int) -> Composition | None:
+    def from_params(
+        cls,
+        params: Mapping[str, Any] | None,
+        num_tokens: int,
+        *,
+        trained_positions: int | None = None,
+        default_repair: int = 0,
+    ) -> Composition | None:
         """What a request of `num_tokens` tokens says; None if it says nothing of segments.
+
+        Args:
+            params: the request's `kv_transfer_params`.
+            num_tokens: of the whole prompt.
+            trained_positions: of the model, for requests that leave the strategy to the engine.
+            default_repair: of requests that say nothing of it.
 
         Raises:
             InvalidConfig: a field of another name or kind, a number out of its limits, or no token left to ask with.
@@ -111,13 +130,20 @@ class Composition:
         known = {"system", "chunks", "position_strategy", "chunk_context", "repair", "ids"}
         if unknown := sorted(map(str, set(fields) - known)):
             raise InvalidConfig(f"{FIELD} has no field {unknown[0]!r:.80}; it has {', '.join(sorted(known))}")
+        strategy = fields.get("position_strategy", "auto")
+        if strategy not in get_args(Strategy):
+            raise InvalidConfig(
+                f"position_strategy is {strategy!r:.80}; inside vLLM choose 'auto', 'sequential' or 'shared'"
+            )
+        repair = fields.get("repair")
         composition = cls(
             system=_number("system", fields.get("system", 0)),
             chunks=tuple(_number("chunks", value) for value in _listed("chunks", fields.get("chunks"))),
-            position_strategy=fields.get("position_strategy", "sequential"),
+            position_strategy=choose_strategy(strategy, num_tokens, trained_positions),
             chunk_context=fields.get("chunk_context", "system"),
-            repair=_number("repair", fields.get("repair", 0)),
+            repair=default_repair if repair is None else _number("repair", repair),
             ids=tuple(None if name is None else str(name)[:256] for name in _listed("ids", fields.get("ids", ()))),
+            leaves_repair_open=repair is None,
         )
         if composition.end >= num_tokens:
             raise InvalidConfig(

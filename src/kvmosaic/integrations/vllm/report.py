@@ -65,8 +65,8 @@ class ComposedReport:
         shape = self.composition
         if not self.is_composed or not shape.repair:
             return 0
-        pairs = zip(shape.starts, shape.chunks, strict=True)
-        return sum(min(shape.repair, length) for start, length in pairs if self.prefix_tokens < start + length)
+        ends = (start + length for start, length in zip(shape.starts, shape.chunks, strict=True))
+        return sum(shape.repaired(chunk) for chunk, end in enumerate(ends) if self.prefix_tokens < end)
 
     def to_json(self) -> dict[str, Any]:
         """The value of the field `kvmosaic` of an answer: that of our own server, and `totals` and `bypass`."""
@@ -125,7 +125,7 @@ class ComposedReport:
         if of_prefix == length:
             return _row("chunk", length, length, name=name, distance=distance, note="composed here before")
         outcome = self.chunks[index]
-        again = min(shape.repair, length)
+        again = shape.repaired(index)
         is_loaded = outcome.source == "cached" and outcome.tier != "device"
         notes = (
             _NOTES[outcome.source],

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvmosaic.errors import InvalidPrompt
 from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.front.how import How
+from kvmosaic.integrations.vllm.strategy import choose_strategy
 from kvmosaic.prompt import Prompt, SegmentKind
 
 
@@ -19,8 +20,8 @@ class Composed:
     """None: an ordinary prompt."""
 
 
-def composed(prompt: Prompt, how: How) -> Composed:
-    """Flattens a tokenized prompt.
+def composed(prompt: Prompt, how: How, trained_positions: int | None) -> Composed:
+    """Flattens a tokenized prompt; a strategy that was left to the engine is chosen here.
 
     Raises:
         InvalidPrompt: a document that sees others, or has a place of its own, which vLLM cannot compose.
@@ -39,9 +40,10 @@ def composed(prompt: Prompt, how: How) -> Composed:
     composition = Composition(
         system=first.num_tokens if first.kind is SegmentKind.SYSTEM else 0,
         chunks=tuple(chunk.num_tokens for chunk in chunks),
-        position_strategy=how.position_strategy,
+        position_strategy=choose_strategy(how.position_strategy, len(token_ids), trained_positions),
         chunk_context=how.chunk_context,
-        repair=how.repair,
+        repair=how.repair or 0,
         ids=names if any(names) else (),
+        leaves_repair_open=how.repair is None,
     )
     return Composed(token_ids, composition)

@@ -10,6 +10,7 @@ from kvmosaic.integrations.vllm.front.composing import Composed, composed
 from kvmosaic.integrations.vllm.front.how import How
 from kvmosaic.integrations.vllm.front.served_model import ServedModel, template_tools
 from kvmosaic.integrations.vllm.plugin import NAME
+from kvmosaic.integrations.vllm.strategy import trained_positions
 from kvmosaic.prompt import Prompt, PromptEncoder, PromptOptions
 from kvmosaic.prompt.asking import known_roles
 
@@ -33,7 +34,7 @@ def generate(
     prompts: Prompt | str | Iterable[Prompt | str | Sequence[int]],
     sampling_params: Any = None,
     *,
-    position_strategy: str = "sequential",
+    position_strategy: str = "auto",
     chunk_context: str = "system",
     repair: Any = None,
     separator: str | None = None,
@@ -46,9 +47,11 @@ def generate(
         prompts: `Prompt`s, such as Prompt.from_documents(…); token ids; or texts, which are ordinary prompts unless a
             separator is named.
         sampling_params: vLLM's, one for all or one for each; None: the model's defaults.
-        position_strategy: "sequential" (documents stand one behind the other) or "shared" (they overlap).
+        position_strategy: "sequential" (documents stand one behind the other), "shared" (they overlap), or "auto": the
+            former where the prompt fits the positions the model was trained for, else the latter.
         chunk_context: what a document saw when it was computed: "system" or "none".
-        repair: "none", or "first(16)" to compute the first 16 tokens of each document again in its place.
+        repair: "none", or "first(16)" to compute the first 16 tokens of each document again in its place; None: what
+            is done by default, where it can be.
         separator: what separates the segments of a text such as "System text. ## A document. ## Question?": "##" here;
             None or "": texts are never split.
         options: of vLLM's `LLM.generate`, such as use_tqdm and lora_request.
@@ -76,7 +79,7 @@ def chat(
     *,
     documents: Sequence[Any] | None = None,
     salt: str = "",
-    position_strategy: str = "sequential",
+    position_strategy: str = "auto",
     chunk_context: str = "system",
     repair: Any = None,
     chat_template: str | None = None,
@@ -128,7 +131,8 @@ def _generated(
     each = list(given) if isinstance(given, Sequence) else [given] * len(prompts)
     if len(each) != len(prompts):
         raise InvalidPrompt(f"{len(each)} sampling_params for {len(prompts)} prompts; give one each, or one for all")
-    ready = [composed(prompt, how) for prompt in prompts]
+    trained = trained_positions(llm.llm_engine.model_config)
+    ready = [composed(prompt, how, trained) for prompt in prompts]
     inputs = [_input(one, prompt.salt) for one, prompt in zip(ready, prompts, strict=True)]
     params = [_with_borders(one, own) for one, own in zip(ready, each, strict=True)]
     answers: list[Any] = llm.generate(inputs, params, **options)

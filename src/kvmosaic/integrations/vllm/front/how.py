@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.integrations.vllm.contract import MAX_REPAIR_TOKENS, Placing
+from kvmosaic.integrations.vllm.contract import MAX_REPAIR_TOKENS
+from kvmosaic.integrations.vllm.strategy import Strategy
 from kvmosaic.layout import ChunkContext
 
 FIELDS = ("position_strategy", "chunk_context", "repair")
@@ -19,13 +20,14 @@ _FIRST = re.compile(r"\s*first\s*\(\s*(\d{1,9})\s*\)\s*", re.ASCII)
 class How:
     """The choices of one request, or what a server takes for choices that a request leaves out."""
 
-    position_strategy: Placing = "sequential"
+    position_strategy: Strategy = "auto"
     chunk_context: ChunkContext = "system"
-    repair: int = 0
-    """The first tokens of each document that are computed again with everything before them in sight."""
+    repair: int | None = None
+    """The first tokens of each document that are computed again with everything before them in sight; None: as many as
+    the engine repairs by default, where it can."""
 
     def __post_init__(self) -> None:
-        _check("position_strategy", self.position_strategy, get_args(Placing))
+        _check("position_strategy", self.position_strategy, get_args(Strategy))
         _check("chunk_context", self.chunk_context, get_args(ChunkContext))
 
     def updated(self, fields: Mapping[str, Any]) -> How:
@@ -63,4 +65,9 @@ def read_repair(value: object) -> int:
 
 def _check(name: str, value: object, choices: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in choices:
-        raise InvalidConfig(f"{name} is {value!r:.80}; inside vLLM choose {' or '.join(map(repr, choices))}")
+        raise InvalidConfig(f"{name} is {value!r:.80}; inside vLLM choose {_listed(choices)}")
+
+
+def _listed(choices: tuple[str, ...]) -> str:
+    *most, last = map(repr, choices)
+    return f"{', '.join(most)} or {last}"

@@ -102,7 +102,7 @@ def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: 
             param="documents",
         )
     _check_others(body, route)
-    ready = composed(prompt, default.updated(body))
+    ready = composed(prompt, default.updated(body), renderer.model.trained_positions)
     params = _given_params(body)
     if ready.composition is not None:
         params |= ready.composition.to_params()

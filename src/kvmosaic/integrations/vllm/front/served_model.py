@@ -11,6 +11,7 @@ from typing import Any
 
 from kvmosaic.integrations.vllm.front.refusing import Refusal
 from kvmosaic.integrations.vllm.plugin import NAME
+from kvmosaic.integrations.vllm.strategy import trained_positions
 
 _PLACES = ("online_renderer", "openai_serving_render")
 """Where vLLM 0.32 and 0.23 keep what renders conversations."""
@@ -34,6 +35,11 @@ class ServedModel:
     config: Any = None
     has_connector: bool = True
     """Whether what composes documents runs in its engine."""
+
+    @property
+    def trained_positions(self) -> int | None:
+        """Positions that the model was trained for; None: unknown."""
+        return self.max_positions if self.config is None else trained_positions(self.config)
 
     def template_for(self, wanted: str | None, tools: Any) -> str | None:
         """The template that vLLM would use; None: the tokenizer's own."""

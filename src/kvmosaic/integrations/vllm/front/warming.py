@@ -104,7 +104,9 @@ def _prompt_of(front: ComposedDocuments, scope: Scope, entry: Any, options: Mapp
     """The prompt of a request that has this document alone."""
     try:
         documents = read_documents([entry], front.handles.document, 1)
-        prompt = front.renderer(scope).warming(documents, options.get("system"), options.get("endpoint"))
-        return composed(prompt, front.settings.how.updated({"chunk_context": options.get("chunk_context")}))
+        renderer = front.renderer(scope)
+        prompt = renderer.warming(documents, options.get("system"), options.get("endpoint"))
+        how = front.settings.how.updated({"chunk_context": options.get("chunk_context")})
+        return composed(prompt, how, renderer.model.trained_positions)
     except KVMosaicError as error:
         raise refusal_of(error) from error

@@ -19,8 +19,15 @@ from kvmosaic.integrations.vllm.scheduler.hashing import ComposedHasher
 from kvmosaic.integrations.vllm.scheduler.pieces import Piece, repaired_runs, take_apart
 from kvmosaic.integrations.vllm.scheduler.reporting import report_of
 from kvmosaic.integrations.vllm.scheduler.tiering import LoadedChunk, Tiering
-from kvmosaic.integrations.vllm.scheduler.trouble import Bypass, engine_trouble, request_trouble, workers_trouble
+from kvmosaic.integrations.vllm.scheduler.trouble import (
+    Bypass,
+    default_repair,
+    engine_trouble,
+    request_trouble,
+    workers_trouble,
+)
 from kvmosaic.integrations.vllm.scheduler.written_blocks import WrittenBlocks
+from kvmosaic.integrations.vllm.strategy import trained_positions
 from kvmosaic.integrations.vllm.tally import Tally
 
 _MAX_ASKED = 8
@@ -46,6 +53,7 @@ class Composer:
         self._scheduler = scheduler
         self._trouble = engine_trouble(config, kv_cache_config)
         self._facts: tuple[WorkerFacts, ...] = ()
+        self._default_repair = 0
         self._num_workers = config.parallel_config.tensor_parallel_size * config.parallel_config.pipeline_parallel_size
         self._block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self._digest = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
@@ -85,7 +93,14 @@ class Composer:
         self._trouble = self._trouble or workers_trouble(self._facts, self._num_workers)
         if self._trouble:
             _log.warning("kvmosaic: documents are not composed: %s", self._trouble.reason)
-        elif self.tiering is not None:
+            return
+        self._default_repair = default_repair(self._facts)
+        _log.info(
+            "kvmosaic: documents are composed, %s by default; answers may differ from full attention: kvmosaic tune "
+            "measures how much, and which repair the model needs",
+            f"with the first {self._default_repair} tokens of each repaired" if self._default_repair else "unrepaired",
+        )
+        if self.tiering is not None:
             self.tiering.hear(dict(enumerate(fact.fingerprint for fact in self._facts)))
 
     # Arrival and end
@@ -95,7 +110,12 @@ class Composer:
         if request.request_id in self._chunks:
             return
         try:
-            composition = Composition.from_params(request.kv_transfer_params, request.num_prompt_tokens)
+            composition = Composition.from_params(
+                request.kv_transfer_params,
+                request.num_prompt_tokens,
+                trained_positions=trained_positions(self._config.model_config),
+                default_repair=self._default_repair,
+            )
         except KVMosaicError as error:
             _log.debug("kvmosaic: request %s is answered as an ordinary prompt: %s", request.request_id, error)
             self._invalid[request.request_id] = str(error)

@@ -97,10 +97,8 @@ def repaired_runs(composition: Composition, num_cached: int) -> tuple[tuple[int,
     The first chunk is left out where it saw the system text: it has seen all that comes before it.
     """
     runs = []
-    for chunk, (start, length) in enumerate(zip(composition.starts, composition.chunks, strict=True)):
-        if chunk == 0 and composition.chunk_context == "system":
-            continue
-        stop = start + min(composition.repair, length)
+    for chunk, start in enumerate(composition.starts):
+        stop = start + composition.repaired(chunk)
         if max(start, num_cached) < stop:
             runs.append((max(start, num_cached), stop))
     return tuple(runs)

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.operations import WorkerFacts
+from kvmosaic.repair import DEFAULT_REPAIR, FirstTokens, repair_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,14 @@ def workers_trouble(facts: Iterable[WorkerFacts], num_expected: int) -> Bypass |
     if len(facts) < num_expected:
         return Bypass("workers", f"{len(facts)} of {num_expected} workers told what they can do")
     return next((Bypass("model", fact.trouble) for fact in facts if fact.trouble), None)
+
+
+def default_repair(facts: Iterable[WorkerFacts]) -> int:
+    """The first tokens of each chunk that are repaired where a request says nothing of it; 0 where workers cannot."""
+    policy = repair_policy(DEFAULT_REPAIR)
+    if not isinstance(policy, FirstTokens) or not all(fact.can_repair for fact in facts):
+        return 0
+    return policy.tokens
 
 
 def request_trouble(request: Any, composition: Composition, facts: Iterable[WorkerFacts]) -> Bypass | None:

@@ -14,7 +14,7 @@ from kvmosaic.integrations.vllm.worker.moving import Mover
 from kvmosaic.integrations.vllm.worker.nested import find_nested
 from kvmosaic.integrations.vllm.worker.places import Places
 from kvmosaic.integrations.vllm.worker.repairing import Repairer
-from kvmosaic.integrations.vllm.worker.self_check import check
+from kvmosaic.integrations.vllm.worker.self_check import check, check_rotations
 from kvmosaic.integrations.vllm.worker.shifting import PositionShift
 
 _log = logging.getLogger(__name__)
@@ -67,11 +67,13 @@ class ComposingWorker:
         no_repair = ""
         if isinstance(forward, str):
             no_repair = forward
-        elif trouble := check(places, forward):
+            trouble = check_rotations(places, int(self._config.model_config.max_model_len))
+        else:
+            trouble = check(places, forward)
+            self._repairer = Repairer(forward)
+        if trouble:
             self.facts = WorkerFacts(trouble=trouble)
             return
-        else:
-            self._repairer = Repairer(forward)
         self._mover = Mover(places)
         if not (no_shift := shifting.can_shift(self._config, self._kv_cache_config, places.root)):
             in_place = shifting.captures_graphs(self._config)

@@ -32,7 +32,7 @@ class Nested:
         """Of one forward: what vLLM's own buffers were made for."""
         self.max_runs = int(vllm_config.scheduler_config.max_num_seqs)
         self.max_length = int(vllm_config.model_config.max_model_len)
-        self.vocabulary_size = int(vllm_config.model_config.get_vocab_size())
+        self.model_config = vllm_config.model_config
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self._config = vllm_config
         self._root = root_module
@@ -40,21 +40,32 @@ class Nested:
         self._groups = layer_groups(vllm_config, kv_cache_config, self._device)
 
     @torch.inference_mode()
-    def forward(self, runs: Sequence[Repair], *, compiled: bool = True) -> None:
+    def forward(self, runs: Sequence[Repair], *, compiled: bool = True) -> Any:
         """Computes the runs in one forward and leaves their keys and values in their blocks.
 
         Args:
             runs: at most `max_runs`, of at most `max_tokens` tokens together.
             compiled: False: without the compiled graph, as long as it may not be there.
+
+        Returns:
+            What the model's root module gives: hidden states, in the order of the runs' lengths.
         """
+        # backends want rows that look like a decode before longer ones
+        with self.step(sorted(runs, key=lambda run: len(run.token_ids)), compiled=compiled) as rows:
+            return self._root(
+                input_ids=rows.token_ids, positions=rows.positions, intermediate_tensors=None, inputs_embeds=None
+            )
+
+    @contextmanager
+    def step(self, runs: Sequence[Repair], *, compiled: bool) -> Iterator[AttentionRows]:
+        """The surroundings in which vLLM's layers compute these runs, in this order; see `forward`."""
         from vllm.forward_context import set_forward_context
 
         assert 0 < len(runs) <= self.max_runs, f"{len(runs)} runs in one forward; at most {self.max_runs}"
         num_tokens = sum(len(run.token_ids) for run in runs)
         assert num_tokens <= self.max_tokens, f"{num_tokens} tokens in one forward; at most {self.max_tokens}"
-        # backends want rows that look like a decode before longer ones
-        rows = AttentionRows.of(sorted(runs, key=lambda run: len(run.token_ids)), self.block_size, self._device)
-        metadata = {name: made for group in self._groups for name, made in group.metadata(rows).items()}
+        rows = AttentionRows.of(runs, self.block_size, self._device)
+        metadata = self._metadata(rows)
         with (
             _unseen_by_the_connector(),
             set_forward_context(
@@ -65,9 +76,19 @@ class Nested:
                 skip_compiled=not compiled,
             ),
         ):
-            self._root(
-                input_ids=rows.token_ids, positions=rows.positions, intermediate_tensors=None, inputs_embeds=None
-            )
+            yield rows
+
+    def resume(self, runs: Sequence[Repair]) -> None:
+        """Goes on with the forward of these runs, in the midst of which there were other steps.
+
+        Builders and the kernels behind them keep parts of the metadata that they made last.
+        """
+        from vllm.forward_context import get_forward_context
+
+        get_forward_context().attn_metadata = self._metadata(AttentionRows.of(runs, self.block_size, self._device))
+
+    def _metadata(self, rows: AttentionRows) -> dict[str, Any]:
+        return {name: made for group in self._groups for name, made in group.metadata(rows).items()}
 
 
 @contextmanager

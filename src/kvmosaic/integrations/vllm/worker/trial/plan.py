@@ -1,0 +1,129 @@
+"""Which tokens a check computes, at which positions, and in which blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmosaic.integrations.vllm.operations import Move, Repair
+
+NUM_TOKENS = 192
+HEAD_TOKENS = 17
+"""Of the runs that stand at many positions."""
+TAIL_TOKENS = 64
+MAX_CONTEXT = 1024
+"""A run at a position up to this one also has as many tokens before it."""
+POSITIONS = (1, 7, 37, 64, 129, 300, 500, 700, 1000, 1800, 3000, 4200, 6000, 9000, 17_000, 33_000, 66_000, 131_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Runs of one text, each in blocks of its own.
+
+    text      0 ───────────────────────────────────────── T       at position 0
+    tail                              start ───────────── T       the same tokens in the same blocks, computed later
+    head      0 ─── h                                             at position 0, and at many others:
+              position p    up to p = 1024    │ the text's first block, again and again │ . . . head │
+                            further out       │ head │
+    moved                                                         the first head's keys and values, for position p
+    behind    one more token after a moved head
+    """
+
+    tokens: tuple[int, ...]
+    head: int
+    tail: int
+    """The first token of the tail."""
+    positions: tuple[int, ...]
+    """Of the heads; the first is 0."""
+    block_size: int
+    text_blocks: tuple[int, ...]
+    first_blocks: tuple[int, ...]
+    """Of the head at position 0."""
+    head_blocks: tuple[tuple[int, ...], ...]
+    """Of the other heads that are computed at once."""
+    moved_blocks: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, tokens: tuple[int, ...], positions: tuple[int, ...], *, block_size: int, num_blocks: int, max_runs: int
+    ) -> Plan | str:
+        """A plan for these tokens, or why a cache of so many blocks has no room for it."""
+        head, tail = min(HEAD_TOKENS, len(tokens)), len(tokens) - min(TAIL_TOKENS, len(tokens) // 3)
+        of_text, of_head = -(-len(tokens) // block_size), -(-(block_size - 1 + head + 1) // block_size)
+        free = num_blocks - 1 - of_text - 2 * of_head  # block 0 is vLLM's stand-in for no block
+        at_once = min(free // of_head, max(max_runs - 1, 1), max(len(positions) - 1, 1))
+        if at_once < 1:
+            needed = 1 + of_text + 3 * of_head
+            return f"a cache of {num_blocks} blocks has no room for the check at start, which takes {needed}"
+        blocks = iter(range(1, num_blocks))
+
+        def take(number: int) -> tuple[int, ...]:
+            return tuple(next(blocks) for _ in range(number))
+
+        return cls(
+            tokens=tokens,
+            head=head,
+            tail=tail,
+            positions=positions,
+            block_size=block_size,
+            text_blocks=take(of_text),
+            first_blocks=take(of_head),
+            moved_blocks=take(of_head),
+            head_blocks=tuple(take(of_head) for _ in range(at_once)),
+        )
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """All that are written to."""
+        heads = (block for blocks in self.head_blocks for block in blocks)
+        return (*self.text_blocks, *self.first_blocks, *self.moved_blocks, *heads)
+
+    @property
+    def text_run(self) -> Repair:
+        """The whole text."""
+        return Repair(self.text_blocks, 0, self.tokens, 0)
+
+    @property
+    def tail_run(self) -> Repair:
+        """Its tail, with the rest before it."""
+        return Repair(self.text_blocks, self.tail, self.tokens[self.tail :], self.tail)
+
+    def head_runs(self) -> list[list[Repair]]:
+        """The heads, as many at once as there are blocks for, each time with the one at position 0 before them.
+
+        What is computed in one forward is computed alike, so these runs differ by their positions alone.
+        """
+        first, others = self._head(self.first_blocks, 0), self.positions[1:]
+        at_once = len(self.head_blocks)
+        groups = [others[start : start + at_once] for start in range(0, len(others), at_once)] or [()]
+        return [
+            [first, *(self._head(blocks, position) for blocks, position in zip(self.head_blocks, group, strict=False))]
+            for group in groups
+        ]
+
+    @property
+    def moved_head(self) -> Repair:
+        """The head with the most tokens before it."""
+        position = max(position for position in self.positions if position <= MAX_CONTEXT)
+        return self._head(self.head_blocks[0], position)
+
+    def move_to(self, run: Repair) -> Move:
+        """Moves the first head to where another one stands, into blocks of its own."""
+        return Move(self.first_blocks, 0, self.moved_blocks, run.start % self.block_size, self.head, 0, run.position)
+
+    def behind(self, run: Repair) -> Repair:
+        """One token after a moved head."""
+        blocks = (*self._context(run.start), *self.moved_blocks)
+        after = self.head % len(self.tokens)
+        return Repair(blocks, run.start + self.head, self.tokens[after : after + 1], run.position + self.head)
+
+    def _head(self, blocks: tuple[int, ...], position: int) -> Repair:
+        start = position if position <= MAX_CONTEXT else 0
+        return Repair((*self._context(start), *blocks), start, self.tokens[: self.head], position)
+
+    def _context(self, start: int) -> tuple[int, ...]:
+        return self.text_blocks[:1] * (start // self.block_size)
+
+
+def far_positions(last: int) -> tuple[int, ...]:
+    """Position 0, and others near and far, up to the last one at which a run may begin."""
+    return (0, *sorted({position for position in POSITIONS if position < last} | ({last} if last > 0 else set())))
