@@ -15,11 +15,13 @@ from kvmosaic.memory import blocks_within, check_fits, device_memory_bytes
 from kvmosaic.memory.buffer import pinned_bytes
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.runner import Runner
-from kvmosaic.prompt import Prompt
+from kvmosaic.prompt import Prompt, PromptEncoder
 from kvmosaic.tiers import Hierarchy, open_tiers, parse_tier_url
 
 PromptLike = str | Prompt | Sequence[int] | Mapping[str, Any]
 """A text, a prompt, token ids, or a mapping with "prompt" or "prompt_token_ids"."""
+Continuation = str | Sequence[int]
+"""A given answer: a text, or token ids."""
 Settings = TypeVar("Settings")
 
 BUNDLED_READER = "reader"
@@ -74,6 +76,24 @@ def _prompt_of(prompt: object) -> str | Prompt | Sequence[int]:
         "a prompt is a text, a Prompt, a list of token ids, or a mapping with 'prompt' or 'prompt_token_ids', "
         f"got {type(prompt).__name__}"
     )
+
+
+def continuations_of(
+    continuations: Continuation | Sequence[Continuation], count: int, encoder: PromptEncoder
+) -> list[Sequence[int]]:
+    """The token ids of the given answers to `count` prompts.
+
+    Raises:
+        InvalidPrompt: another number of them, or something that is no continuation.
+    """
+    is_one = isinstance(continuations, str) or (bool(continuations) and isinstance(continuations[0], int))
+    items: list[Any] = [continuations] if is_one else list(continuations)
+    if len(items) != count:
+        raise InvalidPrompt(f"{len(items)} continuations for {count} prompts; give one for each prompt")
+    for item in items:
+        if not isinstance(item, str | Sequence) or isinstance(item, bytes):
+            raise InvalidPrompt(f"a continuation is a text or token ids, got {item!r:.80}")
+    return [encoder.continuation(item) if isinstance(item, str) else item for item in items]
 
 
 def bundled_reader() -> Path:

@@ -65,9 +65,13 @@ def is_closed(layout: Layout, index: int) -> bool:
     return kind in (SegmentKind.SYSTEM, SegmentKind.CHUNK) or index < len(layout.spans) - 1
 
 
-def is_watched(layout: Layout, index: int) -> bool:
-    """Whether a span must be computed even if it is cached."""
-    return layout.is_watched and index == len(layout.spans) - 1
+def num_usable(layout: Layout, index: int) -> int:
+    """How many tokens of a span may be taken from the prefix cache.
+
+    An answer comes from the logits of the last token of all, so that one is computed at least.
+    """
+    count = layout.spans[index].num_tokens
+    return count if is_closed(layout, index) else max(count - max(layout.fresh_tokens, 1), 0)
 
 
 class Lookup:
@@ -97,26 +101,25 @@ class Lookup:
             if chunk is not None and not self._chunks.is_same(chunk, span.root, span.tokens):
                 return None
             here = Found(chunk=chunk)
-            if not span.is_chunk and not is_watched(plan.layout, span.index):
-                self._find(here, span.root, span.tokens, span.block_keys, is_closed(plan.layout, span.index))
+            if not span.is_chunk:
+                usable = span.tokens[: num_usable(plan.layout, span.index) * TOKEN_BYTES]
+                self._find(here, span.root, usable, span.block_keys, is_closed(plan.layout, span.index))
             found.append(here)
         return found
 
-    def _find(self, here: Found, root: Key, tokens: bytes, keys: Iterable[Key] | KeyChain, closed: bool) -> None:
+    def _find(self, here: Found, root: Key, usable: bytes, keys: Iterable[Key] | KeyChain, closed: bool) -> None:
         """Finds the blocks of a span that are known.
 
         Args:
             here: where to note them.
             root: key of the span before its first token.
-            tokens: of the whole span.
+            usable: the tokens of the span that need not be computed; see `num_usable`.
             keys: of its full blocks, as far as they may be known; or what makes them.
-            closed: whether nothing will be written behind the span. The other one, whose answer comes from the logits
-                of its last token, must compute that one at least.
+            closed: whether nothing will be written behind the span.
         """
         if self._prefix is None:
             return
         width = self._prefix.pool.block_size * TOKEN_BYTES
-        usable = tokens if closed else tokens[:-TOKEN_BYTES]
         blocks = [usable[first : first + width] for first in range(0, len(usable) - width + 1, width)]
         if isinstance(keys, KeyChain):
             keys = _chained(keys, root, blocks)
@@ -161,8 +164,7 @@ class Lookup:
         span = draft.layout.spans[index]
         tokens, root, closed = encode_tokens(span.token_ids), draft.root(index), is_closed(draft.layout, index)
         here = Found()
-        if not is_watched(draft.layout, index):
-            self._find(here, root, tokens, draft.chain, closed)
+        self._find(here, root, tokens[: num_usable(draft.layout, index) * TOKEN_BYTES], draft.chain, closed)
         size = self._prefix.pool.block_size if self._prefix is not None else 0
         num_reused = min(len(here.entries) * size, span.num_tokens) + here.num_copied
         return SpanPlan(

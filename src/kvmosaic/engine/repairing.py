@@ -63,7 +63,7 @@ class Repair:
             return self.repaired_layout()
         self.is_measuring = True
         if "attention" in self.signals:
-            return replace(self.layout, is_watched=True)
+            return replace(self.layout, fresh_tokens=self.layout.last.num_tokens)
         return replace(self.layout, spans=self.layout.spans[:-1])
 
     def repaired_layout(self) -> Layout:

@@ -96,8 +96,9 @@ class Layout:
     spans: tuple[Span, ...]
     strategy: PositionStrategy = "shared"
     chunk_context: ChunkContext = "system"
-    is_watched: bool = False
-    """Whether the last span is computed whatever is cached of it, because somebody watches what it looks at."""
+    fresh_tokens: int = 0
+    """So many last tokens of the last span are computed even if they are cached: their attention, or their logits, are
+    wanted."""
 
     @property
     def last(self) -> Span:

@@ -81,7 +81,7 @@ class Runner:
             copies: blocks of the request pool to copy before anything is written (copy-on-write).
 
         Returns:
-            [R, V] logits in float32 (float64 for float64 models), one row for every span that wants them, in order.
+            [R, V] logits in float32 (float64 for float64 models), the rows that are wanted of every span, in order.
         """
         self.copy(copies)
         batch = flatten(spans, self.model.device)

@@ -15,6 +15,7 @@ from kvmosaic.prompt.finding import place_documents
 from kvmosaic.prompt.message import read_messages
 from kvmosaic.prompt.pieces import Piece, foreign, joined, template
 from kvmosaic.prompt.segment import MAX_POSITION, Prompt, Segment, SegmentKind, numbered
+from kvmosaic.prompt.separator import check_unicode
 from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_token_ids
 from kvmosaic.prompt.splitting import fit_chunks
 from kvmosaic.prompt.tokenizer import Encoded, PieceTokenizer, Tokenizer
@@ -155,6 +156,19 @@ class PromptEncoder:
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": _PLACEHOLDER_QUESTION})
         return self.encode_chat(messages, read, salt=salt, **template_options)
+
+    def continuation(self, text: str) -> tuple[int, ...]:
+        """The tokens of an answer as it would follow a prompt: control tokens written in it do not count.
+
+        Raises:
+            InvalidPrompt: it is no text, it is empty, or there is no tokenizer.
+        """
+        if not isinstance(text, str) or not text:
+            raise InvalidPrompt(f"a continuation is a text of at least one character, or token ids; got {text!r:.80}")
+        check_unicode(text, InvalidPrompt)
+        self._known_tokenizer()
+        assert self._pieces is not None
+        return self._pieces.encode([foreign(text)]).token_ids
 
     @property
     def _prefix(self) -> tuple[int, ...]:
