@@ -112,7 +112,7 @@ def folder_of(model: str | Path | LoadedModel) -> Path | None:
 def check_movable(model: LoadedModel, config: ChunkCacheConfig) -> None:
     """Raises NotMovable if the settings move documents and the model does not allow that."""
     moves = config.position_strategy == "sequential" or (
-        config.chunk_context == "none" and config.position_strategy != "absolute"
+        config.chunk_context != "system" and config.position_strategy != "absolute"
     )
     if moves and not model.is_movable:
         raise not_movable(model, config.position_strategy, config.chunk_context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvmosaic.cache.chunk import Chunk
 from kvmosaic.cache.chunk_index import ChunkIndex
@@ -91,18 +91,23 @@ class Lookup:
         for index, span in enumerate(layout.spans):
             is_chunk = span.segment.kind is SegmentKind.CHUNK
             draft.spans.append(self._plan_chunk(draft, index) if is_chunk else self._plan_prefix(draft, index))
-        return Plan(layout, salt, tuple(draft.spans), tenant)
+        return Plan(layout, salt, tuple(_without_idle_lead_in(layout, draft.spans)), tenant)
 
     def again(self, plan: Plan) -> list[Found] | None:
-        """What the spans of an older plan find now; None if a key of it has been taken by other tokens since."""
+        """What the spans of an older plan find now; None if it does not hold any more.
+
+        That is, if a key of it has been taken by other tokens since, or a lead-in is needed that it does without.
+        """
         found: list[Found] = []
         for span in plan.spans:
             chunk = self._chunks.get(span.key) if span.is_chunk else None
             if chunk is not None and not self._chunks.is_same(chunk, span.root, span.tokens):
                 return None
             here = Found(chunk=chunk)
+            if chunk is None and any(plan.spans[view.span].is_left_out for view in plan.layout.spans[span.index].views):
+                return None  # it was cached when that was planned, and has been evicted
             if not span.is_chunk:
-                usable = span.tokens[: num_usable(plan.layout, span.index) * TOKEN_BYTES]
+                usable = span.tokens[: num_usable(plan.layout, span.index) * TOKEN_BYTES]  # none, if it is left out
                 self._find(here, span.root, usable, span.block_keys, is_closed(plan.layout, span.index))
             found.append(here)
         return found
@@ -182,6 +187,18 @@ class Lookup:
             tokens=tokens,
             num_copied=here.num_copied,
         )
+
+
+def _without_idle_lead_in(layout: Layout, spans: list[SpanPlan]) -> Iterator[SpanPlan]:
+    """The spans of a plan; a lead-in that no chunk is computed behind takes no room, and is not computed."""
+    for span in spans:
+        is_needed = any(
+            other.action == "compute" and any(view.span == span.index for view in layout.spans[other.index].views)
+            for other in spans[span.index + 1 :]
+        )
+        if span.kind is SegmentKind.LEAD_IN and not is_needed:
+            span = replace(span, action="reuse", num_tokens=0, num_reused=0, block_ids=(), block_keys=(), tokens=b"")
+        yield span
 
 
 def _chained(chain: KeyChain, root: Key, blocks: list[bytes]) -> Iterator[Key]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvmosaic.engine.rolling import check_places
 from kvmosaic.errors import InvalidOffset, NotMovable
 from kvmosaic.layout import ChunkContext, Layout, PositionStrategy, RollingWindow, arrange
@@ -29,6 +31,8 @@ def place(
         NotMovable: it moves documents and the model does not allow that.
     """
     layout = arrange(prompt, strategy, context)
+    if max_positions is not None and any(span.end > max_positions for span in layout.spans[:-1]):
+        layout = arrange(replace(prompt, lead_in=()), strategy, context)  # the lead-in has no room
     if chunks_only:
         layout = Layout(layout.spans[:-1], layout.strategy, layout.chunk_context)
     if layout.is_moved and not model.is_movable:

@@ -9,7 +9,10 @@ import typer
 
 Strategies = Annotated[str, typer.Option(metavar="NAMES", help="Where documents stand: sequential, shared, or both.")]
 Contexts = Annotated[
-    str, typer.Option(metavar="NAMES", help="What documents saw when they were computed: system, none, or both.")
+    str,
+    typer.Option(
+        metavar="NAMES", help="What documents saw when they were computed: system, lead_in, none, parted by commas."
+    ),
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed asks the same questions.")]
 Data = Annotated[

@@ -153,7 +153,7 @@ def _field(text: str) -> Field:
     try:
         return Field("", json.loads(text))
     except (ValueError, RecursionError) as error:
-        raise InvalidConfig(f"it begins as JSON and is not ({str(error):.100}); repair the line") from None
+        raise InvalidConfig(f"it begins as JSON and is not ({error!s:.100}); repair the line") from None
 
 
 def _answers(field: Field) -> tuple[str, ...]:

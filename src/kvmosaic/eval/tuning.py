@@ -116,8 +116,8 @@ def choose(rows: Sequence[Row], goal: Goal, *, with_full: bool = False) -> Tuned
     reaching = [summary for summary in affordable if _margin(summary, goal) >= 0]
     if reaching:
         chosen = min(reaching, key=lambda summary: round(summary.work, _DIGITS))
-        said = f"{_described(chosen, goal)} It is the cheapest way that reaches {_wanted(goal)}."
-        return Tuned(chosen, True, (said,))
+        why = f"{_described(chosen, goal)} It is the cheapest way that reaches {_wanted(goal)}."
+        return Tuned(chosen, True, (why,))
     closest = max(
         affordable, key=lambda summary: (round(_margin(summary, goal), _DIGITS), -round(summary.work, _DIGITS))
     )

@@ -8,7 +8,8 @@ from typing import Literal
 from kvmosaic.prompt import Segment, SegmentKind
 
 PositionStrategy = Literal["shared", "sequential", "absolute"]
-ChunkContext = Literal["system", "none"]
+ChunkContext = Literal["system", "lead_in", "none"]
+"""What chunks saw when they were computed: the system text, the system text and a lead-in, or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,11 @@ class Span:
         return self.segment.kind is SegmentKind.REPAIR
 
     @property
+    def is_lead_in(self) -> bool:
+        """Whether nothing but chunks sees it, when they are computed."""
+        return self.segment.kind is SegmentKind.LEAD_IN
+
+    @property
     def num_tokens(self) -> int:
         """Tokens in this span."""
         return self.segment.num_tokens
@@ -108,7 +114,7 @@ class Layout:
     @property
     def num_tokens(self) -> int:
         """Tokens of the whole prompt."""
-        return sum(span.num_tokens for span in self.spans if not span.is_repair)
+        return sum(span.num_tokens for span in self.spans if not span.is_repair and not span.is_lead_in)
 
     @property
     def repair(self) -> int | None:

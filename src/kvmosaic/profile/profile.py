@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.layout import ChunkContext
@@ -152,7 +152,7 @@ class Profile:
             model=fields.text("model", MAX_NAME_CHARACTERS),
             fingerprint=fields.matching("fingerprint", "[0-9a-f]{64}", "64 hexadecimal digits"),
             position_strategy=fields.choice("position_strategy", ("shared", "sequential")),
-            chunk_context=fields.choice("chunk_context", ("system", "none")),
+            chunk_context=fields.choice("chunk_context", get_args(ChunkContext)),
             repair=fields.read("repair", lambda text: str(repair_policy(text))),
             goal=Goal(
                 loss=goal.number_if_known("loss", 0, 1),

@@ -56,6 +56,8 @@ class PromptEncoder:
         self.vocab_size = vocab_size
         self.max_positions = max_positions
         self._pieces = None if tokenizer is None else PieceTokenizer(tokenizer)
+        self._lead_in: tuple[str, tuple[int, ...]] = ("", ())
+        """The lead-in as it was written last, and its tokens."""
         self._is_endless = False
 
     def endless(self) -> PromptEncoder:
@@ -95,7 +97,8 @@ class PromptEncoder:
                 encoded = Encoded(segment.token_ids, None)
             segments.append(replace(segment, token_ids=encoded.token_ids))
             encodings.append(encoded)
-        return replace(self._checked(segments, encodings, prompt.salt), tenant=prompt.tenant)
+        lead_in = prompt.lead_in or self._lead_in_tokens([foreign(self.settings.lead_in)], segments)
+        return replace(self._checked(segments, encodings, prompt.salt), tenant=prompt.tenant, lead_in=lead_in)
 
     def encode_chat(
         self, messages: object, documents: Iterable[object] | None = None, *, salt: str = "", **template_options: Any
@@ -125,7 +128,9 @@ class PromptEncoder:
         parts: list[tuple[SegmentKind, str | None, Sequence[Piece]]] = [(SegmentKind.SYSTEM, None, placing.head)]
         parts += [(SegmentKind.CHUNK, document.name, placing.chunk(document)) for document in read]
         parts.append((SegmentKind.QUESTION, None, placing.tail))
-        return _with_priorities(self._from_pieces(parts, salt, last_answer), read)
+        prompt = _with_priorities(self._from_pieces(parts, salt, last_answer), read)
+        lead_in = self._lead_in_tokens(placing.chunk(Document(self.settings.lead_in)), prompt.segments)
+        return replace(prompt, lead_in=lead_in)
 
     def encode_documents(
         self,
@@ -173,6 +178,15 @@ class PromptEncoder:
     @property
     def _prefix(self) -> tuple[int, ...]:
         return self._pieces.prefix if self._pieces else ()
+
+    def _lead_in_tokens(self, pieces: Sequence[Piece], segments: Sequence[Segment]) -> tuple[int, ...]:
+        """The lead-in as the documents of a prompt are written; none for a prompt without, or without a tokenizer."""
+        if self._pieces is None or all(segment.kind is not SegmentKind.CHUNK for segment in segments):
+            return ()
+        text = joined(pieces)
+        if self._lead_in[0] != text:
+            self._lead_in = (text, self._pieces.encode(pieces).token_ids)
+        return self._lead_in[1]
 
     def _from_pieces(
         self,

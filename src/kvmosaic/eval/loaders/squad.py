@@ -81,7 +81,7 @@ def _content(path: Path) -> object:
     except UnicodeDecodeError as error:
         raise InvalidConfig(f"it is not text in UTF-8 (byte {error.start}); unpack it if it is compressed") from None
     except (ValueError, RecursionError) as error:
-        raise InvalidConfig(f"it is not JSON: {str(error):.200}; load it again") from None
+        raise InvalidConfig(f"it is not JSON: {error!s:.200}; load it again") from None
 
 
 def _read(content: Field) -> tuple[list[str], list[_Asked]]:
