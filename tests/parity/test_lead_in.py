@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import GREEDY, answer, build_engine, dense_logits, token_ids
 from support.families import build
+from support.loaded import chatting_llama
 from support.parity import engine_of_a_run, prompts, settings_of_a_run, tolerance_of
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig
@@ -101,8 +102,6 @@ def test_a_lead_in_that_has_no_room_is_left_out():
 
 
 def test_documents_are_kept_in_tiers_as_they_were_computed(tmp_path):
-    from support.loaded import chatting_llama
-
     config = ChunkCacheConfig(capacity="1MiB", chunk_context="lead_in", lead_in="The sea is wide.")
     tiers = TierConfig(tiers=(f"file://{tmp_path / 'tier'}",))
     documents = ["The ferry goes to Oak Island.", "The mill grinds oats."]
@@ -119,4 +118,4 @@ def test_documents_are_kept_in_tiers_as_they_were_computed(tmp_path):
             (output,) = llm.generate(prompt, GREEDY)
             answers.append((output.outputs[0].token_ids, [segment.tier for segment in output.reuse.segments]))
     (cold, _), (warm, places) = answers
-    assert cold == warm and places[1:3] == ["disk", "disk"]
+    assert cold == warm and places[1:3] == ["object", "object"]

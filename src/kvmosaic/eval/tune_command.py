@@ -70,7 +70,7 @@ def tune_command(
         typer.Option(metavar="POLICIES", help="What is tried, parted by commas; see kvmosaic eval. Default: a ladder."),
     ] = None,
     strategies: Strategies = "sequential,shared",
-    contexts: Contexts = "system",
+    contexts: Contexts = "system,lead_in",
     cases: Annotated[
         int | None,
         typer.Option(
