@@ -77,8 +77,8 @@ class ChunkCacheConfig:
     chunk_context: ChunkContext = _SYSTEM
     """What a document saw when it was computed: the system prompt, the system prompt and a lead-in, or nothing."""
     lead_in: str = LEAD_IN
-    """The text that documents are computed behind with chunk_context "lead_in"; no prompt contains it. About a
-    paragraph, best in the language of the documents."""
+    """The text in front of documents when they are computed with chunk_context "lead_in"; no prompt contains it. About
+    a paragraph, best in the language of the documents."""
     repair: str | RepairPolicy = _NO_REPAIR
     """Which tokens of cached documents every request computes again, if it does not say so itself: see
     `kvmosaic.repair`."""

@@ -1,4 +1,4 @@
-"""What is measured of a case: beside the distributions of step by step answers, and with nobody knowing the answer."""
+"""What is measured of a case: beside the distributions of step by step answers, and without labels."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_loss_is_that_of_the_accepted_answer_and_answers_are_ones_own(llm: LLM, 
         assert readings[way].work == pytest.approx(output.reuse.repair.work_fraction if output.reuse.repair else 0.0)
 
 
-def test_nothing_but_distance_is_measured_where_nobody_knows_the_answer(llm: LLM, case: Case) -> None:
+def test_unlabelled_cases_have_distances_and_no_score(llm: LLM, case: Case) -> None:
     labelled, blind = asked(llm, case), asked(llm, replace(case, answers=()))
     for way in (FULL, *WAYS):
         assert (blind[way].score, blind[way].loss) == (None, None)

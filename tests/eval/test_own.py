@@ -129,7 +129,7 @@ def test_files_and_options_that_do_not_go_together_are_told(folder: Path, tmp_pa
         own_cases(folder, twice)
 
 
-def test_a_model_is_tuned_on_questions_that_nobody_answered(folder: Path, tmp_path: Path) -> None:
+def test_a_model_is_tuned_on_unlabelled_questions(folder: Path, tmp_path: Path) -> None:
     asked = written(tmp_path / "asked.txt", "Where does the ferry go?", "What has nine rooms?")
     profile, log = tmp_path / "profile.json", tmp_path / "log.jsonl"
     arguments = ["tune", "reader", "--documents", str(folder), "--questions", str(asked), "--repair", "none,first(8)"]

@@ -1,4 +1,4 @@
-"""Lead-ins: chunks are computed behind one, and nothing else sees it."""
+"""Lead-ins: chunks see one when they are computed, and nothing else does."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def check(engine, prompt, repair=None):
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=12)
 @given(prompt=prompts(), lead_in=LEAD_INS, repair=st.sampled_from([None, "first(3)", "query(0.3)", "full"]), **RUN)
-def test_answers_behind_a_lead_in_equal_the_dense_forward(
+def test_answers_from_documents_with_a_lead_in_equal_the_dense_forward(
     family, prompt, lead_in, repair, strategy, block_size, budget, fragmented
 ):
     prompt = replace(prompt, lead_in=lead_in)
@@ -63,7 +63,7 @@ def test_a_lead_in_is_computed_only_while_a_chunk_is_missing(repair, prefix_cach
     plan = engine.planner.plan(arrange(PROMPT, "sequential", "lead_in"))
     assert [span.num_tokens for span in plan.spans if span.kind == "lead_in"] == [0] and known
     request = check(engine, PROMPT, repair)
-    assert "behind a lead-in" in request.reuse.composition
+    assert "after a lead-in" in request.reuse.composition
     assert [segment.kind for segment in request.reuse.segments] == ["system", "chunk", "chunk", "chunk", "question"]
     assert all(segment.reused_tokens for segment in request.reuse.segments[1:4])
     more = Prompt.from_tokens(SYSTEM, [*DOCUMENTS, [5, 6, 7]], QUESTION)

@@ -120,7 +120,7 @@ class Lookup:
             root: key of the span before its first token.
             usable: the tokens of the span that need not be computed; see `num_usable`.
             keys: of its full blocks, as far as they may be known; or what makes them.
-            closed: whether nothing will be written behind the span.
+            closed: whether nothing will be appended to the span.
         """
         if self._prefix is None:
             return
@@ -190,7 +190,7 @@ class Lookup:
 
 
 def _without_idle_lead_in(layout: Layout, spans: list[SpanPlan]) -> Iterator[SpanPlan]:
-    """The spans of a plan; a lead-in that no chunk is computed behind takes no room, and is not computed."""
+    """The spans of a plan; a lead-in takes no room and is not computed while no chunk needs it."""
     for span in spans:
         is_needed = any(
             other.action == "compute" and any(view.span == span.index for view in layout.spans[other.index].views)

@@ -19,7 +19,7 @@ def composition_of(layout: Layout) -> str:
     if any(view.weight != UNWEIGHTED for view in layout.last.views):
         parts.append("the question weighs documents differently")
     if layout.chunk_context == "lead_in":
-        parts.append("documents were computed behind a lead-in that is not there")
+        parts.append("documents were computed after a lead-in")
     if layout.chunk_context == "none":
         parts.append("documents did not see the system prompt")
     return f"composed ({layout.strategy}): " + ", ".join(parts)

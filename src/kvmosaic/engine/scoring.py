@@ -52,7 +52,7 @@ class Scoring:
         return None not in self.logprobs
 
     def continued(self, layout: Layout) -> Layout:
-        """A layout, about to be answered, with the continuation behind its last span."""
+        """A layout, about to be answered, with the continuation after its last span."""
         last = layout.last
         token_ids = (*last.token_ids, *self.token_ids[:-1])
         longer = replace(last, segment=replace(last.segment, token_ids=token_ids))

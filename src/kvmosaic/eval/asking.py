@@ -34,7 +34,7 @@ class _Reference:
     """[C, V], log probabilities before each token of its own answer."""
     greedy: tuple[int, ...]
     accepted: tuple[int, ...]
-    """Tokens of the accepted answer; empty where nobody knows it."""
+    """Tokens of the accepted answer; empty for an unlabelled case."""
 
 
 def ask(
@@ -54,7 +54,7 @@ def ask(
         prompt: the case, tokenized.
         ways: all but full attention.
         progress: called after every reading with their number.
-        is_scored: whether answers are wanted, where somebody knows the right one; otherwise ways other than full
+        is_scored: whether answers of labelled cases are scored; otherwise ways other than full
             attention are measured and do not answer.
     """
     readings: dict[Way, Reading] = {}

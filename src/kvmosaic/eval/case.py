@@ -34,7 +34,7 @@ class Case:
     """The row of the table that it counts for: "two-hop", "hotpotqa"."""
     question: str
     answers: tuple[str, ...] = ()
-    """Every answer that is accepted; the best match counts. Empty: nobody knows, and nothing can be right or wrong."""
+    """Every answer that is accepted; the best match counts. Empty: the case is unlabelled, and has no score."""
     documents: tuple[Document, ...] = ()
     system: str | None = None
     needs: tuple[int, ...] = ()
@@ -73,7 +73,7 @@ class Case:
 
     @property
     def is_labelled(self) -> bool:
-        """Whether anybody knows the answer."""
+        """Whether an accepted answer is known."""
         return bool(self.answers)
 
     def _check_text(self, name: str, value: object, limit: int) -> None:

@@ -31,9 +31,9 @@ def prompt_of(llm: LLM, case: Case) -> Prompt:
 
 
 def accepted_tokens(llm: LLM, case: Case) -> tuple[int, ...]:
-    """The tokens of the first accepted answer, as the model would write it behind the prompt; none if nobody knows it.
+    """The tokens of the first accepted answer as a continuation of the prompt; none for an unlabelled case.
 
-    A chat template may begin an answer with a space; behind a prompt without a template, a space parts it from that.
+    A chat template may begin an answer with a space; without a template, a space separates prompt and answer.
     """
     if not case.answers:
         return ()

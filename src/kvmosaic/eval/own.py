@@ -1,4 +1,4 @@
-"""Questions of one's own over a folder of documents, with or without answers.
+"""Questions over a folder of documents, labelled or not.
 
 A file of questions has one question in each line, or one JSON object in each line: {"question": …} and, where they are
 known, "answer" (a text or a list of them), "documents" (a list of ids) and "id". Where nothing says which documents go

@@ -22,7 +22,7 @@ class Reading:
     answer: str
     """Empty where nothing was to be answered; see `ask`."""
     score: float | None
-    """From 0, wrong, to 1, right; None where nobody knows."""
+    """From 0, wrong, to 1, right; None for an unlabelled case."""
     first_seconds: float
     """Time to the first token; the documents were known before."""
     computed_tokens: int
@@ -34,7 +34,7 @@ class Reading:
     """Layers computed for choosing and repairing, by the layers of all document tokens; see `RepairUse`."""
     repair_seconds: float = 0.0
     loss: float | None = None
-    """Of the accepted answer, in nats per token; None where nobody knows it."""
+    """Of the accepted answer, in nats per token; None for an unlabelled case."""
     divergence: float = 0.0
     """Mean KL(full attention || this way) in nats, over the tokens of full attention's own answer."""
     agreement: float = 1.0
@@ -74,7 +74,7 @@ class Row:
     metric: Metric
     readings: tuple[Reading, ...]
     full_accuracy: float | None
-    """Of full attention, on the same questions with the same model; None where nobody knows the answers."""
+    """Of full attention, on the same questions with the same model; None for unlabelled cases."""
     full_loss: float | None = None
     """Of the accepted answers, with full attention."""
 
@@ -96,7 +96,7 @@ class Row:
 
     @property
     def loss(self) -> float | None:
-        """Of the accepted answers, in nats per token: the mean over the questions; None where nobody knows them."""
+        """Of the accepted answers, in nats per token: the mean over the questions; None for unlabelled cases."""
         return _mean([reading.loss for reading in self.readings])
 
     @property

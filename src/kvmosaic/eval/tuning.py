@@ -51,10 +51,10 @@ def goal_of(
 ) -> Goal:
     """What is wanted; without `task_loss` no task may lose more right answers than all of them together.
 
-    Where nothing is wanted, it is 98% of the right answers if somebody knows these, and otherwise a divergence of 0.02.
+    The default is 98% of the right answers for labelled questions, and a divergence of 0.02 for unlabelled ones.
 
     Raises:
-        InvalidConfig: a number outside its range, or a goal that needs answers which nobody knows.
+        InvalidConfig: a number outside its range, or a goal that needs labels that are missing.
     """
     if loss is None and task_loss is not None:
         raise InvalidConfig("--task-loss says what each task may lose of --loss; give --loss, too")

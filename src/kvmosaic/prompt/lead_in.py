@@ -1,6 +1,6 @@
-"""The lead-in: a short text that documents are computed behind, and that no prompt contains.
+"""The lead-in: a short text in front of documents when they are computed, which no prompt contains.
 
-A document computed right behind the system prompt has never seen that another document stands before it, and in a
+A document computed right after the system prompt has never seen that another document stands before it, and in a
 prompt one mostly does. Its keys and values are nearer to what they are there if it has seen *some* text of the kind:
 which one matters little, as long as it is about a paragraph, best in the language of the documents. (An empty space of
 that length, random tokens, or the document itself in its place do not help; on SmolLM2-135M they were measured.)

@@ -29,7 +29,7 @@ class SegmentKind(StrEnum):
     REPAIR = "repair"
     """Tokens of chunks that a request computes again; in layouts only, never in a prompt."""
     LEAD_IN = "lead_in"
-    """A text that chunks are computed behind and that nothing else sees; in layouts only."""
+    """A text in front of chunks when they are computed, which nothing else sees; in layouts only."""
 
 
 _NAMELESS = {
@@ -130,7 +130,7 @@ class Prompt:
     salt: str = ""
     tenant: str = ""
     lead_in: tuple[int, ...] = field(default=(), compare=False, repr=False)
-    """What its chunks are computed behind with chunk_context "lead_in"; empty: nothing but the system text."""
+    """Tokens in front of its chunks when they are computed with chunk_context "lead_in"; empty: none."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_CHARACTERS:

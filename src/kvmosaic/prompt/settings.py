@@ -31,7 +31,7 @@ class PromptSettings(Protocol):
 
     @property
     def lead_in(self) -> str:
-        """The text that documents are computed behind with chunk_context "lead_in"."""
+        """The text in front of documents when they are computed with chunk_context "lead_in"."""
 
 
 @dataclass(frozen=True, slots=True)

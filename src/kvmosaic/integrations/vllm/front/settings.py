@@ -36,7 +36,7 @@ class FrontSettings:
 
     @property
     def lead_in(self) -> str:
-        """What a `PromptEncoder` reads, too; inside vLLM documents are not computed behind it."""
+        """Read by `PromptEncoder`; inside vLLM no document has a lead-in."""
         return LEAD_IN
 
     def __post_init__(self) -> None:
