@@ -59,11 +59,11 @@ class Display:
             return
         self._shown = now
         summaries = summarize(rows)
+        with_context = len({summary.way.context for summary in summaries}) > 1
         if self._live is None:
             count = sum(row.num_cases for row in rows if row.way.is_full)
-            self._console.print(Text(printable(_one_line(count, summaries)), style="dim"))
+            self._console.print(Text(printable(_one_line(count, summaries, with_context)), style="dim"))
             return
-        with_context = len({summary.way.context for summary in summaries}) > 1
         cells = (narrow_cells(summary, with_context=with_context) for summary in summaries)
         self._live.update(Group(terminal_table(NARROW_HEADINGS, cells), self._bar))
 
@@ -72,10 +72,10 @@ def _shows(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal
 
 
-def _one_line(count: int, summaries: Sequence[Summary]) -> str:
+def _one_line(count: int, summaries: Sequence[Summary], with_context: bool) -> str:
     """Divergence and agreement of every way, after so many questions."""
     found = (
-        f"{way_text(each.way, with_context=False)} {each.divergence:.4f} {percent(each.agreement)}"
+        f"{way_text(each.way, with_context=with_context)} {each.divergence:.4f} {percent(each.agreement)}"
         for each in summaries
         if not each.way.is_full
     )
