@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvmosaic.errors import KVMosaicError
     from kvmosaic.llm import LLM
     from kvmosaic.prompt import Prompt, Segment, SegmentKind
-    from kvmosaic.sampling import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs
+    from kvmosaic.sampling import CompletionOutput, RequestOutput, SamplingParams, ScoreOutput, StructuredOutputs
 
 __version__ = "0.1.0"
 
@@ -28,6 +28,7 @@ __all__ = [
     "Prompt",
     "RequestOutput",
     "SamplingParams",
+    "ScoreOutput",
     "Segment",
     "SegmentKind",
     "StructuredOutputs",
@@ -48,6 +49,7 @@ _HOMES = {
     "Prompt": "kvmosaic.prompt",
     "RequestOutput": "kvmosaic.sampling",
     "SamplingParams": "kvmosaic.sampling",
+    "ScoreOutput": "kvmosaic.sampling",
     "Segment": "kvmosaic.prompt",
     "SegmentKind": "kvmosaic.prompt",
     "StructuredOutputs": "kvmosaic.sampling",

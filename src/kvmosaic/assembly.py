@@ -17,11 +17,13 @@ from kvmosaic.model import LoadedModel
 from kvmosaic.model.gguf_file import find_gguf, model_name
 from kvmosaic.model.runner import Runner
 from kvmosaic.profile import PROFILE_NAME
-from kvmosaic.prompt import Prompt
+from kvmosaic.prompt import Prompt, PromptEncoder
 from kvmosaic.tiers import Hierarchy, open_tiers, parse_tier_url
 
 PromptLike = str | Prompt | Sequence[int] | Mapping[str, Any]
 """A text, a prompt, token ids, or a mapping with "prompt" or "prompt_token_ids"."""
+Continuation = str | Sequence[int]
+"""A given answer: a text, or token ids."""
 Settings = TypeVar("Settings")
 
 BUNDLED_READER = "reader"
@@ -78,6 +80,24 @@ def _prompt_of(prompt: object) -> str | Prompt | Sequence[int]:
     )
 
 
+def continuations_of(
+    continuations: Continuation | Sequence[Continuation], count: int, encoder: PromptEncoder
+) -> list[Sequence[int]]:
+    """The token ids of the given answers to `count` prompts.
+
+    Raises:
+        InvalidPrompt: another number of them, or something that is no continuation.
+    """
+    is_one = isinstance(continuations, str) or (bool(continuations) and isinstance(continuations[0], int))
+    items: list[Any] = [continuations] if is_one else list(continuations)
+    if len(items) != count:
+        raise InvalidPrompt(f"{len(items)} continuations for {count} prompts; give one for each prompt")
+    for item in items:
+        if not isinstance(item, str | Sequence) or isinstance(item, bytes):
+            raise InvalidPrompt(f"a continuation is a text or token ids, got {item!r:.80}")
+    return [encoder.continuation(item) if isinstance(item, str) else item for item in items]
+
+
 def bundled_reader() -> Path:
     """The folder of the small model that comes with the package."""
     return Path(__file__).parent / "bundled" / "reader"
@@ -100,7 +120,7 @@ def profile_place(model: str | Path | LoadedModel) -> Path | None:
 def check_movable(model: LoadedModel, config: ChunkCacheConfig) -> None:
     """Raises NotMovable if the settings move documents and the model does not allow that."""
     moves = config.position_strategy == "sequential" or (
-        config.chunk_context == "none" and config.position_strategy != "absolute"
+        config.chunk_context != "system" and config.position_strategy != "absolute"
     )
     if moves and not model.is_movable:
         raise not_movable(model, config.position_strategy, config.chunk_context)

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from kvmosaic.errors import InvalidConfig, InvalidSeparator
 from kvmosaic.eviction import EvictionPolicy, choose
 from kvmosaic.layout import ChunkContext, PositionStrategy
+from kvmosaic.prompt.lead_in import LEAD_IN, MAX_LEAD_IN_CHARACTERS
 from kvmosaic.prompt.separator import read_separator
 from kvmosaic.repair import DEFAULT_REPAIR, RepairPolicy, repair_policy
 
@@ -76,7 +77,10 @@ class ChunkCacheConfig:
     """Where documents stand: one behind the other ("sequential"), all right after the system prompt ("shared"), where
     the caller says ("absolute"), or sequential where the prompt fits the model's positions, else shared ("auto")."""
     chunk_context: ChunkContext = _SYSTEM
-    """What a document saw when it was computed: the system prompt, or nothing."""
+    """What a document saw when it was computed: the system prompt, the system prompt and a lead-in, or nothing."""
+    lead_in: str = LEAD_IN
+    """The text in front of documents when they are computed with chunk_context "lead_in"; no prompt contains it. About
+    a paragraph, best in the language of the documents."""
     repair: str | RepairPolicy = _REPAIR
     """Which tokens of cached documents every request computes again, if it does not say so itself: see
     `kvmosaic.repair`."""
@@ -91,7 +95,11 @@ class ChunkCacheConfig:
         _check_choice("long_chunks", self.long_chunks, ("error", "split"))
         _check_choice("hash_algorithm", self.hash_algorithm, ("sha256", "xxh3_128"))
         _check_choice("position_strategy", self.position_strategy, get_args(PositionStrategy))
-        _check_choice("chunk_context", self.chunk_context, ("system", "none"))
+        _check_choice("chunk_context", self.chunk_context, get_args(ChunkContext))
+        if not isinstance(self.lead_in, str) or not 1 <= len(self.lead_in.strip()) <= MAX_LEAD_IN_CHARACTERS:
+            raise InvalidConfig(
+                f"lead_in must be a text of 1 to {MAX_LEAD_IN_CHARACTERS} characters, got {self.lead_in!r:.80}"
+            )
         choose(self.eviction)
         repair_policy(self.repair)
         _check_range("block_size", self.block_size, 1, 4096)

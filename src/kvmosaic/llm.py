@@ -12,12 +12,14 @@ import torch
 
 from kvmosaic.assembly import (
     BUNDLED_READER,
+    Continuation,
     PromptLike,
     build_engine,
     bundled_reader,
     check_movable,
     check_tiers,
     checked,
+    continuations_of,
     profile_place,
     prompts_of,
 )
@@ -35,7 +37,8 @@ from kvmosaic.model.int8 import Quantization
 from kvmosaic.model.prepack import Prepack
 from kvmosaic.profile import ProfileChoice, find_profile
 from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
-from kvmosaic.sampling import RequestOutput, SamplingParams, decode_all, default_sampling
+from kvmosaic.repair import RepairPolicy
+from kvmosaic.sampling import RequestOutput, SamplingParams, ScoreOutput, decode_all, default_sampling
 
 Messages = Sequence[Mapping[str, Any]]
 Documents = Sequence[Document | Mapping[str, Any] | str]
@@ -234,6 +237,44 @@ class LLM:
         ]
         placing = position_strategy, chunk_context
         return self._answer(encoded, params, priorities_for(priority, len(encoded)), placing, progress)
+
+    def score(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        continuations: Continuation | Sequence[Continuation],
+        *,
+        repair: str | RepairPolicy | None = None,
+        position_strategy: PositionStrategy | None = None,
+        chunk_context: ChunkContext | None = None,
+        progress: Progress | None = None,
+    ) -> list[ScoreOutput]:
+        """Tells how likely the model finds given answers, token by token, each in one forward (teacher forcing).
+
+        Documents are reused and repaired as for an ordinary answer: what a repair policy measures does not depend on
+        the continuation.
+
+        Args:
+            prompts: as for `generate`.
+            continuations: one for each prompt: a text, or token ids.
+            repair: instead of the configured policy, for these prompts.
+            position_strategy: instead of the configured one.
+            chunk_context: instead of the configured one.
+            progress: called after every finished prompt.
+
+        Raises:
+            InvalidPrompt: a prompt or continuation that cannot be scored; nothing has been computed then.
+            InvalidRepair: a policy that does not exist, or does not suit the model.
+            RequestTooLarge, ChunkCacheFull: a prompt that can never fit into memory.
+        """
+        items = prompts_of(prompts)
+        answers = continuations_of(continuations, len(items), self.encoder)
+        encoded = [self.encoder.encode(prompt) for prompt in items]
+        how: dict[str, Any] = {"position_strategy": position_strategy, "chunk_context": chunk_context}
+        requests = (
+            self.engine.add_score(prompt, answer, repair=repair, **how)
+            for prompt, answer in zip(encoded, answers, strict=True)
+        )
+        return [request.score() for request in self.engine.run(requests, progress)]
 
     def stream(
         self,

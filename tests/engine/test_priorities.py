@@ -26,7 +26,7 @@ class IdleRunner(Runner):
     """A runner that computes nothing: every token is the first of the vocabulary."""
 
     def run(self, spans, copies=()):
-        return torch.zeros(sum(rows.wants_logits for rows in spans), self.model.vocab_size)
+        return torch.zeros(sum(rows.num_logits for rows in spans), self.model.vocab_size)
 
 
 @cache

@@ -387,8 +387,8 @@ def test_numbers_have_bounds(name: str, value: Any, write: Callable[..., Path]) 
 
 
 def test_unknown_format_is_an_error_that_names_all(write: Callable[..., Path]) -> None:
-    with pytest.raises(InvalidConfig, match="no format 'squad'; there are musique, 2wikimultihopqa, hotpotqa"):
-        load(write(SAMSUM), format="squad")
+    with pytest.raises(InvalidConfig, match="no format 'triviaqa'; there are musique, 2wikimultihopqa, hotpotqa"):
+        load(write(SAMSUM), format="triviaqa")
 
 
 def test_every_case_of_a_file_is_a_case(write: Callable[..., Path]) -> None:

@@ -66,10 +66,11 @@ def test_findings_say_that_a_small_budget_is_enough() -> None:
 
 
 def test_findings_say_which_task_is_missed_and_the_best_that_was_reached_there() -> None:
-    best, missed, few = findings(rows(some=(20, 17)))
+    best, missed, nearest, few = findings(rows(some=(20, 17)))
     assert "92.5% of full attention on average, 85.0% on its worst task (two). It misses 98%" in best
     assert missed.startswith("two is below 95% with it: 85.0% right, 85.0% of full attention (100.0%).")
     assert "The best reached there in this budget is 85.0%, by sequential, system, query(0.15)." in missed
+    assert nearest.startswith("Nearest to full attention with so few is sequential, system, none: divergence 0.0000")
     assert few.startswith("With 20 questions of a task, one of them is 5.0% of its accuracy")
 
 

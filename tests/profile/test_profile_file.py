@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ PROFILE = Profile(
     tasks=(TaskResult("two-hop", 50, 0.92, 0.96), TaskResult("story", 50, 0.9, 0.9)),
 )
 shares = st.floats(0, 1)
+maybe = st.none() | shares
 profiles = st.builds(
     Profile,
     model=st.text(st.characters(categories=("L", "N", "P")), min_size=1, max_size=40),
@@ -34,12 +36,12 @@ profiles = st.builds(
     position_strategy=st.sampled_from(["shared", "sequential"]),
     chunk_context=st.sampled_from(["system", "none"]),
     repair=st.sampled_from(["none", "first(16)", "deviation(0.15)", "temperature(0.9, 0.8)", "full"]),
-    goal=st.builds(Goal, shares, shares, st.floats(0, 100), st.booleans()),
+    goal=st.builds(Goal, maybe, maybe, st.floats(0, 100), st.booleans(), maybe, maybe, maybe),
     date=st.dates().map(str),
     seed=st.integers(-(2**63), 2**63 - 1),
     work=st.floats(0, 100),
     tasks=st.lists(
-        st.builds(TaskResult, st.text("abc-", min_size=1), st.integers(1, 10**7), shares, shares),
+        st.builds(TaskResult, st.text("abc-", min_size=1), st.integers(1, 10**7), maybe, maybe, maybe, maybe, maybe),
         min_size=1,
         max_size=4,
     ).map(tuple),
@@ -63,6 +65,24 @@ def changed(place: str, value: Any) -> dict[str, Any]:
     else:
         inner[name] = value
     return content
+
+
+def test_a_profile_of_the_first_format_is_read(tmp_path: Path) -> None:
+    content = PROFILE.to_dict() | {"kvmosaic_profile": 1}
+    later = ("max_divergence", "min_agreement", "max_loss_increase", "divergence", "agreement", "loss_increase")
+    for part in (content["goal"], *content["measured"]["tasks"]):
+        for name in later:
+            part.pop(name, None)
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(content))
+    assert read_profile(path) == PROFILE
+
+
+def test_what_was_reached_is_told_with_and_without_answers() -> None:
+    near = TaskResult("own", 40, None, None, divergence=0.0123, agreement=0.965)
+    assert PROFILE.reached == "97.8% of full attention on two-hop, story"
+    unlabelled = replace(PROFILE, tasks=(near,))
+    assert unlabelled.reached == "divergence 0.012 nats, 96.5% of the greedy tokens on own" and unlabelled.ratio is None
 
 
 @given(profiles)
@@ -94,7 +114,7 @@ def test_one_wrong_field_is_noticed(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "told"),
     [
-        ("kvmosaic_profile", 2, "its format kvmosaic_profile is 2, and this version reads 1; tune again"),
+        ("kvmosaic_profile", 3, "its format kvmosaic_profile is 3, and this version reads 1 and 2; tune again"),
         ("kvmosaic_profile", ..., "kvmosaic_profile is missing"),
         ("repair", "most", "repair: repair is 'most'; choose one of none"),
         ("repair", "query(2)", "repair: query(fraction) computes this share"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvmosaic.cache.chunk import Chunk
 from kvmosaic.cache.chunk_index import ChunkIndex
@@ -65,9 +65,13 @@ def is_closed(layout: Layout, index: int) -> bool:
     return kind in (SegmentKind.SYSTEM, SegmentKind.CHUNK) or index < len(layout.spans) - 1
 
 
-def is_watched(layout: Layout, index: int) -> bool:
-    """Whether a span must be computed even if it is cached."""
-    return layout.is_watched and index == len(layout.spans) - 1
+def num_usable(layout: Layout, index: int) -> int:
+    """How many tokens of a span may be taken from the prefix cache.
+
+    An answer comes from the logits of the last token of all, so that one is computed at least.
+    """
+    count = layout.spans[index].num_tokens
+    return count if is_closed(layout, index) else max(count - max(layout.fresh_tokens, 1), 0)
 
 
 class Lookup:
@@ -87,36 +91,40 @@ class Lookup:
         for index, span in enumerate(layout.spans):
             is_chunk = span.segment.kind is SegmentKind.CHUNK
             draft.spans.append(self._plan_chunk(draft, index) if is_chunk else self._plan_prefix(draft, index))
-        return Plan(layout, salt, tuple(draft.spans), tenant)
+        return Plan(layout, salt, tuple(_without_idle_lead_in(layout, draft.spans)), tenant)
 
     def again(self, plan: Plan) -> list[Found] | None:
-        """What the spans of an older plan find now; None if a key of it has been taken by other tokens since."""
+        """What the spans of an older plan find now; None if it does not hold any more.
+
+        That is, if a key of it has been taken by other tokens since, or a lead-in is needed that it does without.
+        """
         found: list[Found] = []
         for span in plan.spans:
             chunk = self._chunks.get(span.key) if span.is_chunk else None
             if chunk is not None and not self._chunks.is_same(chunk, span.root, span.tokens):
                 return None
             here = Found(chunk=chunk)
-            if not span.is_chunk and not is_watched(plan.layout, span.index):
-                self._find(here, span.root, span.tokens, span.block_keys, is_closed(plan.layout, span.index))
+            if chunk is None and any(plan.spans[view.span].is_left_out for view in plan.layout.spans[span.index].views):
+                return None  # it was cached when that was planned, and has been evicted
+            if not span.is_chunk:
+                usable = span.tokens[: num_usable(plan.layout, span.index) * TOKEN_BYTES]  # none, if it is left out
+                self._find(here, span.root, usable, span.block_keys, is_closed(plan.layout, span.index))
             found.append(here)
         return found
 
-    def _find(self, here: Found, root: Key, tokens: bytes, keys: Iterable[Key] | KeyChain, closed: bool) -> None:
+    def _find(self, here: Found, root: Key, usable: bytes, keys: Iterable[Key] | KeyChain, closed: bool) -> None:
         """Finds the blocks of a span that are known.
 
         Args:
             here: where to note them.
             root: key of the span before its first token.
-            tokens: of the whole span.
+            usable: the tokens of the span that need not be computed; see `num_usable`.
             keys: of its full blocks, as far as they may be known; or what makes them.
-            closed: whether nothing will be written behind the span. The other one, whose answer comes from the logits
-                of its last token, must compute that one at least.
+            closed: whether nothing will be appended to the span.
         """
         if self._prefix is None:
             return
         width = self._prefix.pool.block_size * TOKEN_BYTES
-        usable = tokens if closed else tokens[:-TOKEN_BYTES]
         blocks = [usable[first : first + width] for first in range(0, len(usable) - width + 1, width)]
         if isinstance(keys, KeyChain):
             keys = _chained(keys, root, blocks)
@@ -162,8 +170,7 @@ class Lookup:
         span = draft.layout.spans[index]
         tokens, root, closed = encode_tokens(span.token_ids), draft.root(index), is_closed(draft.layout, index)
         here = Found()
-        if not is_watched(draft.layout, index):
-            self._find(here, root, tokens, draft.chain, closed)
+        self._find(here, root, tokens[: num_usable(draft.layout, index) * TOKEN_BYTES], draft.chain, closed)
         size = self._prefix.pool.block_size if self._prefix is not None else 0
         num_reused = min(len(here.entries) * size, span.num_tokens) + here.num_copied
         key = draft.chain.run_encoded(root, tokens) if closed else root
@@ -190,6 +197,18 @@ def _identity(chain: KeyChain, key: Key, root: Key, tokens: bytes, chunk: Chunk 
     if chunk is not None:
         return chunk.identity
     return key if chain.algorithm == "sha256" else chain.run_encoded(root, tokens)
+
+
+def _without_idle_lead_in(layout: Layout, spans: list[SpanPlan]) -> Iterator[SpanPlan]:
+    """The spans of a plan; a lead-in takes no room and is not computed while no chunk needs it."""
+    for span in spans:
+        is_needed = any(
+            other.action == "compute" and any(view.span == span.index for view in layout.spans[other.index].views)
+            for other in spans[span.index + 1 :]
+        )
+        if span.kind is SegmentKind.LEAD_IN and not is_needed:
+            span = replace(span, action="reuse", num_tokens=0, num_reused=0, block_ids=(), block_keys=(), tokens=b"")
+        yield span
 
 
 def _chained(chain: KeyChain, root: Key, blocks: list[bytes]) -> Iterator[Key]:

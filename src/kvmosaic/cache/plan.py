@@ -53,6 +53,11 @@ class SpanPlan:
         return self.kind is SegmentKind.CHUNK
 
     @property
+    def is_left_out(self) -> bool:
+        """Whether it is a lead-in that no chunk needs now, so that it takes no room."""
+        return self.kind is SegmentKind.LEAD_IN and not self.num_tokens
+
+    @property
     def num_to_compute(self) -> int:
         """Tokens that this span computes."""
         return self.num_tokens - self.num_reused

@@ -43,11 +43,11 @@ FixedStrategy = Annotated[
     typer.Option("--position-strategy", help="Documents overlap (shared), or stand one behind the other (sequential)."),
 ]
 ContextKind = Annotated[
-    Literal["system", "none"] | None,
+    Literal["system", "lead_in", "none"] | None,
     typer.Option(
         "--chunk-context",
-        help="What a document saw when it was computed: the system text, or nothing. Default: as the model's profile "
-        "says, or system.",
+        help="What a document saw when it was computed: the system text, that and a lead-in (a text that is not in the "
+        "prompt), or nothing. Default: as the model's profile says, or system.",
     ),
 ]
 Repair = Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
 from dataclasses import replace
 from itertools import count
 
@@ -20,8 +21,9 @@ from kvmosaic.engine.report import reuse_report
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.rolling import check_memory, window_of
 from kvmosaic.engine.scheduler import Scheduler
+from kvmosaic.engine.scoring import Scoring, scoring_of
 from kvmosaic.engine.sequence import Sequence, SequenceState
-from kvmosaic.engine.step import Step
+from kvmosaic.engine.step import Step, Work
 from kvmosaic.engine.swap_space import SwapSpace
 from kvmosaic.engine.turns import check_priority
 from kvmosaic.errors import (
@@ -37,8 +39,8 @@ from kvmosaic.errors import (
 )
 from kvmosaic.layout import ChunkContext, Layout, PositionStrategy, RollingWindow
 from kvmosaic.model.runner import Runner
-from kvmosaic.prompt import Prompt
-from kvmosaic.repair import FullRepair, NoRepair, repair_policy
+from kvmosaic.prompt import Prompt, check_length
+from kvmosaic.repair import FullRepair, NoRepair, RepairPolicy, repair_policy
 from kvmosaic.sampling import MAX_TOKENS, Answer, GrammarCompiler, SamplingParams, SamplingState, sample
 
 logger = logging.getLogger("kvmosaic")
@@ -202,20 +204,45 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise InvalidSampling(f"sampling parameters must be SamplingParams, got {type(params).__name__}")
         window = window_of(params, self.runner.model)
-        policy = self.repair if params.repair is None else repair_policy(params.repair)
-        if prompt.is_plain:
-            policy = NoRepair()  # there is nothing to repair
-        is_default = params.repair is None and not self.chunk_config.says("repair")
-        first_window = None if isinstance(policy, FullRepair) else window
-        layout = self.arrange(prompt, position_strategy, first_window, chunk_context=chunk_context)
-        if is_default and why_not_repaired(policy, layout, self.runner.model, has_window=window is not None):
-            policy = NoRepair()
-        repair = repair_of(policy, layout, self.runner.model, has_window=window is not None)
-        if repair is not None:
-            layout = self.arrange(prompt.joined(), None, window) if repair.is_full else repair.first_layout()
+        layout, repair = self._arrange(prompt, params.repair, position_strategy, chunk_context, window)
         if window is not None:
             check_memory(window, self.planner.request_pool)
         return self._queue(prompt, layout, params, request_id, priority, note, arrival_time, window, repair)
+
+    def add_score(
+        self,
+        prompt: Prompt,
+        continuation: List[int],
+        *,
+        repair: str | RepairPolicy | None = None,
+        position_strategy: PositionStrategy | None = None,
+        chunk_context: ChunkContext | None = None,
+        request_id: str | None = None,
+        keeps_distributions: bool = False,
+    ) -> Request:
+        """Queues a prompt whose answer is given; the request's `scoring` tells how likely each of its tokens is.
+
+        Args:
+            prompt: with token ids.
+            continuation: token ids of what follows it.
+            repair: instead of the configured policy.
+            position_strategy: instead of the configured one.
+            chunk_context: instead of the configured one.
+            request_id: a name of your own; None makes one up.
+            keeps_distributions: whether the whole distributions are kept, too.
+
+        Raises:
+            InvalidPrompt: the prompt, or prompt and continuation together, do not fit; see its subclasses.
+            QueueFull, EngineStopped: see `add_request`.
+        """
+        scoring = scoring_of(continuation, self.runner.model.vocab_size, keeps_distributions=keeps_distributions)
+        layout, plan = self._arrange(prompt, repair, position_strategy, chunk_context, None)
+        if self.max_positions is not None:
+            check_length(layout, self.max_positions, scoring.num_tokens)
+        if plan is None or not plan.is_measuring:
+            layout = scoring.continued(layout)
+        params = SamplingParams(max_tokens=1)
+        return self._queue(prompt, layout, params, request_id, repair=plan, scoring=scoring)
 
     def add_warm_up(
         self,
@@ -347,6 +374,8 @@ class Engine:
                 most_tokens = self.scheduler.config.max_batched_tokens
                 repair.deviations = measure_deviations(sequence, self.runner, most_tokens)
             request.layout = repair.repaired_layout()
+            if request.scoring is not None:
+                request.layout = request.scoring.continued(request.layout)
         except KVMosaicError as error:
             request.error = error
             news[request.request_id] = request
@@ -362,6 +391,28 @@ class Engine:
         self.planner.check_invariants()
         if self.scheduler.preemption.swap is not None:
             self.scheduler.preemption.swap.check_invariants()
+
+    def _arrange(
+        self,
+        prompt: Prompt,
+        policy: str | RepairPolicy | None,
+        strategy: PositionStrategy | None,
+        context: ChunkContext | None,
+        window: RollingWindow | None,
+    ) -> tuple[Layout, Repair | None]:
+        """What is run first for a prompt, and how it is repaired."""
+        is_default = policy is None and not self.chunk_config.says("repair")
+        policy = self.repair if policy is None else repair_policy(policy)
+        if prompt.is_plain:
+            policy = NoRepair()  # there is nothing to repair
+        first_window = None if isinstance(policy, FullRepair) else window
+        layout = self.arrange(prompt, strategy, first_window, chunk_context=context)
+        if is_default and why_not_repaired(policy, layout, self.runner.model, has_window=window is not None):
+            policy = NoRepair()
+        repair = repair_of(policy, layout, self.runner.model, has_window=window is not None)
+        if repair is not None:
+            layout = self.arrange(prompt.joined(), None, window) if repair.is_full else repair.first_layout()
+        return layout, repair
 
     def arrange(
         self,
@@ -400,6 +451,7 @@ class Engine:
         arrival_time: float | None = None,
         window: RollingWindow | None = None,
         repair: Repair | None = None,
+        scoring: Scoring | None = None,
     ) -> Request:
         if self.is_stopped:
             raise EngineStopped("the engine is closed; create a new LLM")
@@ -427,6 +479,7 @@ class Engine:
             aging_seconds=aging,
             window=window,
             repair=repair,
+            scoring=scoring,
         )
         if params.structured_outputs is not None:
             request.grammar = self.grammars.compile(params.structured_outputs)
@@ -472,7 +525,7 @@ class Engine:
         rows = [
             part
             for work in step.works
-            for part in work.sequence.rows(work.span, work.first, work.num_tokens, work.wants_logits)
+            for part in work.sequence.rows(work.span, work.first, work.num_tokens, work.num_logits)
         ]
         begin = self.clock()
         logits = self.runner.run(rows, step.copies)
@@ -501,10 +554,15 @@ class Engine:
     def _sample(self, step: Step, logits: torch.Tensor, news: dict[str, Request]) -> None:
         sequences: list[Sequence] = []
         rows: list[int] = []
-        for row, work in enumerate(work for work in step.works if work.wants_logits):
-            family = [work.sequence, *self._fork(work.sequence)]
-            sequences.extend(family)
-            rows.extend([row] * len(family))
+        row = 0
+        for work in step.works:
+            if work.num_logits and work.sequence.request.scoring is not None:
+                self._score(work, logits[row : row + work.num_logits], news)
+            elif work.num_logits:
+                family = [work.sequence, *self._fork(work.sequence)]
+                sequences.extend(family)
+                rows.extend([row] * len(family))
+            row += work.num_logits
         if not sequences:
             return
         if len(rows) != len(logits):
@@ -524,6 +582,18 @@ class Engine:
                 sequence.pending = token.token_id
             else:
                 self._finish(sequence, news)
+
+    def _score(self, work: Work, logits: torch.Tensor, news: dict[str, Request]) -> None:
+        """Notes what the model says before some tokens of a continuation; the last of them ends the request."""
+        sequence, request = work.sequence, work.sequence.request
+        scoring = request.scoring
+        assert scoring is not None
+        first = request.layout.last.num_tokens - scoring.num_tokens
+        scoring.note(work.first + work.num_tokens - work.num_logits - first, logits)
+        if scoring.is_complete:
+            request.first_token_time = self.clock()
+            request.reuse = reuse_report(sequence, request.first_token_time - request.arrival_time)
+            self._finish(sequence, news)
 
     def _log_statistics(self) -> None:
         interval, now = self.chunk_config.log_stats_seconds, self.clock()

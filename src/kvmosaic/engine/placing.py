@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvmosaic.engine.rolling import check_places
 from kvmosaic.errors import InvalidOffset, NotMovable
 from kvmosaic.layout import ChunkContext, Layout, PositionStrategy, RollingWindow, arrange, choose_strategy
@@ -32,6 +34,8 @@ def place(
         places = None if window is None else window.num_places
         strategy = choose_strategy(prompt, max_positions, is_movable=model.is_movable, question_positions=places)
     layout = arrange(prompt, strategy, context)
+    if max_positions is not None and any(span.end > max_positions for span in layout.spans[:-1]):
+        layout = arrange(replace(prompt, lead_in=()), strategy, context)  # the lead-in has no room
     if chunks_only:
         layout = Layout(layout.spans[:-1], layout.strategy, layout.chunk_context)
     if layout.is_moved and not model.is_movable:

@@ -63,7 +63,7 @@ class Repair:
             return self.repaired_layout()
         self.is_measuring = True
         if "attention" in self.signals:
-            return replace(self.layout, is_watched=True)
+            return replace(self.layout, fresh_tokens=self.layout.last.num_tokens)
         return replace(self.layout, spans=self.layout.spans[:-1])
 
     def repaired_layout(self) -> Layout:
@@ -117,7 +117,7 @@ class Repair:
         num_repaired = 0
         if self.is_full:  # what was found began with the system text
             num_repaired = num_tokens
-            before = sum(span.num_tokens for span in self.layout.spans[: self.chunks[0]])
+            before = sum(span.num_tokens for span in self.layout.spans[: self.chunks[0]] if not span.is_lead_in)
             num_found = min(max(num_found - before, 0), num_tokens)
         if (index := layout.repair) is not None:
             num_repaired = layout.spans[index].num_tokens

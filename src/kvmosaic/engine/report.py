@@ -19,6 +19,8 @@ def composition_of(layout: Layout) -> str:
     parts = [apart]
     if any(view.weight != UNWEIGHTED for view in layout.last.views):
         parts.append("the question weighs documents differently")
+    if layout.chunk_context == "lead_in":
+        parts.append("documents were computed after a lead-in")
     if layout.chunk_context == "none":
         parts.append("documents did not see the system prompt")
     return f"composed ({layout.strategy}): " + ", ".join(parts)
@@ -33,7 +35,7 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
     most_found = window.sink_tokens + window.window_tokens if window is not None else None
     segments = []
     for index, (span, attached) in enumerate(zip(layout.spans, attachment.spans, strict=True)):
-        if span.is_repair:
+        if span.is_repair or span.is_lead_in:
             continue
         num_reused = min(sequence.num_reused[index], span.num_tokens)
         seconds = sequence.span_seconds.get(index) or sequence.attach_seconds / max(num_found, 1)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvmosaic.engine.repairing import Repair
+from kvmosaic.engine.scoring import Scoring
 from kvmosaic.engine.turns import turn_of
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.layout import Layout, RollingWindow
 from kvmosaic.prompt import Prompt, SegmentKind
-from kvmosaic.sampling import Answer, Grammar, RequestMetrics, RequestOutput, ReuseReport, SamplingParams
+from kvmosaic.sampling import (
+    Answer,
+    Grammar,
+    RequestMetrics,
+    RequestOutput,
+    ReuseReport,
+    SamplingParams,
+    ScoreOutput,
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -43,6 +52,8 @@ class Request:
     finished_time: float | None = None
     repair: Repair | None = None
     """What of its chunks is computed again, if anything."""
+    scoring: Scoring | None = None
+    """The continuation to score, if nothing is to be answered."""
     error: KVMosaicError | None = None
     """Why the request could not run."""
     text: str | None = field(init=False)
@@ -69,6 +80,13 @@ class Request:
         return self.repair is not None and self.repair.is_measuring
 
     @property
+    def num_logits(self) -> int:
+        """Rows at the end of its layout whose logits are wanted."""
+        if self.is_warm_up or self.is_measuring:
+            return 0
+        return 1 if self.scoring is None else self.scoring.num_tokens
+
+    @property
     def is_finished(self) -> bool:
         """Whether nothing more will come."""
         return self.finished_time is not None
@@ -77,6 +95,11 @@ class Request:
     def metrics(self) -> RequestMetrics:
         """When things happened to it so far."""
         return RequestMetrics(self.arrival_time, self.first_scheduled_time, self.first_token_time, self.finished_time)
+
+    def score(self) -> ScoreOutput:
+        """What was found of its continuation, when it has ended."""
+        assert self.scoring is not None
+        return replace(self.scoring.output(), reuse=self.reuse)
 
     def output(self) -> RequestOutput:
         """The answers so far."""

@@ -16,6 +16,7 @@ from kvmosaic.config import EngineConfig
 from kvmosaic.engine.keeper import Keeper
 from kvmosaic.engine.preemption import Preemption
 from kvmosaic.engine.rolling import most_at_once
+from kvmosaic.engine.scoring import MAX_LOGIT_ROWS
 from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.step import Step, Work
 from kvmosaic.engine.waiting import WaitingQueue
@@ -207,9 +208,14 @@ class Scheduler:
             if taken == budget or not _are_computed(seen):
                 continue
             count = min(remaining, budget - taken)
-            is_last = span is attachment.spans[-1] and count == remaining and not sequence.num_owed
-            wants_logits = is_last and not sequence.request.is_warm_up and not sequence.request.is_measuring
-            step.works.append(Work(sequence, index, span.num_computed, count, wants_logits))
+            num_logits = 0
+            if span is attachment.spans[-1] and not sequence.num_owed:
+                num_logits = min(count, max(count - remaining + sequence.request.num_logits, 0))
+                if sequence.request.scoring is not None and num_logits > (room := MAX_LOGIT_ROWS - step.num_scored):
+                    count, num_logits = count - num_logits + room, room  # the rest comes with a later step
+            if not count:
+                continue
+            step.works.append(Work(sequence, index, span.num_computed, count, num_logits))
             self.planner.advance(attachment, index, count)
             taken += count
         sequence.num_worked += taken

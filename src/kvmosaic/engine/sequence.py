@@ -204,7 +204,7 @@ class Sequence:
         if self.request.repair is not None:
             self.request.repair.forget()
 
-    def rows(self, span_index: int, first: int, num_tokens: int, wants_logits: bool) -> list[SpanRows]:
+    def rows(self, span_index: int, first: int, num_tokens: int, num_logits: int) -> list[SpanRows]:
         """The rows of `num_tokens` tokens of a span, from token number `first` on.
 
         Repaired tokens of each chunk are rows of their own, so that none of them reads chunks that it does not see.
@@ -212,9 +212,9 @@ class Sequence:
         last = first + num_tokens
         parts = self.request.layout.spans[span_index].parts
         cuts = [first, *(number for number in parts if first < number < last), last]
-        return [self._rows(span_index, start, stop - start, wants_logits) for start, stop in pairwise(cuts)]
+        return [self._rows(span_index, start, stop - start, num_logits) for start, stop in pairwise(cuts)]
 
-    def _rows(self, span_index: int, first: int, num_tokens: int, wants_logits: bool) -> SpanRows:
+    def _rows(self, span_index: int, first: int, num_tokens: int, num_logits: int) -> SpanRows:
         assert self.attachment is not None
         span, attached = self.request.layout.spans[span_index], self.attachment.spans[span_index]
         token, reads_itself = first + attached.num_left, num_tokens == 1
@@ -233,7 +233,7 @@ class Sequence:
             slots=attached.table.slots(first, num_tokens),
             reads=reads,
             reads_itself=reads_itself,
-            wants_logits=wants_logits,
+            num_logits=num_logits,
             window=0 if reads_itself else limit,  # a row that is alone reads what it sees, and nothing else
             places=places,
             watch=self._watch(span_index),

@@ -19,7 +19,8 @@ class Work:
     first: int
     """Number of the first token inside the span."""
     num_tokens: int
-    wants_logits: bool = False
+    num_logits: int = 0
+    """So many of the last tokens need logits."""
 
 
 @dataclass(slots=True)
@@ -33,6 +34,11 @@ class Step:
     failed: list[tuple[Sequence, KVMosaicError]] = field(default_factory=list)
     ended: list[Sequence] = field(default_factory=list)
     """Sequences that must end because they are alone and have no room to grow."""
+
+    @property
+    def num_scored(self) -> int:
+        """Rows of given continuations whose logits are wanted."""
+        return sum(work.num_logits for work in self.works if work.sequence.request.scoring is not None)
 
     @property
     def num_tokens(self) -> int:

@@ -33,8 +33,8 @@ class Case:
     task: str
     """The row of the table that it counts for: "two-hop", "hotpotqa"."""
     question: str
-    answers: tuple[str, ...]
-    """Every answer that is accepted; the best match counts. At least one."""
+    answers: tuple[str, ...] = ()
+    """Every answer that is accepted; the best match counts. Empty: the case is unlabelled, and has no score."""
     documents: tuple[Document, ...] = ()
     system: str | None = None
     needs: tuple[int, ...] = ()
@@ -54,7 +54,7 @@ class Case:
             self._check_text("system", self.system, MAX_TEXT_CHARACTERS)
         self._check(isinstance(self.answers, tuple), f"answers must be a tuple, got {self.answers!r:.80}")
         self._check(
-            1 <= len(self.answers) <= MAX_ANSWERS, f"1 to {MAX_ANSWERS} answers are needed, got {len(self.answers)}"
+            len(self.answers) <= MAX_ANSWERS, f"at most {MAX_ANSWERS} answers are allowed, got {len(self.answers)}"
         )
         for answer in self.answers:
             self._check_text("answer", answer, MAX_ANSWER_CHARACTERS)
@@ -70,6 +70,11 @@ class Case:
         self._check_count("answer_tokens", self.answer_tokens, MAX_ANSWER_TOKENS)
         if self.piece_tokens is not None:
             self._check_count("piece_tokens", self.piece_tokens, MAX_PIECE_TOKENS)
+
+    @property
+    def is_labelled(self) -> bool:
+        """Whether an accepted answer is known."""
+        return bool(self.answers)
 
     def _check_text(self, name: str, value: object, limit: int) -> None:
         self._check(

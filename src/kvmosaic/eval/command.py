@@ -25,6 +25,7 @@ def run_evaluation(
     output: Path | None = None,
     *,
     as_json: bool = False,
+    log: Path | None = None,
 ) -> EvalReport:
     """Asks, prints, and writes JSON, Markdown and a plot into `output` if it is given.
 
@@ -32,7 +33,7 @@ def run_evaluation(
         KVMosaicError: the model cannot be loaded, or a setting cannot work.
     """
     notices, console = Console(stderr=True), Console()
-    measured = measure(opening, cases, ways, notices)
+    measured = measure(opening, cases, ways, notices, log=log)
     rows = measured.evaluation.rows
     asked = {reading.case for row in rows for reading in row.readings}
     report = EvalReport(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
@@ -22,14 +23,40 @@ def prompt_of(llm: LLM, case: Case) -> Prompt:
     """
     if not case.documents:
         raise InvalidConfig(f"case {case.id!r} has no documents, so there is nothing to compose; leave it out")
-    messages = [{"role": "user", "content": case.question}]
-    if case.system is not None:
-        messages.insert(0, {"role": "system", "content": case.system})
-    prompt = llm.compose(messages, documents=case.documents)
+    prompt = llm.compose(_messages(case), documents=case.documents)
     if case.piece_tokens is None:
         return prompt
     pieces = [piece for segment in prompt.segments for piece in _cut(segment, case.piece_tokens)]
     return llm.encoder.encode(replace(prompt, segments=tuple(pieces)))
+
+
+def accepted_tokens(llm: LLM, case: Case) -> tuple[int, ...]:
+    """The tokens of the first accepted answer as a continuation of the prompt; none for an unlabelled case.
+
+    A chat template may begin an answer with a space; without a template, a space separates prompt and answer.
+    """
+    if not case.answers:
+        return ()
+    answer = case.answers[0].strip()
+    return llm.encoder.continuation(_lead(llm.model.tokenizer, case, answer) + answer)
+
+
+def _lead(tokenizer: Any, case: Case, answer: str) -> str:
+    """The white space in front of an answer."""
+    if not getattr(tokenizer, "chat_template", None):
+        return " "
+    messages, said = _messages(case), {"role": "assistant", "content": answer}
+    asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    answered = tokenizer.apply_chat_template([*messages, said], tokenize=False)
+    lead = answered.removeprefix(asked).partition(answer)[0] if answered.startswith(asked) else ""
+    return lead if lead.isspace() else ""
+
+
+def _messages(case: Case) -> list[dict[str, str]]:
+    messages = [{"role": "user", "content": case.question}]
+    if case.system is not None:
+        messages.insert(0, {"role": "system", "content": case.system})
+    return messages
 
 
 def _cut(segment: Segment, length: int) -> Iterator[Segment]:

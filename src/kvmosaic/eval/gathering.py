@@ -4,18 +4,41 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import MAX_ID_CHARACTERS, Case
+from kvmosaic.eval.drawing import USUAL_DOCUMENTS
 from kvmosaic.eval.tasks import TASKS, task
 
 USUAL_CASES = 16
 """Of each task, if nothing is said."""
 MAX_LIST_CHARACTERS = 10_000
 MAX_TASKS, MAX_FILES = 64, 64
+
+
+@dataclass(frozen=True, slots=True)
+class OwnQuestions:
+    """A folder of documents, and a file of questions about them."""
+
+    folder: Path
+    questions: Path
+
+
+def own_questions(folder: Path | None, questions: Path | None) -> OwnQuestions | None:
+    """The two options that belong together.
+
+    Raises:
+        InvalidConfig: one of them without the other.
+    """
+    if folder is None and questions is None:
+        return None
+    if folder is None or questions is None:
+        given, missing = ("--questions", "--documents DIR") if folder is None else ("--documents", "--questions FILE")
+        raise InvalidConfig(f"{given} goes with {missing}: questions are asked over the documents of a folder")
+    return OwnQuestions(folder, questions)
 
 
 def gather(
@@ -25,6 +48,8 @@ def gather(
     count: int | None = None,
     seed: int = 0,
     form: str | None = None,
+    documents: int = USUAL_DOCUMENTS,
+    own: OwnQuestions | None = None,
 ) -> list[Case]:
     """Cases of tasks and files, in turns, so that a run that ends early has asked about all of them.
 
@@ -34,6 +59,8 @@ def gather(
         count: cases of each task and file; None: 16 of each task, and all of a file.
         seed: the same seed draws the same cases.
         form: the format of the files; None: found by their fields.
+        documents: of a prompt, where nothing says which ones belong to a question.
+        own: questions over a folder of documents.
 
     Raises:
         InvalidConfig: an unknown task, a number outside its range, or a file that cannot be read.
@@ -48,7 +75,11 @@ def gather(
     if data:
         from kvmosaic.eval.loaders import load
 
-        groups += [load(path, form, count) for path in data]
+        groups += [load(path, form, count, documents=documents, seed=seed) for path in data]
+    if own is not None:
+        from kvmosaic.eval.own import own_cases
+
+        groups.append(own_cases(own.folder, own.questions, count=count, documents=documents, seed=seed))
     turns = (case for turn in zip_longest(*groups) for case in turn if case is not None)
     return list(_with_own_ids(turns))
 

@@ -6,15 +6,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvmosaic.assembly import BUNDLED_READER, bundled_reader
 from kvmosaic.bench.facts import facts
 from kvmosaic.eval.case import Case
+from kvmosaic.eval.display import Display
 from kvmosaic.eval.run import Evaluation, evaluate
 from kvmosaic.eval.scores import check_metrics
 from kvmosaic.eval.ways import Way
@@ -60,14 +62,31 @@ class Measured:
     seconds: float
 
 
-def measure(opening: EvalModel, cases: Sequence[Case], ways: Sequence[Way], notices: Console) -> Measured:
-    """Loads a model and asks it; `notices` shows how far that is.
+def measure(
+    opening: EvalModel,
+    cases: Sequence[Case],
+    ways: Sequence[Way],
+    notices: Console,
+    *,
+    log: Path | None = None,
+    is_scored: bool = True,
+) -> Measured:
+    """Loads a model and asks it; `notices` shows how far that is, and what was found so far.
+
+    Args:
+        opening: the model.
+        cases: what is asked.
+        ways: how.
+        notices: where signs of life go.
+        log: the file of finished cases, to be continued; None: a temporary one, which is left where the run was killed
+            or interrupted.
+        is_scored: see `evaluate`.
 
     Raises:
         KVMosaicError: the model cannot be loaded, or a setting cannot work.
     """
     quiet_libraries()
-    check_metrics(case.metric for case in cases)
+    check_metrics(case.metric for case in cases if is_scored and case.is_labelled)
     begin, threads_before = time.monotonic(), torch.get_num_threads()
     try:
         if opening.num_threads is not None:
@@ -77,16 +96,21 @@ def measure(opening: EvalModel, cases: Sequence[Case], ways: Sequence[Way], noti
             model = opening.load()
         if model.weights_note:
             notices.print(model.weights_note, style="dim", markup=False, highlight=False)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=notices, transient=True) as bar:
-            line = bar.add_task("answering", total=None)
+        path = log or Path(mkdtemp(prefix="kvmosaic-eval-")) / "finished.jsonl"
+        notices.print(f"finished questions: {path} (go on with --resume)", markup=False, style="dim", soft_wrap=True)
+        with Display(notices) as display:
             evaluation = evaluate(
                 model,
                 cases,
                 ways,
                 capacity=opening.capacity,
-                progress=lambda done, total: bar.update(line, completed=done, total=total),
+                progress=display.progress,
+                news=display.news,
+                log=path,
+                is_scored=is_scored,
             )
+        if log is None and not evaluation.is_interrupted:
+            rmtree(path.parent)
     finally:
         torch.set_num_threads(threads_before)
     return Measured(model, evaluation, machine, time.monotonic() - begin)

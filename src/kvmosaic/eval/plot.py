@@ -1,8 +1,9 @@
-"""The plot of an evaluation: accuracy by time to the first token, with the Pareto front."""
+"""The plot of an evaluation: divergence by work, and accuracy by time to the first token, with their Pareto fronts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import dist
 from pathlib import Path
@@ -33,39 +34,85 @@ def save_plot(report: EvalReport, path: Path) -> Path:
 
 
 def draw_plot(report: EvalReport) -> Figure:
-    """The plot: one point for each way of answering, over all tasks. Needs matplotlib."""
+    """The plot: one point for each way of answering, over all tasks. Needs matplotlib.
+
+    On the left divergence by work; on the right accuracy by time, if answers were scored.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     summaries = report.summaries
-    figure = FigureCanvasAgg(Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")).figure
-    axes = figure.add_subplot()
-    points = [(1e3 * summary.first_median, 100 * summary.accuracy) for summary in summaries]
-    for place in dict.fromkeys(_place(summary) for summary in summaries):
-        own = [point for point, summary in zip(points, summaries, strict=True) if _place(summary) == place]
+    panels = [_nearness(summaries)]
+    if any(summary.accuracy is not None for summary in summaries):
+        panels.append(_accuracy(summaries, len(dict.fromkeys(row.task for row in report.rows))))
+    size = (_WIDTH * len(panels), _HEIGHT)
+    figure = FigureCanvasAgg(Figure(figsize=size, layout="constrained")).figure
+    figure.suptitle(
+        f"{report.model}: what is repaired, and how near that is to full attention\n{report.about}", size=10
+    )
+    drawn = [(figure.add_subplot(1, len(panels), number), panel) for number, panel in enumerate(panels, start=1)]
+    for axes, panel in drawn:
+        _draw(axes, panel)
+    figure.draw_without_rendering()  # from here on places are known in pixels
+    figure.set_layout_engine("none")
+    for axes, panel in drawn:
+        _add_labels(axes, panel.points, panel.summaries, panel.front)
+    return figure
+
+
+@dataclass(frozen=True, slots=True)
+class _Panel:
+    """Points of one picture, and those that no other beats."""
+
+    summaries: Sequence[Summary]
+    points: Sequence[tuple[float, float]]
+    front: Sequence[int]
+    horizontal: str
+    vertical: str
+    front_text: str
+
+
+def _accuracy(summaries: Sequence[Summary], num_tasks: int) -> _Panel:
+    points = [(1e3 * summary.first_median, 100 * (summary.accuracy or 0.0)) for summary in summaries]
+    return _Panel(
+        summaries,
+        points,
+        pareto_front(points),
+        "time to the first token, ms (median, documents known before)",
+        f"accuracy, % (mean of {num_tasks} task{'s' if num_tasks > 1 else ''})",
+        "Pareto front: nothing is faster and as accurate",
+    )
+
+
+def _nearness(summaries: Sequence[Summary]) -> _Panel:
+    """Without full attention, which is no distance from itself and all of the work."""
+    composed = [summary for summary in summaries if not summary.way.is_full] or list(summaries)
+    points = [(100 * summary.work, summary.divergence) for summary in composed]
+    return _Panel(
+        composed,
+        points,
+        pareto_front([(work, -divergence) for work, divergence in points]),
+        "work for choosing and repairing, % of computing all documents once",
+        "divergence from full attention, nats per token",
+        "Pareto front: nothing is nearer with less work",
+    )
+
+
+def _draw(axes: Axes, panel: _Panel) -> None:
+    for place in dict.fromkeys(_place(summary) for summary in panel.summaries):
+        own = [point for point, summary in zip(panel.points, panel.summaries, strict=True) if _place(summary) == place]
         is_full = place == _FULL
         x, y = zip(*own, strict=True)
         axes.scatter(x, y, s=60 if is_full else 28, marker="*" if is_full else "o", label=place, zorder=3)
-    front = pareto_front(points)
-    x, y = zip(*(points[number] for number in front), strict=True)
-    label = "Pareto front: nothing is faster and as accurate"
-    axes.step(x, y, where="post", color="black", linewidth=0.8, zorder=1, label=label)
+    x, y = zip(*(panel.points[number] for number in panel.front), strict=True)
+    axes.step(x, y, where="post", color="black", linewidth=0.8, zorder=1, label=panel.front_text)
     axes.scatter(x, y, s=110, facecolors="none", edgecolors="black", zorder=2)
-    tasks = len(dict.fromkeys(row.task for row in report.rows))
-    axes.set(
-        xlabel="time to the first token, ms (median, documents known before)",
-        ylabel=f"accuracy, % (mean of {tasks} task{'s' if tasks > 1 else ''})",
-    )
-    axes.set_title(f"{report.model}: accuracy and time of what is repaired\n{report.about}", fontsize=10)
+    axes.set(xlabel=panel.horizontal, ylabel=panel.vertical)
     axes.grid(alpha=0.3)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.margins(_ROOM)
     axes.legend(fontsize=_FONT_SIZE, loc="lower center", bbox_to_anchor=(0.5, -0.3), ncols=3, frameon=False)
-    figure.draw_without_rendering()  # from here on places are known in pixels
-    figure.set_layout_engine("none")
-    _add_labels(axes, points, summaries, front)
-    return figure
 
 
 _FULL = "full attention"

@@ -28,7 +28,7 @@ from kvmosaic.eval.table import (
     terminal_table,
 )
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON."""
 MAX_SHOWN_CASES = 1_000
 """Cases whose documents are in the JSON; of later ones only question and answers are."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from math import ceil
 from statistics import fmean, median
 from typing import Any
 
-from kvmosaic.eval.case import Metric
-from kvmosaic.eval.ways import Way
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.eval.case import Case, Metric
+from kvmosaic.eval.ways import FULL, Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +20,9 @@ class Reading:
     case: str
     """The id of its case."""
     answer: str
-    score: float
-    """From 0, wrong, to 1, right."""
+    """Empty where nothing was to be answered; see `ask`."""
+    score: float | None
+    """From 0, wrong, to 1, right; None for an unlabelled case."""
     first_seconds: float
     """Time to the first token; the documents were known before."""
     computed_tokens: int
@@ -30,6 +33,36 @@ class Reading:
     work: float = 0.0
     """Layers computed for choosing and repairing, by the layers of all document tokens; see `RepairUse`."""
     repair_seconds: float = 0.0
+    loss: float | None = None
+    """Of the accepted answer, in nats per token; None for an unlabelled case."""
+    divergence: float = 0.0
+    """Mean KL(full attention || this way) in nats, over the tokens of full attention's own answer."""
+    agreement: float = 1.0
+    """The share of these places where the most likely token is that of full attention."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Names and values, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Reading:
+        """A reading from names and values.
+
+        Raises:
+            InvalidConfig: names or values that a reading does not have.
+        """
+        try:
+            reading = cls(**content)
+            numbers = (reading.first_seconds, reading.work, reading.divergence, reading.agreement)
+            counts = (reading.computed_tokens, reading.document_tokens, reading.repaired_tokens)
+            is_sound = all(isinstance(value, int | float) and value >= 0 for value in (*numbers, *counts))
+            known = (value for value in (reading.score, reading.loss) if value is not None)
+            is_sound = is_sound and all(isinstance(value, int | float) for value in known)
+        except TypeError:
+            is_sound = False
+        if not is_sound:
+            raise InvalidConfig(f"this is no reading of an evaluation: {content!r:.200}")
+        return reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +73,10 @@ class Row:
     task: str
     metric: Metric
     readings: tuple[Reading, ...]
-    full_accuracy: float
-    """Of full attention, on the same questions with the same model."""
+    full_accuracy: float | None
+    """Of full attention, on the same questions with the same model; None for unlabelled cases."""
+    full_loss: float | None = None
+    """Of the accepted answers, with full attention."""
 
     @property
     def num_cases(self) -> int:
@@ -49,14 +84,36 @@ class Row:
         return len(self.readings)
 
     @property
-    def accuracy(self) -> float:
-        """The mean score, from 0 to 1."""
-        return fmean(reading.score for reading in self.readings)
+    def accuracy(self) -> float | None:
+        """The mean score, from 0 to 1; None if answers were not scored."""
+        return _mean([reading.score for reading in self.readings])
 
     @property
     def ratio(self) -> float | None:
-        """Accuracy by that of full attention; None where full attention answers nothing."""
-        return self.accuracy / self.full_accuracy if self.full_accuracy else None
+        """Accuracy by that of full attention; None where full attention answers nothing, or nothing was scored."""
+        accuracy = self.accuracy
+        return accuracy / self.full_accuracy if self.full_accuracy and accuracy is not None else None
+
+    @property
+    def loss(self) -> float | None:
+        """Of the accepted answers, in nats per token: the mean over the questions; None for unlabelled cases."""
+        return _mean([reading.loss for reading in self.readings])
+
+    @property
+    def loss_increase(self) -> float | None:
+        """How far `loss` is above that of full attention."""
+        loss = self.loss
+        return None if loss is None or self.full_loss is None else loss - self.full_loss
+
+    @property
+    def divergence(self) -> float:
+        """From full attention, in nats: the mean over the questions."""
+        return fmean(reading.divergence for reading in self.readings)
+
+    @property
+    def agreement(self) -> float:
+        """With full attention's greedy tokens: the mean over the questions."""
+        return fmean(reading.agreement for reading in self.readings)
 
     @property
     def repaired(self) -> float:
@@ -94,12 +151,42 @@ class Row:
             "accuracy": self.accuracy,
             "full_accuracy": self.full_accuracy,
             "ratio": self.ratio,
+            "divergence": self.divergence,
+            "agreement": self.agreement,
+            "loss": self.loss,
+            "loss_increase": self.loss_increase,
             "repaired": self.repaired,
             "work": self.work,
             "first_median_seconds": self.first_median,
             "first_p90_seconds": self.first_p90,
-            "answers": [[r.case, r.answer, r.score, r.first_seconds, r.repair_seconds] for r in self.readings],
+            "answers": [reading.to_dict() for reading in self.readings],
         }
+
+
+def rows_of(cases: Sequence[Case], found: Mapping[str, Mapping[Way, Reading]]) -> tuple[Row, ...]:
+    """Rows of the cases that were asked, by task in the order of the cases, then by way; full attention first.
+
+    Args:
+        cases: in their order.
+        found: by id of a case, its readings.
+    """
+    rows = []
+    complete = [case for case in cases if case.id in found]
+    for task in dict.fromkeys(case.task for case in complete):
+        own = [case for case in complete if case.task == task]
+        full = [found[case.id][FULL] for case in own]
+        accuracy, loss = _mean([reading.score for reading in full]), _mean([reading.loss for reading in full])
+        rows += [
+            Row(way, task, own[0].metric, tuple(found[case.id][way] for case in own), accuracy, loss)
+            for way in found[own[0].id]
+        ]
+    return tuple(rows)
+
+
+def _mean(values: list[float | None]) -> float | None:
+    """The mean, if all values are known."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known and len(known) == len(values) else None
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -1,10 +1,12 @@
-"""A run: every question answered in every way, one after the other, and every answer scored."""
+"""A run: every question asked in every way, one after the other, and every answer measured."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.errors import (
@@ -16,19 +18,21 @@ from kvmosaic.errors import (
     NotMovable,
     RequestTooLarge,
 )
+from kvmosaic.eval.asking import ask, try_way
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.composing import prompt_of
-from kvmosaic.eval.rows import Reading, Row
-from kvmosaic.eval.scores import score
+from kvmosaic.eval.log import Readings, RunLog, digest_of
+from kvmosaic.eval.rows import Row, rows_of
 from kvmosaic.eval.ways import FULL, Way
 from kvmosaic.llm import LLM
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
-from kvmosaic.sampling import SamplingParams
 
 MAX_CASES = 1_000_000
 Progress = Callable[[int, int], None]
 """Called with the number of answers so far and the number of all."""
+News = Callable[[Sequence[Row]], None]
+"""Called with the rows of all that was found so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,8 @@ class Evaluation:
     """By task in the order of the cases, then by way; full attention first."""
     notes: tuple[str, ...] = ()
     """What a reader has to know: what was left out, and why."""
+    is_interrupted: bool = False
+    """Whether there are questions that were not asked."""
 
 
 def evaluate(
@@ -48,13 +54,16 @@ def evaluate(
     *,
     capacity: int | str = "1GiB",
     progress: Progress | None = None,
+    news: News | None = None,
+    log: Path | None = None,
+    is_scored: bool = True,
 ) -> Evaluation:
-    """Answers every case in every way, greedily and alone, and scores the answers.
+    """Asks every case in every way, greedily and alone, and measures the answers.
 
     Documents are computed before they are asked about, so the time to the first token is that of a prompt with known
-    documents; full attention computes everything. The ways take turns case by case, and another one begins each time,
-    so that a busy moment of the machine falls on all of them alike. Except for the times, the same cases give the same
-    results.
+    documents; full attention computes everything. Full attention answers a case first; the other ways take turns, and
+    another one begins each time, so that a busy moment of the machine falls on all of them alike. Except for the times,
+    the same cases give the same results. An interrupt ends the run with what was found.
 
     Args:
         model: the model to look at.
@@ -62,18 +71,27 @@ def evaluate(
         ways: ways to answer; full attention is always added.
         capacity: memory for chunks, and as much again for questions and answers, for each chunk context.
         progress: called after every answer.
+        news: called after every finished case.
+        log: a file to which every finished case is written at once; cases that it has already are not asked again.
+        is_scored: whether answers are compared with the accepted ones. If not, only full attention answers, which
+            saves most of the time; loss, divergence and agreement are measured all the same.
 
     Raises:
-        InvalidConfig: no case, none that fits, or two with the same id.
+        InvalidConfig: no case, none that fits, two with the same id, or a log that cannot be used.
         RequestTooLarge, ChunkCacheFull: not even the shortest fits into `capacity`.
         ChunkCacheOff: the self-check of the model failed, so that prompts are not composed.
     """
     _check_ids(cases)
-    run = _Run(model, dict.fromkeys([FULL, *ways]), capacity)
+    opened = None if log is None else RunLog(log, model.fingerprint)
     try:
-        return run.answer_all(cases, progress or (lambda done, of: None))
+        run = _Run(model, dict.fromkeys([FULL, *ways]), capacity, opened, is_scored)
+        try:
+            return run.answer_all(cases, progress or (lambda done, of: None), news or (lambda rows: None))
+        finally:
+            run.close()
     finally:
-        run.close()
+        if opened is not None:
+            opened.close()
 
 
 def _check_ids(cases: Sequence[Case]) -> None:
@@ -89,7 +107,11 @@ def _check_ids(cases: Sequence[Case]) -> None:
 class _Run:
     """One engine for each chunk context, and what they answered."""
 
-    def __init__(self, model: LoadedModel, ways: Sequence[Way] | dict[Way, None], capacity: int | str) -> None:
+    def __init__(
+        self, model: LoadedModel, ways: Mapping[Way, None], capacity: int | str, log: RunLog | None, is_scored: bool
+    ) -> None:
+        self._log = log
+        self._is_scored = is_scored
         self._notes: list[str] = []
         self._engines: dict[str, LLM] = {}
         for context in dict.fromkeys(way.context for way in ways):
@@ -105,29 +127,52 @@ class _Run:
         for llm in self._engines.values():
             llm.close()
 
-    def answer_all(self, cases: Sequence[Case], progress: Progress) -> Evaluation:
+    def answer_all(self, cases: Sequence[Case], progress: Progress, news: News) -> Evaluation:
         asked = self._fitting(cases)
-        self._try_ways(*min(asked, key=lambda each: each[1].num_tokens))
-        found: dict[Way, dict[str, Reading]] = {way: {} for way in self._ways}
-        total, too_large = len(asked) * len(self._ways), dict[str, str]()
+        self._try_ways(min((prompt for _, prompt in asked), key=lambda prompt: prompt.num_tokens))
+        found, total, too_large = dict[str, Readings](), len(asked) * len(self._ways), dict[str, str]()
+        known = [case for case, _ in asked]
+        is_interrupted = False
         try:
             for number, (case, prompt) in enumerate(asked):
-                turn = number % len(self._ways)
+                count = partial(_count, progress, number * len(self._ways), total)
                 try:
-                    for llm in self._engines.values():
-                        llm.chunks.warm([prompt])
-                    for count, way in enumerate(self._ways[turn:] + self._ways[:turn], start=1):
-                        found[way][case.id] = self._answer(way, case, prompt)
-                        progress(number * len(self._ways) + count, total)
+                    found[case.id] = self._readings(case, prompt, number, count)
                 except (RequestTooLarge, ChunkCacheFull) as error:
                     too_large[case.id] = str(error)
+                else:
+                    news(rows_of(known, found))
         except KeyboardInterrupt:
-            if not all(found.values()):
+            if not found:
                 raise
+            is_interrupted = True
             self._notes.append("Interrupted: what came later was not asked.")
         if too_large:
             self._notes.append(_left_out(len(too_large), len(cases), *next(iter(too_large.items()))))
-        return Evaluation(_rows([case for case, _ in asked], found), tuple(self._notes))
+        return Evaluation(rows_of(known, found), tuple(self._notes), is_interrupted)
+
+    def _readings(self, case: Case, prompt: Prompt, number: int, progress: Callable[[int], None]) -> Readings:
+        """What is found of one case, or was found in an earlier run."""
+        digest = digest_of(case, prompt, is_scored=self._is_scored)
+        if self._log is not None and (known := self._log.find(digest, self._ways)) is not None:
+            progress(len(self._ways))
+            return {way: replace(reading, case=case.id) for way, reading in known.items()}
+        for llm in self._engines.values():
+            llm.chunks.warm([prompt])
+        others = [way for way in self._ways if not way.is_full]
+        turn = number % max(len(others), 1)
+        found = ask(
+            lambda way: self._engines[way.context],
+            case,
+            prompt,
+            others[turn:] + others[:turn],
+            progress,
+            is_scored=self._is_scored,
+        )
+        readings = {way: found[way] for way in self._ways}
+        if self._log is not None:
+            self._log.add(digest, readings)
+        return readings
 
     def _fitting(self, cases: Sequence[Case]) -> list[tuple[Case, Prompt]]:
         """Cases with their prompts, without those that are too long for the model."""
@@ -151,35 +196,17 @@ class _Run:
             self._notes.append(left_out)
         return fitting
 
-    def _try_ways(self, case: Case, prompt: Prompt) -> None:
+    def _try_ways(self, prompt: Prompt) -> None:
         """Asks once without counting it: the first forward of everything is slow, and a way may not suit the model."""
         apart = replace(prompt, salt="the first try of each way")
         for way in list(self._ways):
             try:
-                self._answer(way, case, apart)
+                try_way(self._engines[way.context], way, apart)
             except (InvalidRepair, NotMovable) as error:
                 if way.is_full:
                     raise
                 self._ways.remove(way)
                 self._notes.append(f"Left out: {way}, since {error}.")
-
-    def _answer(self, way: Way, case: Case, prompt: Prompt) -> Reading:
-        params = SamplingParams(temperature=0, max_tokens=case.answer_tokens, repair=way.repair)
-        llm = self._engines[way.context]
-        output = llm.generate([prompt], params, position_strategy=way.strategy)[0]
-        text, used = output.outputs[0].text.strip(), output.reuse.repair
-        assert output.metrics.time_to_first_token is not None
-        return Reading(
-            case=case.id,
-            answer=text,
-            score=score(case.metric, text, case.answers),
-            first_seconds=output.metrics.time_to_first_token,
-            computed_tokens=output.reuse.computed_tokens,
-            document_tokens=sum(chunk.num_tokens for chunk in prompt.chunks),
-            repaired_tokens=used.repaired_tokens if used else 0,
-            work=used.work_fraction if used else 0.0,
-            repair_seconds=used.milliseconds / 1e3 if used else 0.0,
-        )
 
 
 def _open(model: LoadedModel, way: Way, capacity: int | str) -> LLM:
@@ -193,19 +220,10 @@ def _open(model: LoadedModel, way: Way, capacity: int | str) -> LLM:
     return llm
 
 
+def _count(progress: Progress, before: int, total: int, done: int) -> None:
+    """Tells how many answers there are when `done` more have come."""
+    progress(before + done, total)
+
+
 def _left_out(count: int, of: int, case_id: str, reason: str) -> str:
     return f"{count} of {of} cases cannot be asked; the first one, {case_id!r}: {reason}"
-
-
-def _rows(cases: Sequence[Case], found: dict[Way, dict[str, Reading]]) -> tuple[Row, ...]:
-    """Rows of the cases that were answered in every way."""
-    complete = [case for case in cases if all(case.id in readings for readings in found.values())]
-    rows = []
-    for task in dict.fromkeys(case.task for case in complete):
-        ids = [case.id for case in complete if case.task == task]
-        metric = next(case.metric for case in complete if case.task == task)
-        full = sum(found[FULL][case_id].score for case_id in ids) / len(ids)
-        rows += [
-            Row(way, task, metric, tuple(readings[case_id] for case_id in ids), full) for way, readings in found.items()
-        ]
-    return tuple(rows)

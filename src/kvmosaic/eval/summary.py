@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
@@ -22,8 +22,8 @@ class Summary:
     """One way of answering, over all tasks."""
 
     way: Way
-    accuracy: float
-    """The mean over the tasks."""
+    accuracy: float | None
+    """The mean over the tasks whose answers are known and were scored; None if there are none."""
     ratio: float | None
     """`accuracy` by that of full attention; None if full attention answers nothing."""
     worst_task: str
@@ -33,6 +33,14 @@ class Summary:
     work: float
     first_median: float
     first_p90: float
+    divergence: float = 0.0
+    """From full attention, in nats per token: the mean over the tasks."""
+    agreement: float = 1.0
+    """With full attention's greedy tokens: the mean over the tasks."""
+    loss: float | None = None
+    """Of the accepted answers, in nats per token: the mean over the tasks where they are known."""
+    loss_increase: float | None = None
+    """How far that is above full attention."""
 
     @property
     def is_in_budget(self) -> bool:
@@ -56,7 +64,7 @@ def summarize(rows: Sequence[Row]) -> list[Summary]:
 
 
 def _summary(way: Way, rows: list[Row]) -> Summary:
-    accuracy, full = fmean(row.accuracy for row in rows), fmean(row.full_accuracy for row in rows)
+    accuracy, full = _mean(row.accuracy for row in rows), _mean(row.full_accuracy for row in rows)
     worst = min((row for row in rows if row.ratio is not None), key=lambda row: row.ratio or 0.0, default=None)
     readings = [reading for row in rows for reading in row.readings]
     tokens = sum(reading.document_tokens for reading in readings)
@@ -64,19 +72,30 @@ def _summary(way: Way, rows: list[Row]) -> Summary:
     return Summary(
         way,
         accuracy,
-        accuracy / full if full else None,
+        accuracy / full if full and accuracy is not None else None,
         worst.task if worst else "",
         worst.ratio if worst else None,
         sum(reading.repaired_tokens for reading in readings) / tokens,
         sum(reading.work * reading.document_tokens for reading in readings) / tokens,
         median(firsts),
         percentile(firsts, 0.9),
+        fmean(row.divergence for row in rows),
+        fmean(row.agreement for row in rows),
+        _mean(row.loss for row in rows),
+        _mean(row.loss_increase for row in rows),
     )
 
 
+def _mean(values: Iterable[float | None]) -> float | None:
+    """The mean of those that are known."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
 def findings(rows: Sequence[Row]) -> list[str]:
-    """Sentences: what the best policy of the budget reaches, which tasks miss what is wanted, and what to doubt."""
+    """Sentences: what the best policies of the budget reach, which tasks miss what is wanted, and what to doubt."""
     summaries = summarize(rows)
+    nearest = min((each for each in summaries if each.is_in_budget), key=lambda each: each.divergence, default=None)
     within = [summary for summary in summaries if summary.is_in_budget and summary.ratio is not None]
     said = []
     if within:
@@ -89,7 +108,17 @@ def findings(rows: Sequence[Row]) -> list[str]:
             f"{AVERAGE_WANTED:.0%} on average with no task below {TASK_WANTED:.0%}."
         )
         said += _missed(rows, best, [summary.way for summary in within])
+    if nearest is not None:
+        said.append(f"Nearest to full attention with so few is {nearest.way}: {nearness_text(nearest)}.")
     return [*said, *doubts(rows)]
+
+
+def nearness_text(summary: Summary) -> str:
+    """How near a way is to full attention, in words."""
+    text = f"divergence {summary.divergence:.4f} nats, {summary.agreement:.1%} of its greedy tokens the same"
+    if summary.loss_increase is not None:
+        text += f", loss of the accepted answer {summary.loss_increase:+.3f} nats"
+    return text
 
 
 def doubts(rows: Sequence[Row]) -> list[str]:
@@ -101,7 +130,8 @@ def doubts(rows: Sequence[Row]) -> list[str]:
             f"With {fewest} questions of a task, one of them is {1 / fewest:.1%} of its accuracy: ask more (--cases) "
             "before you rely on small differences."
         )
-    unknown = {row.task: row.full_accuracy for row in rows if row.full_accuracy < _UNKNOWN}
+    known = {row.task: row.full_accuracy for row in rows if row.full_accuracy is not None}
+    unknown = {task: accuracy for task, accuracy in known.items() if accuracy < _UNKNOWN}
     said += [
         f"Full attention itself answers only {accuracy:.0%} of {name}: the model has not learned it, and ratios there "
         "say little."
@@ -121,7 +151,7 @@ def _missed(rows: Sequence[Row], best: Summary, ways: list[Way]) -> list[str]:
     for row in rows:
         if row.way == best.way and row.ratio is not None and row.ratio < TASK_WANTED:
             others = [other for other in rows if other.task == row.task and other.way in ways]
-            top = max(others, key=lambda other: other.accuracy)
+            top = max(others, key=lambda other: other.accuracy or 0.0)
             said.append(
                 f"{row.task} is below {TASK_WANTED:.0%} with it: {row.accuracy:.1%} right, {row.ratio:.1%} of full "
                 f"attention ({row.full_accuracy:.1%}). The best reached there in this budget is {top.ratio:.1%}, "

@@ -18,18 +18,24 @@ SUMMARY_HEADINGS = (
     "accuracy",
     "of full",
     "worst task",
+    "divergence",
+    "agreement",
+    "loss",
     "repaired",
     "work",
     "first token",
     "p90",
 )
-NARROW_HEADINGS = ("repair", "accuracy", "of full", "worst task", "repaired", "first token")
+NARROW_HEADINGS = ("repair", "of full", "divergence", "agreement", "loss", "work", "first token")
 ROW_HEADINGS = ("task", *SUMMARY_HEADINGS[:5], *SUMMARY_HEADINGS[6:], "cases")
 LEGEND = (
     "accuracy: mean score over the questions, and over the tasks; of full: accuracy by that of full attention with the "
-    "same model on the same questions; repaired: share of the documents' tokens that were computed again; work: layers "
-    "computed for choosing and repairing, 100% is what computing all documents once costs; first token: median over "
-    "the questions, one at a time, documents known before (full attention computes them); p90: one in ten took longer"
+    "same model on the same questions; divergence: mean KL(full attention || this way) in nats, over the tokens of "
+    "full attention's own answers; agreement: share of these tokens that it would choose, too; loss: of the accepted "
+    "answer, in nats per token, and how far that is above full attention; repaired: share of the documents' tokens "
+    "that were computed again; work: layers computed for choosing and repairing, 100% is what computing all documents "
+    "once costs; first token: median over the questions, one at a time, documents known before (full attention "
+    "computes them); p90: one in ten took longer"
 )
 
 
@@ -41,6 +47,7 @@ def summary_cells(summary: Summary) -> tuple[str, ...]:
         percent(summary.accuracy),
         percent(summary.ratio),
         worst,
+        *_nearness_cells(summary),
         percent(summary.repaired),
         percent(summary.work),
         duration_text(summary.first_median),
@@ -49,14 +56,15 @@ def summary_cells(summary: Summary) -> tuple[str, ...]:
 
 
 def narrow_cells(summary: Summary, *, with_context: bool) -> tuple[str, ...]:
-    """What matters most of one way of answering, in whole percents."""
-    worst = "–" if summary.worst_ratio is None else f"{summary.worst_task} {summary.worst_ratio:.0%}"
+    """What matters most of one way of answering."""
+    divergence, agreement, _ = _nearness_cells(summary)
     return (
         way_text(summary.way, with_context=with_context),
-        f"{summary.accuracy:.0%}",
         "–" if summary.ratio is None else f"{summary.ratio:.0%}",
-        worst,
-        f"{summary.repaired:.0%}",
+        divergence,
+        agreement,
+        increase(summary.loss_increase),
+        f"{summary.work:.0%}",
         duration_text(summary.first_median),
     )
 
@@ -68,6 +76,7 @@ def row_cells(row: Row) -> tuple[str, ...]:
         *_way_cells(row.way),
         percent(row.accuracy),
         percent(row.ratio),
+        *_nearness_cells(row),
         percent(row.repaired),
         percent(row.work),
         duration_text(row.first_median),
@@ -81,10 +90,14 @@ def task_table(rows: Sequence[Row], *, with_context: bool) -> tuple[tuple[str, .
     tasks = list(dict.fromkeys(row.task for row in rows))
     accuracy = {(row.way, row.task): row.accuracy for row in rows}
     lines = [
-        (way_text(way, with_context=with_context), *(f"{accuracy[way, task]:.0%}" for task in tasks))
+        (way_text(way, with_context=with_context), *(_whole_percent(accuracy[way, task]) for task in tasks))
         for way in dict.fromkeys(row.way for row in rows)
     ]
     return ("accuracy", *tasks), lines
+
+
+def _whole_percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.0%}"
 
 
 def markdown_table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -106,11 +119,24 @@ def percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.1%}"
 
 
+def increase(nats: float | None) -> str:
+    """A change of the loss; a dash when it is unknown."""
+    return "–" if nats is None else f"{nats:+.3f}"
+
+
 def way_text(way: Way, *, with_context: bool) -> str:
     """A way in a few words: "query(0.15), shared" or, with the chunk context, "query(0.15), shared/none"."""
     if way.is_full:
         return "full attention"
     return f"{way.repair}, {way.strategy}" + (f"/{way.context}" if with_context else "")
+
+
+def _nearness_cells(found: Summary | Row) -> tuple[str, str, str]:
+    """Divergence, agreement and loss."""
+    loss = "–" if found.loss is None else f"{found.loss:.3f} ({increase(found.loss_increase)})"
+    if found.way.is_full:
+        return "–", "–", "–" if found.loss is None else f"{found.loss:.3f}"
+    return f"{found.divergence:.4f}", percent(found.agreement), loss
 
 
 def _way_cells(way: Way) -> tuple[str, str, str]:

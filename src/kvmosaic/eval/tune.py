@@ -21,7 +21,7 @@ from kvmosaic.eval.case import Case
 from kvmosaic.eval.measure import EvalModel, Measured, measure
 from kvmosaic.eval.rows import Row
 from kvmosaic.eval.summary import Summary, doubts, summarize
-from kvmosaic.eval.table import percent, terminal_table, way_text
+from kvmosaic.eval.table import increase, percent, terminal_table, way_text
 from kvmosaic.eval.tuning import Tuned, choose
 from kvmosaic.eval.ways import FULL, Way
 from kvmosaic.profile import Goal, Profile, TaskResult, write_profile
@@ -42,6 +42,8 @@ class Tuning:
     """Write the closest way if none reaches the goal."""
     with_full: bool = False
     """Whether full attention may be chosen, too."""
+    log: Path | None = None
+    """Where finished questions are written, and taken from; see `evaluate`."""
 
 
 def tune(tuning: Tuning, *, as_json: bool = False) -> bool:
@@ -52,7 +54,8 @@ def tune(tuning: Tuning, *, as_json: bool = False) -> bool:
     """
     place = _place(tuning)
     notices, console = Console(stderr=True), Console()
-    measured = measure(tuning.opening, tuning.cases, tuning.ways, notices)
+    is_scored = tuning.goal.loss is not None
+    measured = measure(tuning.opening, tuning.cases, tuning.ways, notices, log=tuning.log, is_scored=is_scored)
     rows = measured.evaluation.rows
     tuned = choose(rows, tuning.goal, with_full=tuning.with_full)
     profile = _profile(tuning, measured, tuned)
@@ -78,13 +81,17 @@ def _table(tuned: Tuned, summaries: Sequence[Summary]) -> Table:
         (
             ("▸ " if summary.way == tuned.chosen.way else "  ") + way_text(summary.way, with_context=with_context),
             percent(summary.ratio),
-            f"{summary.worst_task} {percent(summary.worst_ratio)}",
+            "–" if summary.worst_ratio is None else f"{summary.worst_task} {percent(summary.worst_ratio)}",
+            "–" if summary.way.is_full else f"{summary.divergence:.4f}",
+            "–" if summary.way.is_full else percent(summary.agreement),
+            increase(None if summary.way.is_full else summary.loss_increase),
             percent(summary.work),
             duration_text(summary.first_median),
         )
         for summary in summaries
     ]
-    return terminal_table(("  tried", "of full", "worst task", "work", "first token"), lines)
+    headings = ("  tried", "of full", "worst task", "divergence", "agreement", "loss", "work", "first token")
+    return terminal_table(headings, lines)
 
 
 def _slow(tuned: Tuned, rows: Sequence[Row]) -> list[str]:
@@ -133,7 +140,18 @@ def _profile(tuning: Tuning, measured: Measured, tuned: Tuned) -> Profile:
         date=datetime.now(UTC).date().isoformat(),
         seed=tuning.seed,
         work=tuned.chosen.work,
-        tasks=tuple(TaskResult(printable(row.task), row.num_cases, row.accuracy, row.full_accuracy) for row in rows),
+        tasks=tuple(
+            TaskResult(
+                printable(row.task),
+                row.num_cases,
+                row.accuracy,
+                row.full_accuracy,
+                row.divergence,
+                row.agreement,
+                row.loss_increase,
+            )
+            for row in rows
+        ),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.rows import Row
-from kvmosaic.eval.summary import Summary, summarize
+from kvmosaic.eval.summary import Summary, nearness_text, summarize
 from kvmosaic.eval.table import percent
 from kvmosaic.profile import Goal
 
@@ -22,6 +22,8 @@ LADDER = (
     "query(0.3)",
 )
 """Policies that are tried if nothing is said."""
+USUAL_LOSS, USUAL_DIVERGENCE = 0.02, 0.02
+"""What is wanted if nothing is said: of right answers where they are known, in nats where they are not."""
 _DIGITS = 6
 """Work that differs by less is the same."""
 
@@ -37,20 +39,51 @@ class Tuned:
     """What a reader has to know, in sentences."""
 
 
-def goal_of(loss: float, task_loss: float | None = None, max_work: float = 1.0) -> Goal:
-    """What is wanted; without `task_loss` no task may lose more than all of them together.
+def goal_of(
+    loss: float | None = None,
+    task_loss: float | None = None,
+    max_work: float = 1.0,
+    *,
+    max_divergence: float | None = None,
+    min_agreement: float | None = None,
+    max_loss_increase: float | None = None,
+    is_labelled: bool = True,
+) -> Goal:
+    """What is wanted; without `task_loss` no task may lose more right answers than all of them together.
+
+    The default is 98% of the right answers for labelled questions, and a divergence of 0.02 for unlabelled ones.
 
     Raises:
-        InvalidConfig: a number outside its range.
+        InvalidConfig: a number outside its range, or a goal that needs labels that are missing.
     """
-    goal = Goal(loss, loss if task_loss is None else task_loss, max_work)
+    if loss is None and task_loss is not None:
+        raise InvalidConfig("--task-loss says what each task may lose of --loss; give --loss, too")
+    if loss is max_divergence is min_agreement is max_loss_increase is None:
+        loss, max_divergence = (USUAL_LOSS, None) if is_labelled else (None, USUAL_DIVERGENCE)
+    goal = Goal(
+        loss,
+        loss if task_loss is None else task_loss,
+        max_work,
+        max_divergence=max_divergence,
+        min_agreement=min_agreement,
+        max_loss_increase=max_loss_increase,
+    )
     for name, value, most in (
         ("loss", goal.loss, 1.0),
         ("task-loss", goal.task_loss, 1.0),
         ("max-work", max_work, 100.0),
+        ("max-divergence", max_divergence, 100.0),
+        ("min-agreement", min_agreement, 1.0),
+        ("max-loss-increase", max_loss_increase, 100.0),
     ):
+        if value is None:
+            continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
             raise InvalidConfig(f"--{name} must be a number from 0 to {most:g}, got {value!r}")
+        if name in ("loss", "task-loss", "max-loss-increase") and not is_labelled:
+            raise InvalidConfig(
+                f"--{name} needs the right answers, and no question has one; use --max-divergence and --min-agreement"
+            )
     return goal
 
 
@@ -67,7 +100,7 @@ def choose(rows: Sequence[Row], goal: Goal, *, with_full: bool = False) -> Tuned
     Raises:
         InvalidConfig: full attention answers nothing of a task, or every way costs too much.
     """
-    if unknown := [row.task for row in rows if row.ratio is None]:
+    if goal.loss is not None and (unknown := [row.task for row in rows if row.full_accuracy == 0]):
         raise InvalidConfig(
             f"full attention answers nothing of {unknown[0]!r} with this model, so there is nothing to lose; leave it "
             "out of --tasks"
@@ -83,43 +116,100 @@ def choose(rows: Sequence[Row], goal: Goal, *, with_full: bool = False) -> Tuned
     reaching = [summary for summary in affordable if _margin(summary, goal) >= 0]
     if reaching:
         chosen = min(reaching, key=lambda summary: round(summary.work, _DIGITS))
-        return Tuned(chosen, True, (f"{_described(chosen)} It is the cheapest way that reaches {_wanted(goal)}.",))
+        why = f"{_described(chosen, goal)} It is the cheapest way that reaches {_wanted(goal)}."
+        return Tuned(chosen, True, (why,))
     closest = max(
         affordable, key=lambda summary: (round(_margin(summary, goal), _DIGITS), -round(summary.work, _DIGITS))
     )
     said = [f"Nothing with at most {percent(goal.max_work)} work reaches {_wanted(goal)}."]
-    said += [f"The closest: {_described(closest)}", *_failing(rows, affordable, closest, goal)]
+    said += [f"The closest: {_described(closest, goal)}", *_failing(rows, affordable, closest, goal)]
+    said += _too_far(affordable, closest, goal)
     return Tuned(closest, False, tuple(said))
 
 
 def _margin(summary: Summary, goal: Goal) -> float:
-    """How far a way is above the goal, or below it, where it is worst."""
-    assert summary.ratio is not None and summary.worst_ratio is not None
-    return round(min(summary.ratio - 1 + goal.loss, summary.worst_ratio - 1 + goal.task_loss), 9)
+    """How far a way is above the goals, or below them, where it is worst: in shares of what is allowed, except answers.
+
+    Answers count by their share of full attention's, whatever is allowed.
+    """
+    margins = [_share_left(value, most) for value, most in _distances(summary, goal)]
+    if goal.loss is not None and goal.task_loss is not None:
+        assert summary.ratio is not None and summary.worst_ratio is not None
+        margins += [summary.ratio - 1 + goal.loss, summary.worst_ratio - 1 + goal.task_loss]
+    return round(min(margins, default=0.0), 9)
+
+
+def _distances(summary: Summary, goal: Goal) -> list[tuple[float, float]]:
+    """What is wanted to be small: how large it is, and how large it may be."""
+    increase = summary.loss_increase
+    pairs = [
+        (summary.divergence, goal.max_divergence),
+        (1 - summary.agreement, None if goal.min_agreement is None else 1 - goal.min_agreement),
+        (0.0 if increase is None else increase, goal.max_loss_increase),
+    ]
+    return [(value, most) for value, most in pairs if most is not None]
+
+
+def _share_left(value: float, most: float) -> float:
+    return (most - value) / most if most else -value
 
 
 def _wanted(goal: Goal) -> str:
-    return f"{percent(1 - goal.loss)} of full attention on average and {percent(1 - goal.task_loss)} on every task"
+    parts = []
+    if goal.loss is not None and goal.task_loss is not None:
+        parts.append(
+            f"{percent(1 - goal.loss)} of full attention on average and {percent(1 - goal.task_loss)} on every task"
+        )
+    if goal.max_divergence is not None:
+        parts.append(f"a divergence of at most {goal.max_divergence:g} nats")
+    if goal.min_agreement is not None:
+        parts.append(f"at least {percent(goal.min_agreement)} of the same greedy tokens")
+    if goal.max_loss_increase is not None:
+        parts.append(f"a loss of the accepted answer at most {goal.max_loss_increase:g} nats above full attention")
+    return ", ".join(parts)
 
 
-def _described(summary: Summary) -> str:
-    return (
-        f"{summary.way}: {percent(summary.ratio)} of full attention on average, {percent(summary.worst_ratio)} on "
-        f"{summary.worst_task}, {percent(summary.work)} work."
-    )
+def _described(summary: Summary, goal: Goal) -> str:
+    parts = []
+    if goal.loss is not None:
+        parts.append(
+            f"{percent(summary.ratio)} of full attention on average, {percent(summary.worst_ratio)} on "
+            f"{summary.worst_task}"
+        )
+    if _distances(summary, goal):
+        parts.append(nearness_text(summary))
+    return f"{summary.way}: {', '.join(parts)}, {percent(summary.work)} work."
 
 
 def _failing(rows: Sequence[Row], ways: Sequence[Summary], closest: Summary, goal: Goal) -> list[str]:
-    """For each task that the closest way fails: what the best way for that task reaches."""
-    allowed, said = {summary.way for summary in ways}, []
+    """For each task that loses too many right answers: what the best way for that task reaches."""
+    allowed, said = {summary.way for summary in ways}, list[str]()
+    if goal.task_loss is None:
+        return said
     for row in rows:
         if row.way != closest.way or row.ratio is None or row.ratio >= 1 - goal.task_loss:
             continue
         best = max(
-            (each for each in rows if each.task == row.task and each.way in allowed), key=lambda each: each.accuracy
+            (each for each in rows if each.task == row.task and each.way in allowed),
+            key=lambda each: each.accuracy or 0.0,
         )
         said.append(
             f"{row.task} fails: {percent(row.ratio)} of full attention, which answers {percent(row.full_accuracy)}; "
             f"the best reached there is {percent(best.ratio)}, by {best.way}."
         )
+    return said
+
+
+def _too_far(ways: Sequence[Summary], closest: Summary, goal: Goal) -> list[str]:
+    """For each distance from full attention that is too large: the least that was reached, and by which way."""
+    said = []
+    if goal.max_divergence is not None and closest.divergence > goal.max_divergence:
+        best = min(ways, key=lambda each: each.divergence)
+        said.append(f"The least divergence reached is {best.divergence:.4f} nats, by {best.way}.")
+    if goal.min_agreement is not None and closest.agreement < goal.min_agreement:
+        best = max(ways, key=lambda each: each.agreement)
+        said.append(f"The most of the same greedy tokens is {percent(best.agreement)}, by {best.way}.")
+    if goal.max_loss_increase is not None and (closest.loss_increase or 0.0) > goal.max_loss_increase:
+        best = min(ways, key=lambda each: each.loss_increase or 0.0)
+        said.append(f"The least increase of the loss is {best.loss_increase or 0.0:+.3f} nats, by {best.way}.")
     return said

@@ -39,7 +39,9 @@ def arrange(prompt: Prompt, strategy: FixedStrategy = "shared", chunk_context: C
 
     A chunk is *computed* in a place that does not depend on the other chunks: right after what it sees (the system
     prompt, and chunks named in `sees`), or from position 0 when it sees nothing; a later part of a split document so
-    much further on as it stands in the document. The question's views move it.
+    much further on as it stands in the document. The question's views move it. With the context "lead_in" the prompt's
+    lead-in stands between system prompt and chunk when it is computed, and is gone afterwards; with `absolute`
+    positions, where nothing moves, and without a lead-in it is the context "system".
 
     Raises:
         InvalidOffset: an offset that is missing, unexpected or inside the system prompt.
@@ -48,15 +50,20 @@ def arrange(prompt: Prompt, strategy: FixedStrategy = "shared", chunk_context: C
     """
     if strategy not in ("shared", "sequential", "absolute"):
         raise InvalidConfig(f"position_strategy is {strategy!r}; choose 'shared', 'sequential' or 'absolute'")
-    if chunk_context not in ("system", "none"):
-        raise InvalidConfig(f"chunk_context is {chunk_context!r}; choose 'system' or 'none'")
+    if chunk_context not in ("system", "lead_in", "none"):
+        raise InvalidConfig(f"chunk_context is {chunk_context!r}; choose 'system', 'lead_in' or 'none'")
     if prompt.is_plain:
         return Layout((Span(prompt.segments[0], 0),), strategy, chunk_context)
+    if chunk_context == "lead_in" and (strategy == "absolute" or not prompt.lead_in):
+        chunk_context = "system"
     system = prompt.segments[0] if prompt.segments[0].kind is SegmentKind.SYSTEM else None
     spans = [Span(system, 0)] if system else []
-    first_chunk, system_end = len(spans), system.num_tokens if system else 0
-    context = tuple(View(0, 0) for _ in spans) if chunk_context == "system" else ()
-    base = system_end if context else 0
+    system_end = system.num_tokens if system else 0
+    if chunk_context == "lead_in" and prompt.chunks:
+        spans.append(Span(Segment(SegmentKind.LEAD_IN, prompt.lead_in), system_end, tuple(View(0, 0) for _ in spans)))
+    first_chunk = len(spans)
+    context = () if chunk_context == "none" else tuple(View(index, 0) for index in range(first_chunk))
+    base = spans[-1].end if context else 0
     for segment, seen in zip(prompt.chunks, seen_chunks(prompt.chunks), strict=True):
         views, start = _views_of(seen, spans, first_chunk, base, strategy)
         if strategy == "absolute":
@@ -71,9 +78,13 @@ def arrange(prompt: Prompt, strategy: FixedStrategy = "shared", chunk_context: C
             start = max(start, spans[-1].start + spans[-1].num_tokens)
         spans.append(Span(segment, start, context + views))
     positions = _prompt_positions(spans, first_chunk, system_end - base, strategy)
-    places = list(zip(positions, spans, strict=True))
-    views = tuple(View(index, place - span.start) for index, (place, span) in enumerate(places))
-    question_start = max((place + span.num_tokens for place, span in places), default=0)
+    places = [
+        (index, place, span)
+        for index, (place, span) in enumerate(zip(positions, spans, strict=True))
+        if not span.is_lead_in
+    ]
+    views = tuple(View(index, place - span.start) for index, place, span in places)
+    question_start = max((place + span.num_tokens for _, place, span in places), default=0)
     spans.append(Span(prompt.segments[-1], question_start, views))
     return Layout(tuple(spans), strategy, chunk_context)
 
@@ -94,7 +105,7 @@ def _views_of(
 def _prompt_positions(spans: list[Span], first_chunk: int, shift: int, strategy: FixedStrategy) -> list[int]:
     """Where the question sees the first token of each span; `shift` takes blind chunks behind the system prompt."""
     positions = [span.start for span in spans[:first_chunk]]
-    cursor = sum(span.num_tokens for span in spans[:first_chunk])
+    cursor = sum(span.num_tokens for span in spans[:first_chunk] if not span.is_lead_in)
     for span in spans[first_chunk:]:
         if strategy == "sequential":
             positions.append(cursor)

@@ -24,10 +24,12 @@ def exact_spans(layout: Layout) -> set[int]:
     """
     exact: set[int] = set()
     positions = layout.positions()
-    for index, span in enumerate(layout.spans[:-1]):
-        shift = positions[index] - span.start
+    for index, position in positions.items():  # in prompt order
+        span = layout.spans[index]
+        shift = position - span.start
         seen = {view.span: layout.spans[view.span].start + view.distance + shift for view in span.views}
-        if all(before in exact and seen.get(before) == positions[before] for before in range(index)):
+        earlier = {before: place for before, place in positions.items() if before < index}
+        if seen == earlier and exact.issuperset(earlier):
             exact.add(index)
     return exact
 

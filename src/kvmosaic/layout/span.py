@@ -10,7 +10,8 @@ from kvmosaic.prompt import Segment, SegmentKind
 FixedStrategy = Literal["shared", "sequential", "absolute"]
 PositionStrategy = Literal["auto", "shared", "sequential", "absolute"]
 """`auto` is one of the others, chosen for each prompt; see `choose_strategy`."""
-ChunkContext = Literal["system", "none"]
+ChunkContext = Literal["system", "lead_in", "none"]
+"""What chunks saw when they were computed: the system text, the system text and a lead-in, or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,11 @@ class Span:
         return self.segment.kind is SegmentKind.REPAIR
 
     @property
+    def is_lead_in(self) -> bool:
+        """Whether nothing but chunks sees it, when they are computed."""
+        return self.segment.kind is SegmentKind.LEAD_IN
+
+    @property
     def num_tokens(self) -> int:
         """Tokens in this span."""
         return self.segment.num_tokens
@@ -98,8 +104,9 @@ class Layout:
     spans: tuple[Span, ...]
     strategy: FixedStrategy = "shared"
     chunk_context: ChunkContext = "system"
-    is_watched: bool = False
-    """Whether the last span is computed whatever is cached of it, because somebody watches what it looks at."""
+    fresh_tokens: int = 0
+    """So many last tokens of the last span are computed even if they are cached: their attention, or their logits, are
+    wanted."""
 
     @property
     def last(self) -> Span:
@@ -109,7 +116,7 @@ class Layout:
     @property
     def num_tokens(self) -> int:
         """Tokens of the whole prompt."""
-        return sum(span.num_tokens for span in self.spans if not span.is_repair)
+        return sum(span.num_tokens for span in self.spans if not span.is_repair and not span.is_lead_in)
 
     @property
     def repair(self) -> int | None:

@@ -20,7 +20,7 @@ class SpanRows:
     pool, slots: where their keys and values are written, one slot per token
     reads: the stored keys that all of them see: earlier spans, and earlier tokens of their own span
     reads_itself: a single token whose own slot is already among the reads
-    wants_logits: whether the logits of the last token are needed
+    num_logits: so many of the last tokens need logits
     window: if not 0, a row sees only so many positions of the reads that do not follow it (see `RowGroup`)
     places: the position of each token, if they do not stand behind each other
     watch: is told how much the rows look at what they read
@@ -32,7 +32,7 @@ class SpanRows:
     slots: Sequence[int]
     reads: tuple[RunRead, ...]
     reads_itself: bool = False
-    wants_logits: bool = False
+    num_logits: int = 0
     window: int = 0
     places: tuple[int, ...] = ()
     watch: Watch | None = None
@@ -66,8 +66,7 @@ def flatten(spans: Sequence[SpanRows], device: torch.device, *, writes: bool = T
         rows, slots = written.setdefault(span.pool, ([], []))
         rows.extend(range(first, first + count))
         slots.extend(span.slots)
-        if span.wants_logits:
-            logit_rows.append(len(token_ids) - 1)
+        logit_rows.extend(range(len(token_ids) - span.num_logits, len(token_ids)))
     return Batch(
         torch.tensor(token_ids, device=device),
         torch.tensor(positions, device=device),

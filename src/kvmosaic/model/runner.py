@@ -79,7 +79,7 @@ class Runner:
             copies: blocks of the request pool to copy before anything is written (copy-on-write).
 
         Returns:
-            [R, V] logits in float32 (float64 for float64 models), one row for every span that wants them, in order.
+            [R, V] logits in float32 (float64 for float64 models), the rows that are wanted of every span, in order.
 
         Raises:
             ModelError: a layer did not call our attention, so that it read no cached token.

@@ -25,11 +25,12 @@ class Fields:
         self._content = content
         self._read: set[str] = set()
 
-    def version(self, name: str, known: int) -> None:
+    def version(self, name: str, known: tuple[int, ...]) -> None:
         """Checks the version of the format."""
         found = self._take(name)
-        if found != known or isinstance(found, bool):
-            raise InvalidProfile(f"its format {name} is {found!r:.80}, and this version reads {known}; tune again")
+        if found not in known or isinstance(found, bool):
+            versions = " and ".join(map(str, known))
+            raise InvalidProfile(f"its format {name} is {found!r:.80}, and this version reads {versions}; tune again")
 
     def text(self, name: str, most: int) -> str:
         """A printable text."""
@@ -68,6 +69,13 @@ class Fields:
         if not is_number or not math.isfinite(value) or not low <= value <= high:
             raise self._wrong(name, value, f"a number from {low:g} to {high:g}")
         return float(value)
+
+    def number_if_known(self, name: str, low: float, high: float) -> float | None:
+        """A number within limits; None if the field is missing or null."""
+        if self._content.get(name) is None:
+            self._read.add(name)
+            return None
+        return self.number(name, low, high)
 
     def whole(self, name: str, low: int, high: int) -> int:
         """A whole number within limits."""

@@ -105,10 +105,9 @@ def find_profile(place: Path | None, choice: ProfileChoice) -> FoundProfile:
 
 def _told(path: Path, profile: Profile, config: ChunkCacheConfig) -> str:
     """The sentence about a profile that is followed."""
-    reached = f"{profile.ratio:.1%} of full attention on {', '.join(task.task for task in profile.tasks)}"
     text = (
         f"{path.name} of {profile.date} is followed: {profile.position_strategy} positions, documents saw: "
-        f"{profile.chunk_context}, repair {profile.repair}; {reached}"
+        f"{profile.chunk_context}, repair {profile.repair}; {profile.reached}"
     )
     if overruled := profile.overruled_by(config):
         kept = ", ".join(f"{name}={str(getattr(config, name))!r}" for name in overruled)

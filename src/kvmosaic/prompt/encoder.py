@@ -15,6 +15,7 @@ from kvmosaic.prompt.finding import place_documents
 from kvmosaic.prompt.message import read_messages
 from kvmosaic.prompt.pieces import Piece, foreign, joined, merged, template
 from kvmosaic.prompt.segment import MAX_POSITION, Prompt, Segment, SegmentKind, numbered
+from kvmosaic.prompt.separator import check_unicode
 from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_token_ids
 from kvmosaic.prompt.splitting import fit_chunks
 from kvmosaic.prompt.tokenizer import Encoded, PieceTokenizer, Tokenizer
@@ -56,6 +57,8 @@ class PromptEncoder:
         self.vocab_size = vocab_size
         self.max_positions = max_positions
         self._pieces = None if tokenizer is None else PieceTokenizer(tokenizer)
+        self._lead_in: tuple[str, tuple[int, ...]] = ("", ())
+        """The lead-in as it was written last, and its tokens."""
         self._is_endless = False
         self._is_joining = False
 
@@ -108,8 +111,9 @@ class PromptEncoder:
                 encoded = Encoded(segment.token_ids, None)
             segments.append(replace(segment, token_ids=encoded.token_ids))
             encodings.append(encoded)
+        lead_in = prompt.lead_in or self._lead_in_tokens([foreign(self.settings.lead_in)], segments)
         checked = self._checked(segments, encodings, prompt.salt)
-        checked = replace(checked, tenant=prompt.tenant, is_joined=prompt.is_joined)
+        checked = replace(checked, tenant=prompt.tenant, is_joined=prompt.is_joined, lead_in=lead_in)
         if not self._is_joining or checked.is_plain:
             return checked
         has_ids = any(segment.token_ids is not None for segment in prompt.segments)
@@ -143,7 +147,9 @@ class PromptEncoder:
         parts: list[tuple[SegmentKind, str | None, Sequence[Piece]]] = [(SegmentKind.SYSTEM, None, placing.head)]
         parts += [(SegmentKind.CHUNK, document.name, placing.chunk(document)) for document in read]
         parts.append((SegmentKind.QUESTION, None, placing.tail))
-        return _with_priorities(self._from_pieces(parts, salt, last_answer), read)
+        prompt = _with_priorities(self._from_pieces(parts, salt, last_answer), read)
+        lead_in = self._lead_in_tokens(placing.chunk(Document(self.settings.lead_in)), prompt.segments)
+        return replace(prompt, lead_in=lead_in)
 
     def encode_documents(
         self,
@@ -175,9 +181,31 @@ class PromptEncoder:
         messages.append({"role": "user", "content": _PLACEHOLDER_QUESTION})
         return self.encode_chat(messages, read, salt=salt, **template_options)
 
+    def continuation(self, text: str) -> tuple[int, ...]:
+        """The tokens of an answer as it would follow a prompt: control tokens written in it do not count.
+
+        Raises:
+            InvalidPrompt: it is no text, it is empty, or there is no tokenizer.
+        """
+        if not isinstance(text, str) or not text:
+            raise InvalidPrompt(f"a continuation is a text of at least one character, or token ids; got {text!r:.80}")
+        check_unicode(text, InvalidPrompt)
+        self._known_tokenizer()
+        assert self._pieces is not None
+        return self._pieces.encode([foreign(text)]).token_ids
+
     @property
     def _prefix(self) -> tuple[int, ...]:
         return self._pieces.prefix if self._pieces else ()
+
+    def _lead_in_tokens(self, pieces: Sequence[Piece], segments: Sequence[Segment]) -> tuple[int, ...]:
+        """The lead-in as the documents of a prompt are written; none for a prompt without, or without a tokenizer."""
+        if self._pieces is None or all(segment.kind is not SegmentKind.CHUNK for segment in segments):
+            return ()
+        text = joined(pieces)
+        if self._lead_in[0] != text:
+            self._lead_in = (text, self._pieces.encode(pieces).token_ids)
+        return self._lead_in[1]
 
     def _from_pieces(
         self,

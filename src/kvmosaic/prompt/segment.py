@@ -28,6 +28,8 @@ class SegmentKind(StrEnum):
     """The only segment of an ordinary prompt: causal, position 0, no documents."""
     REPAIR = "repair"
     """Tokens of chunks that a request computes again; in layouts only, never in a prompt."""
+    LEAD_IN = "lead_in"
+    """A text in front of chunks when they are computed, which nothing else sees; in layouts only."""
 
 
 _NAMELESS = {
@@ -36,14 +38,18 @@ _NAMELESS = {
     SegmentKind.QUESTION: "question",
     SegmentKind.PLAIN: "prompt",
     SegmentKind.REPAIR: "repaired tokens",
+    SegmentKind.LEAD_IN: "lead-in",
 }
+
+
+_OF_LAYOUTS = (SegmentKind.REPAIR, SegmentKind.LEAD_IN)
 
 
 def _kind(kind: object) -> SegmentKind:
     try:
         return SegmentKind(kind)  # type: ignore[arg-type]
     except ValueError:
-        names = ", ".join(repr(str(known)) for known in SegmentKind if known is not SegmentKind.REPAIR)
+        names = ", ".join(repr(str(known)) for known in SegmentKind if known not in _OF_LAYOUTS)
         raise InvalidPrompt(f"a segment's kind must be one of {names}, got {kind!r:.80}") from None
 
 
@@ -137,6 +143,8 @@ class Prompt:
     tenant: str = ""
     is_joined: bool = field(default=False, compare=False)
     """Whether this is an ordinary prompt that was made from segments, for use without a chunk cache."""
+    lead_in: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    """Tokens in front of its chunks when they are computed with chunk_context "lead_in"; empty: none."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_CHARACTERS:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from kvmosaic.errors import InvalidTokenId, PromptTooLong
+from kvmosaic.prompt.lead_in import LEAD_IN
 
 
 class PromptSettings(Protocol):
@@ -28,6 +29,10 @@ class PromptSettings(Protocol):
     def long_chunks(self) -> Literal["error", "split"]:
         """What happens to a longer document."""
 
+    @property
+    def lead_in(self) -> str:
+        """The text in front of documents when they are computed with chunk_context "lead_in"."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
@@ -37,6 +42,7 @@ class PromptOptions:
     max_chunk_tokens: int = 32_768
     max_prompt_chunks: int = 4_096
     long_chunks: Literal["error", "split"] = "error"
+    lead_in: str = LEAD_IN
 
 
 class _Ends(Protocol):

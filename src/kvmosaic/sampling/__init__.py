@@ -8,6 +8,7 @@ from kvmosaic.sampling.output import CompletionOutput, FinishReason, Logprob, Re
 from kvmosaic.sampling.params import DEFAULT_SINK_TOKENS, MAX_TOKENS, MAX_WINDOW_TOKENS, SamplingParams
 from kvmosaic.sampling.reuse import RepairUse, ReuseReport, SegmentAction, SegmentReuse
 from kvmosaic.sampling.sampler import SampledToken, SamplingState, sample
+from kvmosaic.sampling.score import ScoreOutput
 from kvmosaic.sampling.stopping import Finish, StopRules, StopStrings
 from kvmosaic.sampling.structured import StructuredOutputs
 
@@ -32,6 +33,7 @@ __all__ = [
     "SampledToken",
     "SamplingParams",
     "SamplingState",
+    "ScoreOutput",
     "SegmentAction",
     "SegmentReuse",
     "StopRules",

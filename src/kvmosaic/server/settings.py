@@ -138,11 +138,11 @@ class ServerSettings(BaseSettings):
         "Documents stand one behind the other (sequential), overlap (shared), or the first where the prompt fits the "
         "model's positions, else the second (auto). Default: as the model's profile says, or auto.",
     )
-    chunk_context: Literal["system", "none"] | None = _setting(
+    chunk_context: Literal["system", "lead_in", "none"] | None = _setting(
         None,
         "Chunk cache",
-        "What a document saw when it was computed: the system text, or nothing. Default: as the model's profile says, "
-        "or system.",
+        "What a document saw when it was computed: the system text, that and a lead-in (a text that is not in the "
+        "prompt), or nothing. Default: as the model's profile says, or system.",
     )
     repair: str | None = _setting(
         None,

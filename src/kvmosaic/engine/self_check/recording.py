@@ -45,7 +45,7 @@ class RecordedStep:
     def logits_of(self, request: Request) -> Tensor:
         """[R, V], of one request."""
         assert self.logits is not None, "the step has ended"
-        owners = [work.sequence.request for work in self.works if work.wants_logits]
+        owners = [work.sequence.request for work in self.works for _ in range(work.num_logits)]
         return self.logits[[index for index, owner in enumerate(owners) if owner is request]]
 
 

@@ -1,4 +1,4 @@
-"""Sets of questions that people have as files: HotpotQA, 2WikiMultihopQA, MuSiQue, SAMSum, RULER, LongBench."""
+"""Sets of questions that people have as files: HotpotQA, 2WikiMultihopQA, MuSiQue, SAMSum, RULER, LongBench, SQuAD."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from kvmosaic.errors import InvalidConfig, KVMosaicError
-from kvmosaic.eval.case import MAX_PIECE_TOKENS, Case
+from kvmosaic.eval.case import MAX_CASE_DOCUMENTS, MAX_PIECE_TOKENS, Case
+from kvmosaic.eval.drawing import USUAL_DOCUMENTS
 from kvmosaic.eval.loaders.field import Field
 from kvmosaic.eval.loaders.hotpotqa import read_2wikimultihopqa, read_hotpotqa
 from kvmosaic.eval.loaders.longbench import read_longbench
@@ -18,6 +19,7 @@ from kvmosaic.eval.loaders.origin import Origin
 from kvmosaic.eval.loaders.records import Record, read_records
 from kvmosaic.eval.loaders.ruler import read_ruler
 from kvmosaic.eval.loaders.samsum import read_samsum
+from kvmosaic.eval.loaders.squad import is_squad, load_squad
 
 MAX_CASES = 100_000
 
@@ -39,18 +41,29 @@ FORMATS: Final[dict[str, Format]] = {
     "samsum": Format(("dialogue", "summary"), read_samsum),
     "ruler": Format(("input", "outputs"), read_ruler),
 }
+SQUAD: Final = ("squad", "xquad")
+"""Two names of the one format whose files hold paragraphs with questions, and not records."""
 
 
 def load(
-    path: str | Path, format: str | None = None, limit: int | None = None, piece_tokens: int | None = None
+    path: str | Path,
+    format: str | None = None,
+    limit: int | None = None,
+    piece_tokens: int | None = None,
+    *,
+    documents: int = USUAL_DOCUMENTS,
+    seed: int = 0,
 ) -> list[Case]:
-    """Reads questions from a file of JSON lines, or of one JSON list.
+    """Reads questions from a file of JSON lines, of one JSON list, or of SQuAD.
 
     Args:
         path: the file.
-        format: one of `FORMATS`; None: found by the fields of the first record.
-        limit: the most cases, the first ones of the file; None: all of them, if they are at most `MAX_CASES`.
+        format: one of `FORMATS` or `SQUAD`; None: found by the fields of the first record.
+        limit: the most cases, the first ones of the file (of SQuAD, drawn ones); None: all of them, if they are at most
+            `MAX_CASES`.
         piece_tokens: the length of the pieces that long texts without passages are cut into; None: as each format does.
+        documents: of a prompt, where the format does not say which ones belong to a question (SQuAD).
+        seed: what is drawn, where something is.
 
     Raises:
         InvalidConfig: a file, record or field that is not as its format says, or an argument outside its bounds.
@@ -58,8 +71,11 @@ def load(
     path = Path(path)
     _check_count("limit", limit, MAX_CASES)
     _check_count("piece_tokens", piece_tokens, MAX_PIECE_TOKENS)
-    if format is not None and format not in FORMATS:
-        raise InvalidConfig(f"there is no format {format!r:.80}; there are {', '.join(FORMATS)}")
+    _check_count("documents", documents, MAX_CASE_DOCUMENTS)
+    if format is not None and format not in (*FORMATS, *SQUAD):
+        raise InvalidConfig(f"there is no format {format!r:.80}; there are {', '.join((*FORMATS, *SQUAD))}")
+    if format in SQUAD or (format is None and is_squad(path)):
+        return load_squad(path, MAX_CASES if limit is None else limit, documents, seed)
     cases: list[Case] = []
     places: dict[str, int] = {}
     with closing(read_records(path)) as records:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.strategy import Placing, Strategy, choose_strategy
-from kvmosaic.layout import ChunkContext
 
 FIELD = "kvmosaic"
 """The name inside `kv_transfer_params`, of requests and of answers."""
 MAX_CHUNKS = 4096
 MAX_TOKENS = 2**27
 MAX_REPAIR_TOKENS = 4096
+
+Saw = Literal["system", "none"]
+"""What chunks saw: the contexts of `kvmosaic.layout.ChunkContext` that there are inside vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Composition:
     chunks: tuple[int, ...]
     """Tokens of each chunk, in the order of the prompt; each 1 or more."""
     position_strategy: Placing = "sequential"
-    chunk_context: ChunkContext = "system"
+    chunk_context: Saw = "system"
     repair: int = 0
     """The first tokens of each chunk that are computed again with everything before them in sight; 0: none."""
     ids: tuple[str | None, ...] = ()
@@ -52,8 +54,8 @@ class Composition:
             raise InvalidConfig(
                 f"position_strategy is {self.position_strategy!r}; inside vLLM choose 'sequential' or 'shared'"
             )
-        if self.chunk_context not in get_args(ChunkContext):
-            raise InvalidConfig(f"chunk_context is {self.chunk_context!r}; choose 'system' or 'none'")
+        if self.chunk_context not in get_args(Saw):
+            raise InvalidConfig(f"chunk_context is {self.chunk_context!r}; inside vLLM choose 'system' or 'none'")
         if not 0 <= self.repair <= MAX_REPAIR_TOKENS:
             raise InvalidConfig(f"repair is {self.repair} tokens of each chunk; give 0 to {MAX_REPAIR_TOKENS}")
         if self.ids and len(self.ids) != len(self.chunks):

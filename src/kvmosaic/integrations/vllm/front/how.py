@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.integrations.vllm.contract import MAX_REPAIR_TOKENS
+from kvmosaic.integrations.vllm.contract import MAX_REPAIR_TOKENS, Saw
 from kvmosaic.integrations.vllm.strategy import Strategy
-from kvmosaic.layout import ChunkContext
 
 FIELDS = ("position_strategy", "chunk_context", "repair")
 _FIRST = re.compile(r"\s*first\s*\(\s*(\d{1,9})\s*\)\s*", re.ASCII)
@@ -21,14 +20,14 @@ class How:
     """The choices of one request, or what a server takes for choices that a request leaves out."""
 
     position_strategy: Strategy = "auto"
-    chunk_context: ChunkContext = "system"
+    chunk_context: Saw = "system"
     repair: int | None = None
     """The first tokens of each document that are computed again with everything before them in sight; None: as many as
     the engine repairs by default, where it can."""
 
     def __post_init__(self) -> None:
         _check("position_strategy", self.position_strategy, get_args(Strategy))
-        _check("chunk_context", self.chunk_context, get_args(ChunkContext))
+        _check("chunk_context", self.chunk_context, get_args(Saw))
 
     def updated(self, fields: Mapping[str, Any]) -> How:
         """The same with the fields that are there and not None.

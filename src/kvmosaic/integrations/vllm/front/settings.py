@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.front.how import FIELDS, How
+from kvmosaic.prompt.lead_in import LEAD_IN
 from kvmosaic.prompt.separator import read_separator
 
 PREFIX = "KVMOSAIC_"
@@ -32,6 +33,11 @@ class FrontSettings:
     max_documents_bytes: int = 2**28
     document_ttl: int | None = 3_600
     """Seconds that a stored document lives if its creator says nothing about it; None: for ever."""
+
+    @property
+    def lead_in(self) -> str:
+        """Read by `PromptEncoder`; inside vLLM no document has a lead-in."""
+        return LEAD_IN
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "separator", read_separator(self.separator))

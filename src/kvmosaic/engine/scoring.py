@@ -1,0 +1,92 @@
+"""Scoring: how likely a model finds a continuation whose tokens are given, in one forward (teacher forcing).
+
+    prompt … question | c1 c2 c3 c4
+                    ^   ^  ^  ^         the logits of these rows are wanted; c4 itself is not computed
+
+Documents and repaired tokens are those of an ordinary request for the same prompt: a policy that measures what the
+question looks at measures the question alone, before the continuation is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kvmosaic.errors import InvalidPrompt
+from kvmosaic.layout import Layout
+from kvmosaic.sampling import ScoreOutput
+
+MAX_LOGIT_ROWS = 64
+"""Rows of continuations whose logits one step computes: a vocabulary of 262,144 tokens takes 1 MiB for each."""
+
+
+@dataclass(eq=False, slots=True)
+class Scoring:
+    """The tokens of a continuation, and what the model said before each of them."""
+
+    token_ids: tuple[int, ...]
+    keeps_distributions: bool = False
+    """Whether the whole distributions are kept, which takes 4 bytes for every token and entry of the vocabulary."""
+    logprobs: list[float | None] = field(init=False)
+    """By token of the continuation; None while it is not computed."""
+    greedy_token_ids: list[int] = field(init=False)
+    """The most likely token in each place."""
+    distributions: Tensor | None = field(default=None, init=False)
+    """[C, V], log probabilities, if they are kept."""
+
+    def __post_init__(self) -> None:
+        self.logprobs = [None] * len(self.token_ids)
+        self.greedy_token_ids = [-1] * len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the continuation."""
+        return len(self.token_ids)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every token has its score."""
+        return None not in self.logprobs
+
+    def continued(self, layout: Layout) -> Layout:
+        """A layout, about to be answered, with the continuation after its last span."""
+        last = layout.last
+        token_ids = (*last.token_ids, *self.token_ids[:-1])
+        longer = replace(last, segment=replace(last.segment, token_ids=token_ids))
+        return replace(layout, spans=(*layout.spans[:-1], longer), fresh_tokens=self.num_tokens)
+
+    def note(self, first: int, logits: Tensor) -> None:
+        """Takes logits [R, V]: those before the tokens from number `first` on."""
+        found = logits.log_softmax(-1)
+        last = first + len(found)
+        tokens = torch.tensor(self.token_ids[first:last], device=found.device)
+        self.logprobs[first:last] = found.gather(1, tokens[:, None])[:, 0].tolist()
+        self.greedy_token_ids[first:last] = found.argmax(-1).tolist()
+        if self.keeps_distributions:
+            if self.distributions is None:
+                self.distributions = found.new_empty(self.num_tokens, found.shape[1])
+            self.distributions[first:last] = found
+
+    def output(self) -> ScoreOutput:
+        """What was found; every token has its score."""
+        logprobs = tuple(value for value in self.logprobs if value is not None)
+        assert len(logprobs) == self.num_tokens, "it is complete"
+        return ScoreOutput(self.token_ids, logprobs, tuple(self.greedy_token_ids))
+
+
+def scoring_of(token_ids: Sequence[int], vocab_size: int, *, keeps_distributions: bool = False) -> Scoring:
+    """A continuation to be scored.
+
+    Raises:
+        InvalidPrompt: it has no tokens, or one that the model does not have.
+    """
+    ids = tuple(token_ids)
+    if not ids:
+        raise InvalidPrompt("a continuation needs at least one token, and this one has none")
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise InvalidPrompt(f"a continuation has the token {token!r:.80}; the model's are 0 to {vocab_size - 1}")
+    return Scoring(ids, keeps_distributions)

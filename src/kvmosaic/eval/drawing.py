@@ -1,0 +1,36 @@
+"""Drawing documents for a question: those that it needs, at drawn places among drawn others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+USUAL_DOCUMENTS = 3
+"""Documents of a prompt, if nothing is said."""
+
+
+def draw_documents(needed: Sequence[int], total: int, count: int, seed: int, name: str) -> list[int]:
+    """Numbers of `count` of `total` documents, in the order of the prompt; fewer if there are not so many.
+
+    They depend on nothing but the arguments, so that a question has the same documents in every run, whatever else is
+    asked.
+
+    Args:
+        needed: documents that are among them, each once; if they are more than `count`, the first ones.
+        total: documents there are.
+        count: documents of a prompt.
+        seed: another one draws other documents, and other places.
+        name: of the question.
+    """
+    chance = Random(f"{seed}:{name}")  # noqa: S311 - a draw that can be repeated, and no secret
+    kept = list(dict.fromkeys(needed))[:count]
+    num_others = min(count, total) - len(kept)
+    others: list[int] = []
+    while len(others) < num_others:
+        number = chance.randrange(total)
+        if number not in kept and number not in others:
+            others.append(number)
+    drawn = others
+    for number in kept:
+        drawn.insert(chance.randrange(len(drawn) + 1), number)
+    return drawn

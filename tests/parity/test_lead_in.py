@@ -1,0 +1,121 @@
+"""What a lead-in promises: the engine == one dense forward in which chunks, and nothing else, see it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.engines import GREEDY, answer, build_engine, dense_logits, token_ids
+from support.families import build
+from support.loaded import chatting_llama
+from support.parity import engine_of_a_run, prompts, settings_of_a_run, tolerance_of
+
+from kvmosaic import LLM, ChunkCacheConfig, EngineConfig
+from kvmosaic.config import TierConfig
+from kvmosaic.layout import arrange
+from kvmosaic.model import LoadedModel
+from kvmosaic.prompt import Prompt
+
+FAMILIES = ("llama", "gemma3", "deepseek_v3", "gpt_oss")
+LEAD_INS = st.lists(st.integers(3, 99), min_size=1, max_size=9).map(tuple)
+RUN = {name: each for name, each in settings_of_a_run.items() if name != "context"}
+SYSTEM, QUESTION = [3, 4, 5], [90, 91, 92]
+DOCUMENTS = [list(range(20, 33)), list(range(40, 49)), list(range(60, 75))]
+PROMPT = replace(Prompt.from_tokens(SYSTEM, DOCUMENTS, QUESTION), lead_in=(70, 71, 72, 73, 74))
+
+
+@cache
+def loaded(family: str) -> LoadedModel:
+    return LoadedModel.from_module(build(family, torch.float64))
+
+
+def check(engine, prompt, repair=None):
+    request, logits = answer(engine, prompt, replace(GREEDY, repair=repair))
+    expected = dense_logits(engine.runner.model, request.layout, token_ids(request))
+    torch.testing.assert_close(logits, expected, atol=tolerance_of(expected, torch.float64), rtol=0)
+    return request
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=12)
+@given(prompt=prompts(), lead_in=LEAD_INS, repair=st.sampled_from([None, "first(3)", "query(0.3)", "full"]), **RUN)
+def test_answers_from_documents_with_a_lead_in_equal_the_dense_forward(
+    family, prompt, lead_in, repair, strategy, block_size, budget, fragmented
+):
+    prompt = replace(prompt, lead_in=lead_in)
+    engine = engine_of_a_run(loaded(family), strategy, "lead_in", block_size, budget, fragmented, blocks=(900, 700))
+    for _ in range(2):
+        check(engine, prompt, repair)
+
+
+@pytest.mark.parametrize("repair", [None, "query(0.3)"])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_lead_in_is_computed_only_while_a_chunk_is_missing(repair, prefix_caching):
+    engine = build_engine(
+        loaded("llama"), chunk_context="lead_in", position_strategy="sequential", prefix_caching=prefix_caching
+    )
+    check(engine, PROMPT, repair)
+    known = len(engine.runner.logits), engine.planner.statistics()
+    plan = engine.planner.plan(arrange(PROMPT, "sequential", "lead_in"))
+    assert [span.num_tokens for span in plan.spans if span.kind == "lead_in"] == [0] and known
+    request = check(engine, PROMPT, repair)
+    assert "after a lead-in" in request.reuse.composition
+    assert [segment.kind for segment in request.reuse.segments] == ["system", "chunk", "chunk", "chunk", "question"]
+    assert all(segment.reused_tokens for segment in request.reuse.segments[1:4])
+    more = Prompt.from_tokens(SYSTEM, [*DOCUMENTS, [5, 6, 7]], QUESTION)
+    check(engine, replace(more, lead_in=PROMPT.lead_in), repair)
+
+
+def test_a_chunk_evicted_between_plan_and_attach_is_computed_behind_the_lead_in():
+    engine = build_engine(loaded("llama"), chunk_context="lead_in", position_strategy="sequential")
+    check(engine, PROMPT)
+    layout = arrange(PROMPT, "sequential", "lead_in")
+    plan = engine.planner.plan(layout)
+    (chunk, *_) = engine.planner.chunks()
+    engine.planner.delete(chunk.key)
+    attachment = engine.planner.attach(plan)
+    assert attachment.spans[1].num_tokens == len(PROMPT.lead_in)
+    engine.planner.release(attachment)
+    engine.check_invariants()
+    check(engine, PROMPT)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_chunks_of_many_prompts_are_evicted_and_computed_again_behind_it(prefix_caching):
+    engine = build_engine(
+        loaded("llama"), chunk_context="lead_in", blocks=(40, 9), prefix_caching=prefix_caching, max_batched_tokens=16
+    )
+    for number in (0, 1, 2, 0, 1, 2):
+        check(engine, replace(Prompt.from_tokens(SYSTEM, [DOCUMENTS[number]], QUESTION), lead_in=PROMPT.lead_in))
+    assert engine.planner.statistics().evictions > 0
+
+
+def test_a_lead_in_that_has_no_room_is_left_out():
+    engine = build_engine(loaded("llama"), chunk_context="lead_in", engine_options={"max_model_len": 24})
+    prompt = replace(Prompt.from_tokens(SYSTEM, [DOCUMENTS[0]], QUESTION), lead_in=PROMPT.lead_in * 2)
+    request = check(engine, prompt)
+    assert "lead-in" not in request.reuse.composition
+
+
+def test_documents_are_kept_in_tiers_as_they_were_computed(tmp_path):
+    config = ChunkCacheConfig(capacity="1MiB", chunk_context="lead_in", lead_in="The sea is wide.")
+    tiers = TierConfig(tiers=(f"file://{tmp_path / 'tier'}",))
+    documents = ["The ferry goes to Oak Island.", "The mill grinds oats."]
+    answers = []
+    for _ in range(2):
+        with LLM(
+            chatting_llama(),
+            chunk_cache_config=config,
+            engine_config=EngineConfig(request_cache="4MiB"),
+            tier_config=tiers,
+        ) as llm:
+            prompt = llm.compose([{"role": "user", "content": "Where?"}], documents=documents)
+            assert "sea is wide" in llm.model.tokenizer.decode(prompt.lead_in)
+            (output,) = llm.generate(prompt, GREEDY)
+            answers.append((output.outputs[0].token_ids, [segment.tier for segment in output.reuse.segments]))
+    (cold, _), (warm, places) = answers
+    assert cold == warm and places[1:3] == ["object", "object"]
