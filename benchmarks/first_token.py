@@ -82,7 +82,9 @@ class Bench:
         model = LoadedModel.from_module(build_model(dtype))
         self.llm = LLM(
             model,
-            chunk_cache_config=ChunkCacheConfig(position_strategy=arguments.strategy, max_chunk_tokens=8_192),
+            chunk_cache_config=ChunkCacheConfig(
+                position_strategy=arguments.strategy, repair="none", max_chunk_tokens=8_192
+            ),
             engine_config=EngineConfig(max_batched_tokens=arguments.batched_tokens),
         )
         self.clock = time.process_time if arguments.threads == 1 else time.perf_counter

@@ -109,7 +109,7 @@ def open_llm(model: LoadedModel, tiers: Sequence[str], codec: str = "none", *, b
     """An engine over the model; with `believes_tiers` it never finds that computing is faster."""
     llm = LLM(
         model,
-        chunk_cache_config=ChunkCacheConfig(capacity=MOST_BYTES, max_chunk_tokens=8_192),
+        chunk_cache_config=ChunkCacheConfig(capacity=MOST_BYTES, max_chunk_tokens=8_192, repair="none"),
         engine_config=EngineConfig(request_cache="256MiB", num_threads=1),
         tier_config=TierConfig(tuple(tiers), codec=codec, pending=MOST_BYTES, staged=MOST_BYTES) if tiers else None,
     )

@@ -132,7 +132,7 @@ class Own:
         self._llm = LLM(
             folder,
             dtype=dtype,
-            chunk_cache_config=ChunkCacheConfig(capacity=room // 2, position_strategy="sequential"),
+            chunk_cache_config=ChunkCacheConfig(capacity=room // 2, position_strategy="sequential", repair="none"),
             engine_config=EngineConfig(request_cache=room // 2, max_batched_tokens=MOST_POSITIONS, num_threads=1),
         )
 

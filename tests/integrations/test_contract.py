@@ -53,8 +53,8 @@ def test_what_a_request_leaves_open_is_filled_in() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "sequential", "shared"])
-@pytest.mark.parametrize(("trained", "chosen"), [(None, "sequential"), (10, "sequential"), (9, "shared")])
-def test_auto_is_sequential_within_the_positions_of_the_training(
+@pytest.mark.parametrize(("trained", "chosen"), [(None, "sequential"), (11, "sequential"), (10, "shared")])
+def test_auto_is_sequential_where_the_prompt_and_one_token_fit_the_positions_of_the_training(
     strategy: Any, trained: int | None, chosen: str
 ) -> None:
     assert choose_strategy(strategy, 10, trained) == (chosen if strategy == "auto" else strategy)

@@ -18,20 +18,21 @@ PROMPT = Prompt.from_tokens([1, 2, 3], [[4, 5], [6, 7, 8]], [9, 10])
     ("max_positions", "chosen"), [(None, "sequential"), (11, "sequential"), (10, "shared"), (4, "shared")]
 )
 def test_auto_is_sequential_where_the_prompt_and_one_token_of_the_answer_fit(max_positions, chosen):
-    assert choose_strategy(PROMPT, max_positions) == chosen
+    assert choose_strategy(PROMPT.num_tokens + 1, max_positions) == chosen
 
 
 def test_auto_is_shared_where_keys_cannot_be_moved():
-    assert choose_strategy(PROMPT, None, is_movable=False) == "shared"
+    assert choose_strategy(11, None, is_movable=False) == "shared"
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 9), st.integers(1, 9), st.integers(1, 80))
 def test_what_auto_chooses_fits_whenever_any_strategy_fits(chunks, num_system, num_question, limit):
     prompt = Prompt.from_tokens(range(num_system), [range(count) for count in chunks], range(num_question))
     ends = {strategy: arrange(prompt, strategy).last.end + 1 for strategy in ("sequential", "shared")}
+    chosen = choose_strategy(prompt.num_tokens + 1, limit)
     if min(ends.values()) <= limit:
-        assert ends[choose_strategy(prompt, limit)] <= limit
-    assert (choose_strategy(prompt, limit) == "sequential") == (ends["sequential"] <= limit)
+        assert ends[chosen] <= limit
+    assert (chosen == "sequential") == (ends["sequential"] <= limit)
 
 
 def split(*lengths: int) -> list[Segment]:

@@ -31,8 +31,8 @@ def place(
         NotMovable: it moves documents and the model does not allow that.
     """
     if strategy == "auto":
-        places = None if window is None else window.num_places
-        strategy = choose_strategy(prompt, max_positions, is_movable=model.is_movable, question_positions=places)
+        end = 1 if window is None else window.num_places - prompt.segments[-1].num_tokens
+        strategy = choose_strategy(prompt.num_tokens + end, max_positions, is_movable=model.is_movable)
     layout = arrange(prompt, strategy, context)
     if max_positions is not None and any(span.end > max_positions for span in layout.spans[:-1]):
         layout = arrange(replace(prompt, lead_in=()), strategy, context)  # the lead-in has no room

@@ -4,10 +4,21 @@ from kvmosaic.layout.arrange import arrange, choose_strategy
 from kvmosaic.layout.dense import DenseLayout, dense
 from kvmosaic.layout.repaired import exact_spans, repaired, standing
 from kvmosaic.layout.rolling import RollingWindow
-from kvmosaic.layout.span import UNWEIGHTED, ChunkContext, FixedStrategy, Layout, PositionStrategy, Span, View, Weight
+from kvmosaic.layout.span import (
+    UNWEIGHTED,
+    AutoStrategy,
+    ChunkContext,
+    FixedStrategy,
+    Layout,
+    PositionStrategy,
+    Span,
+    View,
+    Weight,
+)
 
 __all__ = [
     "UNWEIGHTED",
+    "AutoStrategy",
     "ChunkContext",
     "DenseLayout",
     "FixedStrategy",

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from kvmosaic.errors import InvalidConfig, InvalidOffset
-from kvmosaic.layout.span import ChunkContext, FixedStrategy, Layout, Span, View
+from kvmosaic.layout.span import AutoStrategy, ChunkContext, FixedStrategy, Layout, Span, View
 from kvmosaic.prompt import Prompt, Segment, SegmentKind, seen_chunks
 
 
-def choose_strategy(
-    prompt: Prompt, max_positions: int | None, *, is_movable: bool = True, question_positions: int | None = None
-) -> FixedStrategy:
+def choose_strategy(num_positions: int, max_positions: int | None, *, is_movable: bool = True) -> AutoStrategy:
     """The strategy that `auto` stands for: `sequential` where the prompt fits, otherwise `shared`.
 
     An ordinary model has learned that documents stand one behind the other; where they overlap it mixes them up. The
     choice depends on the prompt and the model alone, so that cached and computed prompts stay the same.
 
     Args:
-        prompt: tokenized.
+        num_positions: what the prompt and the first token of its answer take in sequential positions.
         max_positions: positions that the model was trained for, or that are allowed; None: no limit.
         is_movable: whether the model's keys may be used at another position.
-        question_positions: what question and answer take; None: the question's tokens and one of the answer.
     """
-    if not is_movable:
-        return "shared"
-    needed = question_positions if question_positions is not None else prompt.segments[-1].num_tokens + 1
-    needed += sum(segment.num_tokens for segment in prompt.segments[:-1])
-    return "sequential" if max_positions is None or needed <= max_positions else "shared"
+    is_fitting = max_positions is None or num_positions <= max_positions
+    return "sequential" if is_movable and is_fitting else "shared"
 
 
 def arrange(prompt: Prompt, strategy: FixedStrategy = "shared", chunk_context: ChunkContext = "system") -> Layout:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from kvmosaic.prompt import Segment, SegmentKind
 
+AutoStrategy = Literal["sequential", "shared"]
 FixedStrategy = Literal["shared", "sequential", "absolute"]
 PositionStrategy = Literal["auto", "shared", "sequential", "absolute"]
 """`auto` is one of the others, chosen for each prompt; see `choose_strategy`."""

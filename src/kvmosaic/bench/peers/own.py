@@ -28,7 +28,7 @@ class OwnPeer:
         self.llm = LLM(
             model,
             enable_chunk_cache=enable_chunk_cache,
-            chunk_cache_config=ChunkCacheConfig(capacity=capacity, position_strategy=strategy),
+            chunk_cache_config=ChunkCacheConfig(capacity=capacity, position_strategy=strategy, repair="none"),
             engine_config=EngineConfig(request_cache=capacity),
         )
 

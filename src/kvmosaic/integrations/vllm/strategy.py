@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-Placing = Literal["sequential", "shared"]
+from kvmosaic.layout import AutoStrategy
+from kvmosaic.layout import choose_strategy as choose_automatically
+
+Placing = AutoStrategy
 Strategy = Literal["auto", "sequential", "shared"]
 
 
 def choose_strategy(strategy: Strategy, num_tokens: int, trained_positions: int | None) -> Placing:
-    """The strategy that "auto" stands for; any other stands for itself.
-
-    Documents one behind the other are what a model has read in its training, up to the positions it was trained for;
-    where the prompt is longer, documents share their positions. A function of the prompt alone: the same prompt always
-    means the same.
+    """The strategy that "auto" stands for (see `kvmosaic.layout.choose_strategy`); any other stands for itself.
 
     Args:
         strategy: as a request or a setting says.
@@ -22,7 +21,7 @@ def choose_strategy(strategy: Strategy, num_tokens: int, trained_positions: int 
     """
     if strategy != "auto":
         return strategy
-    return "sequential" if trained_positions is None or num_tokens <= trained_positions else "shared"
+    return choose_automatically(num_tokens + 1, trained_positions)
 
 
 def trained_positions(model_config: Any) -> int | None:
