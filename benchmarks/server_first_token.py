@@ -164,7 +164,16 @@ def main() -> None:
     parser.add_argument("--strategy", default="sequential", choices=["shared", "sequential"])
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
-    options = ("--dtype", "float32", "--position-strategy", arguments.strategy, "--uvicorn-log-level", "warning")
+    options = (
+        "--dtype",
+        "float32",
+        "--position-strategy",
+        arguments.strategy,
+        "--repair",
+        "none",
+        "--uvicorn-log-level",
+        "warning",
+    )
     with tempfile.TemporaryDirectory() as folder:
         num_parameters = write_model(Path(folder))
         with (

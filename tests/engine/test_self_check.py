@@ -27,8 +27,9 @@ def test_sound_models_pass(family, dtype):
     assert result.is_moved == FAMILIES[family].is_movable
 
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYERS = [0, 3, 5]
+CASES = [(torch.bfloat16, 0), (torch.bfloat16, 3), (torch.bfloat16, 5), (torch.float32, 3), (torch.float16, 5)]
+"""Types, and the one layer that is wrong."""
 
 
 def six_layers(dtype: torch.dtype, family: str = "llama") -> LoadedModel:
@@ -54,8 +55,7 @@ def model() -> LoadedModel:
     return LoadedModel.from_module(build("llama", torch.float32))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("index", LAYERS)
+@pytest.mark.parametrize(("dtype", "index"), CASES)
 @pytest.mark.parametrize("fault", ["frequency", "one frequency", "direction", "layout"])
 def test_a_wrong_rotation_of_a_single_layer_is_found(dtype, index, fault):
     model = six_layers(dtype)
@@ -71,8 +71,7 @@ def test_a_wrong_rotation_of_a_single_layer_is_found(dtype, index, fault):
     assert "rotation" in reason and f"layer {index} at position" in reason
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("index", LAYERS)
+@pytest.mark.parametrize(("dtype", "index"), CASES)
 def test_a_wrong_mask_of_a_single_layer_is_found(dtype, index):
     assert f"attention of layer {index}" in reason_of(broken(six_layers(dtype), index, mask=MaskSpec("window", 7)))
     windows = six_layers(dtype, "mistral")
@@ -80,8 +79,7 @@ def test_a_wrong_mask_of_a_single_layer_is_found(dtype, index):
     assert f"attention of layer {index}" in reason_of(broken(windows, index, mask=MaskSpec()))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("index", LAYERS)
+@pytest.mark.parametrize(("dtype", "index"), CASES)
 @pytest.mark.parametrize("fault", ["off by one slot", "keys of other tokens", "values lost", "one number flipped"])
 def test_a_wrong_byte_in_storage_of_a_single_layer_is_found(monkeypatch, dtype, index, fault):
     write = BlockStorage.write
@@ -103,8 +101,7 @@ def test_a_wrong_byte_in_storage_of_a_single_layer_is_found(monkeypatch, dtype, 
     assert f"what is stored of layer {index}" in reason_of(six_layers(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("index", LAYERS)
+@pytest.mark.parametrize(("dtype", "index"), CASES)
 @pytest.mark.parametrize("fault", ["scale", "log-sum-exp of long runs", "values of long runs"])
 def test_a_backend_that_is_wrong_in_a_single_layer_is_found(dtype, index, fault):
     model = six_layers(dtype)
@@ -149,7 +146,7 @@ def test_rows_at_wrong_positions_are_found(model, monkeypatch):
         return replace(batch, positions=positions)
 
     monkeypatch.setattr(runner, "flatten", late)
-    assert "positions of rows" in reason_of(model)
+    assert "positions differs" in reason_of(model)
 
 
 @pytest.mark.parametrize("num_keys", [7, 13, 67])
@@ -181,8 +178,7 @@ def mixed_from_far(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     return torch.cat((hidden[:, :64], hidden[:, 64:] + 0.3 * hidden[:, :-64]), dim=1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("index", LAYERS)
+@pytest.mark.parametrize(("dtype", "index"), CASES)
 @pytest.mark.parametrize("fault", [scaled_by_row, mixed_from_far])
 def test_what_happens_only_to_late_rows_of_a_single_layer_is_found(dtype, index, fault):
     module = build("llama", dtype, num_hidden_layers=6)
@@ -193,8 +189,7 @@ def test_what_happens_only_to_late_rows_of_a_single_layer_is_found(dtype, index,
     assert f"layer {index}" in reason and "another row" in reason
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("index", LAYERS)
+@pytest.mark.parametrize(("dtype", "index"), CASES)
 def test_keys_that_change_far_out_in_a_single_layer_are_found(dtype, index):
     module = build("llama", dtype, num_hidden_layers=6)
     part = module.model.layers[index].self_attn
@@ -228,8 +223,8 @@ def test_a_fused_operation_that_is_wrong_for_many_rows_is_found(monkeypatch, ind
 
     monkeypatch.setattr(FusedMlp, "apply", apply_wrongly)
     found = {finding.subject: finding for finding in run_self_check(model).findings}
-    assert not found["the fused form"].passed
-    assert found["the fused form"].where == f"layer {index}"
+    assert not found["fused form"].passed
+    assert found["fused form"].where == f"layer {index}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -107,7 +107,7 @@ def check_text(check: SelfCheck, is_movable: bool) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for heading in ("self-check", "against", "difference", "allowed", "largest at"):
         is_number = heading in ("difference", "allowed")
-        table.add_column(heading, justify="right" if is_number else "left", no_wrap=True)
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number)
     for finding in check.findings:
         style = "" if finding.passed else "red"
         numbers = (f"{finding.difference:.2g}", f"{finding.limit:.2g}")

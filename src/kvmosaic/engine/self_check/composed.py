@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -95,25 +95,56 @@ def _check_positions(answered: Sequence[_Answered], steps: Sequence[RecordedStep
         for step in steps:
             rows, tokens = _rows_of(each, step)
             misplaced += int((step.positions.cpu()[rows] != positions[tokens]).sum())
-    return Finding("positions of rows", "the layout", float(misplaced), 0.0)
+    return Finding("positions", "the layout", float(misplaced), 0.0)
+
+
+@dataclass(slots=True)
+class _LayerRows:
+    """What one layer's attention was asked for a prompt, over all steps, and what it gave."""
+
+    call: AttentionCall
+    """The first one: constants of the layer are the same in all."""
+    keys: Tensor
+    """[T, G, D], of all tokens of the prompt, as they were computed first."""
+    values: Tensor
+    tokens: list[int] = field(default_factory=list)
+    """Numbers of the tokens whose queries follow; those of the question are there cold and warm."""
+    queries: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, call: AttentionCall, num_tokens: int) -> _LayerRows:
+        """No rows yet, of a prompt with so many tokens."""
+        keys, values = (part.new_zeros(num_tokens, *part.shape[1:]) for part in (call.key, call.value))
+        return cls(call, keys, values)
+
+    def add(self, call: AttentionCall, output: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Adds the rows of one step, which are these tokens."""
+        known = set(self.tokens)
+        new = [(row, token) for row, token in zip(rows, tokens, strict=True) if token not in known]
+        for mine, theirs in ((self.keys, call.key), (self.values, call.value)):
+            mine[[token for _, token in new]] = theirs[[row for row, _ in new]]
+        self.tokens += tokens
+        self.queries.append(call.query[rows])
+        self.outputs.append(output[rows])
 
 
 def _check_attention(model: LoadedModel, answered: _Answered, steps: Sequence[RecordedStep]) -> list[Finding]:
     written = dense(answered.layout)
     attention = DenseAttention(written, model.layers)
-    known: dict[int, tuple[Tensor, Tensor]] = {}
+    layers: dict[int, _LayerRows] = {}
     stored: list[Finding] = []
-    attended: list[Finding] = []
     for step in steps:
         rows, tokens = _rows_of(answered, step)
         for (call, output), (key, value) in zip(step.calls, step.stored, strict=True):
-            where = f"layer {call.layer_index}"
             if model.layers[call.layer_index].is_stored:
                 differing = sum(int((mine != theirs).sum()) for mine, theirs in ((key, call.key), (value, call.value)))
-                stored.append(Finding("what is stored", "what was computed", float(differing), 0.0, where))
-            keys, values = _remember(known, call, rows, tokens, len(written.token_ids))
-            difference, limit = _compare_attention(attention, call, output, keys, values, rows, tokens)
-            attended.append(Finding("composed attention", "dense attention", difference, limit, where))
+                place = f"layer {call.layer_index}"
+                stored.append(Finding("what is stored", "what was computed", float(differing), 0.0, place))
+            if call.layer_index not in layers:
+                layers[call.layer_index] = _LayerRows.empty(call, len(written.token_ids))
+            layers[call.layer_index].add(call, output, rows, tokens)
+    attended = [_compare_attention(attention, layer) for layer in layers.values()]
     return [worst_finding(stored), worst_finding(attended)]
 
 
@@ -132,42 +163,20 @@ def _rows_of(answered: _Answered, step: RecordedStep) -> tuple[list[int], list[i
     return rows, tokens
 
 
-def _remember(
-    known: dict[int, tuple[Tensor, Tensor]],
-    call: AttentionCall,
-    rows: Sequence[int],
-    tokens: Sequence[int],
-    num_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    """Keys and values of all tokens so far, in one layer; those that were not computed yet are 0."""
-    if call.layer_index not in known:
-        empty = (part.new_zeros(num_tokens, *part.shape[1:]) for part in (call.key, call.value))
-        known[call.layer_index] = tuple(empty)  # type: ignore[assignment]
-    keys, values = known[call.layer_index]
-    keys[tokens], values[tokens] = call.key[rows], call.value[rows]
-    return keys, values
-
-
-def _compare_attention(
-    attention: DenseAttention,
-    call: AttentionCall,
-    output: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rows: Sequence[int],
-    tokens: Sequence[int],
-) -> tuple[float, float]:
-    """The largest difference of a row, and what is allowed for that row, in root mean squares of its output."""
-    query = call.query[rows]
-    dense_output = attention.attend(call, query, keys, values, tokens)
+def _compare_attention(attention: DenseAttention, layer: _LayerRows) -> Finding:
+    """The row that differs most for what is allowed, in root mean squares of its output."""
+    query, output = torch.cat(layer.queries), torch.cat(layer.outputs)
+    dense_output = attention.attend(layer.call, query, layer.keys, layer.values, layer.tokens)
     size = dense_output.square().mean(dim=(1, 2)).sqrt().clamp_min(1e-30)
-    apart = (output[rows] - dense_output).square().mean(dim=(1, 2)).sqrt() / size
+    apart = (output - dense_output).square().mean(dim=(1, 2)).sqrt() / size
     allowed = torch.full_like(apart, _FLOORS[query.dtype])
     if not bool((apart <= allowed).all()):
-        rounded = attention.attend(call, _off_by_rounding(query, query.dtype), keys, values, tokens)
+        unsure = _off_by_rounding(query, query.dtype)
+        rounded = attention.attend(layer.call, unsure, layer.keys, layer.values, layer.tokens)
         allowed += _MAX_NOISE_RATIO * (rounded - dense_output).square().mean(dim=(1, 2)).sqrt() / size
     row = int((apart / allowed).nan_to_num(math.inf).argmax())
-    return float(apart[row]), float(allowed[row])
+    place = f"layer {layer.call.layer_index}"
+    return Finding("composed attention", "dense attention", float(apart[row]), float(allowed[row]), place)
 
 
 def _check_logits(model: LoadedModel, answered: Sequence[_Answered]) -> Finding:

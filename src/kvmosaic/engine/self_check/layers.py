@@ -61,7 +61,7 @@ def check_layers(model: LoadedModel, tokens: Sequence[int]) -> list[Finding]:
     findings = [worst_finding(found)]
     if calls:
         fused = [
-            Finding("the fused form", "its own code", _fused_difference(call, facts), _FUSED_LIMIT, _name(call.form))
+            Finding("fused form", "its own code", _fused_difference(call, facts), _FUSED_LIMIT, _name(call.form))
             for call in calls
         ]
         findings.append(worst_finding(fused))
