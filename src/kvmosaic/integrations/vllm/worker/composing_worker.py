@@ -10,6 +10,7 @@ from kvmosaic.errors import KVMosaicError
 from kvmosaic.integrations.vllm.operations import Operations, WorkerFacts
 from kvmosaic.integrations.vllm.tally import Tally
 from kvmosaic.integrations.vllm.worker import shifting
+from kvmosaic.integrations.vllm.worker.layouts.ascend import is_npu
 from kvmosaic.integrations.vllm.worker.moving import Mover
 from kvmosaic.integrations.vllm.worker.nested import find_nested
 from kvmosaic.integrations.vllm.worker.places import Places
@@ -67,7 +68,9 @@ class ComposingWorker:
         no_repair = ""
         if isinstance(forward, str):
             no_repair = forward
-            trouble = check_rotations(places, int(self._config.model_config.max_model_len))
+            # vLLM-Ascend's embeddings turn by angles that its runner looked up before, whatever positions they get
+            is_direct = not is_npu(self._config)
+            trouble = check_rotations(places, int(self._config.model_config.max_model_len)) if is_direct else ""
         else:
             trouble = check(places, forward)
             self._repairer = Repairer(forward)
