@@ -223,7 +223,7 @@ def test_tables_on_60_columns_keep_their_numbers_whole(
         assert re.search(r"^a very.*… +29 +0 +8 KiB +compute", result.stdout, re.MULTILINE)
     else:
         assert re.search(r"^0–1 +4 / 2 +8 .* 6,283 +full +yes", result.stdout, re.MULTILINE), result.stdout
-        assert re.search(r"^plain prompt .* [\d.e-]+ +0.001$", result.stdout, re.MULTILINE), result.stdout
+        assert re.search(r"^attention .* [\d.e-]+ +0.001 ", result.stdout, re.MULTILINE), result.stdout
 
 
 def test_asking_needs_something_to_ask() -> None:

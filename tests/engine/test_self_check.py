@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import FAMILIES, build
-from support.real import sensitive_model
+from support.sensitive import sensitive_model
 
 from kvmosaic.attention import TorchBackend
 from kvmosaic.engine.self_check import run_self_check

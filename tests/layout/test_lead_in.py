@@ -14,29 +14,34 @@ PROMPT = replace(PLAIN, lead_in=(70, 71, 72, 73, 74))
 
 
 @pytest.mark.parametrize("strategy", ["shared", "sequential"])
-def test_chunks_are_computed_behind_the_lead_in_and_read_as_if_it_were_not_there(strategy):
+def test_later_chunks_are_computed_after_the_lead_in_and_read_as_if_it_were_not_there(strategy):
     layout, without = arrange(PROMPT, strategy, "lead_in"), arrange(PLAIN, strategy, "system")
     system, lead_in, one, other, question = layout.spans
     assert (lead_in.start, lead_in.token_ids, lead_in.views) == (3, (70, 71, 72, 73, 74), (View(0, 0),))
-    assert [(span.start, span.views) for span in (one, other)] == [(8, (View(0, 0), View(1, 0)))] * 2
+    assert (one.start, one.views) == (3, (View(0, 0),))
+    assert (other.start, other.views) == (8, (View(0, 0), View(1, 0)))
     assert [view.span for view in question.views] == [0, 2, 3]
     places = [span.start + view.distance for span, view in zip((system, one, other), question.views, strict=True)]
     assert places == list(without.positions().values()) and question.start == without.last.start
     assert layout.num_tokens == without.num_tokens and layout.is_moved
 
 
-def test_nothing_but_chunks_sees_the_lead_in():
+def test_nothing_but_later_chunks_sees_the_lead_in():
     written = dense(arrange(PROMPT, "sequential", "lead_in"))
     seen = written.mask[:, 3:8].any(1)
-    assert seen.tolist() == [False] * 3 + [True] * 5 + [True] * 6 + [False] * 2
+    assert seen.tolist() == [False] * 3 + [True] * 5 + [False] * 4 + [True] * 2 + [False] * 2
 
 
-def test_a_chunk_behind_a_lead_in_is_not_exact_even_if_it_comes_first():
-    assert exact_spans(arrange(PLAIN, "sequential", "system")) == {0, 1}
+def test_the_first_chunk_is_exact_and_later_ones_are_not():
     layout = arrange(PROMPT, "sequential", "lead_in")
-    assert exact_spans(layout) == {0}
-    span = repaired(layout, {2: (0, 1), 3: (1,)}).spans[-2]
-    assert (span.token_ids, span.places) == ((20, 21, 41), (3, 4, 8)) and 1 not in [view.span for view in span.views]
+    assert exact_spans(layout) == {0, 2}
+    span = repaired(layout, {3: (1,)}).spans[-2]
+    assert (span.token_ids, span.places) == ((41,), (8,)) and 1 not in [view.span for view in span.views]
+
+
+def test_a_prompt_with_one_chunk_has_no_lead_in():
+    alone = replace(Prompt.from_tokens([3, 4], [[20, 21]], [90]), lead_in=(70, 71))
+    assert arrange(alone, "sequential", "lead_in").spans == arrange(alone, "sequential", "system").spans
 
 
 @pytest.mark.parametrize("strategy", ["shared", "sequential"])

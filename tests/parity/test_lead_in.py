@@ -63,7 +63,7 @@ def test_a_lead_in_is_computed_only_while_a_chunk_is_missing(repair, prefix_cach
     plan = engine.planner.plan(arrange(PROMPT, "sequential", "lead_in"))
     assert [span.num_tokens for span in plan.spans if span.kind == "lead_in"] == [0] and known
     request = check(engine, PROMPT, repair)
-    assert "after a lead-in" in request.reuse.composition
+    assert "documents after the first were computed after a lead-in" in request.reuse.composition
     assert [segment.kind for segment in request.reuse.segments] == ["system", "chunk", "chunk", "chunk", "question"]
     assert all(segment.reused_tokens for segment in request.reuse.segments[1:4])
     more = Prompt.from_tokens(SYSTEM, [*DOCUMENTS, [5, 6, 7]], QUESTION)
@@ -75,7 +75,7 @@ def test_a_chunk_evicted_between_plan_and_attach_is_computed_behind_the_lead_in(
     check(engine, PROMPT)
     layout = arrange(PROMPT, "sequential", "lead_in")
     plan = engine.planner.plan(layout)
-    (chunk, *_) = engine.planner.chunks()
+    (*_, chunk) = engine.planner.chunks()
     engine.planner.delete(chunk.key)
     attachment = engine.planner.attach(plan)
     assert attachment.spans[1].num_tokens == len(PROMPT.lead_in)
@@ -90,13 +90,14 @@ def test_chunks_of_many_prompts_are_evicted_and_computed_again_behind_it(prefix_
         loaded("llama"), chunk_context="lead_in", blocks=(40, 9), prefix_caching=prefix_caching, max_batched_tokens=16
     )
     for number in (0, 1, 2, 0, 1, 2):
-        check(engine, replace(Prompt.from_tokens(SYSTEM, [DOCUMENTS[number]], QUESTION), lead_in=PROMPT.lead_in))
+        two = [DOCUMENTS[number], DOCUMENTS[number - 1]]
+        check(engine, replace(Prompt.from_tokens(SYSTEM, two, QUESTION), lead_in=PROMPT.lead_in))
     assert engine.planner.statistics().evictions > 0
 
 
 def test_a_lead_in_that_has_no_room_is_left_out():
-    engine = build_engine(loaded("llama"), chunk_context="lead_in", engine_options={"max_model_len": 24})
-    prompt = replace(Prompt.from_tokens(SYSTEM, [DOCUMENTS[0]], QUESTION), lead_in=PROMPT.lead_in * 2)
+    engine = build_engine(loaded("llama"), chunk_context="lead_in", engine_options={"max_model_len": 34})
+    prompt = replace(Prompt.from_tokens(SYSTEM, DOCUMENTS[:2], QUESTION), lead_in=PROMPT.lead_in * 5)
     request = check(engine, prompt)
     assert "lead-in" not in request.reuse.composition
 

@@ -19,8 +19,8 @@ def composition_of(layout: Layout) -> str:
     parts = [apart]
     if any(view.weight != UNWEIGHTED for view in layout.last.views):
         parts.append("the question weighs documents differently")
-    if layout.chunk_context == "lead_in":
-        parts.append("documents were computed after a lead-in")
+    if any(span.is_lead_in for span in layout.spans):
+        parts.append("documents after the first were computed after a lead-in")
     if layout.chunk_context == "none":
         parts.append("documents did not see the system prompt")
     return f"composed ({layout.strategy}): " + ", ".join(parts)

@@ -34,8 +34,9 @@ def arrange(prompt: Prompt, strategy: FixedStrategy = "shared", chunk_context: C
     A chunk is *computed* in a place that does not depend on the other chunks: right after what it sees (the system
     prompt, and chunks named in `sees`), or from position 0 when it sees nothing; a later part of a split document so
     much further on as it stands in the document. The question's views move it. With the context "lead_in" the prompt's
-    lead-in stands between system prompt and chunk when it is computed, and is gone afterwards; with `absolute`
-    positions, where nothing moves, and without a lead-in it is the context "system".
+    lead-in stands between system prompt and chunk when it is computed, and is gone afterwards. The first chunk of a
+    prompt has none: only the system prompt stands before it in the prompt as well. With `absolute` positions, where
+    nothing moves, and without a lead-in it is the context "system".
 
     Raises:
         InvalidOffset: an offset that is missing, unexpected or inside the system prompt.
@@ -53,13 +54,16 @@ def arrange(prompt: Prompt, strategy: FixedStrategy = "shared", chunk_context: C
     system = prompt.segments[0] if prompt.segments[0].kind is SegmentKind.SYSTEM else None
     spans = [Span(system, 0)] if system else []
     system_end = system.num_tokens if system else 0
-    if chunk_context == "lead_in" and prompt.chunks:
+    if chunk_context == "lead_in" and len(prompt.chunks) > 1:
         spans.append(Span(Segment(SegmentKind.LEAD_IN, prompt.lead_in), system_end, tuple(View(0, 0) for _ in spans)))
     first_chunk = len(spans)
-    context = () if chunk_context == "none" else tuple(View(index, 0) for index in range(first_chunk))
-    base = spans[-1].end if context else 0
+    bases: list[int] = []
+    is_first = True
     for segment, seen in zip(prompt.chunks, seen_chunks(prompt.chunks), strict=True):
-        views, start = _views_of(seen, spans, first_chunk, base, strategy)
+        is_first = not bases or (is_first and segment.continues)
+        context = () if chunk_context == "none" else _context(spans[:first_chunk], is_first=is_first)
+        bases.append(spans[context[-1].span].end if context else 0)
+        views, start = _views_of(seen, spans, first_chunk, bases[-1], strategy)
         if strategy == "absolute":
             start = _checked_offset(segment, max(start, system_end))
         elif segment.position_offset is not None:
@@ -71,7 +75,7 @@ def arrange(prompt: Prompt, strategy: FixedStrategy = "shared", chunk_context: C
             # where it stands in its document: nothing is moved in shared positions, and every prompt finds it there
             start = max(start, spans[-1].start + spans[-1].num_tokens)
         spans.append(Span(segment, start, context + views))
-    positions = _prompt_positions(spans, first_chunk, system_end - base, strategy)
+    positions = _prompt_positions(spans, first_chunk, [system_end - base for base in bases], strategy)
     places = [
         (index, place, span)
         for index, (place, span) in enumerate(zip(positions, spans, strict=True))
@@ -81,6 +85,14 @@ def arrange(prompt: Prompt, strategy: FixedStrategy = "shared", chunk_context: C
     question_start = max((place + span.num_tokens for _, place, span in places), default=0)
     spans.append(Span(prompt.segments[-1], question_start, views))
     return Layout(tuple(spans), strategy, chunk_context)
+
+
+def _context(spans: list[Span], *, is_first: bool) -> tuple[View, ...]:
+    """What every chunk sees: the system prompt, and the lead-in unless the chunk is the first document of its prompt.
+
+    Nothing but the system prompt stands before that one in the prompt, too: so it is exact.
+    """
+    return tuple(View(index, 0) for index, span in enumerate(spans) if not (is_first and span.is_lead_in))
 
 
 def _views_of(
@@ -96,11 +108,11 @@ def _views_of(
     return tuple(views), end
 
 
-def _prompt_positions(spans: list[Span], first_chunk: int, shift: int, strategy: FixedStrategy) -> list[int]:
-    """Where the question sees the first token of each span; `shift` takes blind chunks behind the system prompt."""
+def _prompt_positions(spans: list[Span], first_chunk: int, shifts: list[int], strategy: FixedStrategy) -> list[int]:
+    """Where the question sees the first token of each span; `shifts` take chunks to the end of the system prompt."""
     positions = [span.start for span in spans[:first_chunk]]
     cursor = sum(span.num_tokens for span in spans[:first_chunk] if not span.is_lead_in)
-    for span in spans[first_chunk:]:
+    for span, shift in zip(spans[first_chunk:], shifts, strict=True):
         if strategy == "sequential":
             positions.append(cursor)
             cursor += span.num_tokens
