@@ -87,3 +87,12 @@ def test_a_split_document_is_told_and_its_parts_are_found_again_in_any_positions
         assert notes[0].startswith("part 1 of 2 of a document that is longer than a chunk may be")
         again = answer(llm, position_strategy="shared")
         assert all(segment.reused_tokens for segment in again.reuse.segments if segment.kind == "chunk")
+
+
+def test_parts_of_a_document_that_is_longer_than_the_model_overlap_and_say_so():
+    with open_llm(max_model_len=64, max_chunk_tokens=30, long_chunks="split", repair="none") as llm:
+        prompt = Prompt.from_tokens([3, 4, 5], [list(range(10, 100))], [6, 7, 8])
+        output = answer(llm, prompt)
+        assert "composed (shared)" in output.reuse.composition
+        notes = [segment.note for segment in output.reuse.segments if segment.kind == "chunk"]
+        assert notes and all("its parts overlap" in note for note in notes)

@@ -24,7 +24,8 @@ def run(*arguments: str | Path, text: str | bytes | None = None) -> Result:
 
 
 def test_run_answers_every_question_about_the_folder(tiny_model: Path, notes: Path) -> None:
-    result = run("run", tiny_model, "--documents", notes, "-q", "Where?", "-q", "Who?", "--max-tokens", "4")
+    options = ("--max-tokens", "4", "--repair", "none", "--position-strategy", "shared")
+    result = run("run", tiny_model, "--documents", notes, "-q", "Where?", "-q", "Who?", *options)
     assert result.exit_code == 0, result.output
     assert [line for line in result.stdout.splitlines() if line.startswith("Q ")] == ["Q  Where?", "Q  Who?"]
     assert len(re.findall(r"(?:ferry|kiln|mill) +\d+ +reused", result.stdout)) == 6

@@ -243,7 +243,8 @@ class PromptEncoder:
         for segment in segments:
             check_token_ids(segment.token_ids or (), self.vocab_size, segment.label)
         limit, split = self.settings.max_chunk_tokens, self.settings.long_chunks == "split"
-        parts = fit_chunks(segments, encodings, min(limit, self._room(segments)) if split else limit, split=split)
+        limit = min(limit, self._room(segments)) if split else limit
+        parts = fit_chunks(segments, encodings, limit, split=split, most_in_order=self._free(segments) - 1)
         self._check_count(parts)
         for part in parts:
             most = self._most_tokens(part)
@@ -270,18 +271,22 @@ class PromptEncoder:
         """
         if self.max_positions is None:
             return MAX_POSITION
-        lengths = {SegmentKind.SYSTEM: 0, SegmentKind.QUESTION: 0}
-        for segment in segments:
-            if segment.kind in lengths:
-                lengths[segment.kind] += segment.num_tokens
-        free = self.max_positions - lengths[SegmentKind.SYSTEM]
-        room = free - lengths[SegmentKind.QUESTION]
+        room = self._free(segments)
+        free = room + sum(segment.num_tokens for segment in segments if segment.kind is SegmentKind.QUESTION)
         if room < 2:
             return self.max_positions
         part = free // 2
         while part > 1 and part > room * 3 // 4:
             part //= 2
         return max(part, 1)
+
+    def _free(self, segments: Sequence[Segment]) -> int:
+        """Positions of the model that system prompt and question leave."""
+        if self.max_positions is None:
+            return MAX_POSITION
+        return self.max_positions - sum(
+            segment.num_tokens for segment in segments if segment.kind in (SegmentKind.SYSTEM, SegmentKind.QUESTION)
+        )
 
     def _check_count(self, segments: Sequence[Segment]) -> None:
         num_chunks = sum(segment.kind is SegmentKind.CHUNK for segment in segments)

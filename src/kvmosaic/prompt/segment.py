@@ -75,6 +75,8 @@ class Segment:
     """Chunks only: how much it should stay in a full cache, 0 to 1; None: as it is, or 0.5. Not part of its key."""
     part: tuple[int, int] | None = field(default=None, compare=False)
     """Chunks of a split document: which part of how many, from 1 on."""
+    overlaps: bool = field(default=False, compare=False)
+    """Chunks of a split document: whether it is too long for the model's positions, so that its parts share them."""
     number: int | None = field(default=None, compare=False)
     """Chunks of a prompt with several: which of its documents this is, or is a part of, counted from 0."""
 
@@ -111,7 +113,7 @@ class Segment:
     @property
     def continues(self) -> bool:
         """Whether it goes on where the chunk before it in the prompt ends, in one document."""
-        return self.part is not None and self.part[0] > 1
+        return self.part is not None and self.part[0] > 1 and not self.overlaps
 
     @property
     def document(self) -> int | None:

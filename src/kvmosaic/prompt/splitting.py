@@ -9,14 +9,19 @@ from itertools import pairwise
 
 from kvmosaic.errors import ChunkTooLong
 from kvmosaic.prompt.sees import seen_chunks
-from kvmosaic.prompt.segment import Segment, SegmentKind
+from kvmosaic.prompt.segment import MAX_POSITION, Segment, SegmentKind
 from kvmosaic.prompt.tokenizer import Encoded
 
 _SENTENCE_END = re.compile(r"[.!?。！？]['\")\]]*$")
 
 
 def fit_chunks(
-    segments: Sequence[Segment], encodings: Sequence[Encoded], limit: int, *, split: bool
+    segments: Sequence[Segment],
+    encodings: Sequence[Encoded],
+    limit: int,
+    *,
+    split: bool,
+    most_in_order: int = MAX_POSITION,
 ) -> tuple[Segment, ...]:
     """Makes every chunk fit into `limit` tokens.
 
@@ -25,6 +30,7 @@ def fit_chunks(
         encodings: where their tokens begin in their text.
         limit: most tokens of a chunk.
         split: cut longer chunks into several (named "name (1/3)"), or raise.
+        most_in_order: tokens of the longest document whose parts have room one behind the other.
 
     Raises:
         ChunkTooLong: a longer chunk, and `split` is off.
@@ -44,6 +50,8 @@ def fit_chunks(
                         document=segment.document,
                     )
                 parts = _split(segment, encoded, limit)
+                if segment.num_tokens > most_in_order:
+                    parts = tuple(replace(part, overlaps=True) for part in parts)
             if sees := tuple(new for old in next(seen) for new in new_numbers[old]):
                 parts = tuple(replace(part, sees=sees) for part in parts)
             first = new_numbers[-1].stop if new_numbers else 0

@@ -92,70 +92,75 @@ def _check_positions(answered: Sequence[_Answered], steps: Sequence[RecordedStep
     misplaced = 0
     for each in answered:
         positions = torch.from_numpy(dense(each.layout).positions)
-        for step in steps:
-            rows, tokens = _rows_of(each, step)
-            misplaced += int((step.positions.cpu()[rows] != positions[tokens]).sum())
+        for request in each.requests:
+            for step in steps:
+                rows, tokens = _rows_of(each.layout, request, step)
+                misplaced += int((step.positions.cpu()[rows] != positions[tokens]).sum())
     return Finding("positions", "the layout", float(misplaced), 0.0)
 
 
 @dataclass(slots=True)
 class _LayerRows:
-    """What one layer's attention was asked for a prompt, over all steps, and what it gave."""
+    """What one layer's attention was asked for a request, over all its steps, and what it gave."""
 
     call: AttentionCall
-    """The first one: constants of the layer are the same in all."""
+    """One of them: constants of the layer are the same in all."""
     keys: Tensor
-    """[T, G, D], of all tokens of the prompt, as they were computed first."""
+    """[T, G, D], of all tokens of the prompt, as they were computed last; 0 where they were not yet."""
     values: Tensor
     tokens: list[int] = field(default_factory=list)
-    """Numbers of the tokens whose queries follow; those of the question are there cold and warm."""
+    """Numbers of the tokens whose queries follow."""
     queries: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
 
-    @classmethod
-    def empty(cls, call: AttentionCall, num_tokens: int) -> _LayerRows:
-        """No rows yet, of a prompt with so many tokens."""
-        keys, values = (part.new_zeros(num_tokens, *part.shape[1:]) for part in (call.key, call.value))
-        return cls(call, keys, values)
-
     def add(self, call: AttentionCall, output: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Adds the rows of one step, which are these tokens."""
-        known = set(self.tokens)
-        new = [(row, token) for row, token in zip(rows, tokens, strict=True) if token not in known]
-        for mine, theirs in ((self.keys, call.key), (self.values, call.value)):
-            mine[[token for _, token in new]] = theirs[[row for row, _ in new]]
+        self.keys[tokens], self.values[tokens] = call.key[rows], call.value[rows]
         self.tokens += tokens
         self.queries.append(call.query[rows])
         self.outputs.append(output[rows])
 
 
 def _check_attention(model: LoadedModel, answered: _Answered, steps: Sequence[RecordedStep]) -> list[Finding]:
-    written = dense(answered.layout)
-    attention = DenseAttention(written, model.layers)
+    attention = DenseAttention(dense(answered.layout), model.layers)
+    stored = [finding for step in steps for finding in _check_storage(model, step)]
+    attended: list[Finding] = []
     layers: dict[int, _LayerRows] = {}
-    stored: list[Finding] = []
-    for step in steps:
-        rows, tokens = _rows_of(answered, step)
-        for (call, output), (key, value) in zip(step.calls, step.stored, strict=True):
-            if model.layers[call.layer_index].is_stored:
-                differing = sum(int((mine != theirs).sum()) for mine, theirs in ((key, call.key), (value, call.value)))
-                place = f"layer {call.layer_index}"
-                stored.append(Finding("what is stored", "what was computed", float(differing), 0.0, place))
-            if call.layer_index not in layers:
-                layers[call.layer_index] = _LayerRows.empty(call, len(written.token_ids))
-            layers[call.layer_index].add(call, output, rows, tokens)
-    attended = [_compare_attention(attention, layer) for layer in layers.values()]
+    for request in answered.requests:
+        # what the first request computed and the second one found stays; the rest is computed again and rounds otherwise
+        layers = {
+            index: _LayerRows(layer.call, layer.keys.clone(), layer.values.clone()) for index, layer in layers.items()
+        }
+        for step in steps:
+            rows, tokens = _rows_of(answered.layout, request, step)
+            for call, output in step.calls if rows else ():
+                if call.layer_index not in layers:
+                    shape = (answered.layout.num_tokens, *call.key.shape[1:])
+                    values = call.value.new_zeros(answered.layout.num_tokens, *call.value.shape[1:])
+                    layers[call.layer_index] = _LayerRows(call, call.key.new_zeros(shape), values)
+                layers[call.layer_index].add(call, output, rows, tokens)
+        attended += [_compare_attention(attention, layer) for layer in layers.values()]
     return [worst_finding(stored), worst_finding(attended)]
 
 
-def _rows_of(answered: _Answered, step: RecordedStep) -> tuple[list[int], list[int]]:
-    """Rows of a step that belong to a prompt, and the numbers of their tokens in it."""
-    offsets = np.cumsum([0] + [span.num_tokens for span in answered.layout.spans])
+def _check_storage(model: LoadedModel, step: RecordedStep) -> list[Finding]:
+    findings = []
+    for (call, _), (key, value) in zip(step.calls, step.stored, strict=True):
+        if model.layers[call.layer_index].is_stored:
+            differing = sum(int((mine != theirs).sum()) for mine, theirs in ((key, call.key), (value, call.value)))
+            place = f"layer {call.layer_index}"
+            findings.append(Finding("what is stored", "what was computed", float(differing), 0.0, place))
+    return findings
+
+
+def _rows_of(layout: Layout, request: Request, step: RecordedStep) -> tuple[list[int], list[int]]:
+    """Rows of a step that belong to a request, and the numbers of their tokens in its prompt."""
+    offsets = np.cumsum([0] + [span.num_tokens for span in layout.spans])
     rows: list[int] = []
     tokens: list[int] = []
     last = 0
     for work in step.works:
-        if work.sequence.request in answered.requests:
+        if work.sequence.request is request:
             first = int(offsets[work.span]) + work.first
             rows.extend(range(last, last + work.num_tokens))
             tokens.extend(range(first, first + work.num_tokens))
