@@ -127,7 +127,7 @@ def _check_attention(model: LoadedModel, answered: _Answered, steps: Sequence[Re
     attended: list[Finding] = []
     layers: dict[int, _LayerRows] = {}
     for request in answered.requests:
-        # what the first request computed and the second one found stays; the rest is computed again and rounds otherwise
+        # what the second request finds is what the first one computed; the rest is computed again and rounds otherwise
         layers = {
             index: _LayerRows(layer.call, layer.keys.clone(), layer.values.clone()) for index, layer in layers.items()
         }
