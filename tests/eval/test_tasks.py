@@ -127,7 +127,7 @@ def test_seed_and_count_have_bounds(seed: int, count: int) -> None:
     ("field", "value", "said"),
     [
         ("question", " ", "its question must be a text that says something"),
-        ("answers", (), "1 to 1000 answers are needed, got 0"),
+        ("answers", ("a",) * 1001, "at most 1000 answers are allowed, got 1001"),
         ("answers", ["a"], "answers must be a tuple"),
         ("needs", (3,), "it needs document 3, and has 0"),
         ("metric", "bleu", "the metric must be one of exact, f1"),

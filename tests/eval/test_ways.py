@@ -18,7 +18,7 @@ def test_full_attention_is_there_once_and_first() -> None:
 
 def test_every_policy_meets_every_strategy_and_context() -> None:
     found = ways(["none", "query(0.150)", "first( 8 )", "query(.15)"])
-    assert len(found) == 1 + 2 * 2 * 3
+    assert len(found) == 1 + 2 * 3 * 3
     assert Way("shared", "none", "query(0.15)") in found
     assert len(set(found)) == len(found)
 
@@ -27,7 +27,7 @@ def test_every_policy_meets_every_strategy_and_context() -> None:
     ("repairs", "strategies", "contexts", "said"),
     [
         (["none"], ["absolute"], ["system"], "the strategy 'absolute' is none of sequential, shared"),
-        (["none"], ["shared"], ["all"], "the context 'all' is none of system, none"),
+        (["none"], ["shared"], ["all"], "the context 'all' is none of system, lead_in, none"),
         ([], ["shared"], ["system"], "give at least one policy"),
         (["none"], [], ["system"], "give at least one policy"),
         (["none"] * 101, ["shared"], ["system"], "101 policies are too many"),

@@ -15,10 +15,11 @@ from support.tiny import save_tiny_model
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig
 from kvmosaic.errors import InvalidConfig, InvalidProfile
 from kvmosaic.profile import PROFILE_NAME, Goal, Profile, ProfileChoice, TaskResult, write_profile
+from kvmosaic.repair import DEFAULT_REPAIR
 
 SMALL = EngineConfig(request_cache="1MiB")
 FIELDS = ("position_strategy", "chunk_context", "repair")
-DEFAULTS = ("shared", "system", "none")
+DEFAULTS = ("auto", "system", DEFAULT_REPAIR)
 MEASURED = ("sequential", "none", "query(0.15)")
 
 

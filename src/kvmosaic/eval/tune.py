@@ -76,22 +76,31 @@ def tune(tuning: Tuning, *, as_json: bool = False) -> bool:
 
 
 def _table(tuned: Tuned, summaries: Sequence[Summary]) -> Table:
+    """What was tried, with what its goals are about: right answers, or nearness to full attention."""
     with_context = len({summary.way.context for summary in summaries}) > 1
+    is_scored = any(summary.ratio is not None for summary in summaries)
+    middle = ("of full", "worst task", "divergence") if is_scored else ("divergence", "agreement", "loss")
     lines = [
         (
             ("▸ " if summary.way == tuned.chosen.way else "  ") + way_text(summary.way, with_context=with_context),
-            percent(summary.ratio),
-            "–" if summary.worst_ratio is None else f"{summary.worst_task} {percent(summary.worst_ratio)}",
-            "–" if summary.way.is_full else f"{summary.divergence:.4f}",
-            "–" if summary.way.is_full else percent(summary.agreement),
-            increase(None if summary.way.is_full else summary.loss_increase),
+            *(_answers_cells(summary) if is_scored else _nearness_cells(summary)),
             percent(summary.work),
             duration_text(summary.first_median),
         )
         for summary in summaries
     ]
-    headings = ("  tried", "of full", "worst task", "divergence", "agreement", "loss", "work", "first token")
-    return terminal_table(headings, lines)
+    return terminal_table(("  tried", *middle, "work", "first token"), lines)
+
+
+def _answers_cells(summary: Summary) -> tuple[str, ...]:
+    worst = "–" if summary.worst_ratio is None else f"{summary.worst_task} {percent(summary.worst_ratio)}"
+    return percent(summary.ratio), worst, _nearness_cells(summary)[0]
+
+
+def _nearness_cells(summary: Summary) -> tuple[str, ...]:
+    if summary.way.is_full:
+        return ("–",) * 3
+    return f"{summary.divergence:.4f}", percent(summary.agreement), increase(summary.loss_increase)
 
 
 def _slow(tuned: Tuned, rows: Sequence[Row]) -> list[str]:

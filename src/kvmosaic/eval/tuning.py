@@ -16,6 +16,7 @@ LADDER = (
     "first(4)",
     "first(16)",
     "query(0.05)",
+    "query(0.08)",
     "query(0.15)",
     "deviation(0.15)",
     "combined(0.15)",
