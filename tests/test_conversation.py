@@ -41,6 +41,7 @@ def model_of(name: str) -> LoadedModel:
 
 
 def make(name: str, **options: Any) -> LLM:
+    options = {"position_strategy": "shared", "repair": "none", **options}
     config = ChunkCacheConfig(capacity="4MiB", **options)
     return LLM(
         model_of(name),

@@ -57,7 +57,8 @@ def llm(model):
 
 
 def make(model, **options):
-    config = ChunkCacheConfig(**{"capacity": "1MiB", "separator": "##", **options})
+    fixed = {"position_strategy": "shared", "repair": "none"}
+    config = ChunkCacheConfig(**{"capacity": "1MiB", "separator": "##", **fixed, **options})
     return LLM(model, chunk_cache_config=config, engine_config=SMALL)
 
 

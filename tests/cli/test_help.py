@@ -62,8 +62,8 @@ def test_unknown_strategy_is_refused_with_the_choices() -> None:
 
 def test_choices_are_those_of_the_settings() -> None:
     assert get_args(LongChunks)[0] == get_type_hints(ChunkCacheConfig)["long_chunks"]
-    for option in (get_args(Strategy)[0], get_args(FixedStrategy)[0] | None):
-        assert choices_of(option) == set(get_args(PositionStrategy)) - {"absolute"}
+    assert choices_of(get_args(Strategy)[0]) == set(get_args(PositionStrategy)) - {"absolute"}
+    assert choices_of(get_args(FixedStrategy)[0] | None) == set(get_args(PositionStrategy)) - {"absolute", "auto"}
     assert choices_of(get_args(ContextKind)[0]) == set(get_args(ChunkContext))
 
 

@@ -37,7 +37,7 @@ def anchors_of(path: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with RunningServer() as running:
+    with RunningServer(position_strategy=None, repair=None) as running:  # as a reader starts it
         yield running
 
 

@@ -39,7 +39,12 @@ def split(*lengths: int) -> list[Segment]:
     """One document of neighbouring numbers as parts of these lengths."""
     parts, first = [], 100
     for number, length in enumerate(lengths, start=1):
-        part = Segment(SegmentKind.CHUNK, tuple(range(first, first + length)), part=(number, len(lengths)))
+        part = Segment(
+            SegmentKind.CHUNK,
+            tuple(range(first, first + length)),
+            part=(number, len(lengths)),
+            document_offset=first - 100,
+        )
         parts.append(part)
         first += length
     return parts
@@ -69,5 +74,13 @@ def test_a_part_is_computed_at_one_place_whatever_the_strategy_and_the_documents
 def test_the_first_part_of_the_next_document_begins_anew():
     prompt = Prompt((PROMPT.segments[0], *split(4, 4), *split(3, 3), PROMPT.segments[-1]))
     assert [span.start for span in arrange(prompt, "shared").spans] == [0, 3, 7, 3, 6, 11]
-    whole = replace(prompt, segments=tuple(replace(segment, part=None) for segment in prompt.segments))
+    whole = replace(
+        prompt, segments=tuple(replace(segment, part=None, document_offset=0) for segment in prompt.segments)
+    )
     assert [span.start for span in arrange(whole, "shared").spans] == [0, 3, 3, 3, 3, 7]
+
+
+def test_a_part_alone_is_computed_where_it_stands_in_its_document():
+    """As documents are warmed: part by part."""
+    *_, last = split(4, 4)
+    assert arrange(Prompt((PROMPT.segments[0], last, PROMPT.segments[-1])), "shared").spans[1].start == 7

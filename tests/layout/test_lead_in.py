@@ -67,9 +67,10 @@ def test_prompts_that_differ_in_the_lead_in_alone_are_equal():
 @pytest.mark.parametrize("strategy", ["shared", "sequential"])
 def test_parts_of_a_split_document_stand_one_behind_the_other_whatever_they_saw(strategy):
     whole = Prompt.from_tokens([3, 4, 5], [[20, 21, 22, 23], [24, 25], [40, 41], [42, 43, 44]], [90, 91])
+    offsets = (0, 0, 4, 0, 2, 0)
     segments = tuple(
-        replace(segment, part=(2 - number % 2, 2)) if segment.kind == "chunk" else segment
-        for number, segment in enumerate(whole.segments)
+        replace(segment, part=(2 - number % 2, 2), document_offset=offset) if segment.kind == "chunk" else segment
+        for number, (segment, offset) in enumerate(zip(whole.segments, offsets, strict=True))
     )
     prompt = replace(whole, segments=segments)
     layout = arrange(replace(prompt, lead_in=(70, 71, 72, 73, 74)), strategy, "lead_in")
@@ -77,4 +78,5 @@ def test_parts_of_a_split_document_stand_one_behind_the_other_whatever_they_saw(
     places = [place for index, place in layout.positions().items() if index]
     assert places == [place for index, place in expected.positions().items() if index]
     assert layout.last.start == expected.last.start
-    assert [span.start for span in layout.spans[2:-1]] == [3, 7, 8, 10]  # all parts of the first document stand right after the system text
+    # all parts of the first document stand right after the system text
+    assert [span.start for span in layout.spans[2:-1]] == [3, 7, 8, 10]

@@ -52,7 +52,8 @@ class RunningServer:
         **settings: Any,
     ) -> None:
         small = {"dtype": "float32", "device": "cpu", "chunk_cache_size": "32MiB", "request_cache_size": "32MiB"}
-        self.settings = ServerSettings(**{**small, **settings})
+        fixed = {"position_strategy": "shared", "repair": "none"} if settings.get("profile") is None else {}
+        self.settings = ServerSettings(**{**small, **fixed, **settings})
         self._loaded = loaded
         self._self_check = self_check
         self._tiers = tiers

@@ -115,7 +115,7 @@ def _split_note(segment: Segment) -> str:
     if segment.part is None:
         return ""
     number, count = segment.part
-    if segment.overlaps:
+    if segment.continues and not segment.document_offset:
         return f"part {number} of {count} of a document that is longer than the model's positions: its parts overlap"
     return f"part {number} of {count} of a document that is longer than a chunk may be"
 

@@ -68,4 +68,6 @@ def _cut(segment: Segment, length: int) -> Iterator[Segment]:
     starts = range(0, len(ids), length)
     for number, start in enumerate(starts, start=1):
         name = f"{segment.name} ({number}/{len(starts)})" if segment.name else None
-        yield replace(segment, token_ids=ids[start : start + length], text=None, name=name, part=(number, len(starts)))
+        piece = ids[start : start + length]
+        place = (number, len(starts))
+        yield replace(segment, token_ids=piece, text=None, name=name, part=place, document_offset=start)

@@ -71,9 +71,9 @@ def arrange(prompt: Prompt, strategy: FixedStrategy = "shared", chunk_context: C
                 f"{segment.label} has position_offset {segment.position_offset}, but the strategy is {strategy!r}; "
                 "use position_strategy='absolute' or leave the offset out"
             )
-        elif segment.continues:
-            # where it stands in its document: nothing is moved in shared positions, and every prompt finds it there
-            start = max(start, spans[-1].start + spans[-1].num_tokens)
+        else:
+            # a part stands where it does in its document: nothing is moved in shared positions, and every prompt finds it
+            start += segment.document_offset
         spans.append(Span(segment, start, context + views))
     positions = _prompt_positions(spans, first_chunk, [system_end - base for base in bases], strategy)
     places = [

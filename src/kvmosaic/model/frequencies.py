@@ -70,7 +70,7 @@ def pin_frequencies(module: nn.Module, max_positions: int) -> None:
             rotary.config, buffer.device, seq_len=max_positions, **keywords
         )
         short, _ = ROPE_INIT_FUNCTIONS[rope_type](rotary.config, buffer.device, seq_len=1, **keywords)
-        if not torch.equal(short.to(pinned), pinned):
+        if not buffer.is_meta and not torch.equal(short.to(pinned), pinned):
             module.__dict__[_SHORT_LENGTH] = _original_length(rotary.config, layer_type)
         buffer.copy_(pinned.to(buffer.device, buffer.dtype))
         if isinstance(rotary.rope_type, dict):

@@ -75,8 +75,9 @@ class Segment:
     """Chunks only: how much it should stay in a full cache, 0 to 1; None: as it is, or 0.5. Not part of its key."""
     part: tuple[int, int] | None = field(default=None, compare=False)
     """Chunks of a split document: which part of how many, from 1 on."""
-    overlaps: bool = field(default=False, compare=False)
-    """Chunks of a split document: whether it is too long for the model's positions, so that its parts share them."""
+    document_offset: int = field(default=0, compare=False)
+    """Chunks of a split document: tokens of the document before this part. It stands so much further on, unless the
+    document is longer than the model's positions: then this is 0, and its parts overlap."""
     number: int | None = field(default=None, compare=False)
     """Chunks of a prompt with several: which of its documents this is, or is a part of, counted from 0."""
 
@@ -112,8 +113,8 @@ class Segment:
 
     @property
     def continues(self) -> bool:
-        """Whether it goes on where the chunk before it in the prompt ends, in one document."""
-        return self.part is not None and self.part[0] > 1 and not self.overlaps
+        """Whether it is not the first part of its document."""
+        return self.part is not None and self.part[0] > 1
 
     @property
     def document(self) -> int | None:

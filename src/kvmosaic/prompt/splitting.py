@@ -51,7 +51,7 @@ def fit_chunks(
                     )
                 parts = _split(segment, encoded, limit)
                 if segment.num_tokens > most_in_order:
-                    parts = tuple(replace(part, overlaps=True) for part in parts)
+                    parts = tuple(replace(part, document_offset=0) for part in parts)
             if sees := tuple(new for old in next(seen) for new in new_numbers[old]):
                 parts = tuple(replace(part, sees=sees) for part in parts)
             first = new_numbers[-1].stop if new_numbers else 0
@@ -83,6 +83,7 @@ def _split(segment: Segment, encoded: Encoded, limit: int) -> tuple[Segment, ...
                 name=name,
                 position_offset=offset,
                 part=(number, len(borders) - 1),
+                document_offset=first,
             )
         )
     return tuple(parts)
