@@ -2,9 +2,9 @@
 
 A document computed right after the system prompt has never seen that another document stands before it, and in a prompt
 one does, unless it comes first. Its keys and values are nearer to what they are there if it has seen *some* text of the
-kind: about a paragraph that explains something, best in the language of the documents. (Measured on SmolLM2-135M and
-XQuAD. An empty space of that length, random tokens, or the document itself in its place do not help; paragraphs full of
-names and numbers help less.)
+kind: about a paragraph that explains something, best in the language of the documents. (In trials on
+SmolLM2-135M and XQuAD, an empty space of that length, random tokens, or the document itself in its place did not help,
+and paragraphs full of names and numbers helped less.)
 """
 
 from __future__ import annotations
