@@ -21,6 +21,7 @@ from kvmosaic.model.int8 import Int8Linear, cpu_has_int8, quantize
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams
 
+SHARED = ChunkCacheConfig("4MiB", position_strategy="shared", repair="none")
 BFLOAT16 = torch.bfloat16
 FAMILIES = ["llama", "qwen2", "gemma3", "mixtral", "deepseek_v3", "phi3"]
 fast = pytest.mark.skipif(not cpu_has_int8(), reason="this CPU multiplies 8-bit numbers no faster than others")
@@ -105,9 +106,6 @@ def test_fingerprint_is_the_same_every_time(tmp_path: Path) -> None:
 
 
 @fast
-SHARED = ChunkCacheConfig("4MiB", position_strategy="shared", repair="none")
-
-
 def test_documents_of_an_8_bit_model_are_found_again(tmp_path: Path) -> None:
     build("llama", BFLOAT16).save_pretrained(tmp_path)
     small: Any = {"engine_config": EngineConfig(request_cache="4MiB"), "chunk_cache_config": SHARED}

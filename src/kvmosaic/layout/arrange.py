@@ -72,7 +72,7 @@ def arrange(prompt: Prompt, strategy: FixedStrategy = "shared", chunk_context: C
                 "use position_strategy='absolute' or leave the offset out"
             )
         else:
-            # a part stands where it does in its document: nothing is moved in shared positions, and every prompt finds it
+            # where it stands in its document: nothing is moved in shared positions, and every prompt finds it
             start += segment.document_offset
         spans.append(Span(segment, start, context + views))
     positions = _prompt_positions(spans, first_chunk, [system_end - base for base in bases], strategy)
