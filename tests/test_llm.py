@@ -364,7 +364,14 @@ def test_bad_input_is_named_and_leaves_the_cache_as_it_was(model, name):
     call, error = BAD_CALLS[name]
     capacity = 24 * 16 * model.bytes_per_token()
     small = EngineConfig(request_cache=100 * 16 * model.bytes_per_token(), max_batched_tokens=256)
-    config = ChunkCacheConfig(capacity=capacity, separator="##", max_chunk_tokens=64, max_prompt_chunks=12)
+    config = ChunkCacheConfig(
+        capacity=capacity,
+        separator="##",
+        max_chunk_tokens=64,
+        max_prompt_chunks=12,
+        position_strategy="shared",
+        repair="none",
+    )
     with LLM(model, chunk_cache_config=config, engine_config=small) as llm:
         llm.generate(TEXT, GREEDY)
         before = snapshot(llm)

@@ -6,6 +6,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -60,6 +61,17 @@ class Findings:
             notices.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+@contextmanager
+def _warnings_silenced() -> Iterator[None]:
+    log = logging.getLogger("kvmosaic")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
 def verify(url: str, variable: str | None, quarantine: bool, as_json: bool) -> bool:
     """Checks every entry of a tier, and puts damaged ones aside if asked; returns whether none is damaged.
 
@@ -68,8 +80,7 @@ def verify(url: str, variable: str | None, quarantine: bool, as_json: bool) -> b
     """
     console, notices = Console(), Console(stderr=True)
     seal, findings = seal_from(variable), Findings()
-    logging.getLogger("kvmosaic").setLevel(logging.ERROR)  # what is put aside is said below
-    with opened(url) as tier:
+    with _warnings_silenced(), opened(url) as tier:  # what is put aside is said below
         for _ in good_entries(tier, all_entries(tier, notices), seal, findings, notices):
             pass
         if quarantine:

@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from support.server import RunningServer
+
 PAGE = (Path(__file__).parents[3] / "docs" / "server" / "openai.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
 PYTHON = [text for language, text in BLOCKS if language == "python"]
@@ -17,9 +20,16 @@ def here(text, server):
     return text.replace("http://localhost:8000", server.url)
 
 
-def test_python_in_the_manual_runs_from_top_to_bottom(server, tmp_path):
+@pytest.fixture(scope="module")
+def as_started():
+    """A server with the settings that it has when nobody sets any."""
+    with RunningServer(position_strategy=None, repair=None) as running:
+        yield running
+
+
+def test_python_in_the_manual_runs_from_top_to_bottom(as_started, tmp_path):
     script = tmp_path / "blocks.py"
-    script.write_text("\n".join(here(text, server) for text in PYTHON))
+    script.write_text("\n".join(here(text, as_started) for text in PYTHON))
     ran = subprocess.run([sys.executable, "-W", "ignore", script], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
     assert len(ran.stdout.splitlines()) >= 3
