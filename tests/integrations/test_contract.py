@@ -38,8 +38,8 @@ def test_a_composition_comes_back_from_its_fields(composition: Composition, ques
 
 def test_what_a_request_leaves_open_is_filled_in() -> None:
     params: dict[str, Any] = {"kvmosaic": {"system": 2, "chunks": [3, 4]}}
-    short = Composition.from_params(params, 12, trained_positions=12, default_repair=8)
-    long = Composition.from_params(params, 12, trained_positions=11, default_repair=0)
+    short = Composition.from_params(params, 12, trained_positions=13, default_repair=8)
+    long = Composition.from_params(params, 12, trained_positions=12, default_repair=0)
     assert short is not None and long is not None
     assert (short.position_strategy, short.repair) == ("sequential", 8)
     assert (long.position_strategy, long.repair) == ("shared", 0)

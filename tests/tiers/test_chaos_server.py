@@ -243,6 +243,7 @@ def test_two_servers_that_share_a_full_disk_and_a_redis_always_answer_right(
     disk = f"disk:{tmp_path / 'cache'}?quota=6MiB&durable=no"  # a third of the documents
     tiers = ("--chunk-tier", disk, "--chunk-tier", f"{redis.url}?quota=9MiB")
     arguments = ("--chunk-cache-size", "4MiB", "--chunk-loading", "always", *tiers)
+    arguments = (*arguments, "--position-strategy", "shared", "--repair", "none")  # as what is expected was answered
     with ServeCommand(*arguments) as first, ServeCommand(*arguments) as second:
         servers = [first.until_ready(), second.until_ready()]
         loads = [Load(server.url, expected, num_clients=2) for server in servers]

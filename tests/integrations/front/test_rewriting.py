@@ -200,7 +200,7 @@ def test_what_is_left_to_the_engine_is_chosen_by_the_length_of_the_prompt() -> N
         said = found["kv_transfer_params"]["kvmosaic"]
         assert said["position_strategy"] == "sequential" and "repair" not in said
     num_tokens = len(short["kv_transfer_params"]["prompt_token_ids"])
-    for trained, strategy in ((num_tokens, "sequential"), (num_tokens - 1, "shared")):
+    for trained, strategy in ((num_tokens + 1, "sequential"), (num_tokens, "shared")):
         config = SimpleNamespace(hf_text_config=SimpleNamespace(max_position_embeddings=trained))
         found = rewrite(renderer(CHATML, config=config), "chat", **ask)
         assert found is not None
