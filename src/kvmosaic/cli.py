@@ -246,7 +246,12 @@ def demo(
     from kvmosaic.console.opening import Opening
 
     opening = Opening(
-        model, device=device, position_strategy=position_strategy, long_chunks=long_chunks, capacity=capacity
+        model,
+        device=device,
+        position_strategy=position_strategy,
+        long_chunks=long_chunks,
+        capacity=capacity,
+        repair="none",  # the bundled reader was trained on documents read apart
     )
     run_demo(opening, bundled_documents())
 
