@@ -85,7 +85,7 @@ def test_answers_are_those_of_our_engine(folder, strategy):
     own = LLM(
         folder,
         dtype="float32",
-        chunk_cache_config=ChunkCacheConfig(capacity="64MiB"),
+        chunk_cache_config=ChunkCacheConfig(capacity="64MiB", repair="none"),
         engine_config=EngineConfig(request_cache="64MiB"),
     )
     ours = own_answer(own, ask)
