@@ -25,7 +25,6 @@ from kvmosaic.model.fused import Fused, fused_form
 from kvmosaic.model.hook import LATENT_ATTRIBUTE, OWN_NAME, AttentionCall, attention_scope, call_of
 from kvmosaic.model.hook import current_receiver as current_observer
 from kvmosaic.model.loaded import LoadedModel
-from kvmosaic.model.opening import opened_parts
 
 AttentionObserver = Callable[[AttentionCall, Tensor], None]
 """Takes a layer's call, and what the model's own function makes of it: [T, H, Dv], in float32 or wider."""
@@ -44,7 +43,7 @@ class FusedCall:
 def run_own_code(model: LoadedModel, token_ids: Sequence[int], observe: AttentionObserver) -> list[FusedCall]:
     """Runs one ordinary forward by transformers' code, from position 0 on; `observe` is shown every attention call.
 
-    Models whose attention is written into its modules (see `opening`) have no attention function to be shown.
+    Not for models whose attention is written into its modules (see `opening`): they have no function to be shown.
 
     Returns:
         The calls of the outermost modules that are fused at other times.
@@ -56,9 +55,8 @@ def run_own_code(model: LoadedModel, token_ids: Sequence[int], observe: Attentio
     calls: list[FusedCall] = []
     with torch.inference_mode(), ExitStack() as stack:
         stack.enter_context(_own_operations(module, calls))
-        if not opened_parts(module):
-            stack.enter_context(_own_attention(module))
-            stack.enter_context(attention_scope(observe))  # type: ignore[arg-type]
+        stack.enter_context(_own_attention(module))
+        stack.enter_context(attention_scope(observe))  # type: ignore[arg-type]
         options = {"logits_to_keep": torch.tensor([len(token_ids) - 1], device=model.device)}
         tokens = torch.tensor([list(token_ids)], device=model.device)
         module(input_ids=tokens, use_cache=False, **options if model.keeps_rows else {})

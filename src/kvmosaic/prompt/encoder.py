@@ -244,7 +244,7 @@ class PromptEncoder:
             check_token_ids(segment.token_ids or (), self.vocab_size, segment.label)
         limit, split = self.settings.max_chunk_tokens, self.settings.long_chunks == "split"
         limit = min(limit, self._room(segments)) if split else limit
-        parts = fit_chunks(segments, encodings, limit, split=split, most_in_order=self._free(segments) - 1)
+        parts = fit_chunks(segments, encodings, limit, split=split, max_in_order=self._free(segments) - 1)
         self._check_count(parts)
         for part in parts:
             most = self._most_tokens(part)

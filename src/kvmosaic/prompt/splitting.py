@@ -21,7 +21,7 @@ def fit_chunks(
     limit: int,
     *,
     split: bool,
-    most_in_order: int = MAX_POSITION,
+    max_in_order: int = MAX_POSITION,
 ) -> tuple[Segment, ...]:
     """Makes every chunk fit into `limit` tokens.
 
@@ -30,7 +30,7 @@ def fit_chunks(
         encodings: where their tokens begin in their text.
         limit: most tokens of a chunk.
         split: cut longer chunks into several (named "name (1/3)"), or raise.
-        most_in_order: tokens of the longest document whose parts have room one behind the other.
+        max_in_order: tokens of the longest document whose parts have room one behind the other.
 
     Raises:
         ChunkTooLong: a longer chunk, and `split` is off.
@@ -50,7 +50,7 @@ def fit_chunks(
                         document=segment.document,
                     )
                 parts = _split(segment, encoded, limit)
-                if segment.num_tokens > most_in_order:
+                if segment.num_tokens > max_in_order:
                     parts = tuple(replace(part, document_offset=0) for part in parts)
             if sees := tuple(new for old in next(seen) for new in new_numbers[old]):
                 parts = tuple(replace(part, sees=sees) for part in parts)

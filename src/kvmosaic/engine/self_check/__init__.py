@@ -25,9 +25,8 @@ _LENGTHS = ((9, 7, 13, 5, 12), (4, 11, 9, 10), (6, 8, 3, 14, 7))
 """Tokens of system text, documents and question of the composed prompts."""
 _LONG = (9, 67, 13, 12)
 """Instead of the first one, where the model has the positions: a document longer than any tile of a kernel."""
-_NUM_ROWS = {"cpu": 128}
+_NUM_CPU_ROWS, _NUM_GPU_ROWS = 128, 512
 """Rows of forwards that look for what happens only to late rows; multiples of all tiles, so that rows round alike."""
-_NUM_GPU_ROWS = 512
 
 
 def run_self_check(model: LoadedModel, backend: AttentionBackend | None = None) -> SelfCheck:
@@ -37,7 +36,7 @@ def run_self_check(model: LoadedModel, backend: AttentionBackend | None = None) 
         error = f"the check needs {_MIN_POSITIONS} positions, this model has {model.max_positions}"
         return SelfCheck((), is_moved, error)
     lengths = (_LONG if _most(model, sum(_LONG) + 8) == sum(_LONG) + 8 else _LENGTHS[0], *_LENGTHS[1:])
-    num_rows = _most(model, _NUM_ROWS.get(model.device.type, _NUM_GPU_ROWS))
+    num_rows = _most(model, _NUM_CPU_ROWS if model.device.type == "cpu" else _NUM_GPU_ROWS)
     tokens = ordinary_tokens(model, max(num_rows, sum(sum(counts) for counts in lengths)))
     rows = tokens[:num_rows]
     findings: list[Finding] = []

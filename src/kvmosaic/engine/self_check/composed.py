@@ -187,8 +187,11 @@ def _compare_attention(attention: DenseAttention, layer: _LayerRows) -> Finding:
 def _check_logits(model: LoadedModel, answered: Sequence[_Answered]) -> Finding:
     """Of the row in the middle, cold and warm: one row may be ill-conditioned, and one token choose another expert."""
     layouts = [_one_forward(each.layout) for each in answered]
-    attention = DenseAttention(_side_by_side(layouts), model.layers)
-    theirs = _dense_logits(model, layouts, attention).double()
+    joined = _side_by_side(layouts)
+    ends = np.cumsum([len(layout.token_ids) for layout in layouts])
+    rows = [int(end) - NUM_ANSWER + number for end in ends for number in range(NUM_ANSWER)]
+    attention = DenseAttention(joined, model.layers)
+    theirs = _dense_logits(model, joined, rows, attention).double()
     floor = _LOGIT_FLOORS[model.dtype]
     finding = _compare_logits(answered, theirs, torch.full((len(theirs),), floor, dtype=theirs.dtype))
     if finding.passed:
@@ -197,7 +200,7 @@ def _check_logits(model: LoadedModel, answered: Sequence[_Answered]) -> Finding:
     def attend(call: AttentionCall) -> Tensor:
         return _off_by_rounding(attention(call), call.query.dtype).to(call.query.dtype)
 
-    noise = _differences(_dense_logits(model, layouts, attend).double(), theirs).cpu()
+    noise = _differences(_dense_logits(model, joined, rows, attend).double(), theirs).cpu()
     return _compare_logits(answered, theirs, (floor + _MAX_NOISE_RATIO * noise).clamp_max(_MAX_LOGIT_LIMIT))
 
 
@@ -237,13 +240,11 @@ def _side_by_side(layouts: Sequence[DenseLayout]) -> DenseLayout:
     )
 
 
-def _dense_logits(model: LoadedModel, layouts: Sequence[DenseLayout], receiver: Receiver) -> Tensor:
-    """[prompts * NUM_ANSWER, V], of the tokens that the answers were sampled from."""
-    ends = np.cumsum([len(layout.token_ids) for layout in layouts])
-    rows = [end - NUM_ANSWER + number for end in ends for number in range(NUM_ANSWER)]
+def _dense_logits(model: LoadedModel, layout: DenseLayout, rows: Sequence[int], receiver: Receiver) -> Tensor:
+    """[rows, V], of the tokens that the answers were sampled from."""
     return model.forward(
-        torch.from_numpy(np.concatenate([layout.token_ids for layout in layouts])).to(model.device),
-        torch.from_numpy(np.concatenate([layout.positions for layout in layouts])).to(model.device),
+        torch.from_numpy(layout.token_ids).to(model.device),
+        torch.from_numpy(layout.positions).to(model.device),
         torch.tensor(rows, device=model.device),
         receiver,
     )

@@ -36,12 +36,16 @@ _ROUNDING = 2.0**-6
 
 
 def check_layers(model: LoadedModel, tokens: Sequence[int]) -> list[Finding]:
-    """One or two findings: on attention, and on fused operations where there are any.
+    """Findings on attention, and on fused operations where there are any; none for opened modules, which raise instead.
 
     Raises:
         UnsupportedModel: an opened attention module differs from its own code.
         ModelError: the model's own attention function is not to be found.
     """
+    if opened := opened_parts(model.module):  # these compare themselves: they have no attention function
+        with torch.inference_mode():
+            check_against_own_code(model.module, opened, list(model.layers), None, min(len(tokens), _MAX_OPENED_TOKENS))
+        return []
     found: list[Finding] = []
     facts = DenseAttention(dense(arrange(Prompt.plain(tokens))), model.layers)
 
@@ -52,12 +56,7 @@ def check_layers(model: LoadedModel, tokens: Sequence[int]) -> list[Finding]:
         difference = _difference(ours, theirs)
         found.append(Finding("attention", "the model's own code", difference, limit, f"layer {call.layer_index}"))
 
-    opened = opened_parts(model.module)
     calls = run_own_code(model, tokens, compare)
-    if opened:
-        with torch.inference_mode():
-            check_against_own_code(model.module, opened, list(model.layers), None, min(len(tokens), _MAX_OPENED_TOKENS))
-        return []
     findings = [worst_finding(found)]
     if calls:
         fused = [
