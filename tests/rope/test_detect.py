@@ -27,7 +27,24 @@ def _detect(
     query: Tensor, key: Tensor, value: Tensor | None = None, frequencies: tuple[Tensor, ...] = (_FAST, _SLOW)
 ) -> Detection:
     value = _rows(2, 5, 3).to(query.dtype) if value is None else value
-    return detect_rotation(query, key, value, PROBE_POSITIONS, frequencies)
+    moved = (query, key, value)
+    # the first position is 0
+    home = tuple(part[:1].expand_as(part) for part in moved)
+    return detect_rotation(moved, home, PROBE_POSITIONS, frequencies)
+
+
+def test_rows_that_differ_from_each_other_by_rounding_are_compared_with_themselves() -> None:
+    """Deep in a trained model rounding, another in each row, is larger than any tolerance of a rotation."""
+    rotation = Rotation("half", 0, 8, 1, tuple(_FAST.double().tolist()), 12)
+    noise = torch.Generator().manual_seed(9)
+    home = tuple(
+        rows * (1 + 1e-2 * torch.randn(rows.shape, dtype=rows.dtype, generator=noise))
+        for rows in (_rows(4, 12, 1), _rows(2, 12, 2), _rows(2, 5, 3))
+    )
+    moved = (_turned(home[0], rotation), _turned(home[1], rotation), home[2])
+    found = detect_rotation(moved, home, PROBE_POSITIONS, (_FAST, _SLOW))
+    assert found.is_movable
+    assert found.rotation == rotation
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])

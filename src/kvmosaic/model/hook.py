@@ -55,6 +55,11 @@ class AttentionCall:
     unknown: tuple[str, ...] = ()
 
     @property
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values."""
+        return self.query, self.key, self.value
+
+    @property
     def latent(self) -> Any:
         """The projection of a layer that keeps latents (see `latent`), or None."""
         return self.module.__dict__.get(LATENT_ATTRIBUTE)

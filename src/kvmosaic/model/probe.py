@@ -24,7 +24,7 @@ from kvmosaic.model.layers import LayerSpec, MaskSpec
 from kvmosaic.model.masks import read_mask
 from kvmosaic.model.opened_layers import with_biases
 from kvmosaic.model.opening import close_attention, open_attention, opened_parts
-from kvmosaic.model.position_table import check_positions_are_read, table_length
+from kvmosaic.model.position_table import check_begins_at_zero, check_rows_are_alike, table_length
 from kvmosaic.model.refusing import WAY_OUT, check_rules
 from kvmosaic.rope import PROBE_POSITIONS, Detection, detect_rotation, relative_error
 
@@ -80,11 +80,16 @@ def _read_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...
     _check_finite(module, calls)
     _check_independence(calls, others)
     positions = _probe_positions(max_positions)
-    same = record_calls(module, [tokens[0]] * len(positions), positions)
+    rows = [tokens[0]] * len(positions)
+    moved, home = record_calls(module, rows, positions), record_calls(module, rows, [0] * len(rows))
+    check_rows_are_alike(module, home)
     frequencies = frequency_buffers(module)
-    detections = [detect_rotation(call.query, call.key, call.value, positions, frequencies) for call in same]
+    detections = [
+        detect_rotation(call.rows, at_home.rows, positions, frequencies)
+        for call, at_home in zip(moved, home, strict=True)
+    ]
     if not all(detection.is_movable for detection in detections):
-        check_positions_are_read(module, partial(record_calls, module), tokens, calls)
+        check_begins_at_zero(module, calls, record_calls(module, tokens, None))
     sources = _sources(calls)
     masks = _masks(calls, max_positions)
     layers = [

@@ -1,7 +1,9 @@
 """Finding a layer's rotation from the queries and keys it makes of one token at several positions.
 
-The same token stands at every position and attention returns each token's own value, so nothing but the position can
-differ between the rows. Every layout, direction and frequency buffer is tried; the best one must explain all rows.
+The same token stands in every row and attention returns each token's own value. One forward has the rows at several
+positions, another one has them all at position 0, and each row is compared with itself: nothing but the position can
+differ, not even rounding, which changes from row to row and grows from layer to layer. Every layout, direction and
+frequency buffer is tried; the best one must explain all rows.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from torch import Tensor
 from kvmosaic.rope.rotation import Rotation, turn
 
 PROBE_POSITIONS = (0, 1, 7, 64, 500)
+
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values of the same rows, each [rows, heads, size]."""
 
 ROTATION_TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 5e-4, torch.float64: 5e-4}
 """Error of one dimension, relative to its pair, that rounding while rotating explains.
@@ -44,39 +49,42 @@ class Detection:
         return not self.reason
 
 
-def detect_rotation(
-    query: Tensor, key: Tensor, value: Tensor, positions: Sequence[int], frequencies: Sequence[Tensor]
-) -> Detection:
+def detect_rotation(moved: Heads, home: Heads, positions: Sequence[int], frequencies: Sequence[Tensor]) -> Detection:
     """Finds the rotation that explains how queries and keys of one token change with its position.
 
     A query may also be scaled by a number that depends on its own position (attention temperature): that commutes with
     the rotation. A key may not, for its position is what moves.
 
     Args:
-        query: [P, H, D], the first row at position 0.
-        key: [P, G, D].
-        value: [P, G, Dv], which must not change.
-        positions: P positions, the first one 0.
+        moved: queries [P, H, D], keys [P, G, D] and values [P, G, Dv] of one token at P positions.
+        home: the same rows, all at position 0.
+        positions: P positions.
         frequencies: the model's frequency buffers, each [pairs].
     """
-    assert positions[0] == 0, "the first probe position is 0"
-    tolerance = ROTATION_TOLERANCES[query.dtype]
-    query, key, value = (part.detach().to("cpu", torch.float64) for part in (query, key, value))
-    if _largest(value, value[:1]) > tolerance:
+    tolerance = ROTATION_TOLERANCES[moved[0].dtype]
+    query, key, value = (part.detach().to("cpu", torch.float64) for part in moved)
+    home_query, home_key, home_value = (part.detach().to("cpu", torch.float64) for part in home)
+    if _largest(value, home_value) > tolerance:
         return Detection(None, 1.0, "its values depend on the position (learned positions, or values that are rotated)")
-    query = query * (_norms(query[:1]) / _norms(query).clamp_min(1e-30))
-    still = max(_largest(query, query[:1]), _largest(key, key[:1]))
+    query = of_equal_length(query, home_query)
+    still = max(_largest(query, home_query), _largest(key, home_key))
     if still <= tolerance:
         return Detection(None, still)
     best, residual = None, float("inf")
-    distances = torch.tensor(positions)
+    places = torch.tensor(positions)
     for candidate in _candidates(frequencies, query.shape[-1]):
-        error = max(float(turned_error(part, distances, candidate).max()) for part in (key, query))
+        rows = ((key, home_key), (query, home_query))
+        error = max(float(turned_error(part, at_home, places, candidate).max()) for part, at_home in rows)
         if error < residual:
             best, residual = candidate, error
     if residual <= tolerance:
         return Detection(best, residual)
-    return Detection(None, residual, _reason(key, tolerance, bool(frequencies)))
+    return Detection(None, residual, _reason(key, home_key, tolerance, bool(frequencies)))
+
+
+def of_equal_length(query: Tensor, home: Tensor) -> Tensor:
+    """Queries [P, H, D] without a factor that depends on their own position: it commutes with the rotation."""
+    return query * (_norms(home) / _norms(query).clamp_min(1e-30))
 
 
 def relative_error(x: Tensor, expected: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -101,23 +109,24 @@ def _largest(x: Tensor, expected: Tensor) -> float:
     return float(relative_error(x, expected).max())
 
 
-def turned_error(x: Tensor, positions: Tensor, rotation: Rotation | None) -> Tensor:
-    """Error of the explanation "row p is row 0, rotated by its position", dimensions measured by their pair.
+def turned_error(x: Tensor, home: Tensor, positions: Tensor, rotation: Rotation | None) -> Tensor:
+    """Error of the explanation "row p is what it is at home, rotated"; dimensions measured by their pair.
 
     Args:
-        x: [P, G, D], the first row at position 0.
+        x: [P, G, D].
+        home: [P, G, D], the same rows at position 0.
         positions: [P], on the CPU.
         rotation: None: rows do not depend on positions.
 
     Returns:
         [P], the largest error of any dimension.
     """
-    x = x.detach().to("cpu", torch.float64)
+    x, home = (part.detach().to("cpu", torch.float64) for part in (x, home))
     if rotation is None:
-        return relative_error(x, x[:1]).amax(dim=-1)
+        return relative_error(x, home).amax(dim=-1)
     tables = rotation.tables(positions, dtype=torch.float64)
-    pair = (x[:1].square() + rotation.partners(x[:1]).square()).sqrt()
-    return relative_error(x, turn(x[:1], tables), pair).amax(dim=-1)
+    pair = (home.square() + rotation.partners(home).square()).sqrt()
+    return relative_error(x, turn(home, tables), pair).amax(dim=-1)
 
 
 def _candidates(frequencies: Sequence[Tensor], head_dim: int) -> Iterator[Rotation]:
@@ -138,9 +147,9 @@ def _norms(x: Tensor) -> Tensor:
     return x.square().sum(dim=(1, 2), keepdim=True).sqrt()
 
 
-def _reason(key: Tensor, tolerance: float, has_frequencies: bool) -> str:
+def _reason(key: Tensor, home: Tensor, tolerance: float, has_frequencies: bool) -> str:
     if not has_frequencies:
         return "its keys depend on the position and the model has no rotary frequencies"
-    if float((_norms(key) / _norms(key[:1]).clamp_min(1e-30) - 1).abs().max()) > tolerance:
+    if float((_norms(key) / _norms(home).clamp_min(1e-30) - 1).abs().max()) > tolerance:
         return "its keys are rotated and then scaled per dimension, or moved: no rotation takes them to another place"
     return "its keys change with the position in a way that no known rotation explains"

@@ -2,7 +2,8 @@
 
 Two forwards in which attention returns each token's own value, so that rows can depend on nothing but their token and
 position. The same rows in another order must be the same rows: a query scaled by the number of its row, or an input
-mixed from tokens before it, shows. One token at many positions must be that token at position 0, rotated.
+mixed from tokens before it, shows. One token at many positions must be what it is in the same row of the other forward,
+where it stands at position 0, rotated: rounding, which differs from row to row, is the same in both.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvmosaic.model.hook import AttentionCall
 from kvmosaic.model.layers import LayerSpec
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.model.probe import record_calls
-from kvmosaic.rope import ROTATION_TOLERANCES, relative_error, turned_error
+from kvmosaic.rope import ROTATION_TOLERANCES, Heads, of_equal_length, relative_error, turned_error
 
 _MIXING = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Relative difference of a row in another order that rounding explains; an expert may be chosen otherwise, rarely."""
@@ -37,15 +38,20 @@ def check_rows(model: LoadedModel, tokens: Sequence[int]) -> list[Finding]:
     """
     far = far_positions(model.max_positions)
     positions = row_positions(len(tokens), model.max_positions)
+    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))
+    permuted = order.tolist()
+    again = [tokens[0]] * len(far)
     with torch.inference_mode():
-        rows = record_calls(model.module, [*tokens, *[tokens[0]] * len(far)], [*positions, *far])
-        order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))
+        rows = record_calls(model.module, [*tokens, *again], [*positions, *far])
         others = record_calls(
-            model.module, [tokens[row] for row in order.tolist()], [positions[row] for row in order.tolist()]
+            model.module,
+            [*(tokens[row] for row in permuted), *again],
+            [*(positions[row] for row in permuted), *[0] * len(far)],
         )
         findings = [_check_order(rows, others, order.to(model.device))]
         if model.is_movable:
-            findings.append(_check_rotation(model.layers, [_part(call, len(tokens)) for call in rows], far))
+            moved, home = ([_rows_from(call, len(tokens)) for call in calls] for calls in (rows, others))
+            findings.append(_check_rotation(model.layers, moved, home, far))
     return findings
 
 
@@ -66,7 +72,7 @@ def far_positions(max_positions: int | None) -> list[int]:
     return [*(position for position in positions if position < limit - 1), limit - 1]
 
 
-def _part(call: AttentionCall, first: int) -> tuple[Tensor, Tensor, Tensor]:
+def _rows_from(call: AttentionCall, first: int) -> Heads:
     return call.query[first:], call.key[first:], call.value[first:]
 
 
@@ -74,8 +80,8 @@ def _check_order(rows: list[AttentionCall], others: list[AttentionCall], order: 
     limit = _MIXING.get(rows[0].query.dtype, _FINE_MIXING)
     findings = []
     for call, other in zip(rows, others, strict=True):
-        for mine, theirs in ((call.query, other.query), (call.key, other.key), (call.value, other.value)):
-            change = relative_error(theirs.double(), mine[order].double()).square().mean(dim=-1).sqrt()
+        for mine, theirs in zip(call.rows, other.rows, strict=True):
+            change = relative_error(theirs[: len(order)].double(), mine[order].double()).square().mean(dim=-1).sqrt()
             # by where a row was in the first forward, and in the second one
             changes = torch.stack((change[order.argsort()], change))
             medians = [part.median(dim=1).values.max() for part in torch.split(changes, _GROUP, dim=1)]
@@ -85,18 +91,17 @@ def _check_order(rows: list[AttentionCall], others: list[AttentionCall], order: 
 
 
 def _check_rotation(
-    layers: Sequence[LayerSpec], rows: list[tuple[Tensor, Tensor, Tensor]], positions: Sequence[int]
+    layers: Sequence[LayerSpec], moved: list[Heads], home: list[Heads], positions: Sequence[int]
 ) -> Finding:
     places = torch.tensor(positions)
     findings = []
-    for layer, (query, key, value) in zip(layers, rows, strict=True):
-        base = ROTATION_TOLERANCES.get(key.dtype, ROTATION_TOLERANCES[torch.float32])
-        limits = base + _ANGLE_ERROR * places
+    for layer, (query, key, value), (home_query, home_key, home_value) in zip(layers, moved, home, strict=True):
+        limits = ROTATION_TOLERANCES[key.dtype] + _ANGLE_ERROR * places
         errors = torch.stack(
             (
-                relative_error(value.double(), value[:1].double()).amax(dim=-1).cpu(),
-                turned_error(key, places, layer.rotation),
-                turned_error(_of_equal_length(query), places, layer.rotation),
+                relative_error(value.double(), home_value.double()).amax(dim=-1).cpu(),
+                turned_error(key, home_key, places, layer.rotation),
+                turned_error(of_equal_length(query.double(), home_query.double()), home_query, places, layer.rotation),
             )
         ).amax(dim=0)
         farthest = int((errors / limits).nan_to_num(torch.inf).argmax())
@@ -110,10 +115,3 @@ def _check_rotation(
             )
         )
     return worst_finding(findings)
-
-
-def _of_equal_length(query: Tensor) -> Tensor:
-    """Queries without a factor that depends on their own position: it commutes with the rotation."""
-    query = query.double()
-    lengths = query.square().sum(dim=(1, 2), keepdim=True).sqrt()
-    return query * (lengths[:1] / lengths.clamp_min(1e-30))
