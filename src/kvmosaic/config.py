@@ -26,9 +26,11 @@ def parse_bytes(size: int | str) -> int:
         InvalidConfig: not a size, not positive, or above 1 PiB.
     """
     if isinstance(size, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", size.strip())
         if match is None or match[2].upper() not in _UNITS:
-            raise InvalidConfig(f"{size!r} is not a size; write a number of bytes or for example '2GiB' or '512MB'")
+            raise InvalidConfig(
+                f"{size[:99]!r} is not a size; write a number of bytes, or for example '2GiB' or '512MB'"
+            )
         number = min(float(match[1]), float(_MAX_BYTES + 1))
         size = int(number * _UNITS[match[2].upper()])
     if isinstance(size, bool) or not isinstance(size, int) or not 0 < size <= _MAX_BYTES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import OrderedDict
 from collections.abc import Collection
 from threading import Lock
@@ -188,6 +187,6 @@ def _lark(text: str) -> str:
 
 def _first_line(error: str) -> str:
     """What llguidance says, without the grammar and the state that it shows below."""
-    text = re.sub(r"\s*<(state|non-verbose/)>.*", "", error, flags=re.DOTALL).strip()
+    text = error.partition("<state>")[0].partition("<non-verbose/>")[0].strip()
     text = text.replace("Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Use anyOf")
     return " ".join(text.split())[:500]

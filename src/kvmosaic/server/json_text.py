@@ -11,8 +11,9 @@ MAX_VALUES = 2**18
 """Numbers, texts, lists and objects in one body: a long list of token ids, but nothing that takes seconds to read."""
 MAX_DIGITS = 64
 
-# Texts are skipped whole. Outside of them, N and I can only begin NaN and Infinity.
-_PARTS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{}NI]|-?[0-9][0-9.eE+-]*+', re.DOTALL)
+# Texts are skipped whole, also one that never ends: to look for its end from each of its quotes takes quadratic time.
+# Outside of them, N and I can only begin NaN and Infinity.
+_PARTS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[][{}NI]|-?[0-9][0-9.eE+-]*+', re.DOTALL)
 # A pair of surrogates is one character; one of them alone, and NUL, cannot be sent back or tokenized.
 _ESCAPES = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u(?:[dD][89a-fA-F][0-9a-fA-F]{2}|0000))|\\."
