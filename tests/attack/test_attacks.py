@@ -1,0 +1,43 @@
+"""Every attack in `attacks/` against a real server, while another tenant asks and an operator's probe looks in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from support.attack import Attack, Request, read_attacks
+from support.target import Target, headers_of
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    with Target(tmp_path_factory.mktemp("attack")) as target:
+        yield target
+
+
+@pytest.mark.parametrize("attack", [pytest.param(attack, id=attack.name) for attack in read_attacks()])
+def test_attack_costs_others_nothing(target: Target, attack: Attack) -> None:
+    sent = [request for request in attack.requests for _ in range(request.times)]
+    holds = attack.holds
+    with target.observed() as costs, ThreadPoolExecutor(len(sent)) as senders:
+        before = target.cpu_seconds
+        replies = list(senders.map(lambda request: status_of(target, attack.sender, request), sent))
+        used = target.cpu_seconds - before
+    assert target.is_alive
+    wrong = [status for status in replies if (status not in holds.status if holds.status else status >= 500)]
+    assert not wrong, f"answered with {wrong}"
+    if holds.cpu_seconds is not None:
+        assert used <= holds.cpu_seconds
+    assert costs.memory_mb <= holds.memory_mb
+    assert max(costs.chats) - target.usual_chat <= holds.waits_seconds
+    assert sorted(costs.probes)[int(0.99 * (len(costs.probes) - 1))] <= holds.probe_seconds
+
+
+def status_of(target: Target, sender: str, request: Request) -> int:
+    headers = {"Content-Type": request.content_type, **headers_of(sender)}
+    reply = httpx.request(
+        request.method, target.url + request.path, content=request.body, headers=headers, timeout=httpx.Timeout(240)
+    )
+    return reply.status_code

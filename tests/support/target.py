@@ -1,0 +1,126 @@
+"""The server under attack: a process of its own with three keys, and what an attack costs it and others."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+from support.server import ServeCommand
+
+KEYS = {"hostile": "hostile-key", "honest": "honest-key", "admin": "admin-key"}
+_TICKS = os.sysconf("SC_CLK_TCK")
+QUESTION = {"messages": [{"role": "user", "content": "Who keeps a cat?"}], "max_tokens": 4, "temperature": 0}
+PROBE_PAUSE = 0.02
+
+
+@dataclass
+class Costs:
+    """What others saw while an attack ran, in seconds.
+
+    Waiting counts by the clock or by what the server computed meanwhile, whichever is less: a machine that is busy with
+    something else makes nobody wait for an attacker.
+    """
+
+    cpu_seconds: float = 0.0
+    memory_mb: float = 0.0
+    chats: list[float] = field(default_factory=list)
+    probes: list[float] = field(default_factory=list)
+
+
+class Target:
+    """A server with one hostile tenant and one honest one."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        keys = "\n".join(
+            f"- {{key: {key}, tenant: {name}, admin: {'true' if name == 'admin' else 'false'}}}"
+            for name, key in KEYS.items()
+        )
+        file = folder / "keys.yaml"
+        file.write_text(keys + "\n")
+        self._command = ServeCommand("--keys-file", str(file), *arguments, OMP_NUM_THREADS="1")
+        self._proc = Path()
+
+    def __enter__(self) -> Target:
+        self._command.__enter__().until_ready()
+        self.url = self._command.url
+        self._proc = Path("/proc") / str(self._command.process.pid)
+        for _ in range(3):  # whatever is computed once for all
+            self.ask()
+        self.usual_chat = min(self._timed(self.ask) for _ in range(3))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._command.__exit__(kind, error, trace)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._command.process.poll() is None
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of the server and all its threads, and of its processes that have ended."""
+        fields = (self._proc / "stat").read_text().rpartition(")")[2].split()
+        return sum(int(part) for part in fields[11:15]) / _TICKS
+
+    def memory_mb(self, name: str = "VmRSS") -> float:
+        lines = (self._proc / "status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
+
+    def ask(self) -> None:
+        """The honest tenant's question; any reply but its answer is a failure."""
+        reply = httpx.post(f"{self.url}/v1/chat/completions", json=QUESTION, headers=headers_of("honest"), timeout=300)
+        assert reply.status_code == 200, reply.text
+
+    def probe(self) -> None:
+        assert httpx.get(f"{self.url}/livez", timeout=300).status_code == 200
+
+    @contextmanager
+    def observed(self) -> Iterator[Costs]:
+        """Asks and probes all the time, and measures what the server uses beyond the honest tenant's share."""
+        (self._proc / "clear_refs").write_text("5")  # the highest memory is counted from here
+        memory, cpu = self.memory_mb(), self.cpu_seconds
+        costs, done, failures = Costs(), threading.Event(), []
+
+        def watch(what: str, pause: float) -> None:
+            try:
+                while not done.is_set():
+                    function, seen = (self.ask, costs.chats) if what == "chat" else (self.probe, costs.probes)
+                    seen.append(self._timed(function))
+                    done.wait(pause)
+            except BaseException as failure:
+                failures.append(failure)
+
+        watchers = [
+            threading.Thread(target=watch, args=args, daemon=True) for args in (("chat", 0.2), ("probe", PROBE_PAUSE))
+        ]
+        for watcher in watchers:
+            watcher.start()
+        try:
+            yield costs
+        finally:
+            done.set()
+            for watcher in watchers:
+                watcher.join(300)
+        if failures:
+            raise failures[0]
+        costs.cpu_seconds = self.cpu_seconds - cpu
+        costs.memory_mb = self.memory_mb("VmHWM") - memory
+
+    def _timed(self, function: object) -> float:
+        begin, cpu = time.monotonic(), self.cpu_seconds
+        function()  # type: ignore[operator]
+        return min(time.monotonic() - begin, self.cpu_seconds - cpu)
+
+
+def headers_of(sender: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {KEYS[sender]}"} if sender in KEYS else {}
