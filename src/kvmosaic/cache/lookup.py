@@ -201,12 +201,13 @@ def _identity(chain: KeyChain, key: Key, root: Key, tokens: bytes, chunk: Chunk 
 
 def _without_idle_lead_in(layout: Layout, spans: list[SpanPlan]) -> Iterator[SpanPlan]:
     """The spans of a plan; a lead-in takes no room and is not computed while no chunk needs it."""
+    lead_in = next((span.index for span in spans if span.kind is SegmentKind.LEAD_IN), None)
+    is_needed = lead_in is not None and any(
+        span.action == "compute" and any(view.span == lead_in for view in layout.spans[span.index].views)
+        for span in spans[lead_in + 1 :]
+    )
     for span in spans:
-        is_needed = any(
-            other.action == "compute" and any(view.span == span.index for view in layout.spans[other.index].views)
-            for other in spans[span.index + 1 :]
-        )
-        if span.kind is SegmentKind.LEAD_IN and not is_needed:
+        if span.index == lead_in and not is_needed:
             span = replace(span, action="reuse", num_tokens=0, num_reused=0, block_ids=(), block_keys=(), tokens=b"")
         yield span
 

@@ -22,6 +22,10 @@ from kvmosaic.prompt import SegmentKind
 from kvmosaic.repair import ChunkSignals, FullRepair, NoRepair, RepairPolicy, Signal, Temperature, checked_choice
 from kvmosaic.sampling import RepairUse
 
+MAX_REPAIRED_DOCUMENTS = 256
+MAX_REPAIR_LOOKS = 2**23
+"""Repaired tokens times documents: what each of them sees of each is written down, and takes memory and time."""
+
 
 @dataclass(eq=False, slots=True)
 class Repair:
@@ -90,6 +94,13 @@ class Repair:
             raise
         except Exception as error:
             raise InvalidRepair(f"the repair policy {self.name:.80} failed: {error!r:.200}") from error
+        num_repaired = sum(map(len, chosen))
+        if num_repaired * len(chunks) > MAX_REPAIR_LOOKS:
+            raise InvalidRepair(
+                f"repair={self.name:.80} repairs {num_repaired:,} tokens, each of which looks at {len(chunks):,} "
+                f"documents; tokens times documents may be {MAX_REPAIR_LOOKS:,}: repair fewer tokens or send fewer "
+                "documents"
+            )
         return repaired(self.layout, dict(zip(chunks, chosen, strict=True)), weight)
 
     def note_shares(self, span_index: int, first: int, shares: Tensor) -> None:
@@ -178,6 +189,11 @@ def why_not_repaired(policy: RepairPolicy, layout: Layout, model: LoadedModel, *
             "text; use repair='none' or 'full', or leave window_tokens out"
         )
     num_chunks = sum(span.segment.kind is SegmentKind.CHUNK for span in layout.spans)
+    if num_chunks > MAX_REPAIRED_DOCUMENTS and not isinstance(policy, Temperature):
+        return (
+            f"repair={policy} looks at every document from each of the others, and this prompt has {num_chunks:,}; at "
+            f"most {MAX_REPAIRED_DOCUMENTS} can be repaired: send fewer, or use repair='none'"
+        )
     if not model.is_movable and layout.strategy == "shared" and num_chunks > 1 and not isinstance(policy, Temperature):
         return (
             f"repair={policy} computes tokens where documents stand one behind the other, and they are read where "

@@ -22,6 +22,9 @@ from kvmosaic.engine.step import Step, Work
 from kvmosaic.engine.waiting import WaitingQueue
 from kvmosaic.errors import ChunkCacheFull, KVMosaicError, OutOfBlocks, QuotaInUse, RequestTooLarge
 
+MAX_STEP_LOOKS = 2**18
+"""Rows of a step times the spans that each reads: a query is turned for each of them, which takes memory and time."""
+
 
 class Scheduler:
     """The sequences that wait and those that run, and the rule that turns them into steps.
@@ -208,6 +211,9 @@ class Scheduler:
             if taken == budget or not _are_computed(seen):
                 continue
             count = min(remaining, budget - taken)
+            num_seen = len(sequence.request.layout.spans[index].views) + 1
+            if count > 1 and sequence.window is None:
+                count = min(count, max((MAX_STEP_LOOKS - step.num_looks) // num_seen, 0 if step.works else 1))
             num_logits = 0
             if span is attachment.spans[-1] and not sequence.num_owed:
                 num_logits = min(count, max(count - remaining + sequence.request.num_logits, 0))
@@ -216,6 +222,7 @@ class Scheduler:
             if not count:
                 continue
             step.works.append(Work(sequence, index, span.num_computed, count, num_logits))
+            step.num_looks += count * num_seen
             self.planner.advance(attachment, index, count)
             taken += count
         sequence.num_worked += taken

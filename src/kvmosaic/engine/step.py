@@ -34,6 +34,8 @@ class Step:
     failed: list[tuple[Sequence, KVMosaicError]] = field(default_factory=list)
     ended: list[Sequence] = field(default_factory=list)
     """Sequences that must end because they are alone and have no room to grow."""
+    num_looks: int = 0
+    """Rows times the spans that each of them reads."""
 
     @property
     def num_scored(self) -> int:

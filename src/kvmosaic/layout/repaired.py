@@ -23,14 +23,15 @@ def exact_spans(layout: Layout) -> set[int]:
     Computing these again would give the same keys and values.
     """
     exact: set[int] = set()
-    positions = layout.positions()
-    for index, position in positions.items():  # in prompt order
+    earlier: dict[int, int] = {}
+    for index, position in layout.positions().items():  # in prompt order
         span = layout.spans[index]
         shift = position - span.start
         seen = {view.span: layout.spans[view.span].start + view.distance + shift for view in span.views}
-        earlier = {before: place for before, place in positions.items() if before < index}
-        if seen == earlier and exact.issuperset(earlier):
-            exact.add(index)
+        if seen != earlier:
+            break  # nor can anything behind it have seen all as it is
+        exact.add(index)
+        earlier[index] = position
     return exact
 
 

@@ -8,6 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+_MANY = 1_024
+"""Distances from which on equal ones are looked for."""
+
 RotationLayout = Literal["half", "interleaved"]
 
 
@@ -71,6 +74,10 @@ class Rotation:
             device: of the tables.
         """
         is_identity = distances.device.type == "cpu" and not bool(distances.any())
+        if len(distances) > _MANY:  # mostly of rows that read the same keys: each distance is computed once
+            distances, numbers = torch.unique(distances, return_inverse=True)
+        else:
+            numbers = None
         frequencies = torch.tensor(self.inv_freq, dtype=torch.float64, device=distances.device)
         angles = distances.to(torch.float64)[:, None] * (self.sign * frequencies)
         cos = torch.ones(len(distances), self.head_dim, dtype=torch.float64, device=distances.device)
@@ -81,9 +88,12 @@ class Rotation:
         sin[:, second] = angles.sin()
         permutation = torch.arange(self.head_dim, device=distances.device)
         permutation[first], permutation[second] = second, first
+        cos, sin = (table[:, None].to(device=device, dtype=dtype) for table in (cos, sin))
+        if numbers is not None:
+            cos, sin = (table[numbers.to(device)] for table in (cos, sin))
         return RotationTables(
-            cos[:, None].to(device=device, dtype=dtype),
-            sin[:, None].to(device=device, dtype=dtype),
+            cos,
+            sin,
             permutation.to(device),
             self,
             is_identity,
