@@ -63,7 +63,7 @@ def test_closing_server_tells_those_who_wait_for_a_thread() -> None:
     free = threading.Event()
     with RunningServer() as server, ThreadPoolExecutor(4) as clients:
         services = server.services
-        busy = [services.threads.submit(free.wait, 120) for _ in range(NUM_THREADS)]
+        busy = [services.threads.submit(f"busy {number}", free.wait, 120) for number in range(NUM_THREADS)]
         url, body = server.url + "/tokenize", {"prompt": "Where does the ferry go?"}
         replies = [clients.submit(httpx.post, url, json=body, timeout=30) for _ in range(3)]
         warm = {"documents": ["The ferry goes to Oak Island."]}
@@ -82,7 +82,7 @@ def test_busy_thread_is_noticed_when_the_server_ends() -> None:
     free = threading.Event()
     with RunningServer() as server, ThreadPoolExecutor(1) as client:
         assert not server.services.is_working
-        waiting = client.submit(server.call, server.services.in_thread, free.wait, 20)
+        waiting = client.submit(server.call, server.services.in_thread, "one", free.wait, 20)
         wait_until(lambda: server.services.is_working)
         free.set()
         assert waiting.result()

@@ -48,7 +48,7 @@ def router(services: Services) -> APIRouter:
             tree = await services.engine.call(partial(_look, limits=limits, tenant=whose))
         except EngineError as error:
             raise services.admission.unavailable(str(error)) from error
-        text = await services.in_thread(_written, services, tree, tenant.name)
+        text = await services.in_thread(tenant.name, _written, services, tree, tenant.name)
         return Response(text, media_type="application/json")
 
     return routes

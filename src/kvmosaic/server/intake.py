@@ -59,7 +59,7 @@ class Intake:
             asks = scope["method"] == "POST" and scope["path"].endswith(ASKING)
             admission = self._services.admission
             with admission.asking(Request(scope).state.tenant) if asks else nullcontext():
-                await self._check(body)
+                await self._check(Request(scope).state.tenant.name, body)
                 return await _Conversation(self._app, scope, receive, send).run(bytes(body))
         except TimeoutError:
             refusal = ApiError(408, f"the body did not come within {BODY_SECONDS:g} s", code="body_timeout")
@@ -91,11 +91,11 @@ class Intake:
             if not message.get("more_body", False):
                 return True
 
-    async def _check(self, body: bytearray) -> None:
+    async def _check(self, tenant: str, body: bytearray) -> None:
         if len(body) <= SMALL_BODY_BYTES:
             check_json(bytes(body))
         else:
-            await self._services.in_thread(check_json, bytes(body))
+            await self._services.in_thread(tenant, check_json, bytes(body))
 
 
 def _check_type(content_type: str) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from kvmosaic.server.admission import Admission
 from kvmosaic.server.errors import ApiError
+from kvmosaic.server.fair_threads import FairThreads
 from kvmosaic.server.record import Records
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenants
@@ -41,12 +42,11 @@ class Services:
     records: Records
     clock: Callable[[], float] = time.time
     metrics: ServerMetrics = field(init=False)
-    threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvmosaic-request")
-    )
+    threads: FairThreads = field(default_factory=lambda: FairThreads(NUM_THREADS))
     _work: set[Future[Any]] = field(default_factory=set)
     """In the threads or waiting for one; also what nobody waits for any more."""
-    _awaited: set[asyncio.Future[Any]] = field(default_factory=set)
+    _awaited: dict[asyncio.Future[Any], str] = field(default_factory=dict)
+    """By who waits: the tenant."""
     _is_closed: bool = False
 
     @property
@@ -54,8 +54,10 @@ class Services:
         """Whether a thread is busy; it cannot be stopped, and would keep the process from ending."""
         return any(work.running() for work in list(self._work))
 
-    async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs slow work of a request beside the event loop: tokenizing, compiling a grammar, reading a large list.
+    async def in_thread(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs slow work of a tenant's request beside the event loop: tokenizing, compiling a grammar, reading a list.
+
+        Tenants take turns.
 
         Raises:
             ApiError: 429, too much of it waits already; 503, the server closes.
@@ -65,11 +67,14 @@ class Services:
             raise self._closing()
         if len(self._awaited) >= self.settings.max_queue + NUM_THREADS:
             raise self.admission.full(f"{len(self._awaited)} requests wait to be read", "queue_full")
-        work = self.threads.submit(function, *args, **kwargs)
+        num_of_tenant = sum(other == tenant for other in self._awaited.values())
+        if num_of_tenant >= self.settings.max_queue_per_tenant + NUM_THREADS:
+            raise self.admission.full(f"{num_of_tenant} requests of {tenant!r} wait to be read", "tenant_queue_full")
+        work = self.threads.submit(tenant, function, *args, **kwargs)
         self._work.add(work)
         work.add_done_callback(self._work.discard)
         awaited = asyncio.wrap_future(work)
-        self._awaited.add(awaited)
+        self._awaited[awaited] = tenant
         try:
             return await awaited
         except asyncio.CancelledError:
@@ -78,7 +83,7 @@ class Services:
                 raise self._closing() from None
             raise
         finally:
-            self._awaited.discard(awaited)
+            self._awaited.pop(awaited, None)
 
     async def close(self) -> None:
         """Ends what is under way: streams, requests, threads. Who waits for a thread is told so, and not kept."""
@@ -88,7 +93,7 @@ class Services:
             awaited.cancel()
         await self.engine.close()
         await asyncio.to_thread(self.llm.close)  # writes what the tiers have not got yet
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.shutdown()
 
     def _closing(self) -> ApiError:
         return self.admission.unavailable("the server ended this request before it was read")

@@ -59,7 +59,7 @@ def router(services: Services) -> APIRouter:
     )
     async def create_document(body: NewDocument, response: Response, tenant: Asker) -> DocumentObject:
         """Stores a document. An id that is taken gives 409; PUT replaces."""
-        draft = await services.in_thread(body.draft, store)
+        draft = await services.in_thread(tenant.name, body.draft, store)
         document = store.create(tenant.name, draft, body.id)
         return await _stored(services, tenant, document, response, draft)
 
@@ -106,7 +106,7 @@ def router(services: Services) -> APIRouter:
             raise ApiError(
                 400, f"the address names the document {document_id!r}, the body {body.id!r}; leave it out", param="id"
             )
-        draft = await services.in_thread(body.draft, store)
+        draft = await services.in_thread(tenant.name, body.draft, store)
         document, is_new = store.put(tenant.name, document_id, draft, _match(if_match))
         response.status_code = 201 if is_new else 200
         return await _stored(services, tenant, document, response, draft)
@@ -117,7 +117,7 @@ def router(services: Services) -> APIRouter:
     ) -> DocumentObject:
         """Changes how much a document should stay in a full cache: its cached chunks now, and later ones."""
         change = partial(store.set_priority, tenant.name, document_id, body.priority, _match(if_match))
-        document = await services.in_thread(change)  # the text is checked anew, and may be long
+        document = await services.in_thread(tenant.name, change)  # the text is checked anew, and may be long
         await asyncio.shield(set_cached_priority(services, tenant.name, document))
         response.headers["ETag"] = _etag(document)
         return DocumentObject.of(document)

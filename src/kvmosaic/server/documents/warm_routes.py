@@ -33,7 +33,7 @@ def router(services: Services) -> APIRouter:
     async def warm_documents(request: Request, body: WarmRequest, tenant: Asker) -> WarmSummary | EventStream:
         """Computes documents now, so that later requests find them: some by id, others as they are, or all."""
         check_warmable(services, tenant)
-        documents = await services.in_thread(_documents_of, services, tenant, body)
+        documents = await services.in_thread(tenant.name, _documents_of, services, tenant, body)
         return await reply(request, tenant, body, documents, body.cache_salt)
 
     @routes.post(

@@ -100,7 +100,7 @@ async def _end_of(
     try:
         if isinstance(document, str):
             document = services.documents.get(tenant.name, document).content
-        prompts = await services.in_thread(_prompts_of, services, document, job, tenant.name)
+        prompts = await services.in_thread(tenant.name, _prompts_of, services, document, job, tenant.name)
         ended: list[Request] = []
         async with aclosing(services.engine.warm(prompts, chunk_context=job.chunk_context)) as ends:
             async for _, request in ends:

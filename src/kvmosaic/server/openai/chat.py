@@ -66,7 +66,7 @@ def router(services: Services) -> APIRouter:
         model = served_model(services, body.model)
         check_stream_options(body.stream, body.stream_options)
         services.admission.check(tenant)
-        read = await services.in_thread(_read, services, tenant, body)
+        read = await services.in_thread(tenant.name, _read, services, tenant, body)
         asked = Asked.by(services, tenant, ROUTE, request, body, read)
         writer = ChatWriter(asked, model, token_bytes)
         if body.stream:

@@ -55,7 +55,7 @@ def router(services: Services) -> APIRouter:
         model = served_model(services, body.model)
         body.check(services.admission.most_at_once)
         services.admission.check(tenant)
-        read = await services.in_thread(_read, services, tenant, body)
+        read = await services.in_thread(tenant.name, _read, services, tenant, body)
         asked = Asked.by(services, tenant, ROUTE, request, body, read)
         writer = CompletionWriter(asked, model, [str(text) for text in body.prompts] if body.echo else [])
         if body.stream:

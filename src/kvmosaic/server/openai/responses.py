@@ -56,7 +56,7 @@ def router(services: Services) -> APIRouter:
         """Answers a text or a conversation from documents, in one reply or in events (`stream`)."""
         model = served_model(services, body.model)
         services.admission.check(tenant)
-        read = await services.in_thread(_read, services, tenant, body)
+        read = await services.in_thread(tenant.name, _read, services, tenant, body)
         asked = Asked.by(services, tenant, ROUTE, request, body, read)
         writer = ResponseWriter(asked, body, model, token_bytes)
         if body.stream:

@@ -96,7 +96,7 @@ def router(services: Services) -> APIRouter:
     ) -> Tokenized:
         """Tells the tokens of a prompt and its segments, without answering it."""
         served_model(services, body.model)
-        composed = await services.in_thread(_read, services, tenant, body)
+        composed = await services.in_thread(tenant.name, _read, services, tenant, body)
         return _tokenized(services, composed.prompt, bool(body.return_token_strs))
 
     @routes.post("/detokenize", response_model=Detokenized, responses=error_replies())
@@ -105,7 +105,7 @@ def router(services: Services) -> APIRouter:
     ) -> Detokenized:
         """Tells the text of token ids."""
         served_model(services, body.model)
-        return Detokenized(prompt=await services.in_thread(_text_of, services, body.tokens))
+        return Detokenized(prompt=await services.in_thread(tenant.name, _text_of, services, body.tokens))
 
     return routes
 

@@ -1,0 +1,115 @@
+"""Fair threads: slow work of requests beside the event loop, a turn for each tenant."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LEAST_SECONDS = 1e-3
+"""What a piece of work counts for at least, so that a thousand tiny ones are not free."""
+
+
+@dataclass(slots=True)
+class _Line:
+    """The work of one tenant."""
+
+    spent: float
+    """CPU seconds that its work took; one who comes again begins where the others are."""
+    work: deque[tuple[Future[Any], Callable[[], Any]]] = field(default_factory=deque)
+    num_running: int = 0
+
+
+class FairThreads:
+    """Threads that take the work of several tenants in turns.
+
+    Next is the oldest work of the tenant whose work took the least CPU time so far (start-time fair queueing). Whoever
+    comes new, or comes again, begins where the others are: nobody saves turns up, nobody pays for time that nobody else
+    wanted. One thread is always left to the others: a tenant alone has all but one of them.
+    """
+
+    def __init__(self, num_threads: int, name: str = "kvmosaic-request") -> None:
+        """Starts the threads. They do not keep the process from ending."""
+        self.most_of_one = max(num_threads - 1, 1)
+        self._lines: dict[str, _Line] = {}
+        """Of tenants with work that waits or runs."""
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._now = 0.0
+        """What the tenant had spent whose work began last: others who come new begin here."""
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True) for number in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Queues work of a tenant.
+
+        Raises:
+            RuntimeError: the threads were shut down.
+        """
+        future: Future[T] = Future()
+        with self._changed:
+            if self._is_closed:
+                raise RuntimeError("these threads take no more work")
+            line = self._lines.setdefault(tenant, _Line(self._now))
+            line.work.append((future, lambda: function(*args, **kwargs)))
+            self._changed.notify()
+        return future
+
+    def shutdown(self) -> None:
+        """Cancels what waits; what runs is not waited for."""
+        with self._changed:
+            self._is_closed = True
+            waiting = [future for line in self._lines.values() for future, _ in line.work]
+            for line in self._lines.values():
+                line.work.clear()
+            self._changed.notify_all()
+        for future in waiting:
+            future.cancel()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while (tenant := self._next()) is None:
+                    if self._is_closed:
+                        return
+                    self._changed.wait()
+                line = self._lines[tenant]
+                future, work = line.work.popleft()
+                line.num_running += 1
+                self._now = max(self._now, line.spent)
+            begin = time.thread_time()
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = work()
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+                    del result
+            spent = time.thread_time() - begin
+            del future, work  # nothing is kept of it while the thread waits
+            with self._changed:
+                line.spent += max(spent, LEAST_SECONDS)
+                line.num_running -= 1
+                if not line.work and not line.num_running:
+                    del self._lines[tenant]
+                self._changed.notify_all()
+
+    def _next(self) -> str | None:
+        """The tenant whose turn it is, if there is one whose work may begin."""
+        ready = [
+            (line.spent, tenant)
+            for tenant, line in self._lines.items()
+            if line.work and line.num_running < self.most_of_one
+        ]
+        return min(ready)[1] if ready else None
