@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,16 +12,19 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from kvmosaic.server.doorway import Doorway
-from kvmosaic.server.listening import address_of, listen, listener_for
+from kvmosaic.server.listening import CLOSING_SECONDS, address_of, listen, listener_for
 from kvmosaic.server.loading import close_places, load_in_thread, open_places
 from kvmosaic.server.logs import set_up_logs
 from kvmosaic.server.settings import ServerSettings
+from kvmosaic.server.watchdog import Watchdog
 from kvmosaic.tiers import Tier, TierStat
 
 if TYPE_CHECKING:
     from kvmosaic.server.services import Services
 
 SWITCH_SECONDS = 0.0005
+GRACE_SECONDS = 10.0
+"""After draining and closing, to write what the tiers have not got yet; then the process is killed."""
 
 
 def launch(settings: ServerSettings) -> None:
@@ -38,10 +40,11 @@ def launch(settings: ServerSettings) -> None:
     _allow_connections()
     settings.access_keys()  # what is wrong in a file of keys is said before anything is loaded
     tiers = open_places(settings)
-    try:
-        has_ended = asyncio.run(_Launch(settings, tiers).run())
-    finally:
-        close_places(tiers)  # once more, if all went well
+    with Watchdog(settings.drain_seconds + CLOSING_SECONDS + GRACE_SECONDS) as watchdog:
+        try:
+            has_ended = asyncio.run(_Launch(settings, tiers, watchdog).run())
+        finally:
+            close_places(tiers)  # once more, if all went well
     if not has_ended:
         # a thread still loads the model, or reads a long prompt: it cannot be stopped, and nobody waits for it
         sys.stdout.flush()
@@ -64,8 +67,9 @@ class _Launch:
     listening (not ready) ──▶ loaded (ready) ──▶ told to stop: draining (not ready) ──▶ closed
     """
 
-    def __init__(self, settings: ServerSettings, tiers: Sequence[Tier]) -> None:
+    def __init__(self, settings: ServerSettings, tiers: Sequence[Tier], watchdog: Watchdog) -> None:
         self._settings = settings
+        self._watchdog = watchdog
         self._tiers = tiers
         self._notices = Console(stderr=True)
         self._doorway = Doorway()
@@ -77,7 +81,7 @@ class _Launch:
         place = listen(self._settings)
         address = address_of(self._settings, place)
         set_up_logs(self._settings.uvicorn_log_level)
-        self._take_signals()
+        self._watchdog.listen(self._stop)
         serving = asyncio.create_task(self._listener.serve(sockets=[place]), name="listener")
         try:
             self._say(f"listening  {address}")
@@ -92,11 +96,7 @@ class _Launch:
         finally:
             self._listener.should_exit = True
             await serving
-
-    def _take_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop, number)
+            self._watchdog.ignore()
 
     def _stop(self, number: int) -> None:
         if self._told_to_stop.is_set():

@@ -1,0 +1,99 @@
+"""Watchdog: SIGTERM ends the server in its time, whatever holds the interpreter's lock.
+
+A handler written in Python runs only when the interpreter gets to it. A regular expression without an end, or a library
+that keeps the lock, would keep the server alive for ever. So a small process of its own looks at the same signals and
+counts the seconds; see `watchdog_process`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+logger = logging.getLogger("kvmosaic.server")
+
+
+class Watchdog:
+    """Calls back on the event loop when the process is told to stop, and has it killed if it then takes too long.
+
+    with Watchdog(seconds=40) as watchdog:
+        watchdog.listen(on_signal)        # inside of a running event loop
+    """
+
+    def __init__(self, seconds: float) -> None:
+        """`seconds` are counted from the first signal to the end of the process."""
+        self._seconds = seconds
+        self._ours, self._interpreters = socket.socketpair()
+        self._life: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Watchdog:
+        self._ours.setblocking(False)
+        self._interpreters.setblocking(False)
+        self._handlers = {number: signal.signal(number, _to_the_socket) for number in STOP_SIGNALS}
+        self._before = signal.set_wakeup_fd(self._interpreters.fileno(), warn_on_full_buffer=False)
+        self._start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.set_wakeup_fd(self._before)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if self._life is not None:
+            os.close(self._life)  # the process ends with it
+        if self._process is not None:
+            self._process.wait()
+        self._ours.close()
+        self._interpreters.close()
+
+    def listen(self, stop: Callable[[int], None]) -> None:
+        """Has `stop` called with the number of every signal to stop, on the running event loop."""
+        asyncio.get_running_loop().add_reader(self._ours, self._read, stop)
+
+    def ignore(self) -> None:
+        """Ends what `listen` began."""
+        asyncio.get_running_loop().remove_reader(self._ours)
+
+    def _read(self, stop: Callable[[int], None]) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for number in self._ours.recv(64):
+                if number in STOP_SIGNALS:
+                    self._say_stopping()
+                    stop(number)
+
+    def _say_stopping(self) -> None:
+        if self._life is not None:
+            with contextlib.suppress(OSError):  # it has gone
+                os.write(self._life, b"s")
+
+    def _start(self) -> None:
+        end, self._life = os.pipe()
+        script = str(Path(__file__).with_name("watchdog_process.py"))
+        command = (sys.executable, "-I", "-S", script, str(os.getpid()), str(self._ours.fileno()), str(self._seconds))
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - our own script, by its path
+                command, stdin=end, stdout=subprocess.DEVNULL, pass_fds=(self._ours.fileno(),), start_new_session=True
+            )
+        except OSError as error:
+            logger.warning("no watchdog: %s; a stuck request can keep this server from stopping", error)
+            os.close(self._life)
+            self._life = None
+        finally:
+            os.close(end)
+
+
+def _to_the_socket(number: int, frame: object) -> None:
+    """The interpreter has written the signal's number to the socket; nothing else is to be done."""
