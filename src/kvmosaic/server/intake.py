@@ -18,7 +18,11 @@ from kvmosaic.server.services import Services
 BODY_SECONDS = 60.0
 """A body that takes longer is not read to its end."""
 MAX_BODIES = 16
-"""So many bodies of the greatest length may be in memory at once, or more that are shorter."""
+"""So many bodies of the greatest length may be in memory at once, or more that are shorter.
+
+A tenant may have as much as it leaves free: half of it if it is alone, and a third of it each if there are two. However
+many hold theirs open, one who comes new finds room.
+"""
 SMALL_BODY_BYTES = 2**16
 """Checked on the spot; longer ones in a thread."""
 
@@ -40,8 +44,8 @@ class Intake:
     def __init__(self, app: ASGIApp, services: Services) -> None:
         self._app = app
         self._services = services
-        self._num_bytes = 0
-        """Of all bodies that are in memory."""
+        self._num_bytes: dict[str, int] = {}
+        """By tenant: bytes of bodies that are in memory."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -49,17 +53,18 @@ class Intake:
             return await self._app(scope, receive, send)
         if scope["method"] in READING:  # what such a request carries is never looked at, so nobody can hide in it
             return await _Conversation(self._app, scope, receive, send).run(b"")
+        tenant = Request(scope).state.tenant
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                if not await self._read(receive, body):
+                if not await self._read(receive, body, tenant.name):
                     return None
             if body:
                 _check_type(Headers(scope=scope).get("content-type", ""))
             asks = scope["method"] == "POST" and scope["path"].endswith(ASKING)
             admission = self._services.admission
-            with admission.asking(Request(scope).state.tenant) if asks else nullcontext():
-                await self._check(Request(scope).state.tenant.name, body)
+            with admission.asking(tenant) if asks else nullcontext():
+                await self._check(tenant.name, body)
                 return await _Conversation(self._app, scope, receive, send).run(bytes(body))
         except TimeoutError:
             refusal = ApiError(408, f"the body did not come within {BODY_SECONDS:g} s", code="body_timeout")
@@ -67,9 +72,14 @@ class Intake:
         except ApiError as refusal:
             return await refusal.reply()(scope, receive, send)
         finally:
-            self._num_bytes -= len(body)
+            self._add(tenant.name, -len(body))
 
-    async def _read(self, receive: Receive, body: bytearray) -> bool:
+    def _add(self, tenant: str, num_bytes: int) -> None:
+        self._num_bytes[tenant] = self._num_bytes.get(tenant, 0) + num_bytes
+        if not self._num_bytes[tenant]:
+            del self._num_bytes[tenant]
+
+    async def _read(self, receive: Receive, body: bytearray, tenant: str) -> bool:
         """Fills `body`; False if the client went away before its end. What a header says of its length is not used."""
         most = self._services.settings.max_body_bytes
         while True:
@@ -84,9 +94,12 @@ class Intake:
                     code="body_too_large",
                     headers={"Connection": "close"},
                 )
-            if self._num_bytes + len(part) > MAX_BODIES * most:
-                raise self._services.admission.full("too many large requests are being read", "bodies_full")
-            self._num_bytes += len(part)
+            num_free = MAX_BODIES * most - sum(self._num_bytes.values()) - len(part)
+            if self._num_bytes.get(tenant, 0) + len(part) > max(num_free, 0):
+                raise self._services.admission.full(
+                    f"requests of {tenant!r} that are being read are too large together", "bodies_full"
+                )
+            self._add(tenant, len(part))
             body += part
             if not message.get("more_body", False):
                 return True
