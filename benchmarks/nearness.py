@@ -24,7 +24,7 @@ LEGEND = (
     "Divergence from full attention in nats per token, over the tokens of full attention's own greedy answer; equal "
     "greedy tokens: share of them that would have been chosen; loss: of the accepted answer, in nats per token, beside "
     "full attention; repaired: documents' tokens computed again; work: layers computed for choosing and repairing, "
-    "100% is computing all documents once; first token: by that of full attention, documents known before, one at a time."
+    "100% is computing all documents once; first token: by that of full attention, one at a time, documents known."
 )
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SWITCH_SECONDS = 0.0005
 GRACE_SECONDS = 10.0
-"""After draining and closing, to write what the tiers have not got yet; then the process is killed."""
+"""After draining and closing, if the event loop no longer turns; then the process is killed."""
 
 
 def launch(settings: ServerSettings) -> None:

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+MAX_BEATS = 90
+"""Seconds for which a stopping server may say that it lives; writing to the tiers has a limit of its own, far below."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 logger = logging.getLogger("kvmosaic.server")
@@ -71,13 +73,15 @@ class Watchdog:
         with contextlib.suppress(BlockingIOError):
             for number in self._ours.recv(64):
                 if number in STOP_SIGNALS:
-                    self._say_stopping()
+                    self._beat(MAX_BEATS)
                     stop(number)
 
-    def _say_stopping(self) -> None:
-        if self._life is not None:
-            with contextlib.suppress(OSError):  # it has gone
-                os.write(self._life, b"s")
+    def _beat(self, left: int) -> None:
+        """Tells that the server stops and that its event loop turns, now and every second."""
+        if self._life is not None and left:
+            with contextlib.suppress(OSError):  # the process has gone
+                os.write(self._life, b".")
+            asyncio.get_running_loop().call_later(1.0, self._beat, left - 1)
 
     def _start(self) -> None:
         end, self._life = os.pipe()

@@ -2,7 +2,8 @@
 
     python watchdog_process.py PID SIGNALS SECONDS
 
-Standard input is a pipe that the server holds: a byte on it says "stopping", its end says that the server has gone.
+Standard input is a pipe that the server holds. A byte on it says "stopping, and alive": SECONDS from the first one,
+and at least BEAT_SECONDS from each, are granted. Its end says that the server has gone.
 SIGNALS is a socket to which the interpreter writes the number of every signal at once, whatever holds its lock. The
 server reads it too; here one only looks, so nothing is taken away from it.
 """
@@ -18,6 +19,7 @@ import sys
 import time
 
 STDIN = 0
+BEAT_SECONDS = 15.0
 
 
 def watch(server: int, signals: socket.socket, seconds: float) -> None:
@@ -31,14 +33,14 @@ def watch(server: int, signals: socket.socket, seconds: float) -> None:
         left = None if end is None else max(end - time.monotonic(), 0.0)
         if left == 0.0:
             return stop(
-                server, f"it did not stop within {seconds:g} s: something holds the interpreter, or a close hangs"
+                server, f"it did not stop within {seconds:g} s and said nothing: something holds the interpreter"
             )
         ready = {number for number, _ in poll.poll(None if left is None else left * 1e3)}
         if STDIN in ready:
             said = os.read(STDIN, 64)
             if not said:
                 return None
-            end = end or time.monotonic() + seconds
+            end = time.monotonic() + seconds if end is None else max(end, time.monotonic() + BEAT_SECONDS)
         if signals.fileno() in ready:
             with contextlib.suppress(BlockingIOError):  # the server has read it: it will say so
                 seen = signals.recv(64, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -46,7 +48,7 @@ def watch(server: int, signals: socket.socket, seconds: float) -> None:
             if told > 1:
                 return stop(server, "it was told twice")
             if told:
-                end = end or time.monotonic() + seconds
+                end = time.monotonic() + seconds if end is None else end
             time.sleep(0.05)  # a signal that nobody reads stays ready
 
 
