@@ -24,8 +24,8 @@ import pytest
 import kvmosaic
 
 SOURCE = Path(kvmosaic.__file__).parent
-SHORT = 1_000
-"""Repetitions; a quadratic pattern makes a million steps, some ten milliseconds, of them."""
+SHORT = 3_000
+"""Repetitions; a quadratic pattern makes some ten million steps, tens of milliseconds, of them."""
 SUSPICIOUS_SECONDS = 2e-3
 MOST_GROWTH = 8.0
 """For four times the text."""

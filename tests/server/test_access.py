@@ -170,7 +170,11 @@ def test_server_without_keys_answers_to_its_own_names(server: RunningServer, hos
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil", "[", ""]
+    "host",
+    [
+        *("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil", "[", ""),
+        *("localhost:80:90", "localhost:", "localhost:x", "evil.example@localhost", "localhost/evil", "localhost#evil"),
+    ],
 )
 def test_site_that_points_its_name_at_this_machine_is_refused(server: RunningServer, host: str) -> None:
     for path in ("/v1/models", "/openapi.json", "/dashboard/events", "/metrics"):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 from kvmosaic.errors import InvalidConfig
@@ -92,7 +91,12 @@ def parts_of(name: str, text: str) -> tuple[str, ...]:
     """
     if len(text) > MAX_LIST_CHARACTERS:
         raise InvalidConfig(f"{name} has {len(text)} characters; at most {MAX_LIST_CHARACTERS} are allowed")
-    parts = tuple(part.strip() for part in re.split(r",(?![^()]*\))", text))
+    cuts, depth = [-1], 0
+    for place, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if character == "," and depth <= 0:
+            cuts.append(place)
+    parts = tuple(text[first + 1 : last].strip() for first, last in pairwise([*cuts, len(text)]))
     if not all(parts):
         raise InvalidConfig(f"{name} is {text[:80]!r}, and a part of it is empty; write for example one,two")
     return parts

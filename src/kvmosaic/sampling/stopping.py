@@ -24,18 +24,16 @@ class StopStrings:
         text     [ taken | shown | held: may be the beginning of a stop text ]
 
     A stop text may straddle several pieces of text. The one that is complete first ends the answer, and of several
-    complete at once the longest, so the result does not depend on where the pieces are cut. Only a short tail is
-    searched, so a long answer costs linear time.
+    complete at once the longest, so the result does not depend on where the pieces are cut. Each character is looked at
+    once for each stop text, whatever they look like (Knuth, Morris and Pratt).
     """
 
     def __init__(self, stops: Collection[str], *, keep: bool = False) -> None:
         """Looks for `stops`; `keep` leaves the found one in the text."""
-        self._stops = tuple(stops)
+        self._stops = [_Stop(stop) for stop in stops]
         self._keep = keep
-        self._longest = max(map(len, self._stops), default=1)
         self._parts: list[str] = []
         self._num_taken_parts = 0
-        self._tail = ""
         self.num_characters = 0
 
     @property
@@ -47,25 +45,24 @@ class StopStrings:
         """Adds text and returns the stop text that it completes."""
         if not new:
             return None
-        window, first = self._tail + new, len(self._tail)
-        start_of_window = self.num_characters - first
+        start_of_new = self.num_characters
         self._parts.append(new)
         self.num_characters += len(new)
-        self._tail = window[max(0, len(window) - self._longest + 1) :]
-        found = self._first_stop(window, first) if search else None
-        if found is None:
+        ends = [
+            (end, -len(stop.text), stop.text) for stop in self._stops if (end := stop.read(new, search)) is not None
+        ]
+        if not ends:
             return None
-        start, end = found
-        self._cut(start_of_window + (end if self._keep else start))
-        return window[start:end]
+        end, length, found = min(ends)
+        self._cut(start_of_new + (end if self._keep else end + length))
+        return found
 
     @property
     def num_shown(self) -> int:
         """Characters that no later text can turn into a part of a stop text."""
         if self._keep:
             return self.num_characters
-        begun = [start for stop in self._stops if (start := _begun(stop, self._tail)) is not None]
-        return self.num_characters - (len(self._tail) - min(begun) if begun else 0)
+        return self.num_characters - max((stop.num_matched for stop in self._stops), default=0)
 
     def take(self, *, everything: bool = False) -> str:
         """Text that was not taken before: what is shown, or everything once the answer has ended."""
@@ -76,15 +73,6 @@ class StopStrings:
         self._num_taken_parts += 1
         return ready
 
-    def _first_stop(self, window: str, first: int) -> tuple[int, int] | None:
-        """(start, end) of the stop text that ends first, behind the `first` characters that were searched before."""
-        matches = []
-        for stop in self._stops:
-            start = window.find(stop, max(0, first + 1 - len(stop)))
-            if start >= 0:
-                matches.append((start + len(stop), start))
-        return min(matches)[::-1] if matches else None
-
     def _cut(self, num_characters: int) -> None:
         """Drops all text behind a place; what was taken is never part of a stop text and stays."""
         taken = "".join(self._parts[: self._num_taken_parts])
@@ -92,14 +80,51 @@ class StopStrings:
         self._parts = [taken, untaken[: num_characters - len(taken)]]
         self._num_taken_parts = 1
         self.num_characters = num_characters
+        for stop in self._stops:
+            stop.num_matched = 0
 
 
-def _begun(stop: str, tail: str) -> int | None:
-    """Where in the tail the stop text may have begun, the earliest place."""
-    start = tail.find(stop[0], max(0, len(tail) - len(stop) + 1))
-    while start >= 0 and not stop.startswith(tail[start:]):
-        start = tail.find(stop[0], start + 1)
-    return start if start >= 0 else None
+class _Stop:
+    """One stop text, and how much of it the text so far ends with."""
+
+    __slots__ = ("_borders", "num_matched", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matched = 0
+        """Length of the longest beginning of the stop text that the text so far ends with."""
+        self._borders = [0, 0]
+        """By length of a beginning: the longest shorter one that it ends with. Made as far as it is needed."""
+
+    def read(self, new: str, search: bool) -> int | None:
+        """Reads more text; where in it the stop text is complete first, if it is searched for."""
+        text, matched, number = self.text, self.num_matched, 0
+        while number < len(new):
+            if not matched:
+                number = new.find(text[0], number)
+                if number < 0:
+                    break
+            character = new[number]
+            while matched and text[matched] != character:
+                matched = self._border(matched)
+            matched += text[matched] == character
+            number += 1
+            if matched == len(text):
+                if search:
+                    self.num_matched = 0
+                    return number
+                matched = self._border(matched)
+        self.num_matched = matched
+        return None
+
+    def _border(self, length: int) -> int:
+        text, borders = self.text, self._borders
+        while len(borders) <= length:
+            border = borders[-1]
+            while border and text[border] != text[len(borders) - 1]:
+                border = borders[border]
+            borders.append(border + (text[border] == text[len(borders) - 1]))
+        return borders[length]
 
 
 class StopRules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -69,12 +70,13 @@ class Access:
         raise ApiError(403, "pages of other sites may not use this server; see --allowed-origins", code="origin")
 
 
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9._-]{1,255}))(?::[0-9]{1,5})?")
+
+
 def _name_of(host: str) -> str | None:
     """The name in a Host header, without its port; None if it is no such header."""
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None
+    match = _HOST.fullmatch(host)
+    return None if match is None else (match[1] or match[2]).lower()
 
 
 def _is_loopback(host: str) -> bool:
