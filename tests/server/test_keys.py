@@ -7,7 +7,7 @@ import pytest
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.server.errors import ApiError
-from kvmosaic.server.keys import keys_of, read_keys_file
+from kvmosaic.server.keys import is_open_to_all, keys_of, read_keys_file
 from kvmosaic.server.tenants import Tenants
 
 SECRET = "sk-nobody-may-read-this"
@@ -78,3 +78,12 @@ def test_without_keys_everyone_is_the_admin_of_one_tenant() -> None:
 def test_with_keys_nobody_comes_in_without_one() -> None:
     with pytest.raises(ApiError, match="no API key"):
         Tenants(keys_of([SECRET])).identify(None)
+
+
+def test_a_file_that_everybody_may_read_is_known(tmp_path: Path) -> None:
+    path = written(tmp_path, f"- key: {SECRET}")
+    path.chmod(0o600)
+    assert not is_open_to_all(path)
+    path.chmod(0o644)
+    assert is_open_to_all(path)
+    assert not is_open_to_all(tmp_path / "missing.yaml")

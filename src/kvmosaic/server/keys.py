@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,14 @@ def read_keys_file(path: Path, others: tuple[AccessKey, ...] = ()) -> tuple[Acce
             raise InvalidConfig(f"{path}, entry {number}: {error}") from None
     _check_agree(keys, path)
     return tuple(keys)
+
+
+def is_open_to_all(path: Path) -> bool:
+    """Whether everybody on this machine may read a file."""
+    try:
+        return bool(path.stat().st_mode & stat.S_IROTH)
+    except OSError:
+        return False
 
 
 def _key(entry: Any) -> AccessKey:

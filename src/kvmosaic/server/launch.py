@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from kvmosaic.server.doorway import Doorway
+from kvmosaic.server.keys import is_open_to_all
 from kvmosaic.server.listening import CLOSING_SECONDS, address_of, listen, listener_for
 from kvmosaic.server.loading import close_places, load_in_thread, open_places
 from kvmosaic.server.logs import set_up_logs
@@ -146,6 +147,8 @@ class _Launch:
             stats = llm.engine.keeper.hierarchy.tier_stats()
             self._say(f"tiers      {' ▸ '.join(_shown_tier(stat) for stat in stats)}")
         self._say(f"API key    {'needed' if services.tenants.needs_key else 'not needed'}")
+        if settings.keys_file is not None and is_open_to_all(settings.keys_file):
+            self._say(f"warning    everybody on this machine may read {settings.keys_file}; chmod 600 it")
 
     def _say(self, line: str) -> None:
         self._notices.print(line, markup=False, highlight=False, soft_wrap=True)
