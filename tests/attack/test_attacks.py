@@ -10,6 +10,9 @@ import pytest
 from support.attack import Attack, Request, read_attacks
 from support.target import Target, headers_of
 
+pytestmark = pytest.mark.alone
+"""What a probe waits is some hundredths of a second of CPU time, which neighbours on the same core make longer."""
+
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
@@ -25,14 +28,17 @@ def test_attack_costs_others_nothing(target: Target, attack: Attack) -> None:
         before = target.cpu_seconds
         replies = list(senders.map(lambda request: status_of(target, attack.sender, request), sent))
         used = target.cpu_seconds - before
+    probe = sorted(costs.probes)[int(0.99 * (len(costs.probes) - 1))]
+    wait = max(costs.chats) - target.usual_chat
+    print(f"{used:.2f} s of CPU, {costs.memory_mb:.0f} MB, a chat waits {wait:.2f} s, a probe {probe:.2f} s")
     assert target.is_alive
     wrong = [status for status in replies if (status not in holds.status if holds.status else status >= 500)]
     assert not wrong, f"answered with {wrong}"
     if holds.cpu_seconds is not None:
         assert used <= holds.cpu_seconds
     assert costs.memory_mb <= holds.memory_mb
-    assert max(costs.chats) - target.usual_chat <= holds.waits_seconds
-    assert sorted(costs.probes)[int(0.99 * (len(costs.probes) - 1))] <= holds.probe_seconds
+    assert wait <= holds.waits_seconds
+    assert probe <= holds.probe_seconds
 
 
 def status_of(target: Target, sender: str, request: Request) -> int:
