@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from kvmosaic.server.admission import Admission
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.fair_threads import FairThreads
+from kvmosaic.server.lifetimes import lifetime_clock
 from kvmosaic.server.record import Records
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenants
@@ -99,8 +100,11 @@ class Services:
         return self.admission.unavailable("the server ended this request before it was read")
 
 
-def build_services(settings: ServerSettings, llm: LLM, *, clock: Callable[[], float] = time.time) -> Services:
-    """Puts a loaded model behind a running engine, with everything the routes need."""
+def build_services(settings: ServerSettings, llm: LLM, *, clock: Callable[[], float] | None = None) -> Services:
+    """Puts a loaded model behind a running engine, with everything the routes need.
+
+    `clock` tells unix seconds; by default the system's time, and for lifetimes one that nobody can set.
+    """
     from kvmosaic.engine import AsyncEngine
     from kvmosaic.server.documents import DocumentStore, StoreLimits
     from kvmosaic.server.exposition import ServerMetrics
@@ -118,9 +122,9 @@ def build_services(settings: ServerSettings, llm: LLM, *, clock: Callable[[], fl
     documents = DocumentStore(
         default_ttl_seconds=settings.document_ttl,
         limits=StoreLimits(max_documents=settings.max_documents, max_bytes=settings.max_documents_bytes),
-        clock=clock,
+        clock=clock or lifetime_clock(),
     )
-    services = Services(settings, llm, engine, tenants, documents, admission, Records(), clock)
+    services = Services(settings, llm, engine, tenants, documents, admission, Records(), clock or time.time)
     services.metrics = ServerMetrics(services)  # reads the engine, whose thread does not run yet
     engine.start()
     return services
