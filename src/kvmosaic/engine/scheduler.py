@@ -143,6 +143,8 @@ class Scheduler:
             before: a running one that is computed next; only those that come before it.
         """
         while not self.is_paused and budget > 0 and len(self.running) < self.config.max_running and not self._is_full:
+            if step.num_looks >= MAX_STEP_LOOKS:
+                return budget
             sequence = self.waiting.first(self._passed_over)
             if sequence is None or (before is not None and sequence.rank >= before.rank):
                 return budget
