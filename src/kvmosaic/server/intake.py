@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import nullcontext
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvmosaic.server.access import READING
 from kvmosaic.server.errors import ApiError, as_api_error, request_id_of
 from kvmosaic.server.json_text import check_json
+from kvmosaic.server.parsed import PARSED, parse_long
 from kvmosaic.server.services import Services
 
 BODY_SECONDS = 60.0
@@ -24,7 +26,7 @@ A tenant may have as much as it leaves free: half of it if it is alone, and a th
 many hold theirs open, one who comes new finds room.
 """
 SMALL_BODY_BYTES = 2**16
-"""Checked on the spot; longer ones in a thread."""
+"""Checked on the spot; longer ones are checked and parsed in a thread."""
 
 ASKING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """Routes whose requests keep the engine busy."""
@@ -64,7 +66,7 @@ class Intake:
             asks = scope["method"] == "POST" and scope["path"].endswith(ASKING)
             admission = self._services.admission
             with admission.asking(tenant) if asks else nullcontext():
-                await self._check(tenant.name, body)
+                scope[PARSED] = await self._check(tenant.name, body)
                 return await _Conversation(self._app, scope, receive, send).run(bytes(body))
         except TimeoutError:
             refusal = ApiError(408, f"the body did not come within {BODY_SECONDS:g} s", code="body_timeout")
@@ -104,11 +106,12 @@ class Intake:
             if not message.get("more_body", False):
                 return True
 
-    async def _check(self, tenant: str, body: bytearray) -> None:
-        if len(body) <= SMALL_BODY_BYTES:
-            check_json(bytes(body))
-        else:
-            await self._services.in_thread(tenant, check_json, bytes(body))
+    async def _check(self, tenant: str, body: bytearray) -> list[Any] | None:
+        """The body as Python, if that was made of it already."""
+        if len(body) > SMALL_BODY_BYTES:
+            return await self._services.in_thread(tenant, parse_long, bytes(body))
+        check_json(bytes(body))
+        return None
 
 
 def _check_type(content_type: str) -> None:

@@ -23,6 +23,7 @@ from kvmosaic.server.documents.schemas import (
 from kvmosaic.server.documents.stored import Draft, Match, StoredDocument
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.openai.replies import ErrorReply, error_replies
+from kvmosaic.server.parsed import ParsedRoute
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
 
@@ -48,7 +49,7 @@ CHANGED: dict[int | str, dict[str, Any]] = {
 
 def router(services: Services) -> APIRouter:
     """The routes of single documents and of their list; those of warming are in `warm_routes`."""
-    routes = APIRouter(tags=["documents"], responses=error_replies())
+    routes = APIRouter(route_class=ParsedRoute, tags=["documents"], responses=error_replies())
     store = services.documents
 
     @routes.post(

@@ -16,6 +16,7 @@ from kvmosaic.server.documents.warming import WarmJob, check_warmable, warm
 from kvmosaic.server.errors import ApiError, request_id_of
 from kvmosaic.server.openai.replies import error_replies, streamed
 from kvmosaic.server.openai.sse import EventStream, event, open_stream
+from kvmosaic.server.parsed import ParsedRoute
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
 
@@ -24,7 +25,7 @@ Asker = Annotated[Tenant, Depends(current_tenant)]
 
 def router(services: Services) -> APIRouter:
     """The routes that warm one document, or many."""
-    routes = APIRouter(tags=["documents"], responses=error_replies())
+    routes = APIRouter(route_class=ParsedRoute, tags=["documents"], responses=error_replies())
     responses: dict[int | str, dict[str, Any]] = {
         200: streamed("What became of the documents, or an event for each.", _EXAMPLE)
     }

@@ -32,6 +32,7 @@ from kvmosaic.server.openai.sampling import (
 )
 from kvmosaic.server.openai.sse import DONE, event, open_stream
 from kvmosaic.server.openai.usage import Tally
+from kvmosaic.server.parsed import ParsedRoute
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
 
@@ -40,7 +41,7 @@ ROUTE = "/v1/completions"
 
 def router(services: Services) -> APIRouter:
     """The route over one set of services."""
-    routes = APIRouter(tags=["answers"])
+    routes = APIRouter(route_class=ParsedRoute, tags=["answers"])
 
     @routes.post(
         ROUTE,

@@ -33,6 +33,7 @@ from kvmosaic.server.openai.response_request import ResponseRequest
 from kvmosaic.server.openai.sampling import defaults_of, prepared
 from kvmosaic.server.openai.sse import event, open_stream
 from kvmosaic.server.openai.usage import Tally
+from kvmosaic.server.parsed import ParsedRoute
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
 
@@ -41,7 +42,7 @@ ROUTE = "/v1/responses"
 
 def router(services: Services) -> APIRouter:
     """The route over one set of services."""
-    routes = APIRouter(tags=["answers"])
+    routes = APIRouter(route_class=ParsedRoute, tags=["answers"])
     token_bytes = TokenBytes(services.llm.model.tokenizer)
 
     @routes.post(

@@ -18,6 +18,7 @@ from kvmosaic.server.openai.fields import MAX_PROMPT_TOKENS, Body, Reply, Text, 
 from kvmosaic.server.openai.models import served_model
 from kvmosaic.server.openai.prompts import Composed, chat_prompt, text_prompt
 from kvmosaic.server.openai.replies import error_replies
+from kvmosaic.server.parsed import ParsedRoute
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
 
@@ -88,7 +89,7 @@ TokenizeRequest = Annotated[
 
 def router(services: Services) -> APIRouter:
     """The routes over one set of services."""
-    routes = APIRouter(tags=["tokens"])
+    routes = APIRouter(route_class=ParsedRoute, tags=["tokens"])
 
     @routes.post("/tokenize", response_model=Tokenized, responses=error_replies())
     async def tokenize(
