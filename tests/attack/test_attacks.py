@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from _pytest.mark import ParameterSet
 from support.attack import Attack, Request, read_attacks
-from support.target import Target, headers_of
+from support.target import Target, headers_of, slowness
 
 pytestmark = pytest.mark.alone
 """What a probe waits is some hundredths of a second of CPU time, which neighbours on the same core make longer."""
@@ -20,7 +21,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         yield target
 
 
-@pytest.mark.parametrize("attack", [pytest.param(attack, id=attack.name) for attack in read_attacks()])
+def cases() -> Iterator[ParameterSet]:
+    for attack in read_attacks():
+        marks = [pytest.mark.xfail(reason=attack.unmet, strict=False)] if attack.unmet else []
+        yield pytest.param(attack, id=attack.name, marks=marks)
+
+
+@pytest.mark.parametrize("attack", list(cases()))
 def test_attack_costs_others_nothing(target: Target, attack: Attack) -> None:
     sent = [request for request in attack.requests for _ in range(request.times)]
     holds = attack.holds
@@ -30,15 +37,17 @@ def test_attack_costs_others_nothing(target: Target, attack: Attack) -> None:
         used = target.cpu_seconds - before
     probe = sorted(costs.probes)[int(0.99 * (len(costs.probes) - 1))]
     wait = max(costs.chats) - target.usual_chat
-    print(f"{used:.2f} s of CPU, {costs.memory_mb:.0f} MB, a chat waits {wait:.2f} s, a probe {probe:.2f} s")
+    seen = f"{costs.memory_mb:.0f} MB, a chat waits {wait:.2f} s, a probe {probe:.2f} s"
+    print(f"{attack.name}: {used:.2f} s of CPU, {seen}")
+    slow = slowness()
     assert target.is_alive
     wrong = [status for status in replies if (status not in holds.status if holds.status else status >= 500)]
     assert not wrong, f"answered with {wrong}"
     if holds.cpu_seconds is not None:
-        assert used <= holds.cpu_seconds
+        assert used <= holds.cpu_seconds * slow
     assert costs.memory_mb <= holds.memory_mb
-    assert wait <= holds.waits_seconds
-    assert probe <= holds.probe_seconds
+    assert wait <= holds.waits_seconds * slow
+    assert probe <= holds.probe_seconds * slow
 
 
 def status_of(target: Target, sender: str, request: Request) -> int:

@@ -10,6 +10,7 @@
         json: {messages: [{role: user, content: {repeat: "x ", times: 1_000_000}}]}
         times: 2                               # at once
     holds: {status: [200], cpu_seconds: 0.5}
+    unmet: Why a bound does not hold yet.   # the attack still runs, and what it costs is printed
 
 In `json`, `{repeat: …, times: …}` stands for a text, or for a list where what is repeated is a list; "{i}" in what is
 repeated is its number.
@@ -65,6 +66,8 @@ class Attack:
     sender: str
     requests: tuple[Request, ...]
     holds: Limits = field(default_factory=Limits)
+    unmet: str = ""
+    """Why a bound does not hold yet."""
 
 
 def read_attacks() -> list[Attack]:
@@ -79,7 +82,8 @@ def read_attack(path: Path) -> Attack:
     holds = data.pop("holds", {})
     status = holds.pop("status", [])
     sender = data.pop("as", "hostile")
-    attack = Attack(path.stem, data.pop("tries"), sender, requests, Limits(status=tuple(status), **holds))
+    limits = Limits(status=tuple(status), **holds)
+    attack = Attack(path.stem, data.pop("tries"), sender, requests, limits, data.pop("unmet", ""))
     assert not data, f"{path.name}: {sorted(data)} are not known"
     assert sender in ("nobody", "hostile", "admin"), f"{path.name}: nobody sends as {sender!r}"
     return attack

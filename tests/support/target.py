@@ -19,6 +19,7 @@ KEYS = {"hostile": "hostile-key", "honest": "honest-key", "admin": "admin-key"}
 _TICKS = os.sysconf("SC_CLK_TCK")
 QUESTION = {"messages": [{"role": "user", "content": "Who keeps a cat?"}], "max_tokens": 4, "temperature": 0}
 PROBE_PAUSE = 0.02
+_REFERENCE_SECONDS = 0.02
 
 
 @dataclass
@@ -120,6 +121,20 @@ class Target:
         begin, cpu = time.monotonic(), self.cpu_seconds
         function()  # type: ignore[operator]
         return min(time.monotonic() - begin, self.cpu_seconds - cpu)
+
+
+def slowness() -> float:
+    """How many times as long as on a free core of a server of 2024 the same work takes here and now, from 1 to 4.
+
+    CPU time is longer where a core is shared with others or runs at a lower clock.
+    """
+
+    def seconds() -> float:
+        begin = time.thread_time()
+        sum(number * number % 7 for number in range(400_000))
+        return time.thread_time() - begin
+
+    return min(max(sorted(seconds() for _ in range(7))[3] / _REFERENCE_SECONDS, 1.0), 4.0)
 
 
 def headers_of(sender: str) -> dict[str, str]:
