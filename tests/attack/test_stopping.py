@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
 import sys
 import threading
@@ -11,6 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 from support.server import ServeCommand
+
+from kvmosaic.server.watchdog import Watchdog
 
 OLD_FAULT = r"""
 import re, sys
@@ -82,6 +86,23 @@ def test_a_watchdog_does_not_outlive_a_server_that_was_killed() -> None:
         server.stop(signal.SIGKILL)
         server.wait()
     until_gone(watchdog)
+
+
+def test_a_server_says_that_it_lives_for_longer_than_it_may_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise one that drains for minutes would be killed while it writes to its tiers."""
+    beats: list[int] = []
+    monkeypatch.setattr(Watchdog, "_beat", lambda self, left: beats.append(left))
+
+    async def be_told() -> None:
+        told = asyncio.Event()
+        with Watchdog(seconds=1_000) as watchdog:
+            watchdog.listen(lambda number: told.set())
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(told.wait(), 60)
+            watchdog.ignore()
+
+    asyncio.run(be_told())
+    assert beats and beats[0] >= 1_000 + 60
 
 
 def children_of(process: int) -> list[int]:

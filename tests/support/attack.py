@@ -101,7 +101,7 @@ def _request(data: dict[str, Any]) -> Request:
 
 def _grown(value: Any) -> Any:
     if isinstance(value, dict):
-        if set(value) == {"repeat", "times"}:
+        if _is_repetition(value):
             return _repeated(value["repeat"], value["times"])
         return {name: _grown(part) for name, part in value.items()}
     if isinstance(value, list):

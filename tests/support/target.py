@@ -13,6 +13,7 @@ from types import TracebackType
 
 import httpx
 
+from kvmosaic.bench.resident import forget_peak, resident_bytes
 from support.server import ServeCommand
 
 KEYS = {"hostile": "hostile-key", "honest": "honest-key", "admin": "admin-key"}
@@ -30,7 +31,6 @@ class Costs:
     something else makes nobody wait for an attacker.
     """
 
-    cpu_seconds: float = 0.0
     memory_mb: float = 0.0
     chats: list[float] = field(default_factory=list)
     probes: list[float] = field(default_factory=list)
@@ -47,12 +47,10 @@ class Target:
         file = folder / "keys.yaml"
         file.write_text(keys + "\n")
         self._command = ServeCommand("--keys-file", str(file), *arguments, OMP_NUM_THREADS="1")
-        self._proc = Path()
 
     def __enter__(self) -> Target:
         self._command.__enter__().until_ready()
         self.url = self._command.url
-        self._proc = Path("/proc") / str(self._command.process.pid)
         for _ in range(3):  # whatever is computed once for all
             self.ask()
         self.usual_chat = min(self._timed(self.ask) for _ in range(3))
@@ -70,12 +68,13 @@ class Target:
     @property
     def cpu_seconds(self) -> float:
         """CPU time of the server and all its threads, and of its processes that have ended."""
-        fields = (self._proc / "stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{self._command.process.pid}/stat").read_text().rpartition(")")[2].split()
         return sum(int(part) for part in fields[11:15]) / _TICKS
 
-    def memory_mb(self, name: str = "VmRSS") -> float:
-        lines = (self._proc / "status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
+    def memory_mb(self, *, peak: bool = False) -> float:
+        num_bytes = resident_bytes(self._command.process.pid, peak=peak)
+        assert num_bytes is not None
+        return num_bytes / 2**20
 
     def ask(self) -> None:
         """The honest tenant's question; any reply but its answer is a failure."""
@@ -88,8 +87,8 @@ class Target:
     @contextmanager
     def observed(self) -> Iterator[Costs]:
         """Asks and probes all the time, and measures what the server uses beyond the honest tenant's share."""
-        (self._proc / "clear_refs").write_text("5")  # the highest memory is counted from here
-        memory, cpu = self.memory_mb(), self.cpu_seconds
+        forget_peak(self._command.process.pid)
+        memory = self.memory_mb()
         costs, done, failures = Costs(), threading.Event(), []
 
         def watch(what: str, pause: float) -> None:
@@ -114,8 +113,7 @@ class Target:
                 watcher.join(300)
         if failures:
             raise failures[0]
-        costs.cpu_seconds = self.cpu_seconds - cpu
-        costs.memory_mb = self.memory_mb("VmHWM") - memory
+        costs.memory_mb = self.memory_mb(peak=True) - memory
 
     def _timed(self, function: object) -> float:
         begin, cpu = time.monotonic(), self.cpu_seconds

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _MANY = 1_024
-"""Distances from which on equal ones are looked for."""
+"""Distances from which on equal ones are looked for on a CPU; a GPU would have to wait for their number."""
 
 RotationLayout = Literal["half", "interleaved"]
 
@@ -73,11 +73,10 @@ class Rotation:
             dtype: of the tables. Angles are computed in float64 and cast at the end.
             device: of the tables.
         """
-        is_identity = distances.device.type == "cpu" and not bool(distances.any())
-        if len(distances) > _MANY:  # mostly of rows that read the same keys: each distance is computed once
+        on_cpu, numbers = distances.device.type == "cpu", None
+        is_identity = on_cpu and not bool(distances.any())
+        if on_cpu and len(distances) > _MANY:  # mostly of rows that read the same keys: each distance is computed once
             distances, numbers = torch.unique(distances, return_inverse=True)
-        else:
-            numbers = None
         frequencies = torch.tensor(self.inv_freq, dtype=torch.float64, device=distances.device)
         angles = distances.to(torch.float64)[:, None] * (self.sign * frequencies)
         cos = torch.ones(len(distances), self.head_dim, dtype=torch.float64, device=distances.device)

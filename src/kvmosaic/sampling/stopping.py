@@ -111,7 +111,6 @@ class _Stop:
             number += 1
             if matched == len(text):
                 if search:
-                    self.num_matched = 0
                     return number
                 matched = self._border(matched)
         self.num_matched = matched

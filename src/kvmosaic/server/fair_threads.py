@@ -44,11 +44,8 @@ class FairThreads:
         self._is_closed = False
         self._now = 0.0
         """What the tenant had spent whose work began last: others who come new begin here."""
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True) for number in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        for number in range(num_threads):
+            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True).start()
 
     def submit(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queues work of a tenant.

@@ -66,8 +66,9 @@ class Intake:
             asks = scope["method"] == "POST" and scope["path"].endswith(ASKING)
             admission = self._services.admission
             with admission.asking(tenant) if asks else nullcontext():
-                scope[PARSED] = await self._check(tenant.name, body)
-                return await _Conversation(self._app, scope, receive, send).run(bytes(body))
+                content = bytes(body)
+                scope[PARSED] = await self._check(tenant.name, content)
+                return await _Conversation(self._app, scope, receive, send).run(content)
         except TimeoutError:
             refusal = ApiError(408, f"the body did not come within {BODY_SECONDS:g} s", code="body_timeout")
             return await refusal.reply()(scope, receive, send)
@@ -106,11 +107,11 @@ class Intake:
             if not message.get("more_body", False):
                 return True
 
-    async def _check(self, tenant: str, body: bytearray) -> list[Any] | None:
+    async def _check(self, tenant: str, body: bytes) -> list[Any] | None:
         """The body as Python, if that was made of it already."""
         if len(body) > SMALL_BODY_BYTES:
-            return await self._services.in_thread(tenant, parse_long, bytes(body))
-        check_json(bytes(body))
+            return await self._services.in_thread(tenant, parse_long, body)
+        check_json(body)
         return None
 
 

@@ -68,7 +68,7 @@ class Services:
             raise self._closing()
         if len(self._awaited) >= self.settings.max_queue + NUM_THREADS:
             raise self.admission.full(f"{len(self._awaited)} requests wait to be read", "queue_full")
-        num_of_tenant = sum(other == tenant for other in self._awaited.values())
+        num_of_tenant = list(self._awaited.values()).count(tenant)
         if num_of_tenant >= self.settings.max_queue_per_tenant + NUM_THREADS:
             raise self.admission.full(f"{num_of_tenant} requests of {tenant!r} wait to be read", "tenant_queue_full")
         work = self.threads.submit(tenant, function, *args, **kwargs)

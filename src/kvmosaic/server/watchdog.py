@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 MAX_BEATS = 90
-"""Seconds for which a stopping server may say that it lives; writing to the tiers has a limit of its own, far below."""
+"""Seconds beyond its own for which a stopping server may say that it lives; writing to the tiers takes less."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 logger = logging.getLogger("kvmosaic.server")
@@ -73,7 +73,7 @@ class Watchdog:
         with contextlib.suppress(BlockingIOError):
             for number in self._ours.recv(64):
                 if number in STOP_SIGNALS:
-                    self._beat(MAX_BEATS)
+                    self._beat(int(self._seconds) + MAX_BEATS)
                     stop(number)
 
     def _beat(self, left: int) -> None:
