@@ -156,6 +156,10 @@ class EngineConfig:
     preemption_gap: int | None = 10
     """A request that waits takes the place of running ones whose priority is lower by at least so much, if there is no
     room for it otherwise; None: it always waits until there is."""
+    time_slice_seconds: float | None = 60.0
+    """A running answer that has had so long, and has got further than it was before, gives way to a request for which
+    there is no room otherwise, and goes on when its turn comes again; None: it runs to its end, and as many answers
+    without end as may run at once have all others wait for ever."""
     preemption: Literal["auto", "recompute", "swap"] = "auto"
     """What becomes of the blocks of an answer that must give way: dropped and computed again, moved to the memory of
     the host and back while there is room, or whichever was measured to be faster."""
@@ -175,6 +179,11 @@ class EngineConfig:
         if aging is not None and not (_is_number(aging) and 0 < aging <= 1e6):
             raise InvalidConfig(
                 f"priority_aging_seconds must be a number above 0 and at most 1e6, or None for no aging, got {aging!r}"
+            )
+        seconds = self.time_slice_seconds
+        if seconds is not None and not (_is_number(seconds) and 0 < seconds <= 1e6):
+            raise InvalidConfig(
+                f"time_slice_seconds must be a number above 0 and at most 1e6, or None for no limit, got {seconds!r}"
             )
         if self.preemption_gap is not None:
             _check_range("preemption_gap", self.preemption_gap, 1, 200, ", or None for never")

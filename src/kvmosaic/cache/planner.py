@@ -418,6 +418,11 @@ class Planner:
         self._prefix.clear()
         self._chunks.clear()
 
+    @property
+    def num_spare_blocks(self) -> int:
+        """Blocks of the request pool that are free, or that only the prefix cache holds."""
+        return self.request_pool.num_free + self._prefix.num_idle
+
     def used_blocks(self) -> tuple[list[BlockId], list[BlockId]]:
         """Blocks of the request pool and of the chunk pool that hold something."""
         return _used(self.request_pool), _used(self.chunk_pool)

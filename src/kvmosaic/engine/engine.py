@@ -602,19 +602,20 @@ class Engine:
             logger.info("%s", self.planner.statistics())
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:
-        """The other n - 1 answers, when the first one has its prompt computed."""
+        """The other n - 1 answers, when the first one has its prompt computed; those without a place wait for one."""
         request = sequence.request
         if sequence.answer.token_ids or len(request.answers) == request.params.n:
             return []
-        forks = []
         assert sequence.attachment is not None
-        for index in range(1, request.params.n):
-            fork = self._new_sequence(request, index)
+        forks = [self._new_sequence(request, index) for index in range(1, request.params.n)]
+        self._sequences[request.request_id].extend(forks)
+        num_places = max(self.scheduler.num_free_places, 0)
+        for fork in forks[:num_places]:
             fork.attached(self.planner.fork(sequence.attachment))
             self.scheduler.start(fork)
-            forks.append(fork)
-        self._sequences[request.request_id].extend(forks)
-        return forks
+        for fork in forks[num_places:]:
+            self.scheduler.add(fork)
+        return forks[:num_places]
 
     def _finish(self, sequence: Sequence, news: dict[str, Request]) -> None:
         """Takes a sequence out; ends its request with the last one. Harmless when the request has ended already."""

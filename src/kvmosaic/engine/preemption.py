@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal
 
 from kvmosaic.cache import Planner
 from kvmosaic.cache.yielding import freed_by
 from kvmosaic.config import EngineConfig
 from kvmosaic.engine.sequence import Sequence
+from kvmosaic.engine.shares import Shares
 from kvmosaic.engine.step import Step
 from kvmosaic.engine.swap_space import SwapSpace
 from kvmosaic.engine.victims import computes_for_others, in_order, is_resting
-from kvmosaic.errors import QuotaInUse
+from kvmosaic.errors import OutOfBlocks, QuotaInUse
+from kvmosaic.prompt import SegmentKind
 
 PreemptionKind = Literal["recompute", "swap"]
 
@@ -21,20 +24,33 @@ PreemptionKind = Literal["recompute", "swap"]
 class Preemption:
     """Chooses who gives way, on two occasions.
 
-    - A running answer needs a block and there is none. Those behind it in rank give way, or it does itself. So whoever
-      is first in rank is never taken anything from: it ends, then the next one is first.
-    - A request waits whose priority is higher than that of running ones by `preemption_gap`. They give way if that
-      makes room for it, if it is before them in rank (they may have waited so long that it is not), and if they are
-      not resting from the last time (see `is_resting`).
+    A running answer needs a block and there is none. Those of its tenant behind it in rank give way, and those of other
+    tenants that hold more, or it does itself. So the first in rank of the tenant that holds least is never taken
+    anything from: it ends, then the next one is first.
+
+    A request waits and there is no room for it, neither a place nor blocks. If that makes room, these give way:
+
+    - running ones whose priority is lower by `preemption_gap` and that are behind it in rank (it may be before them no
+      more, they have waited so long), unless they are resting from the last time (see `is_resting`);
+    - else those of a tenant that holds more than the one that waits would hold then (see `Shares`);
+    - else those whose turn is over and that would be behind it if they came now (see `Turn`). They are put behind it.
+      So nobody waits for ever, however many answers never end.
     """
 
-    def __init__(self, planner: Planner, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        config: EngineConfig,
+        shares: Shares | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.swap: SwapSpace | None = None
         """Where blocks may be moved to; None: their tokens are always computed again."""
         self.counts: dict[PreemptionKind, int] = {"recompute": 0, "swap": 0}
         """Sequences that gave way, by what became of their blocks."""
         self._planner = planner
         self._config = config
+        self._shares = shares or Shares()
         self._clock = clock
 
     def save(self, sequence: Sequence) -> None:
@@ -44,44 +60,158 @@ class Preemption:
         self.counts["swap" if is_saved else "recompute"] += 1
 
     def victim(self, sequence: Sequence, running: Collection[Sequence], step: Step) -> Sequence | None:
-        """Who gives a block to a running sequence: one behind it that is not in this step, or itself; None if alone."""
+        """Who gives a block to a running sequence: one that is not in this step, or itself; None if it is alone."""
         busy = {id(work.sequence) for work in step.works}
-        behind = [
-            other
-            for other in running
-            if other is not sequence and other.rank >= sequence.rank and id(other) not in busy
-        ]
+        others = [other for other in running if other is not sequence and id(other) not in busy]
+        tenant, blocks = sequence.tenant, Counter[str]()
+        if any(other.tenant != tenant for other in others):
+            blocks = self.blocks_by_tenant(running, self._planner.request_pool.name)
+
+        def is_behind(other: Sequence) -> bool:
+            if other.tenant == tenant or other.request.priority != sequence.request.priority:
+                return other.rank >= sequence.rank
+            return self._shares.is_fairer(tenant, blocks[tenant] + 1, other.tenant, blocks[other.tenant])
+
+        behind = [other for other in others if is_behind(other)]
         if behind:
             return in_order(behind, self._clock())[0]
         return None if len(running) == 1 else sequence
 
-    def make_way(self, waiting: Sequence, running: Collection[Sequence]) -> list[Sequence]:
-        """Who gives way to the first one that waits; nobody, unless that makes room for it."""
-        able = [other for other in running if self._goes_before(waiting, other)]
-        if not able:
+    def make_way(
+        self,
+        waiting: Sequence,
+        running: Collection[Sequence],
+        places: Mapping[str, int],
+        *,
+        is_full: bool,
+        was_refused: bool,
+    ) -> list[Sequence]:
+        """Who gives way to one that waits; nobody, unless that makes room for it.
+
+        Args:
+            waiting: the one.
+            running: those that may give way.
+            places: how many of them each tenant has.
+            is_full: whether there is no place beside them.
+            was_refused: whether there were no blocks for it in the last step.
+        """
+        lower = [other for other in running if self._is_much_lower(waiting, other)]
+        equal, over = [], []
+        if is_full or was_refused:
+            equal = [other for other in running if self._may_share(waiting, other, places, is_full=is_full)]
+            over = [other for other in running if self._has_had_its_turn(waiting, other)]
+        if not (lower or equal or over):
             return []
         prompt = waiting.request.prompt
         error = self._planner.lacks(self._planner.plan(waiting.layout, prompt.salt, prompt.tenant))
-        if isinstance(error, QuotaInUse) or (error is not None and error.num_missing is None):
+        if error is None and not is_full:
             return []
-        if error is None:
-            return in_order(able, self._clock())[:1] if len(running) >= self._config.max_running else []
-        chosen: list[Sequence] = []
-        missing = error.num_missing or 0
-        if not self._makes_room(able, running, error.pool, missing):
-            return []
-        for other in in_order(able, self._clock()):
-            chosen.append(other)
-            if self._makes_room(chosen, running, error.pool, missing):
-                break
+        now = self._clock()
+        chosen = self._enough(in_order(lower, now), running, error)
+        chosen = chosen or self._even_out(waiting, equal, running, places, error)
+        if not chosen:
+            chosen = self._enough(in_order(over, now), running, error, of_tenant=waiting.tenant)
+            for other in chosen:
+                other.line_up_again(now)
         return chosen
 
-    def _goes_before(self, waiting: Sequence, other: Sequence) -> bool:
-        """Whether a running sequence may be made to give way to one that waits."""
+    def blocks_by_tenant(self, sequences: Iterable[Sequence], pool: str) -> Counter[str]:
+        """Blocks of a pool that running sequences hold, each once for each tenant."""
+        held: dict[str, set[object]] = {}
+        counts: Counter[str] = Counter()
+        for sequence in sequences:
+            assert sequence.attachment is not None
+            blocks = held.setdefault(sequence.tenant, set())
+            for span in sequence.attachment.spans:
+                if (span.chunk is not None) == (pool != self._planner.request_pool.name):
+                    blocks.update(span.table.block_ids)
+        for tenant, blocks in held.items():
+            counts[tenant] = len(blocks)
+        return counts
+
+    def _is_much_lower(self, waiting: Sequence, other: Sequence) -> bool:
+        """Whether a running sequence may be made to give way to one that waits, by their priorities."""
         gap = self._config.preemption_gap
         if gap is None or waiting.request.priority - other.request.priority < gap or waiting.rank >= other.rank:
             return False
         return not computes_for_others(other) and not is_resting(other)
+
+    def _has_had_its_turn(self, waiting: Sequence, other: Sequence) -> bool:
+        seconds, now = self._config.time_slice_seconds, self._clock()
+        if seconds is None or not other.turn.is_over(now, seconds) or waiting.rank >= other.rank_from(now):
+            return False
+        return not computes_for_others(other)
+
+    def _may_share(self, waiting: Sequence, other: Sequence, places: Mapping[str, int], *, is_full: bool) -> bool:
+        mine, theirs = waiting.tenant, other.tenant
+        if mine == theirs or other.request.priority > waiting.request.priority or computes_for_others(other):
+            return False
+        return not is_full or self._shares.is_fairer(mine, places.get(mine, 0) + 1, theirs, places[theirs])
+
+    def _enough(
+        self,
+        able: list[Sequence],
+        running: Collection[Sequence],
+        error: OutOfBlocks | None,
+        of_tenant: str | None = None,
+    ) -> list[Sequence]:
+        """The first of those that may give way, as many as make room; nobody, if all of them do not.
+
+        Args:
+            able: those that may.
+            running: they and the others.
+            error: what there is too little of, if not only of places.
+            of_tenant: where nobody knows how much of it is missing, the first one of this tenant.
+        """
+        if error is None or not able:
+            return able[:1]
+        if isinstance(error, QuotaInUse) or error.num_missing is None:
+            return [other for other in able if other.tenant == of_tenant][:1]
+        chosen: list[Sequence] = []
+        if self._makes_room(able, running, error.pool, error.num_missing):
+            for other in able:
+                chosen.append(other)
+                if self._makes_room(chosen, running, error.pool, error.num_missing):
+                    break
+        return chosen
+
+    def _even_out(
+        self,
+        waiting: Sequence,
+        able: list[Sequence],
+        running: Collection[Sequence],
+        places: Mapping[str, int],
+        error: OutOfBlocks | None,
+    ) -> list[Sequence]:
+        """Those of tenants that hold too much, the last in rank of the one that holds most first."""
+        if isinstance(error, QuotaInUse) or (error is not None and error.num_missing is None):
+            return []
+        tenant, sizes = waiting.tenant, dict.fromkeys(able, 1)
+        held, wanted = Counter(places), 1
+        if error is not None:
+            able = [other for other in able if not is_resting(other)]
+            held = self.blocks_by_tenant(running, error.pool)
+            sizes = {other: self.blocks_by_tenant([other], error.pool)[other.tenant] for other in able}
+            wanted = self._blocks_wanted(waiting, error.pool)
+        chosen: list[Sequence] = []
+        while able:
+            most = max({other.tenant for other in able}, key=lambda each: self._shares.load(each, held[each]))
+            if not self._shares.is_fairer(tenant, held[tenant] + wanted, most, held[most]):
+                return []
+            candidates = [each for each in able if each.tenant == most]
+            other = max(candidates, key=lambda each: (not is_resting(each), each.rank))
+            chosen.append(other)
+            if error is None or self._makes_room(chosen, running, error.pool, error.num_missing or 0):
+                return chosen
+            able.remove(other)
+            held[most] -= sizes[other]
+        return []
+
+    def _blocks_wanted(self, waiting: Sequence, pool: str) -> int:
+        """Blocks of a pool that a sequence holds when it is taken in."""
+        of_chunks = pool != self._planner.request_pool.name
+        spans = (span for span in waiting.layout.spans if (span.segment.kind is SegmentKind.CHUNK) == of_chunks)
+        return sum(self._planner.request_pool.blocks_for(span.num_tokens) for span in spans)
 
     def _makes_room(
         self, chosen: Collection[Sequence], running: Collection[Sequence], pool: str, num_missing: int

@@ -4,12 +4,17 @@ One step may hold the missing chunks of several requests, their questions, and o
 rows of a step write their keys before any row reads, layer by layer, so a question may be computed in the same step as
 the chunks it sees. Running answers come first, then prompts, running and new ones, in the order of their rank: priority
 and arrival. A chunk that several requests miss is computed by the first; the others wait for it.
+
+Tenants share alike, each for its weight: a free place goes to the tenant that has fewest, and what a step has for
+prompts is divided among those that have some (see `Shares`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from itertools import groupby
 
 from kvmosaic.cache import AttachedSpan, Planner
 from kvmosaic.config import EngineConfig
@@ -18,12 +23,14 @@ from kvmosaic.engine.preemption import Preemption
 from kvmosaic.engine.rolling import most_at_once
 from kvmosaic.engine.scoring import MAX_LOGIT_ROWS
 from kvmosaic.engine.sequence import Sequence, SequenceState
+from kvmosaic.engine.shares import Shares
 from kvmosaic.engine.step import Step, Work
+from kvmosaic.engine.step_budget import StepBudget
 from kvmosaic.engine.waiting import WaitingQueue
 from kvmosaic.errors import ChunkCacheFull, KVMosaicError, OutOfBlocks, QuotaInUse, RequestTooLarge
 
-MAX_STEP_LOOKS = 2**18
-"""Rows of a step times the spans that each reads: a query is turned for each of them, which takes memory and time."""
+MAX_TENANTS_TRIED = 8
+"""For so many tenants it is looked in one step whether others give way to them."""
 
 
 class Scheduler:
@@ -46,9 +53,14 @@ class Scheduler:
         """The one that is being planned and attached at this moment."""
         self.is_paused = False
         """Whether nobody is taken in, so that those who run can end."""
-        self.preemption = Preemption(planner, config, clock)
+        self.shares = Shares()
+        self.preemption = Preemption(planner, config, self.shares, clock)
+        self._places: Counter[str] = Counter()
+        """By tenant: sequences that run."""
         self._passed_over: set[str] = set()
         """Tenants that have no room in the step being assembled."""
+        self._refused: set[Sequence] = set()
+        """Those that found no blocks in it."""
         self._is_full = False
         """Whether nobody else can be taken into it."""
 
@@ -62,6 +74,11 @@ class Scheduler:
         """Sequences that wait for room, or for chunks from the tiers."""
         return len(self.waiting) + len(self.fetching)
 
+    @property
+    def num_free_places(self) -> int:
+        """Sequences that may still be taken in. Answers leave half of every step to prompts, however many they are."""
+        return min(self.config.max_running, max(self.config.max_batched_tokens // 2, 1)) - len(self.running)
+
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence behind those of the same priority."""
         if self.keeper is not None and self.keeper.begin(sequence):
@@ -72,11 +89,20 @@ class Scheduler:
     def start(self, sequence: Sequence) -> None:
         """Takes in a sequence that holds its blocks already."""
         self.running.append(sequence)
+        self._places[sequence.tenant] += 1
+        sequence.turn.begin(self.clock())
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Takes a running sequence out of its place, whatever becomes of it."""
+        self.running.remove(sequence)
+        self._places[sequence.tenant] -= 1
+        if not self._places[sequence.tenant]:
+            del self._places[sequence.tenant]
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out and gives its blocks back; removing it twice is safe."""
         if sequence in self.running:
-            self.running.remove(sequence)
+            self._leave(sequence)
         self.waiting.remove(sequence)
         if sequence in self.fetching:
             self.fetching.remove(sequence)
@@ -89,7 +115,7 @@ class Scheduler:
 
     def replan(self, sequence: Sequence) -> None:
         """Gives a running sequence's blocks back and queues it again: its layout has changed."""
-        self.running.remove(sequence)
+        self._leave(sequence)
         self._release(sequence)
         sequence.replanned()
         self.add(sequence)
@@ -99,23 +125,52 @@ class Scheduler:
         step = Step()
         self.admitting = None
         self.planner.begin_step()
-        budget = self.config.max_batched_tokens
+        budget = StepBudget(self.config.max_batched_tokens)
         self._collect_fetched()
         self._passed_over, self._is_full = set(), False
         self._make_way()
-        for sequence in sorted(self.running, key=lambda running: running.rank):
+        self._refused.clear()
+        for sequence in self._in_order():
             is_answering = sequence.state is SequenceState.RUNNING and sequence.pending is not None
-            if is_answering and budget and self._grow(sequence, step):
-                budget -= self._schedule_spans(sequence, budget, step)
-        for sequence in sorted(self.running, key=lambda running: running.rank):
-            if sequence.state is SequenceState.RUNNING and not sequence.is_prefilled:
-                budget = self._admit(budget, step, before=sequence)
-                if sequence.must_roll and not (budget and self._grow(sequence, step, budget)):
-                    continue
-                budget -= self._schedule_spans(sequence, budget, step)
-        self._admit(budget, step)
+            if is_answering and budget.num_tokens > 0 and self._grow(sequence, step):
+                self._schedule_spans(sequence, budget, step)
+        budget.keep_looks()
+        wanting = self._wanting()
+        if len(wanting) > 1:
+            budget.share(wanting, self.shares)
+            self._schedule_prompts(budget, step)
+            budget.lift()
+        self._schedule_prompts(budget, step)
         self.admitting = None
         return step
+
+    def _in_order(self) -> list[Sequence]:
+        """The running sequences by rank; where blocks are short, of one priority the tenants with least come first."""
+        ranked = sorted(self.running, key=lambda running: running.rank)
+        if len(self._places) == 1 or self.planner.num_spare_blocks >= len(ranked):
+            return ranked
+        blocks = self.preemption.blocks_by_tenant(ranked, self.planner.request_pool.name)
+        return [
+            sequence
+            for _, group in groupby(ranked, key=lambda running: running.request.priority)
+            for sequence in sorted(group, key=lambda running: self.shares.load(running.tenant, blocks[running.tenant]))
+        ]
+
+    def _wanting(self) -> set[str]:
+        """Tenants with prompts to compute, running or waiting."""
+        running = {sequence.tenant for sequence in self.running if not sequence.is_prefilled}
+        return running if self.is_paused or self.num_free_places <= 0 else running.union(self.waiting.tenants)
+
+    def _schedule_prompts(self, budget: StepBudget, step: Step) -> None:
+        """Adds what of prompts, running and waiting, may still be computed in this step."""
+        for sequence in sorted(self.running, key=lambda running: running.rank):
+            if sequence.state is SequenceState.RUNNING and not sequence.is_prefilled:
+                self._admit(budget, step, before=sequence)
+                num_tokens = budget.tokens_of(sequence.tenant)
+                if sequence.must_roll and not (num_tokens and self._grow(sequence, step, num_tokens)):
+                    continue
+                self._schedule_spans(sequence, budget, step)
+        self._admit(budget, step)
 
     def _collect_fetched(self) -> None:
         """Queues those whose chunks have come, or are not worth waiting for any longer."""
@@ -126,28 +181,44 @@ class Scheduler:
                 self.waiting.add(sequence)
 
     def _make_way(self) -> None:
-        """Has running sequences give way to a waiting one of much higher priority, if that makes room for it."""
-        waiting = None if self.is_paused else self.waiting.first()
-        if waiting is None:
-            return
-        for sequence in self.preemption.make_way(waiting, self.running):
-            self._preempt(sequence)
-            sequence.num_worked_before = sequence.num_worked
+        """Has running sequences give way to one that waits, if that makes room for it."""
+        passed_over: set[str] = set()
+        while not self.is_paused and len(passed_over) < MAX_TENANTS_TRIED:
+            waiting = self._first_waiting(passed_over)
+            if waiting is None:
+                return
+            chosen = self.preemption.make_way(
+                waiting,
+                self.running,
+                self._places,
+                is_full=self.num_free_places <= 0,
+                was_refused=waiting in self._refused,
+            )
+            for sequence in chosen:
+                self._preempt(sequence)
+            if chosen:
+                return
+            passed_over.add(waiting.tenant)
 
-    def _admit(self, budget: int, step: Step, before: Sequence | None = None) -> int:
-        """Takes in those that wait, in the order of their rank; returns what is left of the budget.
+    def _first_waiting(self, passed_over: Collection[str]) -> Sequence | None:
+        return self.waiting.first(passed_over, lambda tenant: self.shares.load(tenant, self._places[tenant]))
+
+    def _admit(self, budget: StepBudget, step: Step, before: Sequence | None = None) -> None:
+        """Takes in those that wait: of one priority the tenants with fewest places first, then by rank.
 
         Args:
-            budget: tokens that the step may still have.
+            budget: what the step may still have.
             step: the one being assembled.
             before: a running one that is computed next; only those that come before it.
         """
-        while not self.is_paused and budget > 0 and len(self.running) < self.config.max_running and not self._is_full:
-            if step.num_looks >= MAX_STEP_LOOKS:
-                return budget
-            sequence = self.waiting.first(self._passed_over)
+        spent: set[str] = set()
+        while not self.is_paused and not budget.is_spent and self.num_free_places > 0 and not self._is_full:
+            sequence = self._first_waiting(self._passed_over | spent)
             if sequence is None or (before is not None and sequence.rank >= before.rank):
-                return budget
+                return
+            if not budget.tokens_of(sequence.tenant) or not budget.looks_of(sequence.tenant):
+                spent.add(sequence.tenant)
+                continue
             self.admitting = sequence
             begin = self.clock()
             prompt = sequence.request.prompt
@@ -155,7 +226,7 @@ class Scheduler:
             if self.keeper is not None:
                 if self.fetching and not self.keeper.has_room(sequence, plan):
                     self._is_full = True
-                    return budget  # those who fetch go on soon, and then it has its turn
+                    return  # those who fetch go on soon, and then it has its turn
                 if self.keeper.begin(sequence, plan):
                     self.waiting.remove(sequence)
                     self.fetching.append(sequence)
@@ -163,12 +234,13 @@ class Scheduler:
             try:
                 attachment = self.planner.attach(plan, again=sequence.was_replanned)
             except OutOfBlocks as error:
+                self._refused.add(sequence)
                 if self.running and isinstance(error, QuotaInUse):
                     self._passed_over.add(prompt.tenant)  # the others need not wait for this tenant
                     continue
                 if self.running:
                     self._is_full = True
-                    return budget
+                    return
                 self._refuse(sequence, RequestTooLarge(f"the request cannot run even alone: {error}"), step)
                 continue
             except (ChunkCacheFull, RequestTooLarge) as error:
@@ -183,8 +255,7 @@ class Scheduler:
             if self.preemption.swap is not None and (restore := self.preemption.swap.restore(sequence)) is not None:
                 step.restores.append(restore)
             self.start(sequence)
-            budget -= self._schedule_spans(sequence, budget, step)
-        return budget
+            self._schedule_spans(sequence, budget, step)
 
     def _refuse(self, sequence: Sequence, error: KVMosaicError, step: Step) -> None:
         """Takes out a sequence that has no room: one with an answer ends there, one without has failed."""
@@ -194,15 +265,14 @@ class Scheduler:
         else:
             step.failed.append((sequence, error))
 
-    def _schedule_spans(self, sequence: Sequence, budget: int, step: Step) -> int:
-        """Adds work for the spans of a sequence, in order; returns the tokens it takes from the budget."""
+    def _schedule_spans(self, sequence: Sequence, budget: StepBudget, step: Step) -> None:
+        """Adds work for the spans of a sequence, in order, as far as the budget of its tenant goes."""
         attachment = sequence.attachment
         assert attachment is not None
         if attachment.is_stale:
             # the request that computed one of its chunks gave it up: start over
             self._preempt(sequence)
-            return 0
-        taken = 0
+            return
         for index, span in enumerate(attachment.spans):
             remaining = span.num_tokens - span.num_computed
             if not remaining:
@@ -210,12 +280,12 @@ class Scheduler:
             if span.chunk is not None and not span.is_owner:
                 continue
             seen = (attachment.spans[view.span] for view in sequence.request.layout.spans[index].views)
-            if taken == budget or not _are_computed(seen):
+            count = min(remaining, budget.tokens_of(sequence.tenant))
+            if not count or not _are_computed(seen):
                 continue
-            count = min(remaining, budget - taken)
             num_seen = len(sequence.request.layout.spans[index].views) + 1
             if count > 1 and sequence.window is None:
-                count = min(count, max((MAX_STEP_LOOKS - step.num_looks) // num_seen, 0 if step.works else 1))
+                count = min(count, max(budget.looks_of(sequence.tenant) // num_seen, 0 if step.works else 1))
             num_logits = 0
             if span is attachment.spans[-1] and not sequence.num_owed:
                 num_logits = min(count, max(count - remaining + sequence.request.num_logits, 0))
@@ -226,9 +296,9 @@ class Scheduler:
             step.works.append(Work(sequence, index, span.num_computed, count, num_logits))
             step.num_looks += count * num_seen
             self.planner.advance(attachment, index, count)
-            taken += count
-        sequence.num_worked += taken
-        return taken
+            budget.spend(sequence.tenant, count, count * num_seen)
+            sequence.num_worked += count
+        sequence.turn.note(sequence.num_done, self.clock())
 
     def _grow(self, sequence: Sequence, step: Step, budget: int = 1) -> bool:
         """Makes room for the token sampled last, if need be by preempting others; False if it cannot run now.
@@ -266,7 +336,9 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Takes the blocks of a running sequence; its tokens are brought back or computed again later."""
         self.preemption.save(sequence)
-        self.running.remove(sequence)
+        sequence.turn.end(sequence.num_done)
+        sequence.num_worked_before = sequence.num_worked
+        self._leave(sequence)
         self._release(sequence)
         sequence.preempted()
         self.add(sequence)

@@ -13,6 +13,7 @@ from kvmosaic.engine.repairing import QuestionWatch
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.rolling import moved
 from kvmosaic.engine.span_reads import pool_of, run_reads, view_reads
+from kvmosaic.engine.turns import Turn, turn_of
 from kvmosaic.layout import Layout, RollingWindow, Span
 from kvmosaic.model.batch import SpanRows
 from kvmosaic.prompt import SegmentKind
@@ -61,7 +62,11 @@ class Sequence:
         self.num_worked = 0
         """Tokens computed for it so far, those that were computed again included."""
         self.num_worked_before = 0
-        """The same when it last gave way to a higher priority."""
+        """The same when it last gave way."""
+        self.turn = Turn()
+        """How long it has run."""
+        self._in_line = (request.turn, request.arrival_time)
+        """Its place in the line."""
         self.window = request.window
         self._num_head = 0
         """Tokens that were attached first."""
@@ -76,7 +81,27 @@ class Sequence:
     @property
     def rank(self) -> tuple[float, float, int]:
         """Smaller runs first."""
-        return (self.request.turn, self.request.arrival_time, self.answer.index)
+        return (*self._in_line, self.answer.index)
+
+    def rank_from(self, now: float) -> tuple[float, float, int]:
+        """Its rank if it had come now."""
+        request = self.request
+        return (turn_of(request.priority, now, request.aging_seconds), now, self.answer.index)
+
+    def line_up_again(self, now: float) -> None:
+        """Puts it behind all that have come so far, as if it came now."""
+        self._in_line = self.rank_from(now)[:2]
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.request.prompt.tenant
+
+    @property
+    def num_done(self) -> int:
+        """Tokens that are computed, and those that have left a rolling window since, or were left out."""
+        assert self.attachment is not None
+        return sum(span.num_computed for span in self.attachment.spans) + self.attachment.last.num_left
 
     @property
     def was_replanned(self) -> bool:

@@ -1,4 +1,4 @@
-"""Turns: whose request comes first, by priority and by how long it waits."""
+"""Turns: whose request comes first, by priority and by how long it waits, and how long it may run before others."""
 
 from __future__ import annotations
 
@@ -56,6 +56,40 @@ def turn_of(priority: int, arrival_time: float, aging_seconds: float | None) -> 
     if aging_seconds is None:
         return float(-priority)
     return arrival_time - aging_seconds * priority
+
+
+class Turn:
+    """How long a sequence has run since it was last taken in.
+
+        taken in ──▶ what it had is computed again ──▶ it goes on ──────────▶ its turn is over
+                                                       a time slice, or as long as it took to come to here
+
+    So however often it gives way, no more than half of its time is spent on what it had before.
+    """
+
+    def __init__(self) -> None:
+        self._began = 0.0
+        self._went_on: float | None = None
+        self._num_before = 0
+
+    def begin(self, now: float) -> None:
+        """Notes that it is taken in."""
+        self._began, self._went_on = now, None
+
+    def end(self, num_done: int) -> None:
+        """Notes that it gives way, with so many tokens done."""
+        self._num_before = num_done
+
+    def note(self, num_done: int, now: float) -> None:
+        """Notes how many tokens are done."""
+        if self._went_on is None and num_done >= self._num_before:
+            self._went_on = now
+
+    def is_over(self, now: float, slice_seconds: float) -> bool:
+        """Whether it may be made to give way to whoever would wait for ever otherwise."""
+        if self._went_on is None:
+            return False
+        return now - self._went_on >= max(slice_seconds, self._went_on - self._began)
 
 
 def class_of(priority: int) -> PriorityClass:

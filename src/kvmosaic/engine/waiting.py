@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import count
 
 from kvmosaic.engine.sequence import Sequence
@@ -52,11 +52,28 @@ class WaitingQueue:
             for tenant in list(self._heaps):
                 self._drop_dead(tenant)
 
-    def first(self, passed_over: Collection[str] = ()) -> Sequence | None:
-        """The sequence that runs next, which stays in the queue; None if only these tenants wait, or nobody."""
+    @property
+    def tenants(self) -> list[str]:
+        """Those that wait."""
+        return [tenant for tenant in list(self._heaps) if self._first_of(tenant) is not None]
+
+    def first(
+        self, passed_over: Collection[str] = (), load: Callable[[str], float] = lambda tenant: 0.0
+    ) -> Sequence | None:
+        """The sequence that runs next, which stays in the queue; None if only these tenants wait, or nobody.
+
+        Args:
+            passed_over: tenants.
+            load: what a tenant has already; of those that have a sequence of the best one's priority in front, the one
+                that has least is next.
+        """
         firsts = [self._first_of(tenant) for tenant in list(self._heaps) if tenant not in passed_over]
-        best = min((entry for entry in firsts if entry is not None), default=None)
-        return None if best is None else best[2]
+        entries = [entry for entry in firsts if entry is not None]
+        if not entries:
+            return None
+        priority = min(entries)[2].request.priority
+        equals = (entry[2] for entry in entries if entry[2].request.priority == priority)
+        return min(equals, key=lambda sequence: (load(sequence.tenant), sequence.rank, self._numbers[sequence]))
 
     def _first_of(self, tenant: str) -> _Entry | None:
         heap = self._heaps[tenant]

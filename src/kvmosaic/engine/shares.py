@@ -1,0 +1,41 @@
+"""Shares: what each tenant may have of places, blocks and tokens while others want some, by weight."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+MAX_WEIGHT = 1_000.0
+"""Of a tenant, up; its inverse, down."""
+
+
+class Shares:
+    """Max-min fairness by weight: whoever has least, for its weight, is next; what nobody else wants goes to anybody.
+
+    A tenant that sends one request has the place it needs. Those that send more than there is room for share what is
+    left, whatever they send and however many answers they ask for.
+    """
+
+    def __init__(self) -> None:
+        self._weights: dict[str, float] = {}
+
+    def set_weight(self, tenant: str, weight: float) -> None:
+        """Gives a tenant so many times the share of one that has none of its own (1)."""
+        assert 1 / MAX_WEIGHT <= weight <= MAX_WEIGHT
+        self._weights[tenant] = weight
+
+    def load(self, tenant: str, amount: float) -> float:
+        """What a tenant has, for its weight; equal for all is fair."""
+        return amount / self._weights.get(tenant, 1.0)
+
+    def is_fairer(self, taker: str, amount_then: float, giver: str, amount_now: float) -> bool:
+        """Whether one tenant may take from another: it would have less than that one has now, each for its weight.
+
+        So what was taken is never taken back, and equal shares stay as they are.
+        """
+        return self.load(taker, amount_then) < self.load(giver, amount_now)
+
+    def divided(self, amount: int, tenants: Collection[str]) -> dict[str, int]:
+        """Parts of an amount by weight, rounded up, so that nobody has nothing."""
+        weights = {tenant: self._weights.get(tenant, 1.0) for tenant in tenants}
+        total = sum(weights.values())
+        return {tenant: int(-(-amount * weight // total)) for tenant, weight in weights.items()}
