@@ -4,68 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cache
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engines import GREEDY, build_engine
-from support.families import build
+from support.clocked import World
+from support.engines import GREEDY
 
-from kvmosaic.engine import Engine, Request
+from kvmosaic.engine import Request
 from kvmosaic.engine.turns import MAX_PRIORITY, class_of, turn_of
 from kvmosaic.engine.victims import in_order
 from kvmosaic.errors import InvalidPriority, InvalidPrompt
-from kvmosaic.model import LoadedModel
-from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt
-
-
-class IdleRunner(Runner):
-    """A runner that computes nothing: every token is the first of the vocabulary."""
-
-    def run(self, spans, copies=()):
-        return torch.zeros(sum(rows.num_logits for rows in spans), self.model.vocab_size)
-
-
-@cache
-def model() -> LoadedModel:
-    return LoadedModel.from_module(build("llama", torch.float32))
-
-
-class World:
-    """An engine whose clock counts its steps."""
-
-    def __init__(self, *, blocks: int = 256, prefix_caching: bool = False, **options) -> None:
-        self.now = 0.0
-        names = ("max_running", "max_batched_tokens")
-        self.engine: Engine = build_engine(
-            model(),
-            blocks=(blocks, 64),
-            runner=IdleRunner,
-            prefix_caching=prefix_caching,
-            clock=lambda: self.now,
-            **{name: options.pop(name) for name in names if name in options},
-            engine_options={"preemption": "recompute", **options},
-        )
-
-    def add(self, priority: int = 0, *, prompt: int = 8, tokens: int = 4) -> Request:
-        params = replace(GREEDY, max_tokens=tokens)
-        return self.engine.add_request(Prompt.plain(range(prompt)), params, priority=priority)
-
-    def step(self) -> None:
-        self.engine.step()
-        self.engine.check_invariants()
-        self.now += 1.0
-
-    def run(self, most: int = 2_000) -> None:
-        for _ in range(most):
-            if not self.engine.has_unfinished_requests:
-                return
-            self.step()
-        pytest.fail("it does not come to an end")
-
 
 NUMBERS = st.integers(-MAX_PRIORITY, MAX_PRIORITY)
 TIMES = st.integers(0, 10_000)

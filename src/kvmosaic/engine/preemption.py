@@ -99,7 +99,7 @@ class Preemption:
         equal, over = [], []
         if is_full or was_refused:
             equal = [other for other in running if self._may_share(waiting, other, places, is_full=is_full)]
-            over = [other for other in running if self._has_had_its_turn(waiting, other)]
+            over = [other for other in running if self._has_had_its_turn(waiting, other, places)]
         if not (lower or equal or over):
             return []
         prompt = waiting.request.prompt
@@ -110,7 +110,9 @@ class Preemption:
         chosen = self._enough(in_order(lower, now), running, error)
         chosen = chosen or self._even_out(waiting, equal, running, places, error)
         if not chosen:
-            chosen = self._enough(in_order(over, now), running, error, of_tenant=waiting.tenant)
+            over = in_order(over, now)
+            over.sort(key=lambda other: -self._shares.load(other.tenant, places[other.tenant]))
+            chosen = self._enough(over, running, error, of_tenant=waiting.tenant)
             for other in chosen:
                 other.line_up_again(now)
         return chosen
@@ -136,9 +138,20 @@ class Preemption:
             return False
         return not computes_for_others(other) and not is_resting(other)
 
-    def _has_had_its_turn(self, waiting: Sequence, other: Sequence) -> bool:
+    def _has_had_its_turn(self, waiting: Sequence, other: Sequence, places: Mapping[str, int]) -> bool:
+        """Whether a running sequence may be made to give way to one that would be before it, were both to come now.
+
+        If that one's tenant has a place, it must not have more than the other afterwards.
+        """
         seconds, now = self._config.time_slice_seconds, self._clock()
         if seconds is None or not other.turn.is_over(now, seconds) or waiting.rank >= other.rank_from(now):
+            return False
+        mine, theirs = waiting.tenant, other.tenant
+        if (
+            places.get(mine)
+            and mine != theirs
+            and self._shares.is_fairer(theirs, places[theirs], mine, places[mine] + 1)
+        ):
             return False
         return not computes_for_others(other)
 

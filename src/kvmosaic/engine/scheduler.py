@@ -61,6 +61,8 @@ class Scheduler:
         """Tenants that have no room in the step being assembled."""
         self._refused: set[Sequence] = set()
         """Those that found no blocks in it."""
+        self._made_way_for: Sequence | None = None
+        """The one that others gave way to in this step."""
         self._is_full = False
         """Whether nobody else can be taken into it."""
 
@@ -76,8 +78,9 @@ class Scheduler:
 
     @property
     def num_free_places(self) -> int:
-        """Sequences that may still be taken in. Answers leave half of every step to prompts, however many they are."""
-        return min(self.config.max_running, max(self.config.max_batched_tokens // 2, 1)) - len(self.running)
+        """Sequences that may still be taken in. Answers leave a quarter of every step to prompts."""
+        most_tokens = self.config.max_batched_tokens
+        return min(self.config.max_running, max(most_tokens - most_tokens // 4, 1)) - len(self.running)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence behind those of the same priority."""
@@ -127,7 +130,7 @@ class Scheduler:
         self.planner.begin_step()
         budget = StepBudget(self.config.max_batched_tokens)
         self._collect_fetched()
-        self._passed_over, self._is_full = set(), False
+        self._passed_over, self._is_full, self._made_way_for = set(), False, None
         self._make_way()
         self._refused.clear()
         for sequence in self._in_order():
@@ -165,6 +168,8 @@ class Scheduler:
         """Adds what of prompts, running and waiting, may still be computed in this step."""
         for sequence in sorted(self.running, key=lambda running: running.rank):
             if sequence.state is SequenceState.RUNNING and not sequence.is_prefilled:
+                if step.has(sequence) and (sequence.window is not None or sequence.is_stale):
+                    continue  # what is in the step must stay where it is
                 self._admit(budget, step, before=sequence)
                 num_tokens = budget.tokens_of(sequence.tenant)
                 if sequence.must_roll and not (num_tokens and self._grow(sequence, step, num_tokens)):
@@ -197,11 +202,14 @@ class Scheduler:
             for sequence in chosen:
                 self._preempt(sequence)
             if chosen:
+                self._made_way_for = waiting
                 return
             passed_over.add(waiting.tenant)
 
     def _first_waiting(self, passed_over: Collection[str]) -> Sequence | None:
-        return self.waiting.first(passed_over, lambda tenant: self.shares.load(tenant, self._places[tenant]))
+        if (first := self._made_way_for) is not None and first in self.waiting and first.tenant not in passed_over:
+            return first
+        return self.waiting.first(passed_over, lambda tenant: self.shares.load(tenant, self._places[tenant] + 1))
 
     def _admit(self, budget: StepBudget, step: Step, before: Sequence | None = None) -> None:
         """Takes in those that wait: of one priority the tenants with fewest places first, then by rank.

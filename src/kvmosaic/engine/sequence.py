@@ -98,6 +98,12 @@ class Sequence:
         return self.request.prompt.tenant
 
     @property
+    def is_stale(self) -> bool:
+        """Whether something that it reads was given up."""
+        assert self.attachment is not None
+        return self.attachment.is_stale
+
+    @property
     def num_done(self) -> int:
         """Tokens that are computed, and those that have left a rolling window since, or were left out."""
         assert self.attachment is not None

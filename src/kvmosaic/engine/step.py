@@ -37,6 +37,10 @@ class Step:
     num_looks: int = 0
     """Rows times the spans that each of them reads."""
 
+    def has(self, sequence: Sequence) -> bool:
+        """Whether anything is computed for a sequence."""
+        return any(work.sequence is sequence for work in self.works)
+
     @property
     def num_scored(self) -> int:
         """Rows of given continuations whose logits are wanted."""

@@ -1,0 +1,63 @@
+"""An engine whose clock counts its steps, so that who waits how long does not depend on the machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from kvmosaic.engine import Engine, Request
+from kvmosaic.model import LoadedModel
+from kvmosaic.model.runner import Runner
+from kvmosaic.prompt import Prompt
+from support.engines import GREEDY, build_engine
+from support.families import build
+
+
+class IdleRunner(Runner):
+    """A runner that computes nothing: every token is the first of the vocabulary."""
+
+    def run(self, spans: Any, copies: Any = ()) -> torch.Tensor:
+        return torch.zeros(sum(rows.num_logits for rows in spans), self.model.vocab_size)
+
+
+@cache
+def model() -> LoadedModel:
+    return LoadedModel.from_module(build("llama", torch.float32))
+
+
+class World:
+    """An engine whose clock counts its steps."""
+
+    def __init__(self, *, blocks: int = 256, prefix_caching: bool = False, **options: Any) -> None:
+        self.now = 0.0
+        names = ("max_running", "max_batched_tokens")
+        self.engine: Engine = build_engine(
+            model(),
+            blocks=(blocks, 64),
+            runner=IdleRunner,
+            prefix_caching=prefix_caching,
+            clock=lambda: self.now,
+            **{name: options.pop(name) for name in names if name in options},
+            engine_options={"preemption": "recompute", **options},
+        )
+
+    def add(self, priority: int = 0, *, prompt: int = 8, tokens: int = 4, tenant: str = "", **params: Any) -> Request:
+        sampling = replace(GREEDY, max_tokens=tokens, **params)
+        asked = replace(Prompt.plain(range(prompt)), tenant=tenant)
+        return self.engine.add_request(asked, sampling, priority=priority)
+
+    def step(self) -> None:
+        self.engine.step()
+        self.engine.check_invariants()
+        self.now += 1.0
+
+    def run(self, most: int = 2_000) -> None:
+        for _ in range(most):
+            if not self.engine.has_unfinished_requests:
+                return
+            self.step()
+        pytest.fail("it does not come to an end")
