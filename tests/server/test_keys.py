@@ -22,9 +22,11 @@ def written(folder: Path, text: str) -> Path:
 def test_keys_and_their_hashes_are_the_same(tmp_path: Path) -> None:
     digest = sha256(SECRET.encode()).hexdigest()
     for entry in (f"key: {SECRET}", f"key_sha256: {digest}", f"key_sha256: {digest.upper()}"):
-        tenants = Tenants(read_keys_file(written(tmp_path, f"- {{{entry}, tenant: acme, quota: 1GiB, admin: true}}")))
+        tenants = Tenants(
+            read_keys_file(written(tmp_path, f"- {{{entry}, tenant: acme, quota: 1GiB, weight: 2.5, admin: true}}"))
+        )
         tenant = tenants.identify(f"Bearer {SECRET}")
-        assert (tenant.name, tenant.quota_bytes, tenant.is_admin) == ("acme", 2**30, True)
+        assert (tenant.name, tenant.quota_bytes, tenant.weight, tenant.is_admin) == ("acme", 2**30, 2.5, True)
 
 
 def test_entry_needs_only_a_key(tmp_path: Path) -> None:
@@ -56,6 +58,11 @@ def test_keys_of_the_file_come_on_top(tmp_path: Path) -> None:
         (f"- {{key: {SECRET}, tenant: 'a b'}}", "entry 1: tenant must be 1 to 64 letters"),
         (f"- {{key: {SECRET}, quota: much}}", "entry 1: 'much' is not a size"),
         (f"- {{key: {SECRET}, quota: 0}}", "entry 1: a size must be"),
+        (f"- {{key: {SECRET}, weight: 0}}", "entry 1: weight must be a number from 0.001 to 1000, got 0"),
+        (f"- {{key: {SECRET}, weight: .nan}}", "entry 1: weight must be a number"),
+        (f"- {{key: {SECRET}, weight: true}}", "entry 1: weight must be a number"),
+        (f"- {{key: {SECRET}, weight: much}}", "entry 1: weight must be a number"),
+        (f"- {{key: {SECRET}, weight: 2}}\n- {{key: {SECRET}-2, weight: 1}}", "have different weights; give one"),
         (f"- {{key: {SECRET}, admin: maybe}}", "entry 1: admin must be true or false"),
         (f"- {{key: {SECRET}, tenant: a}}\n- {{key: {SECRET}, tenant: b}}", "one key belongs to 'a' and to 'b'"),
         (f"- {{key: {SECRET}1, quota: 1}}\n- {{key: {SECRET}2, quota: 2}}", "have different quotas"),

@@ -63,14 +63,23 @@ def test_answers_that_gave_way_are_counted_by_what_became_of_their_blocks(server
 
 
 def test_the_settings_reach_the_engine() -> None:
-    given = {"priority_aging_seconds": "5", "preemption_gap": "3", "preemption": "recompute", "swap_space": "1MiB"}
+    given = {
+        "priority_aging_seconds": "5",
+        "preemption_gap": "3",
+        "time_slice_seconds": "9",
+        "preemption": "recompute",
+        "swap_space": "1MiB",
+    }
     config = read_settings(given).engine_config()
-    assert (config.priority_aging_seconds, config.preemption_gap) == (5.0, 3)
+    assert (config.priority_aging_seconds, config.preemption_gap, config.time_slice_seconds) == (5.0, 3, 9.0)
     assert (config.preemption, config.swap_bytes) == ("recompute", 2**20)
-    off = read_settings({"priority_aging_seconds": "0", "preemption_gap": "0", "swap_space": "0"}).engine_config()
-    assert (off.priority_aging_seconds, off.preemption_gap, off.swap_bytes) == (None, None, 0)
+    off = read_settings(
+        {"priority_aging_seconds": "0", "preemption_gap": "0", "time_slice_seconds": "0", "swap_space": "0"}
+    ).engine_config()
+    assert (off.priority_aging_seconds, off.preemption_gap, off.time_slice_seconds) == (None, None, None)
+    assert off.swap_bytes == 0
     defaults, known = read_settings({}).engine_config(), EngineConfig()
-    for name in ("priority_aging_seconds", "preemption_gap", "preemption", "swap_bytes"):
+    for name in ("priority_aging_seconds", "preemption_gap", "time_slice_seconds", "preemption", "swap_bytes"):
         assert getattr(defaults, name) == getattr(known, name)
 
 

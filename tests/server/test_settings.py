@@ -27,6 +27,7 @@ NUMBERS = {
     "block_size": (1, 4_096),
     "priority_aging_seconds": (0, 1e6),
     "preemption_gap": (0, 200),
+    "time_slice_seconds": (0, 1e6),
     "num_threads": (1, 1_024),
     "document_ttl": (0, 366 * 86_400),
     "max_documents": (1, 10**6),

@@ -64,8 +64,8 @@ class WaitingQueue:
 
         Args:
             passed_over: tenants.
-            load: what a tenant would have then; of those that have a sequence of the best one's priority in front, the one
-                that has least is next.
+            load: what a tenant would have then; of those whose first has the priority of the best one, the one that
+                has least is next.
         """
         firsts = [self._first_of(tenant) for tenant in list(self._heaps) if tenant not in passed_over]
         entries = [entry for entry in firsts if entry is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -22,7 +22,7 @@ class _Line:
     """The work of one tenant."""
 
     spent: float
-    """CPU seconds that its work took; one who comes again begins where the others are."""
+    """CPU seconds that its work took, by its weight; one who comes again begins where the others are."""
     work: deque[tuple[Future[Any], Callable[[], Any]]] = field(default_factory=deque)
     num_running: int = 0
 
@@ -30,13 +30,22 @@ class _Line:
 class FairThreads:
     """Threads that take the work of several tenants in turns.
 
-    Next is the oldest work of the tenant whose work took the least CPU time so far (start-time fair queueing). Whoever
-    comes new, or comes again, begins where the others are: nobody saves turns up, nobody pays for time that nobody else
-    wanted. One thread is always left to the others: a tenant alone has all but one of them.
+    Next is the oldest work of the tenant whose work took the least CPU time so far, for its weight (start-time fair
+    queueing). Whoever comes new, or comes again, begins where the others are: nobody saves turns up, nobody pays for
+    time that nobody else wanted. One thread is always left to the others: a tenant alone has all but one of them.
     """
 
-    def __init__(self, num_threads: int, name: str = "kvmosaic-request") -> None:
-        """Starts the threads. They do not keep the process from ending."""
+    def __init__(
+        self, num_threads: int, weights: Mapping[str, float] | None = None, *, name: str = "kvmosaic-request"
+    ) -> None:
+        """Starts the threads. They do not keep the process from ending.
+
+        Args:
+            num_threads: how many.
+            weights: of tenants; those it does not name have 1.
+            name: of the threads.
+        """
+        self._weights = weights or {}
         self.most_of_one = max(num_threads - 1, 1)
         self._lines: dict[str, _Line] = {}
         """Of tenants with work that waits or runs."""
@@ -96,7 +105,7 @@ class FairThreads:
             spent = time.thread_time() - begin
             del future, work  # nothing is kept of it while the thread waits
             with self._changed:
-                line.spent += max(spent, LEAST_SECONDS)
+                line.spent += max(spent, LEAST_SECONDS) / self._weights.get(tenant, 1.0)
                 line.num_running -= 1
                 if not line.work and not line.num_running:
                     del self._lines[tenant]

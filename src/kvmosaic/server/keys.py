@@ -10,13 +10,14 @@ from typing import Any
 
 from kvmosaic.cache import DEFAULT_TENANT
 from kvmosaic.config import parse_bytes
+from kvmosaic.engine.shares import MAX_WEIGHT
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.server.config_file import nearest, read_yaml
 from kvmosaic.server.key_text import KEY_RULE, is_key_text
 from kvmosaic.server.tenants import AccessKey, Tenant
 
 MAX_KEYS = 10_000
-_FIELDS = ("key", "key_sha256", "tenant", "quota", "admin")
+_FIELDS = ("key", "key_sha256", "tenant", "quota", "weight", "admin")
 _TENANT_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
@@ -32,6 +33,7 @@ def read_keys_file(path: Path, others: tuple[AccessKey, ...] = ()) -> tuple[Acce
         - key: sk-a-long-random-text         # or key_sha256: its SHA-256 in hexadecimal
           tenant: acme                       # several keys may belong to one tenant
           quota: 512MiB                      # most memory for its cached documents; optional
+          weight: 2                          # so many times the share of others, where all want more; optional
           admin: false                       # may see the metrics and what other tenants do; optional
 
     Raises:
@@ -86,13 +88,21 @@ def _tenant(entry: dict[str, Any]) -> Tenant:
         raise InvalidConfig(f"tenant must be 1 to 64 letters, digits or any of . _ : -, got {name!r:.80}")
     if not isinstance(admin, bool):
         raise InvalidConfig(f"admin must be true or false, got {admin!r:.80}")
-    return Tenant(name, None if quota is None else parse_bytes(quota), admin)
+    return Tenant(name, None if quota is None else parse_bytes(quota), admin, _weight(entry.get("weight", 1)))
+
+
+def _weight(weight: Any) -> float:
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not 1 / MAX_WEIGHT <= weight <= MAX_WEIGHT:
+        raise InvalidConfig(f"weight must be a number from {1 / MAX_WEIGHT:g} to {MAX_WEIGHT:g}, got {weight!r:.80}")
+    return float(weight)
 
 
 def _check_agree(keys: list[AccessKey], path: Path) -> None:
     """A key has one owner, and what a tenant may store does not depend on the key it used."""
     owners: dict[bytes, Tenant] = {}
     quotas: dict[str, int | None] = {}
+    weights: dict[str, float] = {}
     for key in keys:
         owner = owners.setdefault(key.digest, key.tenant)
         if owner.name != key.tenant.name:
@@ -101,3 +111,5 @@ def _check_agree(keys: list[AccessKey], path: Path) -> None:
             raise InvalidConfig(f"{path}: one key of tenant {owner.name!r} is given with admin and without; decide")
         if quotas.setdefault(key.tenant.name, key.tenant.quota_bytes) != key.tenant.quota_bytes:
             raise InvalidConfig(f"{path}: the keys of tenant {key.tenant.name!r} have different quotas; give one")
+        if weights.setdefault(key.tenant.name, key.tenant.weight) != key.tenant.weight:
+            raise InvalidConfig(f"{path}: the keys of tenant {key.tenant.name!r} have different weights; give one")

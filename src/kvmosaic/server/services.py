@@ -43,12 +43,15 @@ class Services:
     records: Records
     clock: Callable[[], float] = time.time
     metrics: ServerMetrics = field(init=False)
-    threads: FairThreads = field(default_factory=lambda: FairThreads(NUM_THREADS))
+    threads: FairThreads = field(init=False)
     _work: set[Future[Any]] = field(default_factory=set)
     """In the threads or waiting for one; also what nobody waits for any more."""
     _awaited: dict[asyncio.Future[Any], str] = field(default_factory=dict)
     """By who waits: the tenant."""
     _is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.threads = FairThreads(NUM_THREADS, {tenant.name: tenant.weight for tenant in self.tenants})
 
     @property
     def is_working(self) -> bool:
@@ -114,6 +117,7 @@ def build_services(settings: ServerSettings, llm: LLM, *, clock: Callable[[], fl
     for tenant in tenants:
         if tenant.quota_bytes is not None:
             llm.engine.planner.set_quota(tenant.name, tenant.quota_bytes)
+        llm.engine.scheduler.shares.set_weight(tenant.name, tenant.weight)
     admission = Admission(
         max_running=settings.max_num_seqs,
         max_queue=settings.max_queue,

@@ -219,6 +219,13 @@ class ServerSettings(BaseSettings):
         ge=0,
         le=200,
     )
+    time_slice_seconds: float = _setting(
+        60.0,
+        "Engine",
+        "A running answer that has had so long gives way to a request that finds no room; 0: it runs to its end.",
+        ge=0,
+        le=1e6,
+    )
     preemption: Literal["auto", "recompute", "swap"] = _setting(
         "auto",
         "Engine",
@@ -411,6 +418,7 @@ class ServerSettings(BaseSettings):
             num_threads=self.num_threads,
             priority_aging_seconds=self.priority_aging_seconds or None,
             preemption_gap=self.preemption_gap or None,
+            time_slice_seconds=self.time_slice_seconds or None,
             preemption=self.preemption,
             swap_space=self.swap_space,
         )

@@ -23,6 +23,8 @@ class Tenant:
     """Most bytes of cached chunks; None: no limit of its own."""
     is_admin: bool = False
     """May see the metrics and the requests of all tenants, and let its own go before others."""
+    weight: float = 1.0
+    """How many times the share of another tenant it has, of whatever there is too little of."""
 
 
 @dataclass(frozen=True, slots=True)
