@@ -15,7 +15,10 @@ until all have come; then the rest is worked off:
 Three tenants send them, one half of all requests, the others a quarter each. Memory is short: running answers grow into
 blocks that others hold. Wait is from arrival to the first step. Slowdown is from arrival to the end, by what the same
 request takes alone. Jain's index of n slowdowns is (sum x)^2 / (n sum x^2) of x = 1 / slowdown: 1 is equal, 1/n is one
-request served at the cost of all others. Results: results/fairness.*
+request served at the cost of all others.
+
+Then three tenants have 1, 8 and 64 requests under way all the time, for answers without end or for short ones, and
+share 16 places. Jain's index is over what each gets by what max-min fairness gives it. Results: results/fairness.*
 """
 
 from __future__ import annotations
@@ -79,6 +82,10 @@ POLICIES: dict[str, dict[str, Any]] = {
     "aging, gives way, recompute": {"priority_aging_seconds": AGING, "preemption": "recompute"},
     "aging, gives way, swap": {"priority_aging_seconds": AGING, "preemption": "swap"},
 }
+
+
+CROWDS = {"one": 1, "eight": 8, "many": 64}
+"""Requests of each of three tenants that are under way all the time."""
 
 
 def build_model() -> LoadedModel:
@@ -225,6 +232,46 @@ def part(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
+def crowds(model: LoadedModel, policy: dict[str, Any], *, ticks: float = 20_000.0) -> dict[str, Any]:
+    """Three tenants with 1, 8 and 64 requests at a time: what each gets of what would be fair, and its longest wait."""
+    found: dict[str, Any] = {}
+    for name, params in (
+        ("endless", SamplingParams(temperature=0, max_tokens=2**20, ignore_eos=True, sink_tokens=4, window_tokens=32)),
+        ("short", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)),
+    ):
+        world, chance = World(model, policy), random.Random(1)
+        under_way: dict[str, list[Request]] = {tenant: [] for tenant in CROWDS}
+        waits: dict[str, list[float]] = {tenant: [] for tenant in CROWDS}
+        tokens = dict.fromkeys(CROWDS, 0)
+        asked: list[Request] = []
+        while world.now < ticks:
+            for tenant, count in reversed(CROWDS.items()):
+                while len(under_way[tenant]) < count:
+                    ids = [chance.randrange(512) for _ in range(16)]
+                    prompt = replace(Prompt.plain(ids), tenant=tenant)
+                    request = world.engine.add_request(prompt, params, arrival_time=world.now)
+                    under_way[tenant].append(request)
+                    asked.append(request)
+            world.step()
+            for requests in under_way.values():
+                requests[:] = [request for request in requests if not request.is_finished]
+        for request in asked:
+            tenant = request.prompt.tenant
+            tokens[tenant] += len(request.answers[0].token_ids) if request.answers else 0
+            first = world.now if request.first_token_time is None else request.first_token_time
+            waits[tenant].append(first - request.arrival_time)
+        # max-min fair: the one request of the first has a place, the others share the rest of 16
+        parts = {"one": 1.0, "eight": 7.5, "many": 7.5}
+        got = [tokens[tenant] / parts[tenant] for tenant in CROWDS]
+        found[name] = {
+            "tokens": tokens,
+            "jain": round(sum(got) ** 2 / (len(got) * sum(each * each for each in got)), 3),
+            "worst_wait": {tenant: round(max(each), 1) for tenant, each in waits.items()},
+            "median_wait": {tenant: round(statistics.median(each), 1) for tenant, each in waits.items()},
+        }
+    return found
+
+
 def summary(result: dict[str, Any], work: dict[str, float]) -> dict[str, Any]:
     """Waits and slowdowns by kind and by tenant, and Jain's index."""
 
@@ -278,6 +325,14 @@ def written(report: dict[str, Any]) -> str:
             f"{found['moved_bytes'] / 2**20:.1f} MiB | {found['jain_requests']} | {found['jain_kinds']} | "
             f"{found['jain_tenants']} | {found['wall_seconds']:.1f} s |"
         )
+    lines += [
+        "",
+        "| answers | Jain, of fair parts | worst wait: 1 request | 8 | 64 | median wait: 1 request | 8 | 64 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, found in report["crowds"].items():
+        waits = [f"{found[key][tenant]:,}" for key in ("worst_wait", "median_wait") for tenant in CROWDS]
+        lines.append(f"| {name} | {found['jain']} | " + " | ".join(waits) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -310,11 +365,10 @@ def main() -> None:
     torch.set_num_threads(1)
     model = build_model()
     work = {kind.name: alone(model, kind) for kind in KINDS}
-    coming = arrivals(
-        arguments.requests, arguments.load, {kind.name: ticks_of_work(kind) for kind in KINDS}, arguments.seed
-    )
+    coming = arrivals(arguments.requests, arguments.load, arguments.seed)
     policies = {name: summary(run(model, policy, coming, arguments.seed), work) for name, policy in POLICIES.items()}
     report = {"arguments": vars(arguments), "aging_ticks": AGING, "alone_ticks": work, "policies": policies}
+    report["crowds"] = crowds(model, {"priority_aging_seconds": AGING, "preemption": "swap"})
     save("fairness", report)
     (RESULTS / "fairness.md").write_text(written(report))
     plot(report)

@@ -157,9 +157,9 @@ class EngineConfig:
     """A request that waits takes the place of running ones whose priority is lower by at least so much, if there is no
     room for it otherwise; None: it always waits until there is."""
     time_slice_seconds: float | None = 60.0
-    """A running answer that has had so long, and has got further than it was before, gives way to a request for which
-    there is no room otherwise, and goes on when its turn comes again; None: it runs to its end, and as many answers
-    without end as may run at once have all others wait for ever."""
+    """An answer with a rolling window that has had so long, and any other that has had ten times as long, gives way to
+    a request for which there is no room otherwise, and goes on when its turn comes again; None: it runs to its end, and
+    as many answers without end as may run at once have all others wait for ever."""
     preemption: Literal["auto", "recompute", "swap"] = "auto"
     """What becomes of the blocks of an answer that must give way: dropped and computed again, moved to the memory of
     the host and back while there is room, or whichever was measured to be faster."""

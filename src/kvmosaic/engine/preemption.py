@@ -11,12 +11,15 @@ from kvmosaic.cache import Planner
 from kvmosaic.cache.yielding import freed_by
 from kvmosaic.config import EngineConfig
 from kvmosaic.engine.sequence import Sequence
-from kvmosaic.engine.shares import Shares
+from kvmosaic.engine.shares import HYSTERESIS, Shares
 from kvmosaic.engine.step import Step
 from kvmosaic.engine.swap_space import SwapSpace
 from kvmosaic.engine.victims import computes_for_others, in_order, is_resting
 from kvmosaic.errors import OutOfBlocks, QuotaInUse
 from kvmosaic.prompt import SegmentKind
+
+FINITE_SLICES = 10
+"""Slices that an answer has which comes to an end: it is better to let it end than to compute it again."""
 
 PreemptionKind = Literal["recompute", "swap"]
 
@@ -70,7 +73,12 @@ class Preemption:
         def is_behind(other: Sequence) -> bool:
             if other.tenant == tenant or other.request.priority != sequence.request.priority:
                 return other.rank >= sequence.rank
-            return self._shares.is_fairer(tenant, blocks[tenant] + 1, other.tenant, blocks[other.tenant])
+            mine, theirs = blocks[tenant] + 1, blocks[other.tenant]
+            if self._shares.is_fairer(tenant, HYSTERESIS * mine, other.tenant, theirs):
+                return True
+            return other.rank >= sequence.rank and not self._shares.is_fairer(
+                other.tenant, HYSTERESIS * theirs, tenant, mine
+            )
 
         behind = [other for other in others if is_behind(other)]
         if behind:
@@ -144,7 +152,9 @@ class Preemption:
         If that one's tenant has a place, it must not have more than the other afterwards.
         """
         seconds, now = self._config.time_slice_seconds, self._clock()
-        if seconds is None or not other.turn.is_over(now, seconds) or waiting.rank >= other.rank_from(now):
+        if seconds is None or waiting.rank >= other.rank_from(now):
+            return False
+        if not other.turn.is_over(now, seconds if other.window is not None else FINITE_SLICES * seconds):
             return False
         mine, theirs = waiting.tenant, other.tenant
         if (
@@ -159,7 +169,9 @@ class Preemption:
         mine, theirs = waiting.tenant, other.tenant
         if mine == theirs or other.request.priority > waiting.request.priority or computes_for_others(other):
             return False
-        return not is_full or self._shares.is_fairer(mine, places.get(mine, 0) + 1, theirs, places[theirs])
+        if not is_full:
+            return not places.get(mine)
+        return self._shares.may_take(mine, places.get(mine, 0), 1, theirs, places[theirs])
 
     def _enough(
         self,
@@ -209,7 +221,7 @@ class Preemption:
         chosen: list[Sequence] = []
         while able:
             most = max({other.tenant for other in able}, key=lambda each: self._shares.load(each, held[each]))
-            if not self._shares.is_fairer(tenant, held[tenant] + wanted, most, held[most]):
+            if not self._shares.may_take(tenant, held[tenant], wanted, most, held[most]):
                 return []
             candidates = [each for each in able if each.tenant == most]
             other = max(candidates, key=lambda each: (not is_resting(each), each.rank))

@@ -57,6 +57,8 @@ class Scheduler:
         self.preemption = Preemption(planner, config, self.shares, clock)
         self._places: Counter[str] = Counter()
         """By tenant: sequences that run."""
+        self._served: dict[str, float] = {}
+        """By tenant, as long as it waits: when one was last taken in."""
         self._passed_over: set[str] = set()
         """Tenants that have no room in the step being assembled."""
         self._refused: set[Sequence] = set()
@@ -93,6 +95,7 @@ class Scheduler:
         """Takes in a sequence that holds its blocks already."""
         self.running.append(sequence)
         self._places[sequence.tenant] += 1
+        self._served[sequence.tenant] = self.clock()
         sequence.turn.begin(self.clock())
 
     def _leave(self, sequence: Sequence) -> None:
@@ -209,7 +212,11 @@ class Scheduler:
     def _first_waiting(self, passed_over: Collection[str]) -> Sequence | None:
         if (first := self._made_way_for) is not None and first in self.waiting and first.tenant not in passed_over:
             return first
-        return self.waiting.first(passed_over, lambda tenant: self.shares.load(tenant, self._places[tenant] + 1))
+
+        def load(tenant: str) -> float:
+            return self.shares.load(tenant, self._places[tenant] + 1)
+
+        return self.waiting.first(passed_over, load, self._served)
 
     def _admit(self, budget: StepBudget, step: Step, before: Sequence | None = None) -> None:
         """Takes in those that wait: of one priority the tenants with fewest places first, then by rank.

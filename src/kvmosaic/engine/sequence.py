@@ -83,10 +83,10 @@ class Sequence:
         """Smaller runs first."""
         return (*self._in_line, self.answer.index)
 
-    def rank_from(self, now: float) -> tuple[float, float, int]:
-        """Its rank if it had come now."""
-        request = self.request
-        return (turn_of(request.priority, now, request.aging_seconds), now, self.answer.index)
+    def rank_from(self, time: float) -> tuple[float, float, int]:
+        """Its rank if it had come at a time, or when it came, whichever is later."""
+        request, came = self.request, max(self._in_line[1], time)
+        return (turn_of(request.priority, came, request.aging_seconds), came, self.answer.index)
 
     def line_up_again(self, now: float) -> None:
         """Puts it behind all that have come so far, as if it came now."""

@@ -7,6 +7,9 @@ from collections.abc import Collection
 MAX_WEIGHT = 1_000.0
 """Of a tenant, up; its inverse, down."""
 
+HYSTERESIS = 2.0
+"""Who has something takes more from those only who have more than so many times what it has then."""
+
 
 class Shares:
     """Max-min fairness by weight: whoever has least, for its weight, is next; what nobody else wants goes to anybody.
@@ -28,11 +31,19 @@ class Shares:
         return amount / self._weights.get(tenant, 1.0)
 
     def is_fairer(self, taker: str, amount_then: float, giver: str, amount_now: float) -> bool:
-        """Whether one tenant may take from another: it would have less than that one has now, each for its weight.
+        """Whether a tenant would have less than another one has now, if it took from it, each for its weight.
 
         So what was taken is never taken back, and equal shares stay as they are.
         """
         return self.load(taker, amount_then) < self.load(giver, amount_now)
+
+    def may_take(self, taker: str, amount: float, more: float, giver: str, amount_now: float) -> bool:
+        """Whether a tenant may have another one give way: that costs what is to be computed again.
+
+        It may if it has nothing and would have less than the other has now; or, with something, no more than half.
+        """
+        factor = HYSTERESIS if amount else 1.0
+        return self.is_fairer(taker, factor * (amount + more), giver, amount_now)
 
     def divided(self, amount: int, tenants: Collection[str]) -> dict[str, int]:
         """Parts of an amount by weight, rounded up, so that nobody has nothing."""

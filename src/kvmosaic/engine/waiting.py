@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Mapping
 from itertools import count
 
 from kvmosaic.engine.sequence import Sequence
@@ -58,21 +59,29 @@ class WaitingQueue:
         return [tenant for tenant in list(self._heaps) if self._first_of(tenant) is not None]
 
     def first(
-        self, passed_over: Collection[str] = (), load: Callable[[str], float] = lambda tenant: 0.0
+        self,
+        passed_over: Collection[str] = (),
+        load: Callable[[str], float] = lambda tenant: 0.0,
+        served: Mapping[str, float] | None = None,
     ) -> Sequence | None:
         """The sequence that runs next, which stays in the queue; None if only these tenants wait, or nobody.
+
+        Each tenant's first is looked at. Between tenants, waiting counts from when one was last taken in: a long queue
+        does not go before others because it is long.
 
         Args:
             passed_over: tenants.
             load: what a tenant would have then; of those whose first has the priority of the best one, the one that
                 has least is next.
+            served: when a sequence of a tenant was last taken in.
         """
         firsts = [self._first_of(tenant) for tenant in list(self._heaps) if tenant not in passed_over]
-        entries = [entry for entry in firsts if entry is not None]
-        if not entries:
-            return None
-        priority = min(entries)[2].request.priority
-        equals = (entry[2] for entry in entries if entry[2].request.priority == priority)
+        waiting = [entry[2] for entry in firsts if entry is not None]
+        if len(waiting) < 2:
+            return waiting[0] if waiting else None
+        since = served or {}
+        best = min(waiting, key=lambda sequence: sequence.rank_from(since.get(sequence.tenant, -math.inf)))
+        equals = (sequence for sequence in waiting if sequence.request.priority == best.request.priority)
         return min(equals, key=lambda sequence: (load(sequence.tenant), sequence.rank, self._numbers[sequence]))
 
     def _first_of(self, tenant: str) -> _Entry | None:

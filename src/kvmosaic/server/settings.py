@@ -222,7 +222,8 @@ class ServerSettings(BaseSettings):
     time_slice_seconds: float = _setting(
         60.0,
         "Engine",
-        "A running answer that has had so long gives way to a request that finds no room; 0: it runs to its end.",
+        "An answer with a rolling window that has had so long, or any other that has had ten times as long, gives way "
+        "to a request that finds no room; 0: it runs to its end.",
         ge=0,
         le=1e6,
     )
