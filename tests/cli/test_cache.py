@@ -430,3 +430,24 @@ def test_run_and_check_use_tiers(tiny_model: Path, documents: Path, tmp_path: Pa
     result = run("check", tiny_model, "--chunk-tier", "redis://localhost:1/0")
     assert result.exit_code == 1 and "fails" in result.stdout
     assert "no tier of kind" in run("check", tiny_model, "--chunk-tier", "tape:0").stderr
+
+
+def test_entries_that_grew_are_damaged_and_not_read_into_memory(
+    tier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    start = DiskTier.peek
+
+    def counting(self: DiskTier, key: bytes, num_bytes: int, deadline: Deadline) -> object:
+        found = start(self, key, num_bytes, deadline)
+        read.append(0 if found is None else len(found))
+        return found
+
+    monkeypatch.setattr(DiskTier, "peek", counting)
+    grown = files(tier)[0]
+    os.truncate(grown, 2**34)
+    result = run("cache", "verify", f"disk:{tier}", "--json")
+    assert list(fields(result)["damaged"]) == [grown.stem] and fields(result)["good"] == 2
+    assert max(read) <= 2**24
+    assert run("cache", "export", f"disk:{tier}", str(tmp_path / "bundle"), "--json").exit_code == 1
+    assert max(read) <= 2**24

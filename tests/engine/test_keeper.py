@@ -103,6 +103,9 @@ def test_a_new_engine_finds_the_chunks_of_an_old_one_and_answers_the_same(model,
     assert all(chunk.computed_tokens == 0 for chunk in chunks)
     statistics = second.planner.statistics()
     assert (statistics.loaded_chunks, statistics.computed_tokens) == (3, 0)
+    assert all(
+        bound is not None and len(entry) <= bound < 2**18 for bound in disk.bounds for entry in disk.entries.values()
+    )
     second.close()
 
 
@@ -169,11 +172,11 @@ def test_chunks_that_come_while_another_request_asks_for_them_are_fetched_once(m
     fetches = [staged.fetch for staged in engine.scheduler.fetching[0].fetches.values()]
     ask = keeper.hierarchy.fetch
 
-    def ask_late(*arguments: object) -> object:
+    def ask_late(*arguments: object, **more: object) -> object:
         disk.gate.set()
         while not all(fetch.is_over for fetch in fetches):
             keeper.wait(0.01)
-        return ask(*arguments)
+        return ask(*arguments, **more)
 
     monkeypatch.setattr(keeper.hierarchy, "fetch", ask_late)
     requests.append(engine.add_request(prompt, GREEDY))

@@ -49,9 +49,9 @@ class UnsteadyDisk(DiskTier):
 
     is_gone = False
 
-    def get_many(self, keys: Collection[Key], deadline: Deadline) -> dict[Key, Entry]:
+    def get_many(self, keys: Collection[Key], deadline: Deadline, *, max_bytes: int | None = None) -> dict[Key, Entry]:
         self._check()
-        return super().get_many(keys, deadline)
+        return super().get_many(keys, deadline, max_bytes=max_bytes)
 
     def exists_many(self, keys: Collection[Key], deadline: Deadline) -> set[Key]:
         self._check()

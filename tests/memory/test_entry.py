@@ -15,7 +15,15 @@ from memory.entries import LAYERS, expectation, header, same_bits, stored, tenso
 from safetensors import safe_open
 
 from kvmosaic.errors import DamagedEntry, ForeignEntry, InvalidConfig, OtherSecret
-from kvmosaic.memory import LayerGeometry, decode_entry, encode_entry, num_preamble_bytes, read_header
+from kvmosaic.memory import (
+    EntryBound,
+    LayerGeometry,
+    decode_entry,
+    encode_entry,
+    num_claimed_bytes,
+    num_preamble_bytes,
+    read_header,
+)
 from kvmosaic.memory.header import MAX_NAMES, MAX_TEXT
 
 widths = st.integers(1, 70)
@@ -51,6 +59,23 @@ def test_without_a_codec_every_bit_comes_back(layers, dtype, compression, num_to
     assert same_bits(found.layers, chunk)
     assert replace(found.header, compression=compression) == head
     assert read_header(entry[: num_preamble_bytes(entry[:128])]) == found.header
+
+
+@given(layers=geometries(), codec=st.sampled_from(["none", "fp8", "int8", "int4"]), num_tokens=st.integers(1, 130))
+def test_an_entry_is_within_the_bound_of_its_chunk(layers, codec, num_tokens):
+    for dtype in ("bfloat16", "float32"):
+        names = [chr(1 + number) * MAX_TEXT for number in range(MAX_NAMES - 1)] + ["\U0001f600" * MAX_TEXT]
+        head = header(num_tokens, layers, dtype=dtype, codec=codec, names=tuple(names), tenant=names[-1])
+        entry = encode_entry(head, tensors(head))
+        assert len(entry) <= EntryBound(layers, dtype).max_bytes(num_tokens)
+        assert num_claimed_bytes(entry) == len(entry)
+
+
+def test_the_bound_of_an_entry_is_near_its_size():
+    layers = tuple(LayerGeometry(index, 3, 64, 64, False) for index in range(30))
+    head = header(500, layers, dtype="bfloat16")
+    most = EntryBound(layers, "bfloat16").max_bytes(500)
+    assert len(encode_entry(head, tensors(head))) < most < 1.02 * 500 * 30 * 2 * 192 * 2
 
 
 def test_an_entry_is_read_from_any_kind_of_bytes_and_cannot_be_written_to():

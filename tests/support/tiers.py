@@ -35,6 +35,8 @@ class TroubledTier:
         self.entries: dict[Key, bytes] = {}
         self.aside: dict[Key, str] = {}
         self.calls: list[tuple[str, frozenset[Key]]] = []
+        self.bounds: list[int | None] = []
+        """`max_bytes` of every get."""
         self.get_seconds = 0.0
         self.put_seconds = 0.0
         self.sleep: Callable[[float], None] = time.sleep
@@ -62,7 +64,8 @@ class TroubledTier:
         self.entries |= {key: bytes(entry) for key, entry in entries.items()}
         return set(entries)
 
-    def get_many(self, keys: Collection[Key], deadline: Deadline) -> dict[Key, Entry]:
+    def get_many(self, keys: Collection[Key], deadline: Deadline, *, max_bytes: int | None = None) -> dict[Key, Entry]:
+        self.bounds.append(max_bytes)
         self._call("get", keys, self.get_seconds)
         return {key: self.entries[key] for key in keys if key in self.entries}
 

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from kvmosaic.cache.keys import Key
+from kvmosaic.errors import DamagedEntry
 from kvmosaic.tiers import MAX_ENTRY_BYTES, Deadline, Entry, Tier
 from kvmosaic.tiers.peek import Peeking, peek
 
@@ -166,6 +167,19 @@ class TierConformance:
         assert tier.exists_many(KEYS[2:], Deadline(30)) == {KEYS[2]}
         assert tier.delete_many(KEYS[1:], Deadline(30)) == {KEYS[1], KEYS[2]}
         assert tier.exists_many(KEYS, Deadline(30)) == {KEYS[0]}
+
+    def test_an_entry_larger_than_any_of_its_key_is_damaged_and_not_given(self, tier: Tier) -> None:
+        tier.put_many({key: entry_of(key, 200) for key in KEYS[:2]}, Deadline(30))
+        assert bytes(tier.get_many([KEYS[0]], Deadline(30), max_bytes=200)[KEYS[0]]) == entry_of(KEYS[0], 200)
+        assert tier.get_many([KEYS[2]], Deadline(30), max_bytes=1) == {}
+        before = tier.stat().get_bytes
+        for max_bytes in (0, 199):
+            with pytest.raises(DamagedEntry, match=rf"has 200 bytes, expected at most {max_bytes}; it is not read"):
+                tier.get_many([KEYS[0]], Deadline(30), max_bytes=max_bytes)
+        assert tier.stat().get_bytes == before and tier.stat().failures == 0
+        tier.quarantine(KEYS[0], "too large", Deadline(30))
+        assert tier.get_many(KEYS[:2], Deadline(30), max_bytes=199 + 1).keys() == {KEYS[1]}
+        assert tier.stat().quarantined == 1
 
     def test_scan_tells_the_size_of_each_entry(self, tier: Tier) -> None:
         tier.put_many({key: entry_of(key, 10 + index) for index, key in enumerate(KEYS)}, Deadline(30))

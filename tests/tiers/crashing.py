@@ -95,7 +95,9 @@ def check(folder: Path, before: Twin, log: bytes, done: Counter[str]) -> Twin:
         if kind == "put":
             uncertain = {key: [marked(key, size, version)] for key, size in zip(keys, sizes, strict=True)}
 
+    done["drafts left over"] += len(drafts_in(folder))
     tier = DiskTier(folder, QUOTA, durable=False)
+    assert not drafts_in(folder), "drafts of a dead writer"
     tier.check_invariants()
     order = sorted(tier.scan(Deadline()), key=lambda info: info.last_used)
     found = tier.get_many([info.key for info in order], Deadline())
@@ -155,9 +157,7 @@ def kill(folder: Path, num_rounds: int, seed: int) -> Counter[str]:
         done["kills at a call"] += files is not None
         twin = check(folder, twin, os.pread(log, 2**24, 0), done)
         os.close(log)
-    done["drafts left over"] = sum(is_draft(path.name) for path in folder.rglob("*"))
     later = DiskTier(folder, QUOTA, clock=lambda: time.time_ns() + 3600 * 10**9)
-    assert not any(is_draft(path.name) for path in folder.rglob("*")), "old drafts"
     assert later.get_many(KEYS, Deadline()) == twin, "changed by being opened"
     assert sum(path.stat().st_size for path in (folder / "quarantine").glob("*")) <= QUOTA / 16, "quarantine"
     done["entries at the end"] = len(twin)
@@ -217,7 +217,9 @@ def share(folder: Path, seconds: float, seed: int) -> Counter[str]:
             os.kill(child, signal.SIGKILL)
     for child in sorted(children):
         stop(child, children)
+    done["drafts left over"] = len(drafts_in(folder))
     tier = DiskTier(folder, QUOTA, durable=False)
+    assert not drafts_in(folder), "drafts of dead writers"
     assert tier.stat().num_bytes == size_of(folder) <= QUOTA
     for key, entry in tier.get_many(KEYS, Deadline()).items():
         assert is_marked(key, entry)
@@ -226,14 +228,19 @@ def share(folder: Path, seconds: float, seed: int) -> Counter[str]:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all entries, as `ls` sees them."""
+    """Bytes of all entries and drafts, as `ls -a` sees them."""
     num_bytes = 0
-    for path in folder.glob("??/*.safetensors"):
+    for path in folder.glob("??/*"):
         try:
             num_bytes += path.stat().st_size
         except FileNotFoundError:
             continue
     return num_bytes
+
+
+def drafts_in(folder: Path) -> list[Path]:
+    """All drafts, whoever writes them."""
+    return [path for path in folder.rglob("*") if is_draft(path.name)]
 
 
 def stop(child: int, children: set[int]) -> None:

@@ -15,6 +15,8 @@ CALLS = (
     "read",
     "write",
     "sync",
+    "flush",
+    "lock",
     "facts",
     "facts_of",
     "names",

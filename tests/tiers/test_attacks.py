@@ -17,7 +17,7 @@ import torch
 from support.tiers import TroubledTier
 
 from kvmosaic.cache import Key
-from kvmosaic.errors import TierUnavailable
+from kvmosaic.errors import TierFull, TierUnavailable
 from kvmosaic.memory.codec import CODECS
 from kvmosaic.tiers import Deadline, Entry, Hierarchy
 from kvmosaic.tiers.breaker import Breaker
@@ -231,4 +231,30 @@ def test_a_tier_that_is_down_does_not_make_flush_wait() -> None:
     for key in KEYS:
         store(hierarchy, key)
     assert hierarchy.flush(60) and hierarchy.stats.failed == len(KEYS) and hierarchy.pending_bytes == 0
+    hierarchy.close()
+
+
+def test_a_full_tier_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    tier = TroubledTier()
+    tier.error = TierFull("no room left; make the quota smaller than what is free")
+    hierarchy: Hierarchy[bytes] = Hierarchy([Breaker(tier)], most_pending_bytes=100)
+    for key in KEYS:
+        store(hierarchy, key)
+        assert hierarchy.flush(60)
+    hierarchy.close()
+    said = [record.message for record in caplog.records]
+    assert said == [f"the troubled tier takes no chunks: {tier.error}"] and hierarchy.stats.failed == len(KEYS)
+
+
+def test_a_tier_that_gives_more_than_it_was_asked_for_is_not_believed() -> None:
+    """An entry that a tier of somebody's own reads all the same is refused by its size."""
+    tier = TroubledTier()
+    tier.entries[KEYS[0]] = bytes(1000)
+    hierarchy: Hierarchy[bytes] = Hierarchy([Breaker(tier)], most_pending_bytes=100)
+    fetch = hierarchy.fetch(KEYS[0], 5, bytes, None, max_bytes=999)
+    assert fetch is not None
+    end = time.monotonic() + 60
+    while not fetch.is_over and time.monotonic() < end:
+        hierarchy.wait(0.01)
+    assert fetch.value is None and KEYS[0] in tier.aside and hierarchy.stats.invalid == 1
     hierarchy.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from collections.abc import Collection
 
 import pytest
 from hypothesis import settings
@@ -15,6 +17,7 @@ from kvmosaic.cache import Key
 from kvmosaic.errors import InvalidConfig, TierFull, TierUnavailable
 from kvmosaic.tiers import Deadline, Tier
 from kvmosaic.tiers.breaker import Breaker, BreakerState
+from kvmosaic.tiers.notices import Notices
 
 KEY = Key(b"k" * 32)
 
@@ -123,10 +126,11 @@ def test_open_breaker_asks_nothing_and_says_why() -> None:
     tier = TroubledTier()
     breaker = Breaker(tier, in_background=False)
     tier.error = TierUnavailable("the cable is out")
-    with pytest.raises(TierUnavailable, match=r"^the cable is out$"):
-        breaker.touch([KEY], Deadline(1))
+    for call in (breaker.touch, breaker.get_many):
+        with pytest.raises(TierUnavailable, match=r"^the cable is out$"):
+            call([KEY], Deadline(1))
     assert all(isinstance(answer, TierUnavailable) and "the cable is out" in str(answer) for answer in ask_all(breaker))
-    assert len(tier.calls) == 1
+    assert len(tier.calls) == 2
     assert breaker.breaker_stat.skipped == 7
     assert breaker.breaker_stat.reason == "the cable is out"
 
@@ -245,3 +249,99 @@ def test_closing_ends_the_probing() -> None:
 def test_numbers_out_of_bounds_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InvalidConfig, match=r"got"):
         Breaker(TroubledTier(), **wrong)  # type: ignore[arg-type]
+
+
+class OneWay(TroubledTier):
+    """Can be read, or written, but not both."""
+
+    def __init__(self, failing: set[str]) -> None:
+        super().__init__("one-way")
+        self.failing = failing
+
+    def _call(self, what: str, keys: Collection[Key], seconds: float = 0.0) -> None:
+        super()._call(what, keys, seconds)
+        if what in self.failing:
+            raise TierUnavailable("not this way")
+
+
+def test_a_tier_that_cannot_be_written_is_read_and_the_other_way_round() -> None:
+    reading, writing = {"get", "exists"}, {"put", "touch", "delete", "quarantine"}
+    for failing, state in ((writing, "write_stat"), (reading, "read_stat")):
+        clock, tier = Clock(), OneWay(failing)
+        breaker = Breaker(tier, jitter=0.0, clock=clock, in_background=False)
+        for _ in range(2):
+            answers = ask_all(breaker)
+            assert [isinstance(answer, TierUnavailable) for answer in answers] == (
+                [True, False, False, True, False, True, True]
+                if failing is writing
+                else [False, True, True, False, True, False, False]
+            )
+        stat = getattr(breaker, state)
+        assert stat.state is BreakerState.OPEN and stat.opened == breaker.breaker_stat.opened == 1
+        assert breaker.breaker_stat.state is BreakerState.OPEN and breaker.breaker_stat.reason == "not this way"
+        clock.now += 1
+        assert not breaker.probe_if_due()
+        tier.failing = set()
+        clock.now += 1
+        assert breaker.probe_if_due() and not breaker.is_open
+        assert bytes(32) not in tier.entries, "the probe left something"
+
+
+def test_a_probe_of_writing_that_may_not_delete_is_an_answer_all_the_same() -> None:
+    clock, tier = Clock(), OneWay({"put", "delete"})
+    breaker = Breaker(tier, jitter=0.0, clock=clock, in_background=False)
+    with pytest.raises(TierUnavailable):
+        breaker.put_many({KEY: b"entry"}, Deadline(1))
+    tier.failing = {"delete"}
+    clock.now += 1
+    assert breaker.probe_if_due()
+
+
+def test_a_failing_tier_is_logged_once_then_once_a_minute_and_when_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
+    clock, tier = Clock(), TroubledTier()
+    breaker = Breaker(tier, jitter=0.0, clock=clock, in_background=False)
+    tier.error = TierUnavailable("the cable is out")
+
+    def said() -> list[str]:
+        messages = [record.message for record in caplog.records]
+        caplog.clear()
+        return messages
+
+    for _ in range(59):
+        with pytest.raises(TierUnavailable):
+            breaker.get_many([KEY], Deadline(1))
+        clock.now += 1
+        breaker.probe_if_due()
+    text = "the troubled tier cannot be read; it is left alone until it answers again: the cable is out"
+    assert said() == [text]
+    for _ in range(60):
+        clock.now += 1
+        breaker.probe_if_due()
+    assert said() == [f"{text} (59 times more in the last 60 s)"]
+    tier.error = None
+    clock.now += 1
+    assert breaker.probe_if_due()
+    assert said() == ["the troubled tier can be read again"]
+    for _ in range(20):  # it comes and goes, which is said once; that is a minute after it was said before
+        tier.error = TierUnavailable("the cable is out")
+        with pytest.raises(TierUnavailable):
+            breaker.get_many([KEY], Deadline(1))
+        tier.error = None
+        clock.now += 1
+        assert breaker.probe_if_due()
+    assert [message[:40] for message in said()] == [text[:40], "the troubled tier can be read again"]
+    clock.now += 60
+    tier.error = TierUnavailable("the cable is out")
+    with pytest.raises(TierUnavailable):
+        breaker.get_many([KEY], Deadline(1))
+    [message] = said()
+    assert message.startswith(text) and "more in the last" in message
+
+
+def test_what_is_said_of_many_subjects_is_remembered_within_bounds(caplog: pytest.LogCaptureFixture) -> None:
+    notices = Notices(logging.getLogger("kvmosaic"), clock=Clock())
+    for number in range(1000):
+        assert notices.warn(number, "again")
+        assert not notices.warn(number, "again")
+        notices.warn_once(f"once {number}", "once")
+    assert len(caplog.records) == 2000 and len(notices._said) <= 256

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import random
@@ -11,11 +13,13 @@ from pathlib import Path
 
 import pytest
 from tiers.conformance import KEYS, QUOTA, TierConformance, entry_of
+from tiers.faulty_files import FaultyFiles
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import InvalidConfig, TierUnavailable
 from kvmosaic.tiers import Deadline, Tier
 from kvmosaic.tiers.disk import DiskTier
+from kvmosaic.tiers.disk_names import draft_name, this_host
 
 
 class TestDiskTier(TierConformance):
@@ -272,3 +276,98 @@ def test_ten_thousand_entries_are_ready_in_under_a_second(quick_folder: Path) ->
 def test_a_place_where_no_folder_can_be_made_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="cannot be made there; name another place"):
         DiskTier(Path("/proc/kvmosaic/cache"), QUOTA)
+
+
+OTHER_HOST = "0123456789abcdef"
+
+
+def draft_in(place: Path, key: Key, host: str, num_bytes: int, age: float = 0.0) -> Path:
+    path = path_of(place, key).with_name(draft_name(key.hex(), host))
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(bytes(num_bytes))
+    os.utime(path, (time.time() - age,) * 2)
+    return path
+
+
+def test_a_draft_is_dead_when_its_lock_is_free_on_this_host_or_it_is_old(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    DiskTier(place, QUOTA).close()
+    dead = draft_in(place, KEYS[0], this_host(), 10)
+    alive, slow = (draft_in(place, KEYS[1], this_host(), 10, age) for age in (0, 700))
+    elsewhere = draft_in(place, KEYS[2], OTHER_HOST, 10)
+    old_elsewhere = draft_in(place, KEYS[3], OTHER_HOST, 10, 700)
+    with alive.open("rb") as one, slow.open("rb") as other:
+        fcntl.flock(one, fcntl.LOCK_EX)
+        fcntl.flock(other, fcntl.LOCK_EX)
+        tier = DiskTier(place, QUOTA)
+        assert [path.exists() for path in (dead, alive, slow, elsewhere, old_elsewhere)] == [
+            False,
+            True,
+            True,
+            True,
+            False,
+        ]
+    list(tier.scan(Deadline()))
+    assert [path.exists() for path in (alive, slow, elsewhere)] == [False, False, True]
+
+
+def test_where_files_cannot_be_locked_drafts_are_dead_when_they_are_old(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    files = FaultyFiles(lambda number, name: errno.ENOLCK if name == "lock" else None)
+    tier = DiskTier(place, QUOTA, files=files)
+    assert tier.put_many({KEYS[0]: ENTRY}, Deadline()) == {KEYS[0]}
+    drafts = [draft_in(place, KEYS[1], this_host(), 10, age) for age in (0, 700)]
+    list(tier.scan(Deadline()))
+    assert [path.exists() for path in drafts] == [True, False]
+
+
+def test_drafts_of_others_count_and_are_not_fed_with_entries(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = tmp_path / "place"
+    draft = draft_in_new(place, 200)
+    tier = DiskTier(place, QUOTA)
+    for key in KEYS:
+        assert tier.put_many({key: entry_of(key, 200)}, Deadline()) == {key}
+    assert tier.stat().num_bytes == 800  # and the draft
+    draft.write_bytes(bytes(300))
+    list(tier.scan(Deadline()))
+    for _ in range(3):
+        assert tier.put_many({KEYS[0]: entry_of(KEYS[0], 200)}, Deadline()) == set()
+    assert tier.stat().num_bytes == 800, "entries leave for drafts"
+    [message] = [record.message for record in caplog.records]
+    assert "others are writing 300 bytes, and the quota is 1,000" in message and "raise the quota" in message
+    draft.unlink()
+    assert tier.put_many({KEYS[0]: entry_of(KEYS[0], 200)}, Deadline()) == {KEYS[0]}
+    assert tier.stat().num_bytes == QUOTA
+
+
+def draft_in_new(place: Path, num_bytes: int) -> Path:
+    DiskTier(place, QUOTA).close()
+    return draft_in(place, KEYS[0], OTHER_HOST, num_bytes)
+
+
+def test_an_entry_and_its_draft_are_never_more_than_the_quota(tmp_path: Path) -> None:
+    place, most = tmp_path / "place", 0
+
+    def look(number: int, name: str) -> None:
+        nonlocal most
+        if name == "rename":
+            most = max(most, sum(path.stat().st_size for path in place.glob("??/*")))
+
+    tier = DiskTier(place, QUOTA, files=FaultyFiles(look))
+    for version in range(4):
+        for key in KEYS[:3]:
+            assert tier.put_many({key: entry_of(key, 400, version)}, Deadline()) == {key}
+        assert tier.put_many({KEYS[0]: entry_of(KEYS[0], QUOTA, version)}, Deadline()) == {KEYS[0]}
+        assert tier.put_many({KEYS[0]: entry_of(KEYS[0], QUOTA, version + 1)}, Deadline()) == {KEYS[0]}
+    assert 0 < most <= QUOTA
+
+
+def test_a_file_larger_than_the_quota_makes_no_other_entry_leave(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    tier = DiskTier(place, QUOTA)
+    tier.put_many({key: entry_of(key, 100) for key in KEYS[:5]}, Deadline())
+    os.truncate(path_of(place, KEYS[0]), 2**40)
+    for each in (tier, DiskTier(place, QUOTA)):
+        assert each.exists_many(KEYS, Deadline()) == set(KEYS[1:5])
+        assert each.stat().num_bytes == 400
+    assert not path_of(place, KEYS[0]).exists()

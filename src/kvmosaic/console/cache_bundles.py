@@ -9,13 +9,13 @@ from pathlib import Path
 from rich.console import Console
 
 from kvmosaic.cache.keys import Key
-from kvmosaic.console.cache_place import CALL_SECONDS, all_entries, opened, progress_bar, seal_from
+from kvmosaic.console.cache_place import CALL_SECONDS, all_bytes, all_entries, opened, progress_bar, seal_from
 from kvmosaic.console.cache_selection import Selection
 from kvmosaic.console.cache_verifying import Findings, good_entries
 from kvmosaic.console.text import printable, size_text
-from kvmosaic.errors import InvalidConfig
+from kvmosaic.errors import InvalidConfig, InvalidEntry
 from kvmosaic.tiers import Deadline, Entry
-from kvmosaic.tiers.bundle import Bundle, write_bundle
+from kvmosaic.tiers.bundle import Bundle, Member, write_bundle
 from kvmosaic.tiers.redis_parts import slices
 from kvmosaic.tiers.url import TIER_KINDS
 
@@ -75,6 +75,15 @@ def _some(entries: Iterable[tuple[Key, Entry]], path: Path) -> Iterator[tuple[Ke
         raise InvalidConfig(f"no entry of the tier can be exported, so {path} is not written")
 
 
+def _read(bundle: Bundle, member: Member, findings: Findings) -> Entry | None:
+    """An entry of a bundle; None, and a finding, for one that need not be read as a whole."""
+    try:
+        return all_bytes(lambda num_bytes: bundle.read(member, num_bytes))
+    except InvalidEntry as error:
+        findings.note(member.key, error)
+        return None
+
+
 def _check_order(path: Path, order: str) -> None:
     """Both arguments are texts, and easily swapped."""
     kind = str(path).partition(":")[0].lower()
@@ -103,7 +112,7 @@ def import_bundle(path: Path, url: str, variable: str | None, as_json: bool) -> 
                 num_known += 1
             elif most_bytes is not None and member.num_bytes > most_bytes:
                 num_refused += 1
-            elif findings.check(member.key, entry := bundle.read(member), seal):
+            elif (entry := _read(bundle, member, findings)) is not None and findings.check(member.key, entry, seal):
                 is_stored = member.key in tier.put_many({member.key: entry}, Deadline(CALL_SECONDS))
                 num_stored += is_stored
                 num_refused += not is_stored

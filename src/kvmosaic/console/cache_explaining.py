@@ -164,10 +164,10 @@ class _Explainer:
     def _look(self, index: int, tier: Tier) -> tuple[bool, str]:
         """Whether a tier has the chunk and it can be used, and what to say of it; nothing if it is not there."""
         span = self.spans[index]
-        entry = whole_entry(tier, span.key)
-        if entry is None:
-            return False, ""
         try:
+            entry = whole_entry(tier, span.key)
+            if entry is None:
+                return False, ""
             self._entries.accept(span, self._start(index))(entry)
         except InvalidEntry as error:
             return False, f"it is there, but cannot be used: {one_line(str(error), 400)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +14,8 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.memory import Claims, EntryHeader, Seal, num_preamble_bytes, read_claims
-from kvmosaic.tiers import Deadline, Entry, EntryInfo, Tier, open_tier, parse_tier_url
+from kvmosaic.memory import Claims, EntryHeader, Seal, num_claimed_bytes, num_preamble_bytes, read_claims
+from kvmosaic.tiers import MAX_ENTRY_BYTES, Deadline, Entry, EntryInfo, Tier, open_tier, parse_tier_url
 from kvmosaic.tiers.disk_names import MARKER
 from kvmosaic.tiers.peek import peek
 
@@ -26,6 +26,8 @@ MIN_SECRET_CHARACTERS, MAX_SECRET_CHARACTERS = 8, 1024
 _NO_QUOTA = 2**50
 _FIRST_BYTES = 2**16
 """Most headers are shorter, so that one call is enough."""
+_SMALL_BYTES = 2**24
+"""Entries up to this size are read whatever their header says; no header is longer."""
 
 
 @contextmanager
@@ -112,8 +114,25 @@ def claims_of(tier: Tier, key: Key) -> Claims | None:
 
 
 def whole_entry(tier: Tier, key: Key) -> Entry | None:
-    """All bytes of an entry; None if it is gone. Not a use, where the tier can do that."""
-    return peek(tier, key, deadline=Deadline(CALL_SECONDS))
+    """All bytes of an entry; None if it is gone. Not a use, where the tier can do that. See `all_bytes`."""
+    return all_bytes(lambda num_bytes: peek(tier, key, num_bytes, deadline=Deadline(CALL_SECONDS)))
+
+
+def all_bytes(read: Callable[[int], Entry | None]) -> Entry | None:
+    """All bytes of an entry; None if it is gone.
+
+    Of one that is larger than its header says, one byte too many is read, so that its checksum is wrong, and no more.
+
+    Args:
+        read: gives the first so many bytes of the entry, or fewer if it has fewer; None if it is gone.
+
+    Raises:
+        InvalidEntry: a large one whose header cannot be read.
+    """
+    start = read(_SMALL_BYTES)
+    if start is None or len(start) < _SMALL_BYTES:
+        return start
+    return read(min(num_claimed_bytes(start), MAX_ENTRY_BYTES) + 1)
 
 
 def all_entries(tier: Tier, notices: Console) -> list[EntryInfo]:

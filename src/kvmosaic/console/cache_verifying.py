@@ -40,15 +40,16 @@ class Findings:
         """Checks one entry and writes down what it is; returns whether it is right."""
         try:
             check_entry(entry, key, seal)
-        except DamagedEntry as error:
-            self.damaged[key] = str(error)
         except InvalidEntry as error:
-            self.foreign[key] = str(error)
-        else:
-            self.good += 1
-            self.good_bytes += len(entry)
-            return True
-        return False
+            self.note(key, error)
+            return False
+        self.good += 1
+        self.good_bytes += len(entry)
+        return True
+
+    def note(self, key: Key, error: InvalidEntry) -> None:
+        """Writes down that an entry is not right."""
+        (self.damaged if isinstance(error, DamagedEntry) else self.foreign)[key] = str(error)
 
     def show(self, notices: Console) -> None:
         """Says which entries are not right, and why."""
@@ -122,6 +123,9 @@ def good_entries(
         for info in infos:
             try:
                 entry = whole_entry(tier, info.key)
+            except InvalidEntry as error:
+                findings.note(info.key, error)
+                continue
             except TierUnavailable as error:
                 if not tier.exists_many([info.key], Deadline(CALL_SECONDS)):
                     raise

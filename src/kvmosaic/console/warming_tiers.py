@@ -140,9 +140,11 @@ class StoredKeys:
         if all(key in there for there in found):
             return
         for tier, there in zip(self.tiers, found, strict=True):
-            if key not in there or (entry := whole_entry(tier, key)) is None:
+            if key not in there:
                 continue
             try:
+                if (entry := whole_entry(tier, key)) is None:
+                    continue
                 check_entry(entry, key, self._seal)
             except InvalidEntry:
                 tier.delete_many([key], Deadline(CALL_SECONDS))

@@ -14,6 +14,7 @@ from kvmosaic.errors import InvalidConfig
 from kvmosaic.memory import (
     BlockStorage,
     DtypeName,
+    EntryBound,
     EntryExpectation,
     EntryHeader,
     choose_codec,
@@ -39,12 +40,17 @@ class ChunkEntries:
         self._fingerprint = fingerprint
         self._layers = geometry_of(storage.layers)
         self._dtype = cast(DtypeName, str(storage.dtype).removeprefix("torch."))
+        self._bound = EntryBound(self._layers, self._dtype)
         self._config = config
 
     @property
     def lossy_codec(self) -> str:
         """The codec, if it changes numbers."""
         return "" if self._config.codec == "none" else self._config.codec
+
+    def max_bytes(self, num_tokens: int) -> int:
+        """Most bytes that an entry of so many tokens has; what is larger is not read."""
+        return self._bound.max_bytes(num_tokens)
 
     def encode(self, chunk: Chunk) -> Callable[[ChunkSource], Entry | None]:
         """What makes an entry of the tensors of a chunk, on any thread, later; None if it was deleted meanwhile."""

@@ -269,7 +269,8 @@ class Keeper:
         num_bytes = span.num_tokens * self._bytes_per_token
         accept = self._entries.accept(span, start, self._compute.tell)
         compute_seconds = self._compute.estimate(span.num_tokens)
-        return self.hierarchy.fetch(span.key, num_bytes, accept, compute_seconds, rank, known)
+        max_bytes = self._entries.max_bytes(span.num_tokens)
+        return self.hierarchy.fetch(span.key, num_bytes, accept, compute_seconds, rank, known, max_bytes=max_bytes)
 
     def _store(self, chunk: Chunk, *, volatile: bool) -> None:
         persistent = not chunk.is_stored

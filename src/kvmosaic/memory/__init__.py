@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvmosaic.memory.budget import blocks_within, check_fits, device_memory_bytes
     from kvmosaic.memory.codec import choose_codec
-    from kvmosaic.memory.entry import DecodedEntry, EntryExpectation, decode_entry, encode_entry, read_header
+    from kvmosaic.memory.entry import (
+        DecodedEntry,
+        EntryBound,
+        EntryExpectation,
+        decode_entry,
+        encode_entry,
+        read_header,
+    )
     from kvmosaic.memory.geometry import LayerGeometry, geometry_of
-    from kvmosaic.memory.glance import Claims, check_entry, num_preamble_bytes, read_claims
+    from kvmosaic.memory.glance import Claims, check_entry, num_claimed_bytes, num_preamble_bytes, read_claims
     from kvmosaic.memory.header import CodecName, Compression, DtypeName, EntryHeader
     from kvmosaic.memory.seal import Seal
     from kvmosaic.memory.storage import BlockStorage, ChunkTensors, StoredLayer
@@ -23,6 +30,7 @@ __all__ = [
     "Compression",
     "DecodedEntry",
     "DtypeName",
+    "EntryBound",
     "EntryExpectation",
     "EntryHeader",
     "LayerGeometry",
@@ -36,6 +44,7 @@ __all__ = [
     "device_memory_bytes",
     "encode_entry",
     "geometry_of",
+    "num_claimed_bytes",
     "num_preamble_bytes",
     "read_claims",
     "read_header",
@@ -45,9 +54,16 @@ __all__ = [
 _HOMES = {
     "budget": ("blocks_within", "check_fits", "device_memory_bytes"),
     "codec": ("choose_codec",),
-    "entry": ("DecodedEntry", "EntryExpectation", "decode_entry", "encode_entry", "read_header"),
+    "entry": (
+        "DecodedEntry",
+        "EntryBound",
+        "EntryExpectation",
+        "decode_entry",
+        "encode_entry",
+        "read_header",
+    ),
     "geometry": ("LayerGeometry", "geometry_of"),
-    "glance": ("Claims", "check_entry", "num_preamble_bytes", "read_claims"),
+    "glance": ("Claims", "check_entry", "num_claimed_bytes", "num_preamble_bytes", "read_claims"),
     "header": ("CodecName", "Compression", "DtypeName", "EntryHeader"),
     "seal": ("Seal",),
     "storage": ("BlockStorage", "ChunkTensors", "StoredLayer"),

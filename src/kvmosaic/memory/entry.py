@@ -14,19 +14,22 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from kvmosaic.cache.keys import Key
+from kvmosaic.cache.keys import TOKEN_BYTES, Key
 from kvmosaic.errors import DamagedEntry, ForeignEntry, InvalidConfig
 from kvmosaic.memory.buffer import memory_of, new_bytes, view_of
 from kvmosaic.memory.codec import choose_codec
 from kvmosaic.memory.codec.squeeze import expanded, squeezed
 from kvmosaic.memory.geometry import LayerGeometry
+from kvmosaic.memory.glance import MAX_PREAMBLE_BYTES
 from kvmosaic.memory.header import CodecName, DtypeName, EntryHeader, check_header
 from kvmosaic.memory.payload import (
     DTYPES,
     flattened,
+    max_payload_bytes,
     num_payload_bytes,
     pack,
     places_of,
+    shape_counts,
     sources,
     unpack,
 )
@@ -34,6 +37,11 @@ from kvmosaic.memory.preamble import read_preamble, write_preamble
 from kvmosaic.memory.seal import Bytes, Seal, check_opening
 from kvmosaic.memory.storage import ChunkTensors
 from kvmosaic.tiers import MAX_ENTRY_BYTES
+
+_MAX_TEXT_BYTES = 2**17
+"""Of a header without tokens and layers: its names may be 16 times 256 characters, each escaped twice in 14 bytes."""
+_MAX_LAYER_BYTES = 2**10
+"""Of a header for one layer: its shape, and the places of at most six tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +111,24 @@ def encode_entry(
     result[: len(preamble)] = preamble
     seal.close(result)
     return result.toreadonly()
+
+
+class EntryBound:
+    """How large an entry of a model can be, with whatever codec, compression, names and secret.
+
+    What a tier has under the key of a chunk and is larger is no entry of it, and need not be read.
+    """
+
+    def __init__(self, layers: Sequence[LayerGeometry], dtype: DtypeName) -> None:
+        """Of entries with these layers, in this dtype."""
+        self._shapes, self._dtype = shape_counts(layers), dtype
+        self._text_bytes = _MAX_TEXT_BYTES + _MAX_LAYER_BYTES * len(layers)
+
+    def max_bytes(self, num_tokens: int) -> int:
+        """Most bytes of an entry of so many tokens, header included."""
+        header_bytes = self._text_bytes + 2 * TOKEN_BYTES * num_tokens  # as base64: 4/3
+        payload_bytes = max_payload_bytes(self._shapes, self._dtype, num_tokens)
+        return min(header_bytes, MAX_PREAMBLE_BYTES) + payload_bytes
 
 
 def read_header(start: Bytes) -> EntryHeader:
@@ -193,4 +219,4 @@ def _shown(value: object) -> str:
     return f"{value!r:.80}"
 
 
-__all__ = ["DecodedEntry", "EntryExpectation", "decode_entry", "encode_entry", "read_header"]
+__all__ = ["DecodedEntry", "EntryBound", "EntryExpectation", "decode_entry", "encode_entry", "read_header"]

@@ -68,6 +68,24 @@ def read_claims(start: Bytes) -> Claims:
     return Claims(from_texts(metadata), digest, label, table)
 
 
+def num_claimed_bytes(start: Bytes) -> int:
+    """Bytes of a whole entry, as its beginning says, of which `start` has at least `num_preamble_bytes`.
+
+    An entry of another size is damaged, and more of it need not be read.
+
+    Raises:
+        ForeignEntry: another version of the format.
+        DamagedEntry: not the beginning of an entry.
+    """
+    ends = []
+    for place in read_claims(start).table.values():
+        offsets = place.get("data_offsets") if isinstance(place, dict) else None
+        if not isinstance(offsets, list) or len(offsets) != 2 or any(type(number) is not int for number in offsets):
+            raise unreadable("a tensor without a place")
+        ends.append(offsets[1])
+    return num_preamble_bytes(start) + max(ends, default=0)
+
+
 def check_entry(entry: Bytes, key: Key, seal: Seal) -> EntryHeader:
     """Checks every byte of an entry against its seal, and that it lies under its own key; returns what it is.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -96,6 +97,24 @@ def places_of(header: EntryHeader) -> list[list[Place]]:
 def num_payload_bytes(places: Sequence[Sequence[Place]]) -> int:
     """Bytes of the payload before it is compressed."""
     return sum(place.part.num_bytes for each in places for place in each)
+
+
+def shape_counts(layers: Sequence[LayerGeometry]) -> Counter[LayerGeometry]:
+    """How many of the layers that store something have each shape; all of them as layer 0."""
+    return Counter(replace(layer, source_layer=0) for _, layer in stored_layers(layers))
+
+
+def max_payload_bytes(shapes: Counter[LayerGeometry], dtype: DtypeName, num_tokens: int) -> int:
+    """Most bytes that the payload of so many tokens takes, with whatever codec; see `shape_counts`."""
+    each = [(source, count) for layer, count in shapes.items() for source in sources((layer,), num_tokens)]
+    return max(
+        sum(
+            count * part.num_bytes
+            for source, count in each
+            for part in codec.parts(source.shape, DTYPES[dtype], source.along)
+        )
+        for codec in CODECS.values()
+    )
 
 
 def flattened(layers: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:

@@ -74,7 +74,7 @@ TIER_QUOTA = _family(
     "tier_quota_bytes", "gauge", "Most bytes that a tier keeps; those without a limit of their own have none.", "tier"
 )
 TIER_UP = _family(
-    "tier_up", "gauge", "1 while a tier is asked; 0 while it is left alone because it failed, until it answers.", "tier"
+    "tier_up", "gauge", "1 while a tier is read; 0 while it is left alone because it failed, until it answers.", "tier"
 )
 TIER_HITS = _family("tier_hits", "counter", "Entries that were asked for and found.", "tier")
 TIER_MISSES = _family("tier_misses", "counter", "Entries that were asked for and not found.", "tier")

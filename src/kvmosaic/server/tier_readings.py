@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvmosaic.metrics import Reading, own_names
 from kvmosaic.tiers import TierStat
-from kvmosaic.tiers.breaker import Breaker, BreakerStat
+from kvmosaic.tiers.breaker import Breaker, BreakerStat, BreakerState
 
 if TYPE_CHECKING:
     from kvmosaic.engine import Keeper
@@ -23,7 +23,7 @@ class TierMoment:
     stat: TierStat
     breaker: BreakerStat | None
     is_up: bool
-    """Whether it is asked."""
+    """Whether it is read."""
     bytes_per_second: float | None
     """How fast chunks come from it; None before the first hit."""
 
@@ -37,7 +37,7 @@ def look_at_tiers(keeper: Keeper | None) -> list[TierMoment]:
         number = num_named[tier.name] = num_named.get(tier.name, 0) + 1
         label = tier.name if number == 1 else f"{tier.name}-{number}"
         breaker = tier.breaker_stat if isinstance(tier, Breaker) else None
-        is_up = not (isinstance(tier, Breaker) and tier.is_open)
+        is_up = not isinstance(tier, Breaker) or tier.read_stat.state is BreakerState.CLOSED
         moments.append(TierMoment(label, tier.stat(), breaker, is_up, hierarchy.bytes_per_second(tier)))
     return moments
 

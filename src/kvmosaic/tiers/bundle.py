@@ -108,14 +108,14 @@ class Bundle:
             self._file.close()
             raise
 
-    def read(self, member: Member) -> bytes:
-        """The bytes of an entry, not verified.
+    def read(self, member: Member, num_bytes: int | None = None) -> bytes:
+        """The bytes of an entry, or the first so many of them, not verified.
 
         Raises:
             InvalidBundle: the file cannot be read any more.
         """
         try:
-            return self._read(member.begin, member.num_bytes)
+            return self._read(member.begin, member.num_bytes if num_bytes is None else min(num_bytes, member.num_bytes))
         except OSError as error:
             raise _failing("read", self._path, error) from error
 

@@ -74,19 +74,18 @@ class DiskTier:
                     break
                 if view.nbytes > self._store.most_bytes:
                     continue
-                if not self._store.put(key, view, deadline):
-                    break
-                placed.add(key)
+                if self._store.put(key, view, deadline):
+                    placed.add(key)
             return self._store.sync(placed)
 
-    def get_many(self, keys: Collection[Key], deadline: Deadline) -> dict[Key, Entry]:
+    def get_many(self, keys: Collection[Key], deadline: Deadline, *, max_bytes: int | None = None) -> dict[Key, Entry]:
         """See `Tier.get_many`. An entry that the disk cannot read any more is put aside, and the call raises."""
         found: dict[Key, Entry] = {}
         with self._failing():
             for key in keys:
                 if deadline.has_passed:
                     break
-                entry = self._store.get(key)
+                entry = self._store.get(key, max_bytes)
                 if entry is not None:
                     found[key] = entry
                 self._tally.count(hits=entry is not None, misses=entry is None, get_bytes=len(entry or b""))

@@ -33,6 +33,14 @@ class FileSystem(Protocol):
         """Waits until a file or folder would outlive a power failure."""
         ...
 
+    def flush(self, fd: int) -> None:
+        """Raises what closing a file that was written would: some systems write no earlier. It stays open."""
+        ...
+
+    def lock(self, fd: int) -> bool:
+        """Whether the file is this fd's alone from now on, until it is closed or the process dies; never waits."""
+        ...
+
     def facts(self, fd: int) -> os.stat_result:
         """What is known of an open file."""
         ...
@@ -84,6 +92,20 @@ class RealFiles:
     def sync(self, fd: int) -> None:
         """See `FileSystem.sync`."""
         os.fsync(fd)
+
+    def flush(self, fd: int) -> None:
+        """See `FileSystem.flush`."""
+        os.close(os.dup(fd))
+
+    def lock(self, fd: int) -> bool:
+        """See `FileSystem.lock`."""
+        import fcntl  # not on every system on which this module is imported
+
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def facts(self, fd: int) -> os.stat_result:
         """See `FileSystem.facts`."""

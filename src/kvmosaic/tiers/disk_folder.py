@@ -13,6 +13,7 @@ from pathlib import Path
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import TierUnavailable
 from kvmosaic.tiers.deadline import Deadline
+from kvmosaic.tiers.disk_drafts import Draft, Drafts
 from kvmosaic.tiers.disk_files import FileSystem
 from kvmosaic.tiers.disk_marker import prepare
 from kvmosaic.tiers.disk_names import (
@@ -20,23 +21,18 @@ from kvmosaic.tiers.disk_names import (
     QUARANTINE,
     SHARDS,
     aside_name,
-    draft_name,
     entry_name,
     is_draft,
     key_of,
     moment_of,
     shard_of,
 )
+from kvmosaic.tiers.tier import check_size
 
-STALE_SECONDS = 600
-"""A draft to which nothing was written for so long was left by a process that is gone."""
 MAX_ASIDE = 16
 """Most files in quarantine."""
-_PIECE = 2**24
-"""Bytes written between two looks at the deadline."""
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 _READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe with our name must not block
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
 _ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO))
 """Nothing is there, or something that we do not put there: a link, a socket."""
 
@@ -50,12 +46,23 @@ class FileFacts:
     """Nanoseconds since the epoch: the time of its last change, which every use sets."""
 
 
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What is in one of the folders of entries."""
+
+    entries: dict[Key, FileFacts]
+    draft_bytes: int
+    """Of drafts that others write, as far as anybody can tell."""
+    blocked: tuple[Key, ...]
+    """Keys in place of whose entry there is a folder."""
+
+
 class EntryFolder:
     """Files of entries, in one folder that several processes share.
 
         <folder>/.kvmosaic-tier.json                    it is ours, and of which version
         <folder>/<2 hex>/<key hex>.safetensors          an entry: whole, never written again
-        <folder>/<2 hex>/.<key hex>.<random>.partial    a draft: an entry that is being written
+        <folder>/<2 hex>/.<key hex>.….partial           a draft: an entry that is being written; see `Drafts`
         <folder>/quarantine/<key hex>.<time>.safetensors
 
     An entry is written as a draft, which then gets its name in one step. So whoever opens an entry has all of it, also
@@ -67,35 +74,34 @@ class EntryFolder:
 
     def __init__(self, path: Path, files: FileSystem, *, durable: bool) -> None:
         """Makes the folder ours if it is new or empty. See `prepare` for what is refused."""
-        self._path = str(path)
+        self.top = str(path)
+        """The folder."""
         self._files = files
         self._durable = durable
-        prepare(self._path, files)
+        self._drafts = Drafts(files, durable=durable)
+        prepare(self.top, files)
 
-    def draft(self, key: Key, entry: memoryview, moment: int, deadline: Deadline) -> str | None:
-        """Writes an entry under a name that nobody looks for, and returns it; None if the deadline passed."""
+    def draft(self, key: Key, entry: memoryview, moment: int, deadline: Deadline) -> Draft | None:
+        """Writes an entry under a name that nobody looks for; None if the deadline passed. `place` or `discard` it."""
         with self._inside(shard_of(key), make=True) as folder:
-            name = draft_name(key.hex())
-            try:
-                fd = self._files.open(name, _CREATE, folder=folder)
-                with self._closing(fd, is_written=True):
-                    is_whole = self._fill(fd, entry, moment, deadline)
-            except BaseException:
-                self._discard(name, folder)
-                raise
-            if not is_whole:
-                self._discard(name, folder)
-            return name if is_whole else None
+            return self._drafts.write(key.hex(), entry, moment, folder, deadline)
 
-    def place(self, key: Key, draft: str) -> None:
-        """Makes a draft the entry of its key."""
+    def place(self, key: Key, draft: Draft) -> None:
+        """Makes a draft the entry of its key; raises IsADirectoryError where a folder has its name."""
         with self._inside(shard_of(key)) as folder:
-            self._files.rename(draft, entry_name(key), folder=folder, new_folder=folder)
+            self._drafts.place(draft, entry_name(key), folder)
 
-    def discard(self, key: Key, draft: str) -> None:
+    def discard(self, key: Key, draft: Draft) -> None:
         """Removes a draft, if it can be removed."""
-        with contextlib.suppress(OSError), self._inside(shard_of(key)) as folder:
-            self._discard(draft, folder)
+        try:
+            with self._inside(shard_of(key)) as folder:
+                self._drafts.discard(draft, folder)
+        except OSError:
+            self._drafts.discard(draft, None)
+
+    def path(self, key: Key) -> str:
+        """The file of an entry, whether it is there or not."""
+        return f"{self.top}/{shard_of(key)}/{entry_name(key)}"
 
     def sync(self, keys: Iterable[Key]) -> None:
         """Waits until the names of these entries would outlive a power failure."""
@@ -104,10 +110,17 @@ class EntryFolder:
                 with self._inside(shard) as folder:
                     self._files.sync(folder)
 
-    def read(self, key: Key, most_bytes: int, moment: int) -> bytes | None:
-        """An entry, whole, and used at that moment; None if it is not there, or larger than it may be."""
-        with _absence_allowed(), self._opened(key, most_bytes) as (fd, num_bytes):
+    def read(self, key: Key, most_bytes: int, moment: int, max_bytes: int | None = None) -> bytes | None:
+        """An entry, whole, and used at that moment; None if it is not there, or larger than `most_bytes`.
+
+        Raises:
+            DamagedEntry: it is larger than `max_bytes`, and was not read.
+        """
+        with _absence_allowed(), self._opened(key) as (fd, num_bytes):
             if num_bytes is None:
+                return None
+            check_size(key, num_bytes, max_bytes)
+            if num_bytes > most_bytes:
                 return None
             entry = self._read_whole(fd, num_bytes)
             with contextlib.suppress(OSError):  # a folder that cannot be written can still be read
@@ -117,8 +130,9 @@ class EntryFolder:
 
     def start(self, key: Key, num_bytes: int, most_bytes: int) -> bytes | None:
         """The first bytes of an entry, without a use; None if it is not there, or larger than it may be."""
-        with _absence_allowed(), self._opened(key, most_bytes) as (fd, there):
-            return None if there is None else self._read_whole(fd, min(num_bytes, there))
+        with _absence_allowed(), self._opened(key) as (fd, there):
+            is_there = there is not None and there <= most_bytes
+            return self._read_whole(fd, min(num_bytes, there)) if there is not None and is_there else None
         return None
 
     def facts(self, key: Key) -> FileFacts | None:
@@ -168,27 +182,34 @@ class EntryFolder:
         with self._inside(".") as folder:
             return set(SHARDS).intersection(self._files.names(folder))
 
-    def entries_in(self, shard: str, now: int) -> dict[Key, FileFacts]:
-        """The entries of one of the `SHARDS`. Drafts that nobody writes any more are removed on the way."""
+    def look_into(self, shard: str, now: int) -> Shard:
+        """What is in one of the `SHARDS`; drafts that dead writers have left are removed on the way."""
         found: dict[Key, FileFacts] = {}
+        blocked: list[Key] = []
+        draft_bytes = 0
         with _absence_allowed(), self._inside(shard) as folder:
             for name in self._files.names(folder):
                 key = key_of(name, shard)
-                if key is None and not is_draft(name):
+                if key is None and (not is_draft(name) or self._drafts.is_own(name)):
                     continue
-                facts = self._facts(name, folder)
-                if facts is None:
+                try:
+                    facts = self._files.facts_of(name, folder=folder)
+                except FileNotFoundError:
+                    continue
+                if key is not None and stat.S_ISDIR(facts.st_mode):
+                    blocked.append(key)
+                if not stat.S_ISREG(facts.st_mode):
                     continue
                 if key is not None:
-                    found[key] = facts
-                elif abs(now - facts.last_used) > STALE_SECONDS * 10**9:
-                    self._discard(name, folder)
-        return found
+                    found[key] = FileFacts(facts.st_size, facts.st_mtime_ns)
+                elif not self._drafts.collect(name, abs(now - facts.st_mtime_ns) / 1e9, folder):
+                    draft_bytes += facts.st_size
+        return Shard(found, draft_bytes, tuple(blocked))
 
     @contextlib.contextmanager
     def _inside(self, name: str, *, make: bool = False) -> Iterator[int]:
         """One of the folders in the folder, open; a link in its place is none."""
-        path = f"{self._path}/{name}"
+        path = f"{self.top}/{name}"
         try:
             fd = self._files.open(path, _FOLDER)
         except FileNotFoundError:
@@ -200,50 +221,33 @@ class EntryFolder:
             yield fd
 
     def _make(self, path: str) -> None:
-        with self._closing(self._files.open(self._path, _FOLDER & ~getattr(os, "O_NOFOLLOW", 0))) as top:
+        with self._closing(self._files.open(self.top, _FOLDER & ~getattr(os, "O_NOFOLLOW", 0))) as top:
             try:
                 self._files.facts_of(MARKER, folder=top)
             except FileNotFoundError as error:  # not mounted any more? then what is written would fill another disk
-                raise TierUnavailable(f"{self._path} is not the folder of a disk tier any more: no {MARKER}") from error
+                raise TierUnavailable(f"{self.top} is not the folder of a disk tier any more: no {MARKER}") from error
             with contextlib.suppress(FileExistsError):
                 self._files.make_folder(path)
             if self._durable:
                 self._files.sync(top)
 
     @contextlib.contextmanager
-    def _opened(self, key: Key, most_bytes: int) -> Iterator[tuple[int, int | None]]:
-        """The file of an entry and its bytes; None for these if it is no file, or larger than it may be."""
+    def _opened(self, key: Key) -> Iterator[tuple[int, int | None]]:
+        """The file of an entry and its bytes; None for these if it is no file."""
         with self._inside(shard_of(key)) as folder:
             fd = self._files.open(entry_name(key), _READ, folder=folder)
             with self._closing(fd):
                 facts = self._files.facts(fd)
-                is_entry = stat.S_ISREG(facts.st_mode) and facts.st_size <= most_bytes
-                yield fd, facts.st_size if is_entry else None
+                yield fd, facts.st_size if stat.S_ISREG(facts.st_mode) else None
 
     @contextlib.contextmanager
-    def _closing(self, fd: int, *, is_written: bool = False) -> Iterator[int]:
-        """Closes it at the end. That it fails only matters to what was written: some systems write no earlier."""
+    def _closing(self, fd: int) -> Iterator[int]:
+        """Closes it at the end, of which nothing is lost if it fails."""
         try:
             yield fd
-        except BaseException:
+        finally:
             with contextlib.suppress(OSError):
                 self._files.close(fd)
-            raise
-        with contextlib.ExitStack() as allowed:
-            if not is_written:
-                allowed.enter_context(contextlib.suppress(OSError))
-            self._files.close(fd)
-
-    def _fill(self, fd: int, entry: memoryview, moment: int, deadline: Deadline) -> bool:
-        start = 0
-        while start < entry.nbytes:
-            if deadline.has_passed:
-                return False
-            start += self._files.write(fd, entry[start : start + _PIECE])
-        self._files.set_time(fd, moment)
-        if self._durable:
-            self._files.sync(fd)
-        return True
 
     def _read_whole(self, fd: int, num_bytes: int) -> bytes | None:
         entry = self._files.read(fd, num_bytes)

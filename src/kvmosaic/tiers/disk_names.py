@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import secrets
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.tiers.tier import MAX_KEY_BYTES
@@ -16,7 +19,7 @@ SHARDS = tuple(f"{first:02x}" for first in range(256))
 
 _HEX = f"(?:[0-9a-f]{{2}}){{1,{MAX_KEY_BYTES}}}"
 _ENTRY = re.compile(rf"({_HEX})\.safetensors")
-_DRAFT = re.compile(rf"\.({_HEX}|kvmosaic-tier)\.[0-9a-f]{{16}}\.partial")
+_DRAFT = re.compile(rf"\.(?:{_HEX}|kvmosaic-tier)(?:\.([0-9a-f]{{16}}))?\.[0-9a-f]{{16}}\.partial")
 _ASIDE = re.compile(rf"{_HEX}\.([0-9a-f]{{16}})\.safetensors")
 
 
@@ -38,9 +41,28 @@ def key_of(name: str, shard: str) -> Key | None:
     return Key(bytes.fromhex(match[1])) if match is not None and match[1].startswith(shard) else None
 
 
-def draft_name(subject: str) -> str:
-    """A file that is still being written, and that nobody else writes."""
-    return f".{subject}.{secrets.token_hex(8)}.partial"
+def draft_name(subject: str, host: str = "") -> str:
+    """A file that is still being written, and that nobody else writes; `host` as `this_host` gives it."""
+    return f".{subject}.{host}{'.' if host else ''}{secrets.token_hex(8)}.partial"
+
+
+def host_of(name: str) -> str:
+    """The host on which a draft is, or was, being written; empty if its name does not tell."""
+    match = _DRAFT.fullmatch(name)
+    return "" if match is None or match[1] is None else match[1]
+
+
+@cache
+def this_host() -> str:
+    """16 hexadecimal digits that all processes under this kernel share, until it is started anew, and no others.
+
+    Empty where the system does not tell.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        return ""
+    return sha256(boot).hexdigest()[:16]
 
 
 def is_draft(name: str) -> bool:

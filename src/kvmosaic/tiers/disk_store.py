@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -13,27 +14,37 @@ from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.disk_folder import EntryFolder, FileFacts
 from kvmosaic.tiers.disk_names import shard_of
 from kvmosaic.tiers.ledger import Ledger
+from kvmosaic.tiers.notices import Notices
 from kvmosaic.tiers.tally import Tally
 from kvmosaic.tiers.tier import MAX_ENTRY_BYTES
+
+logger = logging.getLogger("kvmosaic.tiers")
 
 _UNSEEN = 1 / 16
 """Of the quota, what a process writes at most before it looks again at what others have written."""
 _ASIDE = 1 / 16
 """Of the quota, what the quarantine may take on top of it."""
+_DRAFTS = 1 / 4
+"""Of the quota, what drafts of others may take before nothing is written; entries do not leave for more of them."""
 
 
 class DiskStore:
     """Entries in a folder, and a ledger that says who leaves.
 
-        put:  draft ──written──▶ [ lock: oldest leave until it fits; then it gets its name ] ──▶ sync
+        put:  [ lock: oldest leave until it fits ] ──▶ draft ──written──▶ [ lock: it gets its name ] ──▶ sync
         ledger: what is known of the folder        files: what is true, for every process
 
     Whether an entry is there is asked of the folder each time. So what another process writes is found, and what it
     removes is a miss. Before an entry leaves, its file tells when it was last used, by whomever.
 
     Other processes: each keeps to the quota by its own ledger, and lists the folder again before it has written more
-    than a sixteenth of the quota since it last did. With N of them, entries take at most 1 + N / 16 times the quota,
-    drafts not counted. All should have the same quota; otherwise the smallest counts.
+    than a sixteenth of the quota since it last did. With N of them, entries and drafts take at most 1 + N / 16 times
+    the quota, and what they have begun to write since they last listed. All should have the same quota; otherwise the
+    smallest counts.
+
+    Drafts count: room is made before one is written, and where that is not enough to keep an earlier version of the
+    entry meanwhile, that version leaves first. Those of other writers count as of the last listing, in which the ones
+    of dead writers are removed. An entry that is larger than the quota is removed when it is seen.
 
     Reading, writing and waiting for the disk happen outside the lock; renaming, removing and listing one shard
     inside. So the ledger is exact for what only this process writes.
@@ -41,7 +52,13 @@ class DiskStore:
     Everything raises `OSError`.
     """
 
-    def __init__(self, folder: EntryFolder, quota_bytes: int, tally: Tally, clock: Callable[[], int] = time.time_ns):
+    def __init__(
+        self,
+        folder: EntryFolder,
+        quota_bytes: int,
+        tally: Tally,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
         self._folder = folder
         self._quota = quota_bytes
         self._tally = tally
@@ -52,6 +69,11 @@ class DiskStore:
         self._unseen_bytes = 0
         self._must_look = True
         self._to_see: dict[str, list[Key]] = {}
+        self._staged_bytes = 0
+        """Of drafts that are under way here."""
+        self._draft_bytes: dict[str, int] = {}
+        """Of drafts of others, by shard, where there are any."""
+        self._notices = Notices(logger)
 
     @property
     def num_entries(self) -> int:
@@ -69,27 +91,32 @@ class DiskStore:
         return min(self._quota, MAX_ENTRY_BYTES)
 
     def put(self, key: Key, entry: memoryview, deadline: Deadline) -> bool:
-        """Stores an entry, not yet safe from a power failure; False if it took too long."""
-        if not self.see_others(entry.nbytes, deadline):
+        """Stores an entry, not yet safe from a power failure; False if there was no room, or it took too long."""
+        num_bytes = entry.nbytes
+        if not self.see_others(num_bytes, deadline):
             return False
         with self._lock:
             now = self._ledger.now()
-        draft = self._folder.draft(key, entry, now, deadline)
-        if draft is None:
-            return False
-        is_placed = False
+            if not self._reserve(key, num_bytes, now, deadline):
+                return False
+        draft, is_placed = None, False
         try:
-            with self._lock:
-                self._ledger.use(key, now)  # what is replaced must not leave to make room for itself
-                if self._make_room(key, entry.nbytes, deadline):
-                    self._folder.place(key, draft)
-                    is_placed = True
-                    self._ledger.add(key, entry.nbytes, now)
-                    self._unseen_bytes += entry.nbytes
+            draft = self._folder.draft(key, entry, now, deadline)
         finally:
-            if not is_placed:
-                self._folder.discard(key, draft)
-        self._tally.count(puts=is_placed, put_bytes=entry.nbytes * is_placed)
+            with self._lock:
+                self._staged_bytes -= num_bytes
+                try:
+                    if draft is not None and self._make_room(key, num_bytes, deadline):
+                        self._folder.place(key, draft)
+                        is_placed = True
+                        self._ledger.add(key, num_bytes, now)
+                        self._unseen_bytes += num_bytes
+                except IsADirectoryError:
+                    self._note_blocked(key)
+                finally:
+                    if draft is not None and not is_placed:
+                        self._folder.discard(key, draft)
+        self._tally.count(puts=is_placed, put_bytes=num_bytes * is_placed)
         return is_placed
 
     def sync(self, keys: set[Key]) -> set[Key]:
@@ -98,12 +125,16 @@ class DiskStore:
         with self._lock:
             return {key for key in keys if key in self._ledger}
 
-    def get(self, key: Key) -> bytes | None:
-        """The entry, whole. One that the disk cannot read any more is put aside."""
+    def get(self, key: Key, max_bytes: int | None = None) -> bytes | None:
+        """The entry, whole. One that the disk cannot read any more is put aside.
+
+        Raises:
+            DamagedEntry: it is larger than `max_bytes`, and was not read.
+        """
         with self._lock:
             now = self._ledger.now()
         try:
-            entry = self._folder.read(key, self.most_bytes, now)
+            entry = self._folder.read(key, self.most_bytes, now, max_bytes)
         except OSError as error:
             if error.errno == errno.EIO:  # once: one bad spot must not make the whole tier fail again and again
                 with contextlib.suppress(OSError):
@@ -183,12 +214,13 @@ class DiskStore:
             known: dict[str, list[Key]] = {}
             for key in self._ledger:
                 known.setdefault(shard_of(key), []).append(key)
-        return {shard: known.get(shard, []) for shard in sorted(self._folder.shards() | known.keys())}
+            drafts = set(self._draft_bytes)
+        return {shard: known.get(shard, []) for shard in sorted(self._folder.shards() | known.keys() | drafts)}
 
     def look_into(self, shard: str, known: Iterable[Key]) -> dict[Key, FileFacts]:
         """Lists a shard. What was known before and is still in the ledger, but not there, has gone."""
         with self._lock:
-            found = self._folder.entries_in(shard, self._clock())
+            found = self._list(shard)
             for key in known:
                 if key not in found:
                     self._ledger.drop(key)
@@ -201,10 +233,51 @@ class DiskStore:
         with self._lock:
             self._ledger.check_invariants()
 
+    def _list(self, shard: str) -> dict[Key, FileFacts]:
+        """The entries of a shard, those that stay; what others are writing there is noted."""
+        found = self._folder.look_into(shard, self._clock())
+        self._draft_bytes.pop(shard, None)
+        if found.draft_bytes:
+            self._draft_bytes[shard] = found.draft_bytes
+        for key in found.blocked:
+            self._note_blocked(key)
+        return found.entries
+
+    def _reserve(self, key: Key, num_bytes: int, now: int, deadline: Deadline) -> bool:
+        """Takes room for a draft; False if there is none, or it took too long."""
+        self._ledger.use(key, now)  # what is replaced must not leave to make room for itself
+        if not self._make_room(key, num_bytes, deadline):
+            return False
+        if self._ledger.size(key) and self._taken(None) + num_bytes > self._quota:
+            self._folder.remove(key)
+            self._ledger.drop(key)
+        self._staged_bytes += num_bytes
+        return True
+
+    def _taken(self, key: Key | None) -> float:
+        """Bytes of entries, without the one that is to be replaced, and of drafts."""
+        replaced = self._ledger.size(key) if key else 0
+        drafts = min(sum(self._draft_bytes.values()), self._quota * _DRAFTS)
+        return self._ledger.num_bytes - replaced + self._staged_bytes + drafts
+
     def _make_room(self, key: Key | None, num_bytes: int, deadline: Deadline) -> bool:
-        """Lets entries leave until so many bytes fit in place of what is under the key; False if it took too long."""
-        reprieves = len(self._ledger)
-        while self._ledger.num_bytes - (self._ledger.size(key) if key else 0) + num_bytes > self._quota:
+        """Lets entries leave until so many bytes fit in place of what is under the key; False if there is no room."""
+        reprieves, has_listed = len(self._ledger), False
+        while self._taken(key) + num_bytes > self._quota:
+            if self._draft_bytes and not has_listed:  # whoever wrote them may be done, or dead
+                has_listed = True
+                for shard in list(self._draft_bytes):
+                    self._list(shard)
+                continue
+            drafts = sum(self._draft_bytes.values())
+            if num_bytes and drafts > self._quota * _DRAFTS:
+                self._notices.warn(
+                    "drafts",
+                    f"{self._folder.top}: others are writing {drafts:,} bytes, and the quota is "
+                    f"{self._quota:,}: nothing is written until they are done; what a dead writer of another host has "
+                    "left goes ten minutes after its last write; raise the quota if they are alive",
+                )
+                return False
             oldest = self._ledger.oldest()
             if deadline.has_passed or oldest is None:
                 return False
@@ -221,12 +294,22 @@ class DiskStore:
     def _refresh(self, key: Key) -> bool:
         """Writes down what is true of an entry; returns whether it is there."""
         facts = self._folder.facts(key)
-        self._write_down(key, facts)
-        return facts is not None
+        return self._write_down(key, facts)
 
-    def _write_down(self, key: Key, facts: FileFacts | None) -> None:
+    def _write_down(self, key: Key, facts: FileFacts | None) -> bool:
         line = self._ledger.get(key)
+        if facts is not None and facts.num_bytes > self._quota:  # counted, it would make all others leave
+            with contextlib.suppress(OSError):
+                self._tally.count(evictions=self._folder.remove(key))
+            facts = None
         if facts is None:
             self._ledger.drop(key)
         elif line is None or line.num_bytes != facts.num_bytes or line.last_used < facts.last_used:
             self._ledger.add(key, facts.num_bytes, facts.last_used)
+        return facts is not None
+
+    def _note_blocked(self, key: Key) -> None:
+        path = self._folder.path(key)
+        self._notices.warn_once(
+            path, f"{path} is a folder in place of an entry: this entry cannot be kept; remove the folder"
+        )

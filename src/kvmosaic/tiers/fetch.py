@@ -28,6 +28,8 @@ class Fetch(Generic[T]):
     """Of the chunk on the device: what is to be loaded, before compression."""
     accept: Callable[[Entry], T] = field(repr=False)
     """Verifies an entry and decodes it; raises InvalidEntry."""
+    max_bytes: int | None
+    """Of an entry of this key as a tier keeps it; what is larger is not read. None: as many as the tier takes."""
     compute_seconds: float | None
     """What computing it would take; None if nobody knows."""
     started: float

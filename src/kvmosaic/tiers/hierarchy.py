@@ -13,10 +13,11 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from kvmosaic.cache.keys import Key
-from kvmosaic.errors import TierError
+from kvmosaic.errors import TierError, TierFull
 from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.fetch import Fetch, Rank
 from kvmosaic.tiers.hierarchy_stats import HierarchyStats
+from kvmosaic.tiers.notices import Notices
 from kvmosaic.tiers.prospects import Loading, Prospects
 from kvmosaic.tiers.readers import Readers
 from kvmosaic.tiers.tier import Entry, Tier, TierStat
@@ -78,6 +79,7 @@ class Hierarchy(Generic[T]):
         self._most_pending_bytes = most_pending_bytes
         self._num_readers = num_readers
         self._clock = clock
+        self._notices = Notices(logger, clock=clock)
         self._prospects = Prospects(self.tiers, clock, loading)
         # shared by all threads, under `_changed`
         self._changed = threading.Condition()
@@ -171,6 +173,8 @@ class Hierarchy(Generic[T]):
         compute_seconds: float | None,
         rank: Rank = (),
         known: Fetch[T] | None = None,
+        *,
+        max_bytes: int | None = None,
     ) -> Fetch[T] | None:
         """Begins to look for a chunk, or joins those who do; None if it cannot be worth it.
 
@@ -181,6 +185,8 @@ class Hierarchy(Generic[T]):
             compute_seconds: what computing it would take; None if nobody knows.
             rank: smaller is fetched first.
             known: an earlier one of this key; if it has brought the chunk, be it at this moment, it is the answer.
+            max_bytes: that an entry of this key can have; what is larger is put aside and not read. None: as many as
+                a tier takes.
         """
         with self._changed:
             if known is not None and known.value is not None:
@@ -189,7 +195,7 @@ class Hierarchy(Generic[T]):
                 return None
             if (under_way := self._readers.join(key, rank)) is not None:
                 return under_way
-            fetch = Fetch(key, num_bytes, accept, compute_seconds, self._clock(), 0.0, rank)
+            fetch = Fetch(key, num_bytes, accept, max_bytes, compute_seconds, self._clock(), 0.0, rank)
             if (queued := self._writes.get(key)) is not None:
                 fetch.value, fetch.tier_name, fetch.is_over = queued.value, "memory", True
                 self.stats.fetched += 1
@@ -347,6 +353,9 @@ class Hierarchy(Generic[T]):
                 if entry is None:
                     return False
                 is_stored &= store.key in tier.put_many({store.key: entry}, deadline)
+            except TierFull as error:  # an answer, of which no breaker speaks
+                is_stored = False
+                self._notices.warn(id(tier), f"the {tier.name} tier takes no chunks: {error}")
             except TierError as error:
                 is_stored = False
                 logger.debug("a chunk was not stored in the tier %s: %s", tier.name, error)

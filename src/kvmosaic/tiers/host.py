@@ -12,7 +12,7 @@ from kvmosaic.errors import TierFull, TierUnavailable
 from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.ledger import Ledger
 from kvmosaic.tiers.tally import Tally
-from kvmosaic.tiers.tier import Entry, EntryInfo, TierStat
+from kvmosaic.tiers.tier import Entry, EntryInfo, TierStat, check_size
 
 Allocate = Callable[[int], memoryview]
 """Gives memory of so many bytes, which lives as long as the view: pinned memory, for copies to a GPU."""
@@ -65,7 +65,7 @@ class HostTier:
         with self._lock:
             return stored & self._entries.keys()
 
-    def get_many(self, keys: Collection[Key], deadline: Deadline) -> dict[Key, Entry]:
+    def get_many(self, keys: Collection[Key], deadline: Deadline, *, max_bytes: int | None = None) -> dict[Key, Entry]:
         """See `Tier.get_many`. The entries are shared and not to be written."""
         found: dict[Key, Entry] = {}
         for key in keys:
@@ -74,6 +74,7 @@ class HostTier:
             with self._lock:
                 entry = self._entries.get(key)
                 if entry is not None:
+                    check_size(key, self._ledger.size(key), max_bytes)
                     found[key] = entry
                     self._ledger.use(key, self._ledger.now())
             num_bytes = 0 if entry is None else memoryview(entry).nbytes

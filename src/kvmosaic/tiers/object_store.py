@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import errno
 import logging
 import math
 import re
@@ -17,9 +18,10 @@ from typing import Any, TypeVar
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import InvalidConfig, TierError, TierFull, TierUnavailable
 from kvmosaic.tiers.deadline import Deadline
+from kvmosaic.tiers.notices import Notices
 from kvmosaic.tiers.object_store_settings import ObjectSettings
 from kvmosaic.tiers.tally import Tally
-from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Entry, EntryInfo, TierStat
+from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Entry, EntryInfo, TierStat, check_size
 
 try:
     import obstore
@@ -31,6 +33,7 @@ except ModuleNotFoundError as error:
 logger = logging.getLogger("kvmosaic")
 
 _NAME = re.compile(rf"([0-9a-f]{{2}})/((?:[0-9a-f]{{2}}){{1,{MAX_KEY_BYTES}}})\.safetensors")
+_IN_THE_WAY = re.compile(rf"\(os error ({errno.ENOTDIR}|{errno.EISDIR}|{errno.ELOOP})\)")
 _PART_BYTES = 2**24
 _LETTING_GO_SECONDS = 0.05
 """Threads of obstore let go of Python objects a moment after they answered; a process that ends before is aborted."""
@@ -64,6 +67,7 @@ class ObjectTier:
         except (BaseError, ValueError, TypeError, OSError) as error:
             raise InvalidConfig(f"no object tier at {settings.address}: {_first_line(error)}") from error
         self._tally = Tally()
+        self._notices = Notices(logger)
         self._lock = threading.Lock()
         self._num_entries = self._num_bytes = 0
         self._loop = asyncio.new_event_loop()
@@ -89,30 +93,34 @@ class ObjectTier:
                 view = memoryview(bytes(view))  # it would keep the caller's
             before = await self._size(key)
             is_large = len(view) > _PART_BYTES
-            await obstore.put_async(
-                self._store, _path(key), view, use_multipart=is_large, chunk_size=_PART_BYTES, max_concurrency=4
-            )
-            stored.add(key)
-            self._tally.count(puts=1, put_bytes=len(view))
-            self._settle(before is None, len(view) - (before or 0))
+            with self._absence_allowed(key):
+                await obstore.put_async(
+                    self._store, _path(key), view, use_multipart=is_large, chunk_size=_PART_BYTES, max_concurrency=4
+                )
+                stored.add(key)
+                self._tally.count(puts=1, put_bytes=len(view))
+                self._settle(before is None, len(view) - (before or 0))
 
         self._for_each(entries, put, deadline)
         return stored
 
-    def get_many(self, keys: Collection[Key], deadline: Deadline) -> dict[Key, Entry]:
+    def get_many(self, keys: Collection[Key], deadline: Deadline, *, max_bytes: int | None = None) -> dict[Key, Entry]:
         """See `Tier.get_many`."""
         found: dict[Key, Entry] = {}
+        sizes: dict[Key, int] = {}
+        most = MAX_ENTRY_BYTES if max_bytes is None else min(max_bytes, MAX_ENTRY_BYTES)
 
         async def get(key: Key) -> None:
-            with contextlib.suppress(FileNotFoundError):
+            with self._absence_allowed(key):
                 result = await obstore.get_async(self._store, _path(key))
-                if result.meta["size"] <= MAX_ENTRY_BYTES:
-                    entry = memoryview(await result.bytes_async())
-                    if len(entry) == result.meta["size"]:
-                        found[key] = entry
+                sizes[key] = size = result.meta["size"]
+                if size <= most and (entry := await _read(result, size)) is not None:
+                    found[key] = entry
 
         self._for_each(keys, get, deadline)
-        found = dict(found)  # what ends late does not change it any more
+        found, sizes = dict(found), dict(sizes)  # what ends late does not change them any more
+        for key, size in sizes.items():
+            check_size(key, size, max_bytes)
         num_bytes = sum(len(entry) for entry in found.values())
         self._tally.count(hits=len(found), misses=len(set(keys)) - len(found), get_bytes=num_bytes)
         return found
@@ -136,7 +144,7 @@ class ObjectTier:
             size = await self._size(key)
             if size is None:
                 return
-            with contextlib.suppress(FileNotFoundError):  # somebody else was faster
+            with self._absence_allowed(key):  # somebody else was faster
                 await obstore.delete_async(self._store, _path(key))
                 gone.add(key)
                 self._settle(-1, -size)
@@ -179,14 +187,18 @@ class ObjectTier:
         found: list[memoryview] = []
 
         async def get(key: Key) -> None:
-            with contextlib.suppress(FileNotFoundError):
-                if num_bytes > _PART_BYTES or not await self._size(key):
+            with self._absence_allowed(key):
+                size = await self._size(key)
+                if not size or not num_bytes:  # a store need not know a range of no bytes
+                    found.extend([] if size is None else [memoryview(b"")])
                     return
-                result = await obstore.get_async(self._store, _path(key), options={"range": (0, num_bytes)})
-                found.append(memoryview(await result.bytes_async()))
+                most = min(num_bytes, size)
+                result = await obstore.get_async(self._store, _path(key), options={"range": (0, most)})
+                if (entry := await _read(result, most)) is not None:
+                    found.append(entry)
 
         self._for_each([key], get, deadline)
-        return found[0] if found else self.get_many([key], deadline).get(key)
+        return found[0] if found else None
 
     def stat(self) -> TierStat:
         """See `Tier.stat`: as of the last complete `scan`, and what this process has changed since."""
@@ -215,10 +227,23 @@ class ObjectTier:
         time.sleep(_LETTING_GO_SECONDS)
 
     async def _size(self, key: Key) -> int | None:
-        try:
+        with self._absence_allowed(key):
             return int((await obstore.head_async(self._store, _path(key)))["size"])
+        return None
+
+    @contextlib.contextmanager
+    def _absence_allowed(self, key: Key) -> Iterator[None]:
+        """Lets an object be missing, or something else lie in its place: that costs this object only."""
+        try:
+            yield
         except FileNotFoundError:
-            return None
+            pass
+        except (BaseError, OSError) as error:
+            if not self._address.startswith("file:") or not _IN_THE_WAY.search(str(error)):
+                raise
+            path = f"{self._address.rstrip('/')}/{_path(key)}"
+            why = _first_line(error)
+            self._notices.warn_once(path, f"{path} is no place for an entry; remove what is in its place: {why}")
 
     def _for_each(
         self, keys: Collection[Key], ask: Callable[[Key], Coroutine[Any, Any, None]], deadline: Deadline
@@ -290,6 +315,12 @@ class ObjectTier:
 def _path(key: Key) -> str:
     name = key.hex()
     return f"{name[:2]}/{name}.safetensors"
+
+
+async def _read(result: Any, size: int) -> memoryview | None:
+    """What a store gives for a get; None if it is not of that size. It reads no more than the size it has told."""
+    entry = memoryview(await result.bytes_async())
+    return entry if len(entry) == size else None
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -16,8 +17,9 @@ from kvmosaic.errors import InvalidEntry, OtherSecret, TierError
 from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.fetch import Fetch, Rank
 from kvmosaic.tiers.hierarchy_stats import HierarchyStats
+from kvmosaic.tiers.notices import Notices
 from kvmosaic.tiers.prospects import Prospects
-from kvmosaic.tiers.tier import Tier
+from kvmosaic.tiers.tier import Tier, check_size
 
 logger = logging.getLogger("kvmosaic")
 
@@ -58,6 +60,7 @@ class Readers(Generic[T]):
         self._stats = stats
         self._changed = changed
         self._clock = clock
+        self._notices = Notices(logger, clock=clock)
         self._wanted: list[tuple[Rank, int, Fetch[T], Tier | None]] = []
         self._count = count()
         self._reading: list[Fetch[T] | None] = [None] * num_readers
@@ -138,10 +141,12 @@ class Readers(Generic[T]):
         """Asks one tier."""
         begin, busy_begin = self._clock(), time.thread_time()
         try:
-            entry = tier.get_many([fetch.key], Deadline(GET_SECONDS)).get(fetch.key)
+            found = tier.get_many([fetch.key], Deadline(GET_SECONDS), max_bytes=fetch.max_bytes)
+            entry = found.get(fetch.key)
             if entry is None:
                 self._prospects.note_miss(tier, self._clock() - begin, time.thread_time() - busy_begin)
                 return None
+            check_size(fetch.key, memoryview(entry).nbytes, fetch.max_bytes)
             value = fetch.accept(entry)
         except OtherSecret as error:
             self._stats.invalid += 1
@@ -168,7 +173,7 @@ class Readers(Generic[T]):
         try:
             tier.quarantine(key, reason, Deadline(ASIDE_SECONDS))
         except TierError as error:
-            logger.warning("an entry of the tier %s could not be put aside: %s", tier.name, error)
+            self._notices.warn(id(tier), f"an entry of the {tier.name} tier could not be put aside: {error}")
         except Exception:
             logger.exception("an entry of the tier %s could not be put aside", tier.name)
 
@@ -184,7 +189,7 @@ class Readers(Generic[T]):
         if self._prospects.is_look_due(tier):
             self._stats.looked += 1
             rank = (math.inf,)  # behind all for whom somebody waits
-            look = Fetch(fetch.key, fetch.num_bytes, fetch.accept, None, fetch.started, 0.0, rank)
+            look = replace(fetch, compute_seconds=None, patience=0.0, rank=rank)
             self._want(look, tier)
         return False
 

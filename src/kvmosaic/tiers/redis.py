@@ -16,15 +16,18 @@ from kvmosaic.cache.keys import Key
 from kvmosaic.errors import TierError, TierFull, TierUnavailable
 from kvmosaic.tiers import redis_scripts as scripts
 from kvmosaic.tiers.deadline import Deadline
-from kvmosaic.tiers.redis_link import Command, OutOfTime, RedisLink, Session
+from kvmosaic.tiers.redis_link import Command, OutOfTime, RedisLink, Refused, Session
 from kvmosaic.tiers.redis_parts import Parts, slices
+from kvmosaic.tiers.redis_replies import cursor_and_names, integers, items, size_and_moment
 from kvmosaic.tiers.redis_settings import RedisSettings
 from kvmosaic.tiers.tally import Tally
-from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Entry, EntryInfo, TierStat
+from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Entry, EntryInfo, TierStat, check_size
 
 logger = logging.getLogger("kvmosaic")
 
 _IDS_AT_ONCE = 256
+_NAMES_AT_ONCE = 128
+"""That a write looks through for parts that nobody reads."""
 _UNFINISHED_SECONDS = 60
 _MAX_WRITE_SECONDS = 3600
 _ID = re.compile(rf"([0-9a-f]{{2}}){{1,{MAX_KEY_BYTES}}}")
@@ -39,7 +42,9 @@ class RedisTier:
         put:  RESERVE room ─▶ SET part 0, 1, … (they expire) ─▶ COMMIT: all parts there? replace the manifest, keep them
         get:  LOOK: the manifest, if all parts are there; counts as a use ─▶ GET part 0, 1, …
 
-    A write that stops in its middle is never seen, and its parts and its room go away by themselves. With a quota, our
+    A write that stops in its middle is never seen, and its parts and its room go away by themselves; parts of entries
+    whose manifest is gone are removed step by step, with every write. A server that takes no writes is read all the
+    same. A reply that has not the form that was asked for is a miss, or a write that was not done. With a quota, our
     scripts keep the books and let the least recently used leave; without, Redis' own `maxmemory-policy` decides, and an
     entry of which Redis evicted anything is not there. A single server (or a proxy that looks like one): the scripts
     touch names of many entries, so in a Redis Cluster all of them must share a hash slot (see `RedisSettings.prefix`).
@@ -57,6 +62,8 @@ class RedisTier:
         self._lock = threading.Lock()
         self._num_entries = self._num_bytes = 0
         self._unfinished: deque[Parts] = deque(maxlen=1024)
+        self._cursor = _FIRST
+        """How far the names were looked through for parts that nobody reads."""
         self._is_closed = False
 
     @classmethod
@@ -77,6 +84,7 @@ class RedisTier:
 
         def put(session: Session) -> None:
             self._cancel_unfinished(session)
+            self._collect(session)
             waiting = {write.key: write for write in writes}
             try:
                 for write in self._with_room(session, writes, deadline):
@@ -96,19 +104,26 @@ class RedisTier:
             raise
         return stored
 
-    def get_many(self, keys: Collection[Key], deadline: Deadline) -> dict[Key, Entry]:
+    def get_many(self, keys: Collection[Key], deadline: Deadline, *, max_bytes: int | None = None) -> dict[Key, Entry]:
         """See `Tier.get_many`."""
         found: dict[Key, Entry] = {}
+        sizes: dict[Key, int] = {}
+
+        def read(session: Session, parts: Parts) -> bytearray | None:
+            sizes[parts.key] = parts.num_bytes
+            return None if max_bytes is not None and parts.num_bytes > max_bytes else parts.get(session)
 
         def get(session: Session) -> None:
             for key, parts in self._look(session, list(keys), is_use=True).items():
-                entry = parts.get(session)
+                entry = read(session, parts)
                 if entry is None and (again := self._look(session, [key], is_use=True)):
-                    entry = again[key].get(session)  # it was replaced while we read it
+                    entry = read(session, again[key])  # it was replaced while we read it
                 if entry is not None:
                     found[key] = entry
 
         self._run(deadline, get)
+        for key in sizes.keys() - found.keys():
+            check_size(key, sizes[key], max_bytes)
         num_bytes = sum(len(entry) for entry in found.values())
         self._tally.count(hits=len(found), misses=len(set(keys)) - len(found), get_bytes=num_bytes)
         return found
@@ -125,8 +140,9 @@ class RedisTier:
 
         def delete(session: Session) -> None:
             for some in slices(list(keys), _IDS_AT_ONCE):
-                sizes, *totals = self._script(session, scripts.DELETE, *(key.hex() for key in some))
-                gone = {key: size for key, size in zip(some, sizes, strict=True) if size >= 0}
+                sizes, *totals = items(self._script(session, scripts.DELETE, *(key.hex() for key in some)), 3)
+                removed = zip(some, integers(sizes, len(some)) or (), strict=False)
+                gone = {key: size for key, size in removed if size >= 0}
                 found.update(gone)
                 self._settle(totals, -len(gone), -sum(gone.values()))
 
@@ -215,12 +231,18 @@ class RedisTier:
         for write in writes:
             write.group = group
             arguments += [write.entry_id, write.num_bytes]
-        has_room, evicted, grows, *totals = self._script(session, scripts.RESERVE, *arguments)
+        reply = items(self._script(session, scripts.RESERVE, *arguments), 5)
+        answer, grows, totals = integers(list(reply[:2]), 2), integers(reply[2], len(writes)), reply[3:]
+        if answer is None or grows is None:
+            self._unfinished.extend(writes)  # it may have been promised
+            return None
+        has_room, evicted = answer
         self._tally.count(evictions=evicted)
         self._settle(totals)
         if not has_room:
             return None
-        ordered = [writes[i] for i in sorted(range(len(writes)), key=grows.__getitem__)]
+        order = sorted(range(len(writes)), key=grows.__getitem__)
+        ordered = [writes[i] for i in order]
         for write in ordered:
             write.is_last = write is ordered[-1]
         return ordered
@@ -228,7 +250,11 @@ class RedisTier:
     def _commit(self, session: Session, write: Parts) -> bool:
         room = (write.group, int(write.is_last))
         parts = (write.entry_id, write.write, write.num_bytes, write.part_bytes)
-        is_stored, evicted, before, *totals = self._script(session, scripts.COMMIT, *room, *parts, self._quota)
+        answer = integers(self._script(session, scripts.COMMIT, *room, *parts, self._quota), 5)
+        if answer is None or answer[0] not in (0, 1):
+            self._unfinished.append(write)  # whether it was stored or not, removing its parts is safe
+            return False
+        is_stored, evicted, before, *totals = answer
         num_bytes = is_stored * write.num_bytes
         self._settle(totals, is_stored - (before >= 0), num_bytes - max(0, before))
         self._tally.count(evictions=evicted, puts=is_stored, put_bytes=num_bytes)
@@ -253,8 +279,12 @@ class RedisTier:
     def _look(self, session: Session, keys: Sequence[Key], *, is_use: bool) -> dict[Key, Parts]:
         found: dict[Key, Parts] = {}
         for some in slices(keys, _IDS_AT_ONCE):
-            manifests = self._script(session, scripts.LOOK, int(is_use), *(key.hex() for key in some))
-            for key, manifest in zip(some, manifests, strict=True):
+            ids = [key.hex() for key in some]
+            try:
+                manifests = self._script(session, scripts.LOOK, int(is_use), *ids)
+            except Refused:  # it writes: uses, and what of an entry is gone
+                manifests = self._script(session, scripts.FIND, *ids)
+            for key, manifest in zip(some, items(manifests, len(some)), strict=True):
                 if parts := Parts.from_manifest(self.settings.prefix, key, manifest):
                     found[key] = parts
         return found
@@ -264,23 +294,31 @@ class RedisTier:
         command: Command = ("SCAN", cursor, "MATCH", f"{prefix}:{{*}}", "COUNT", 1000)
         if over_index:
             command = ("ZSCAN", f"{prefix}:used", cursor, "COUNT", 1000)
-        [(cursor, names)] = session.ask(command)
+        cursor, names = cursor_and_names(session.ask(command)[0])
         texts = [str(name, "ascii", "replace") for name in (names[::2] if over_index else names)]
         if not over_index:
             texts = [text[len(prefix) + 2 : -1] for text in texts]
         infos = []
         groups = list(slices([text for text in texts if _ID.fullmatch(text)], _IDS_AT_ONCE))
         for ids in groups or ([[]] if cursor == _FIRST else []):  # at its end also for the totals
-            found, *totals = self._script(session, scripts.RECONCILE, self._quota, *ids)
+            found, *totals = items(self._script(session, scripts.RECONCILE, self._quota, *ids), 3)
             self._settle(totals)
             infos += [
-                EntryInfo(Key(bytes.fromhex(entry_id)), num_bytes, float(moment) / 1e6)
-                for entry_id, (num_bytes, moment) in zip(ids, found, strict=True)
+                EntryInfo(Key(bytes.fromhex(entry_id)), num_bytes, micros / 1e6)
+                for entry_id, (num_bytes, micros) in zip(ids, map(size_and_moment, items(found, len(ids))), strict=True)
                 if num_bytes >= 0
             ]
         return cursor, infos
 
-    def _script(self, session: Session, script: str, *arguments: str | int) -> Any:
+    def _collect(self, session: Session) -> None:
+        """Looks at some more names, and removes parts that nobody reads."""
+        with contextlib.suppress(Refused):  # then what is to be written is refused, too, and says why
+            cursor, gone = items(self._script(session, scripts.COLLECT, self._cursor, _NAMES_AT_ONCE), 2)
+            self._cursor, _ = cursor_and_names([cursor, []])
+            if type(gone) is int and gone > 0:
+                logger.info("removed %d parts from %s that no entry has any more", gone, self.settings.address)
+
+    def _script(self, session: Session, script: str, *arguments: str | bytes | int) -> Any:
         return session.ask(("EVAL", script, 1, self.settings.prefix, *arguments))[0]
 
     def _run(self, deadline: Deadline, work: Callable[[Session], _T]) -> _T | None:
@@ -296,11 +334,11 @@ class RedisTier:
             self._tally.count(failures=1)
             raise
 
-    def _settle(self, totals: Sequence[int], entries: int = 0, num_bytes: int = 0) -> None:
+    def _settle(self, totals: object, entries: int = 0, num_bytes: int = 0) -> None:
         """Notes what is held: with a quota what the books there say, else what this process changed."""
         with self._lock:
             if self._quota:
-                self._num_bytes, self._num_entries = totals
+                self._num_bytes, self._num_entries = integers(totals, 2) or (self._num_bytes, self._num_entries)
             else:
                 self._num_entries = max(0, self._num_entries + entries)
                 self._num_bytes = max(0, self._num_bytes + num_bytes)

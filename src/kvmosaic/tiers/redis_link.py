@@ -21,6 +21,9 @@ except ModuleNotFoundError as error:
 
 Command: TypeAlias = tuple[str | bytes | int | memoryview, ...]
 
+Refused: TypeAlias = redis.ResponseError
+"""The server understood a command, and does not do it: it takes no writes now, or others wrote under our names."""
+
 _SEND_BYTES = 2**18
 _RECEIVE_BYTES = 2**18
 _FAIR_SECONDS = 0.02

@@ -46,9 +46,9 @@ class Parts:
         return cls(prefix, key, secrets.token_hex(8), num_bytes, part_bytes)
 
     @classmethod
-    def from_manifest(cls, prefix: str, key: Key, manifest: bytes) -> Parts | None:
+    def from_manifest(cls, prefix: str, key: Key, manifest: object) -> Parts | None:
         """Those that a manifest names; None if it is none, or one that we would not write."""
-        match = _MANIFEST.fullmatch(manifest)
+        match = _MANIFEST.fullmatch(manifest) if isinstance(manifest, bytes) else None
         if match is None or int(match[2]) > MAX_ENTRY_BYTES or int(match[3]) < 1:
             return None
         return cls(prefix, key, match[1].decode(), int(match[2]), int(match[3]))
@@ -60,17 +60,21 @@ class Parts:
             session.ask(*(("SET", f"{self._stem}{i}", entry[i * size : (i + 1) * size], "EX", seconds) for i in some))
 
     def get(self, session: Session, most_bytes: int | None = None) -> bytearray | None:
-        """Reads all parts, or those that begin before `most_bytes`; None if one is gone."""
-        num_parts = self.num_parts
-        if most_bytes is not None:
-            num_parts = min(num_parts, max(1, math.ceil(most_bytes / self.part_bytes)))
-        entry = bytearray(min(self.num_bytes, num_parts * self.part_bytes))
-        for some in self._windows(num_parts):
-            for i, part in zip(some, session.ask(*(("GET", f"{self._stem}{i}") for i in some)), strict=True):
+        """Reads the entry, or its first `most_bytes`; None if a part is gone, or not as long as the manifest says.
+
+        Of a part that grew meanwhile, no more than one byte too many is read.
+        """
+        wanted = self.num_bytes if most_bytes is None else min(most_bytes, self.num_bytes)
+        entry = bytearray(wanted)
+        for some in self._windows(max(1, math.ceil(wanted / self.part_bytes))):
+            sizes = [min(self.part_bytes, wanted - i * self.part_bytes) for i in some]
+            commands = (("GETRANGE", f"{self._stem}{i}", 0, size) for i, size in zip(some, sizes, strict=True))
+            for i, size, part in zip(some, sizes, session.ask(*commands), strict=True):
                 start = i * self.part_bytes
-                if part is None or len(part) != min(self.part_bytes, self.num_bytes - start):
+                is_cut = start + size < self.num_bytes and size < self.part_bytes
+                if not isinstance(part, bytes) or len(part) != size + is_cut:
                     return None
-                entry[start : start + len(part)] = part
+                entry[start : start + size] = memoryview(part)[:size]
         return entry
 
     def _windows(self, num_parts: int | None = None) -> Iterator[Sequence[int]]:

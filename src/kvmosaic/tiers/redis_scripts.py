@@ -11,6 +11,10 @@ With a quota, `bytes` is the sum of all entries and `staged` the room that is pr
 group, and what it makes smaller is added to it: others cannot take what the group still needs. Scripts may free memory
 when Redis has none left (`allow-oom`), so that no step stops in its middle; parts are written outside of them and are
 refused.
+
+A part under way expires by itself, and loses its time in the step that writes its manifest. So one that does not
+expire, and that no manifest names, belongs to an entry whose manifest was evicted, overwritten or removed: `COLLECT`
+removes it.
 """
 
 from __future__ import annotations
@@ -19,13 +23,13 @@ from typing import Final
 
 MAX_PARTS: Final = 2**16
 
-_COMMON = """#!lua flags=allow-oom
+_SHARED = """
 local prefix = KEYS[1]
 local used, sizes, staged = prefix .. ':used', prefix .. ':sizes', prefix .. ':staged'
 
 local function name(id) return prefix .. ':{' .. id .. '}' end
 local function part(id, write, i) return name(id) .. ':' .. write .. ':' .. i end
-local function number(field) return tonumber(redis.call('HGET', sizes, field) or 0) end
+local function number(field) return tonumber(redis.call('HGET', sizes, field) or 0) or 0 end
 local function add(field, n) redis.call('HINCRBY', sizes, field, n) end
 local function text_of(reply) if type(reply) == 'string' then return reply end return '' end
 
@@ -137,6 +141,10 @@ end
 local function totals() return number('bytes'), redis.call('ZCARD', used) end
 """.replace("MAX_PARTS", str(MAX_PARTS))
 
+_COMMON = "#!lua flags=allow-oom" + _SHARED
+_READING = "#!lua flags=no-writes" + _SHARED
+"""Of scripts that a server runs even if it takes no writes now."""
+
 RESERVE: Final = (
     _COMMON
     + """
@@ -214,6 +222,19 @@ return found
 """
 )
 
+FIND: Final = (
+    _READING
+    + """
+-- ids...: the manifests, '' where no whole entry is; changes nothing, and looks into no books
+local found = {}
+for i, id in ipairs(ARGV) do
+  local text, write, bytes, part_bytes = manifest(id)
+  found[i] = text and is_whole(id, write, bytes, part_bytes) and text or ''
+end
+return found
+"""
+)
+
 DELETE: Final = (
     _COMMON
     + """
@@ -241,5 +262,22 @@ for i = 2, #ARGV do
   found[i - 1] = {bytes or -1, redis.call('ZSCORE', used, id) or '0'}
 end
 return {found, totals()}
+"""
+)
+
+COLLECT: Final = (
+    _COMMON
+    + """
+-- cursor, count: looks at about so many names, and removes parts that stay though no manifest names their write; the
+-- next cursor, and how many were removed
+local reply, gone = redis.call('SCAN', ARGV[1], 'MATCH', prefix .. ':{*}:*', 'COUNT', ARGV[2]), 0
+for _, found in ipairs(reply[2]) do
+  local id, write = string.match(string.sub(found, #prefix + 2), '^{(%x+)}:(%x+):%d+$')
+  if id and redis.call('PTTL', found) == -1 then
+    local _, named = manifest(id)
+    if named ~= write then gone = gone + redis.call('UNLINK', found) end
+  end
+end
+return {reply[1], gone}
 """
 )

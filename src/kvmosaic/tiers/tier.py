@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from kvmosaic.cache.keys import Key
+from kvmosaic.errors import DamagedEntry
 from kvmosaic.tiers.deadline import Deadline
 
 Entry: TypeAlias = bytes | bytearray | memoryview
@@ -67,6 +68,8 @@ class Tier(Protocol):
     - Any thread may call any method at any time; other processes may use the same place at the same time.
     - Nothing takes much longer than its deadline. What was not done by then was not done: `get_many` returns what it
       has, and `put_many` the keys that are safely stored.
+    - What lies at a place is not believed, not even its size: nothing that is larger than the bound of a call is read.
+    - Whatever lies in place of one entry costs this entry, and no other.
     - A place that fails raises `TierUnavailable`, one that is full `TierFull`, and nothing else; after that, the tier
       may be asked again at any time, and answers again when the place does.
     """
@@ -91,10 +94,16 @@ class Tier(Protocol):
         """
         ...
 
-    def get_many(self, keys: Collection[Key], deadline: Deadline) -> dict[Key, Entry]:
+    def get_many(self, keys: Collection[Key], deadline: Deadline, *, max_bytes: int | None = None) -> dict[Key, Entry]:
         """The entries that are there, whole, but not verified; using them counts as a use.
 
+        Args:
+            keys: of the entries.
+            deadline: of the call.
+            max_bytes: that an entry of any of these keys can have, header included; None: as many as the tier takes.
+
         Raises:
+            DamagedEntry: one has more than `max_bytes`. It was not read, and nothing is given: `quarantine` it.
             TierUnavailable: the place fails.
         """
         ...
@@ -146,3 +155,16 @@ class Tier(Protocol):
     def close(self) -> None:
         """Gives back files, threads and connections; the entries stay if they are persistent. Again is harmless."""
         ...
+
+
+def check_size(key: Key, num_bytes: int, max_bytes: int | None) -> None:
+    """Refuses an entry, before it is read, that is larger than any of its key.
+
+    Raises:
+        DamagedEntry: it has more than `max_bytes`.
+    """
+    if max_bytes is not None and num_bytes > max_bytes:
+        raise DamagedEntry(
+            f"the entry {key.hex()} has {num_bytes:,} bytes, expected at most {max_bytes:,}; it is not read, and "
+            "computed again; find out who else writes to this place"
+        )

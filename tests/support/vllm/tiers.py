@@ -77,9 +77,9 @@ def play_while_hanging(engine: Any, asks: list[dict[str, Any]], plain: int) -> l
     for tier in worker_tiers().hierarchy.tiers:
         get = tier.get_many
 
-        def hanging(keys: Any, deadline: Any, get: Any = get) -> Any:
+        def hanging(keys: Any, deadline: Any, get: Any = get, **more: Any) -> Any:
             assert goes_on.wait(60)
-            return get(keys, deadline)
+            return get(keys, deadline, **more)
 
         tier.get_many = hanging
     ended: dict[int, Any] = {}

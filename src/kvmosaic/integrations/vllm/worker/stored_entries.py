@@ -20,6 +20,7 @@ from kvmosaic.integrations.vllm.worker.places import Places
 from kvmosaic.memory import (
     ChunkTensors,
     DtypeName,
+    EntryBound,
     EntryExpectation,
     EntryHeader,
     LayerGeometry,
@@ -67,6 +68,7 @@ class StoredEntries:
             share = Share(share.pipeline_rank, share.pipeline_size)
         self._share, self._layers, self._config = share, tuple(layers), config
         self.dtype = dtypes.pop()
+        self._bound = EntryBound(self._layers, self._dtype_name)
         self.bytes_per_token = self.dtype.itemsize * sum(
             layer.num_kv_heads * (layer.key_dim + (0 if layer.value_in_key else layer.value_dim)) for layer in layers
         )
@@ -74,6 +76,10 @@ class StoredEntries:
     def key(self, run: StoredRun) -> Key:
         """What this worker's share of a run is stored under."""
         return self._share.key(run.key)
+
+    def max_bytes(self, run: StoredRun) -> int:
+        """Most bytes that an entry of a run has; what is larger is not read."""
+        return self._bound.max_bytes(run.num_tokens)
 
     def encode(self, run: StoredRun, compute_seconds: float) -> Callable[[ChunkTensors], Entry | None]:
         """What makes an entry of a run's tensors, on any thread."""

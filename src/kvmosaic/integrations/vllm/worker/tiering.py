@@ -150,7 +150,11 @@ class WorkerTiers:
     def _begin(self, asked: Fetch) -> None:
         num_bytes = asked.run.num_tokens * self._entries.bytes_per_token
         fetch = self.hierarchy.fetch(
-            self._entries.key(asked.run), num_bytes, self._entries.accept(asked.run), asked.compute_seconds
+            self._entries.key(asked.run),
+            num_bytes,
+            self._entries.accept(asked.run),
+            asked.compute_seconds,
+            max_bytes=self._entries.max_bytes(asked.run),
         )
         if fetch is None:
             self._reports.append(FetchReport(asked.number, self._rank, ""))

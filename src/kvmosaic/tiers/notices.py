@@ -1,0 +1,58 @@
+"""Notices: what happens again and again is said once, and then once a minute."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Hashable
+
+EVERY_SECONDS = 60.0
+_MAX_SUBJECTS = 256
+
+
+class Notices:
+    """Warnings about subjects, each of which is said at most once a minute, with how often there was none said since.
+
+    It remembers 256 subjects; when there are more, it forgets the one that came first. Safe on any thread.
+    """
+
+    def __init__(
+        self,
+        log: logging.Logger,
+        *,
+        every_seconds: float = EVERY_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log = log
+        self._every_seconds = every_seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._said: dict[Hashable, tuple[float, int]] = {}
+        """Of each subject: when it was said last, and how often it happened since."""
+
+    def warn(self, subject: Hashable, text: str) -> bool:
+        """Says something about a subject, if that was not done within a minute; returns whether it was said."""
+        with self._lock:
+            now = self._clock()
+            last, since = self._said.get(subject, (-math.inf, 0))
+            is_due = now - last >= self._every_seconds
+            self._note(subject, (now, 0) if is_due else (last, since + 1))
+        if is_due:
+            self._log.warning("%s%s", text, f" ({since:,} times more in the last {now - last:,.0f} s)" if since else "")
+        return is_due
+
+    def warn_once(self, subject: Hashable, text: str) -> None:
+        """Says something about a subject of which nothing was said yet."""
+        with self._lock:
+            is_new = subject not in self._said
+            if is_new:
+                self._note(subject, (self._clock(), 0))
+        if is_new:
+            self._log.warning("%s", text)
+
+    def _note(self, subject: Hashable, said: tuple[float, int]) -> None:
+        self._said[subject] = said
+        if len(self._said) > _MAX_SUBJECTS:
+            del self._said[next(iter(self._said))]
