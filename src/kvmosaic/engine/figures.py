@@ -1,4 +1,4 @@
-"""Figures: the numbers of an engine as of its last step, for whoever must not wait for it."""
+"""Figures: the numbers of an engine as of its last step, for threads that must not wait for it."""
 
 from __future__ import annotations
 
