@@ -42,9 +42,9 @@ def test_a_tenant_makes_room_in_its_quota_at_its_own_cost():
         warm(number)
     assert cached(planner, "other") == {"10", "11", "12"}, "older, and still there"
     assert cached(planner, "t") == {"22", "23", "24", "25"}
-    assert planner.tenant_usage("t") == TenantUsage(4, 4, 4, 4)
-    assert planner.tenant_usage("other") == TenantUsage(3, 3, 3, None)
-    assert planner.tenant_usage("nobody") == TenantUsage(0, 0, 0, None)
+    assert planner.tenant_usage("t") == TenantUsage(4, 4, 4, 4, 4, 0)
+    assert planner.tenant_usage("other") == TenantUsage(3, 3, 3, None, 3, 0)
+    assert planner.tenant_usage("nobody") == TenantUsage(0, 0, 0, None, 0, 0)
 
 
 def test_within_its_quota_a_tenant_takes_the_place_of_whatever_was_idle_for_longest():
@@ -71,7 +71,7 @@ def test_quotas_are_in_bytes_and_count_whole_blocks():
     planner = make_planner(bytes_per_block=100)
     planner.set_quota("t", 299)
     warmed(planner, prompt(20, 21), tenant="t")
-    assert planner.tenant_usage("t") == TenantUsage(2, 2, 200, 299)
+    assert planner.tenant_usage("t") == TenantUsage(2, 2, 200, 299, 2, 0)
     warmed(planner, prompt(22), tenant="t")
     assert planner.tenant_usage("t").num_bytes == 200
     for wrong in (-1, 2**50 + 1):

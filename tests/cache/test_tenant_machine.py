@@ -208,9 +208,12 @@ class Tenancy(RuleBasedStateMachine):
         chunks = {id(chunk): chunk for chunk in self.planner.chunks()}
         for _, reader in self.readers:
             chunks.update((id(chunk), chunk) for chunk in reader.attachment.held_chunks())
+        usages = self.planner.usages()
         for tenant in TENANTS:
             mine = [chunk for chunk in chunks.values() if chunk.tenant == tenant]
             usage = self.planner.tenant_usage(tenant)
+            has_any = bool(mine) or self.quotas[tenant] is not None
+            assert usages.get(tenant) == (usage if has_any else None)
             assert usage.num_blocks == sum(len(chunk.block_ids) for chunk in mine)
             assert usage.num_bytes == 10 * usage.num_blocks
             assert usage.num_chunks == sum(chunk.tenant == tenant for chunk in self.planner.chunks())

@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from kvmosaic.errors import TierUnavailable
 from kvmosaic.metrics import catalogue
 from kvmosaic.sampling import ReuseReport
 from kvmosaic.sampling.reuse import RepairUse
-from kvmosaic.server.readings import MAX_TENANTS, OTHERS, take_snapshot
+from kvmosaic.server.readings import MAX_TENANTS, OTHERS
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
 CHAT = "/v1/chat/completions"
@@ -51,10 +51,9 @@ def ask(server: RunningServer, path: str = CHAT, **body: Any) -> dict[str, Any]:
 
 
 class Look:
-    """What /metrics says, once the engine's numbers are fresh."""
+    """What /metrics says."""
 
     def __init__(self, server: RunningServer) -> None:
-        server.services.metrics._snapshots.latest = replace(server.services.metrics._snapshots.latest, time=0.0)
         families = parse_text(httpx.get(server.url + "/metrics").text)
         self.samples = {
             (sample.name, frozenset(sample.labels.items())): sample.value
@@ -287,6 +286,39 @@ def test_a_client_that_leaves_is_counted_as_cancelled(server: RunningServer) -> 
     assert added("vllm:e2e_request_latency_seconds_count") == 0
 
 
+def test_scrapes_and_probes_under_load_wait_no_longer_than_the_event_loop(server: RunningServer) -> None:
+    """The engine is busy with 20 chats; the event loop itself is what `/livez` measures."""
+    done = threading.Event()
+
+    def chat(number: int) -> None:
+        with httpx.Client(base_url=server.url, timeout=300) as client:
+            while not done.is_set():
+                own = [{"id": f"{number}", "text": f"{time.monotonic()} " + "The ferry leaves at noon. " * 40}]
+                body = {"model": server.model, "max_tokens": 16, "ignore_eos": True, "documents": own}
+                message = {"role": "user", "content": "When?"}
+                client.post(CHAT, json={**body, "messages": [message]}).raise_for_status()
+
+    waits: dict[str, list[float]] = {"/livez": [], "/readyz": [], "/metrics": []}
+    with ThreadPoolExecutor(20) as pool, httpx.Client(base_url=server.url, timeout=300) as client:
+        chats = [pool.submit(chat, number) for number in range(20)]
+        try:
+            wait_until(lambda: server.services.engine.num_running >= 10)
+            for _ in range(60):
+                for path, times in waits.items():
+                    begin = time.monotonic()
+                    assert client.get(path).status_code == 200
+                    times.append(time.monotonic() - begin)
+        finally:
+            done.set()
+        for each in chats:
+            each.result()
+    alone = min(timed(server))
+    longest = {path: sorted(times)[-3] for path, times in waits.items()}
+    print({path: f"{seconds:.3f} s" for path, seconds in longest.items()}, f"alone {alone:.3f} s")
+    assert longest["/readyz"] <= 5 * longest["/livez"] + 0.05
+    assert longest["/metrics"] <= 5 * longest["/livez"] + 20 * alone + 0.05
+
+
 def test_a_scrape_does_not_wait_for_a_long_step(server: RunningServer) -> None:
     busy, done = threading.Event(), threading.Event()
 
@@ -300,8 +332,10 @@ def test_a_scrape_does_not_wait_for_a_long_step(server: RunningServer) -> None:
         busy.wait(10)
         time.sleep(0.15)  # what is known is too old now
         for _ in range(3):
+            assert httpx.get(server.url + "/readyz", timeout=5).status_code == 200
             reply = httpx.get(server.url + "/metrics", timeout=5)
             assert reply.status_code == 200 and not done.is_set()
+        assert server.services.engine.num_waiting == 0, "a scrape asks the engine for nothing"
         (age,) = [line for line in reply.text.splitlines() if line.startswith("kvmosaic:snapshot_age_seconds{")]
         assert float(age.split()[-1]) > 0.15
     finally:
@@ -340,12 +374,40 @@ def test_only_an_admin_sees_the_metrics_and_quotas_are_in_them(tmp_path: Path) -
         assert 'route="other",status="401"} 2.0' in reply.text
 
 
-def test_the_number_of_tenants_does_not_set_the_number_of_series(server: RunningServer) -> None:
-    names = [f"tenant-{number}" for number in range(MAX_TENANTS)] + ["default", "last"]
-    snapshot = server.call(server.services.engine.call, lambda engine: take_snapshot(engine, names))
-    assert set(snapshot.tenant_bytes) == {*names[:MAX_TENANTS], OTHERS}
-    own = server.call(server.services.engine.call, lambda engine: engine.planner.tenant_usage("default").num_bytes)
-    assert snapshot.tenant_bytes[OTHERS] == own > 0
+def test_the_number_of_tenants_does_not_set_the_number_of_series(server: RunningServer, tmp_path: Path) -> None:
+    small, keys = server, tmp_path / "keys.yaml"
+    names = [f"tenant-{number}" for number in range(1_000)]
+    keys.write_text("".join(f"- {{key: {name}-key, tenant: {name}, quota: 1MiB, admin: true}}\n" for name in names))
+    with RunningServer(keys_file=keys) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        for name in (names[0], names[MAX_TENANTS], names[-1]):
+            client.headers["Authorization"] = f"Bearer {name}-key"
+            body = {"model": server.model, "max_tokens": 1, "messages": [{"role": "user", "content": "When?"}]}
+            client.post(CHAT, json={**body, "documents": documents("Corlow")}).raise_for_status()
+            draft = {"id": "handbook", "text": "Wear a helmet."}
+            client.post("/v1/documents", json=draft).raise_for_status()
+        reply = client.get("/metrics")
+        families = {family.name: family.samples for family in parse_text(reply.text)}
+        held = {sample.labels["tenant"]: sample.value for sample in families["kvmosaic:tenant_chunk_bytes"]}
+        assert set(held) == {*names[:MAX_TENANTS], OTHERS}
+        assert held[OTHERS] == 2 * held[names[0]] > 0 and sum(held.values()) == 3 * held[names[0]]
+        assert len(families["kvmosaic:tenant_quota_bytes"]) == MAX_TENANTS
+        (stored,) = families["kvmosaic:documents"]
+        assert stored.value == 3
+        assert max(len(samples) for samples in families.values()) < 300 and len(reply.content) < 2**17
+        assert len(server.services.engine.figures.usages) == 1_000
+        assert min(timed(server)) < 2 * min(timed(small))
+
+
+def timed(server: RunningServer) -> Iterator[float]:
+    """CPU seconds of some scrapes, on the server's event loop."""
+
+    def scrape() -> float:
+        begin = time.thread_time()
+        server.services.metrics.expose(None)
+        return time.thread_time() - begin
+
+    for _ in range(20):
+        yield server.call(scrape)
 
 
 def test_repairs_are_counted_by_policy_without_its_numbers(server: RunningServer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import httpx
 import pytest
@@ -52,8 +51,6 @@ def test_answers_that_gave_way_are_counted_by_what_became_of_their_blocks(server
     assert reply.status_code == 200 and len(reply.json()["choices"]) == 6
     counts = server.llm.engine.scheduler.preemption
     assert counts.counts["swap"] > 0 and counts.swap is not None
-    snapshots = server.services.metrics._snapshots
-    snapshots.latest = replace(snapshots.latest, time=0.0)  # numbers may be 0.1 s old
     assert metric(server, 'kvmosaic:preemptions_total{kind="swap"') == counts.counts["swap"]
     assert metric(server, 'kvmosaic:preemptions_total{kind="recompute"') == counts.counts["recompute"]
     assert metric(server, 'kvmosaic:swapped_bytes_total{direction="out"') == counts.swap.moved_bytes["out"] > 0

@@ -20,6 +20,10 @@ class TenantUsage:
     num_bytes: int
     quota_bytes: int | None
     """Most bytes it may have; None: no limit of its own."""
+    num_idle_blocks: int
+    """Of its blocks, those that eviction may free now."""
+    num_pinned_blocks: int
+    """Of its blocks, those of pinned chunks."""
 
 
 class Account:

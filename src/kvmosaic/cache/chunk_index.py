@@ -62,6 +62,7 @@ class ChunkIndex:
         self.twins = Twins()
         self._policy = policy
         self._accounts: dict[str, Account] = {}
+        self._changed: set[str] = set()
         self._chunks: dict[Key, Chunk] = {}
         self._names: Groups[tuple[str, str], Key] = Groups()
         self._leaving: set[Chunk] = set()
@@ -96,6 +97,11 @@ class ChunkIndex:
         account = self._accounts.get(tenant)
         if account is not None and account.is_closed:
             del self._accounts[tenant]
+
+    def take_changed(self) -> set[str]:
+        """Tenants whose account may have changed since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
 
     def find(
         self, chain: KeyChain, root: Key, tokens: bytes, planned: Mapping[Key, tuple[Key, bytes]]
@@ -274,6 +280,7 @@ class ChunkIndex:
 
     def set_quota(self, tenant: str, num_bytes: int | None, bytes_per_block: int) -> None:
         """Limits the blocks of a tenant, or no longer; its idle chunks leave as far as needed."""
+        self._changed.add(tenant)
         account = self.open(tenant)
         account.quota_bytes = num_bytes
         account.quota_blocks = None if num_bytes is None else num_bytes // bytes_per_block
@@ -321,6 +328,8 @@ class ChunkIndex:
         assert account.num_pinned_blocks == sum(chunk.num_blocks for chunk in pinned)
 
     def _both(self, chunk: Chunk) -> tuple[Account, Account]:
+        """The accounts of a chunk, to be changed."""
+        self._changed.add(chunk.tenant)
         return self.total, self.open(chunk.tenant)
 
     def _count(self, chunk: Chunk, num_chunks: int, num_blocks: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvmosaic.cache.account import TenantUsage
 from kvmosaic.cache.attacher import Attacher
@@ -82,6 +82,7 @@ class Planner:
         self._room = Room(self.request_pool, self._prefix, self._chunks)
         self._attacher = Attacher(self._prefix, self._chunks, self._room, self._counters)
         self._origins = Origins()
+        self._usages: Mapping[str, TenantUsage] = {}
         self._step = 0
 
     def plan(self, layout: Layout, salt: str = "", tenant: str = "") -> Plan:
@@ -395,7 +396,28 @@ class Planner:
         """What a tenant has in the chunk pool now."""
         account = self._chunks.account(tenant)
         num_bytes = account.num_blocks * self.bytes_per_block
-        return TenantUsage(account.num_chunks, account.num_blocks, num_bytes, account.quota_bytes)
+        return TenantUsage(
+            account.num_chunks,
+            account.num_blocks,
+            num_bytes,
+            account.quota_bytes,
+            account.num_idle_blocks,
+            account.num_pinned_blocks,
+        )
+
+    def usages(self) -> Mapping[str, TenantUsage]:
+        """What each tenant has in the chunk pool now; tenants without chunks and quota are left out.
+
+        The mapping is never changed afterwards. Only tenants with a change since the last call are looked at.
+        """
+        if changed := self._chunks.take_changed():
+            usages = dict(self._usages)
+            for tenant in changed:
+                usages[tenant] = self.tenant_usage(tenant)
+                if not usages[tenant].num_blocks and usages[tenant].quota_bytes is None:
+                    del usages[tenant]
+            self._usages = usages
+        return self._usages
 
     def prefix_tree(self, limits: TreeLimits | None = None, tenant: str | None = "") -> PrefixTree:
         """The conversations and documents that are known of a tenant, or (None) of all, as a tree.

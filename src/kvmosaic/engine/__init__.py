@@ -4,6 +4,7 @@ from kvmosaic.engine.async_engine import AsyncEngine
 from kvmosaic.engine.chunk_entries import ChunkEntries
 from kvmosaic.engine.delta import AnswerDelta, RequestDelta
 from kvmosaic.engine.engine import Engine
+from kvmosaic.engine.figures import EngineFigures
 from kvmosaic.engine.keeper import Keeper
 from kvmosaic.engine.placing import not_movable
 from kvmosaic.engine.request import Request
@@ -16,6 +17,7 @@ __all__ = [
     "AsyncEngine",
     "ChunkEntries",
     "Engine",
+    "EngineFigures",
     "Keeper",
     "Request",
     "RequestDelta",

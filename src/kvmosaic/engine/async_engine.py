@@ -10,6 +10,7 @@ from typing import TypeVar
 from kvmosaic.engine.delta import RequestDelta, Unread
 from kvmosaic.engine.engine import Engine
 from kvmosaic.engine.engine_thread import EngineThread
+from kvmosaic.engine.figures import EngineFigures
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.stream import EndedWarmUps, Stream
 from kvmosaic.errors import EngineAsleep, KVMosaicError
@@ -52,6 +53,16 @@ class AsyncEngine:
     def num_running(self) -> int:
         """Sequences that are being computed."""
         return len(self._engine.scheduler.running)
+
+    @property
+    def figures(self) -> EngineFigures:
+        """The numbers as of the last step, and of what was added, aborted or called since; never waits for a step."""
+        return self._thread.figures
+
+    @property
+    def figures_age_seconds(self) -> float:
+        """How old they may be: seconds since they were taken, 0 while the engine has nothing to do."""
+        return self._thread.figures_age_seconds
 
     @property
     def is_alive(self) -> bool:

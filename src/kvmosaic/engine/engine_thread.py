@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from kvmosaic.engine.engine import Engine
+from kvmosaic.engine.figures import EngineFigures, take_figures
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.stream import Stream, wake_all
 from kvmosaic.errors import EngineError, EngineFailing, EngineStopped
@@ -39,11 +40,12 @@ class EngineThread:
     """The one thread that touches an engine, and the queues in front of it.
 
         close ──▶ closed streams ──▶ abort ┐
-        call ──┬▶ commands ──▶ some of them ┴▶ step ──▶ news ──▶ streams, one wake-up per loop
+        call ──┬▶ commands ──▶ some of them ┴▶ step ──▶ figures, then news ──▶ streams, one wake-up per loop
         add ───┘        ▲                        │
                         └─── wait, if idle ◀─────┘   (or if the engine sleeps)
 
-    However it ends, everyone who waits is told: each command is run or refused, each stream ends.
+    However it ends, everyone who waits is told: each command is run or refused, each stream ends. Figures are published
+    before anyone is told what has changed them.
 
     A failing step never ends it. After several in a row nothing new is taken in; as soon as nothing is under way, a
     request of one token is tried. If that goes well, the requests were to blame and all goes on; if not, the device
@@ -59,6 +61,9 @@ class EngineThread:
         """Why nothing new is taken in, now or ever again; None while all is well, and after `stop`."""
         self.failing_since: float | None = None
         """When `failure` was set, by `time.monotonic`."""
+        self.figures: EngineFigures = take_figures(engine)
+        """As of the last step, and of what was done since; replaced as a whole, so any thread may read it."""
+        self._is_waiting = False
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         # filled by everyone while they hold `_changed`
@@ -84,6 +89,11 @@ class EngineThread:
         return self._thread is not None and self._thread.is_alive() and not self._has_ended
 
     @property
+    def figures_age_seconds(self) -> float:
+        """For how long the engine may have changed without its figures; 0 while it waits for something to do."""
+        return 0.0 if self._is_waiting else max(time.monotonic() - self.figures.time, 0.0)
+
+    @property
     def is_busy(self) -> bool:
         """Whether anything is under way."""
         with self._changed:
@@ -99,6 +109,7 @@ class EngineThread:
             if self._is_stopping or self._has_ended:
                 raise EngineStopped("the engine was stopped and cannot be started again; make a new one")
             if self._thread is None:
+                self._publish()
                 self._thread = threading.Thread(target=self._run, name="kvmosaic-engine", daemon=True)
                 self._thread.start()
                 atexit.register(self.stop)  # a process that ends in the middle of a forward would crash
@@ -129,6 +140,7 @@ class EngineThread:
             self._has_called = True
             try:
                 result = function(self.engine)
+                self._publish()
             except BaseException as error:
                 future.set_exception(error)
             else:
@@ -230,7 +242,9 @@ class EngineThread:
             while not (self._is_stopping or self._commands or self._closed or self.engine.has_work):
                 if self._is_trial_due:
                     break
+                self._is_waiting = True
                 self._changed.wait(None if self.failure is None else TRIAL_SECONDS)
+                self._is_waiting = False
             return not self._is_stopping
 
     @property
@@ -258,6 +272,7 @@ class EngineThread:
     def _run_commands(self) -> None:
         """Runs commands for a while; whatever was closed before one was sent is aborted before it runs."""
         end = time.monotonic() + COMMAND_SECONDS
+        has_news = bool(self._closed or self._commands)
         self._abort_closed()
         while self._commands and not self._is_stopping:
             run, _ = self._commands.popleft()
@@ -268,6 +283,8 @@ class EngineThread:
         if self._has_called:
             self._has_called = False
             self._tell_ended()
+        elif has_news:
+            self._publish()
 
     def _step(self) -> None:
         under_way = self.engine.unfinished_requests
@@ -287,6 +304,9 @@ class EngineThread:
             self._num_failures, self._next_trial = 0, 0.0
             self.failure = self.failing_since = None
             self._tell(news)
+
+    def _publish(self) -> None:
+        self.figures = take_figures(self.engine)
 
     def _note_failure(self, error: Exception) -> None:
         self._num_failures += 1
@@ -313,7 +333,8 @@ class EngineThread:
         self._tell([request for request in self._streams if request.is_finished])
 
     def _tell(self, news: list[Request]) -> None:
-        """Puts news into the streams of those who wait for them, and wakes every loop once."""
+        """Publishes the figures, puts news into the streams of those who wait for them, and wakes every loop once."""
+        self._publish()
         now = self.engine.clock()
         told = []
         for request in news:

@@ -209,8 +209,8 @@ DRAINING = _family("draining", "gauge", "1 while the server finishes what is und
 SNAPSHOT_AGE = _family(
     "snapshot_age_seconds",
     "gauge",
-    "How old the numbers of the caches are. They are read between two steps of the engine; a scrape does not wait for "
-    "a long one.",
+    "How old the numbers of the caches are. The engine publishes them after each step, so this is how long the present "
+    "one takes; 0 while there is nothing to do.",
 )
 COMPOSITION = _family(
     "composition_info",

@@ -14,10 +14,19 @@ _SETTINGS = (
     (re.compile(r"\bposition_strategy='(\w+)'"), r'"position_strategy": "\1"'),
 )
 """Ways out that our errors name in Python's words, and what somebody who sends requests can do instead."""
+_FIGURES_OF_OTHERS = (
+    (re.compile(r", of which \d+ are pinned by others\b"), ", of which others have pinned too many"),
+    (re.compile(r": of (\d+) \d+ are free(?: and \d+ may be evicted)?"), r", which has \1"),
+    (
+        re.compile(r", \d+ are cached and max_chunks is (\d+); \d+ may be evicted"),
+        r", max_chunks is \1, and too few may be evicted",
+    ),
+)
+"""Numbers in our errors that tell what other clients hold, and what is said instead."""
 
 
 def for_clients(message: str) -> str:
-    """The message of one of our errors, with ways out that are open to a client."""
-    for known, instead in _SETTINGS:
+    """The message of one of our errors, with ways out that are open to a client, and without figures of others."""
+    for known, instead in (*_SETTINGS, *_FIGURES_OF_OTHERS):
         message = known.sub(instead, message)
     return message

@@ -50,6 +50,10 @@ class Admission:
         """Answers that were let in and have not ended."""
         return sum(self._under_way.values())
 
+    def num_under_way_of(self, tenant: Tenant) -> int:
+        """The same, of one tenant."""
+        return self._under_way.get(tenant.name, 0)
+
     @property
     def most_at_once(self) -> int:
         """Answers to one tenant that are let in while there are no others."""
@@ -108,8 +112,7 @@ class Admission:
         if self.is_draining:
             raise self.unavailable("the server is shutting down; ask another one, or this one later")
         if in_all + num_new > self.max_running + self.max_queue:
-            num_waiting = max(0, in_all - self.max_running)
-            raise self.full(f"{num_waiting} requests wait already (--max-queue {self.max_queue})", "queue_full")
+            raise self.full(f"too many requests wait already (--max-queue {self.max_queue})", "queue_full")
         if of_tenant + num_new > self.max_running + self.max_queue_per_tenant:
             limit = f"--max-queue-per-tenant {self.max_queue_per_tenant}"
             raise self.full(f"too many requests of {tenant.name!r} wait already ({limit})", "tenant_queue_full")

@@ -11,6 +11,8 @@ from kvmosaic.server.logs import PROBES
 from kvmosaic.server.turnstile import Turnstile
 
 LOADING_RETRY_SECONDS = "2"
+FIGURES = frozenset({*PROBES, "/metrics"})
+"""Answered from numbers at hand, and by those who watch over the server: they go before a crowd."""
 
 
 class Doorway:
@@ -21,8 +23,8 @@ class Doorway:
         self._turnstile = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; probes go before all others."""
-        if scope["type"] == "http" and not scope["path"].endswith(PROBES):
+        """Answers one request; probes and scrapes go before all others."""
+        if scope["type"] == "http" and not _reads_figures(scope):
             await self._turnstile.enter()
         await self._app(scope, receive, send)
 
@@ -31,8 +33,17 @@ class Doorway:
         self._app = app
 
 
+def _reads_figures(scope: Scope) -> bool:
+    return scope["method"] in ("GET", "HEAD") and _path_of(scope) in FIGURES
+
+
+def _path_of(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 async def _answer_while_loading(scope: Scope, receive: Receive, send: Send) -> None:
-    await _reply_while_loading(scope["path"].removeprefix(scope.get("root_path", "")))(scope, receive, send)
+    await _reply_while_loading(_path_of(scope))(scope, receive, send)
 
 
 def _reply_while_loading(path: str) -> Response:

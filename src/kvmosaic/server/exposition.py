@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvmosaic.metrics import Meters, Readings, catalogue, expose, own_names, vllm_names
-from kvmosaic.server.readings import ServerReadings, Snapshots, take_snapshot
+from kvmosaic.server.readings import ServerReadings
 from kvmosaic.server.tenants import current_admin
 
 if TYPE_CHECKING:
@@ -35,19 +35,17 @@ _COUNTED = (
 class ServerMetrics:
     """All metrics of one server, in a registry of their own.
 
-    Fill levels and the engine's counters are read when /metrics is asked for; requests are counted as they happen.
-    Used on the event loop.
+    Fill levels and the engine's counters, as of its last step, are read when /metrics is asked for; requests are
+    counted as they happen. Nothing waits for the engine. Used on the event loop.
     """
 
     def __init__(self, services: Services) -> None:
-        """Listens to the server's records from now on; the engine's thread must not run yet."""
+        """Listens to the server's records from now on."""
         model_name = services.settings.model_names[0].encode("utf-8", "replace").decode("utf-8")
         constants = {"model_name": model_name, "engine": ENGINE}
-        tenants = [tenant.name for tenant in services.tenants]
         self.registry = CollectorRegistry()
-        self._snapshots = Snapshots(services.engine, take_snapshot(services.llm.engine, tenants), tenants)
         self._meters = Meters(self.registry, _COUNTED, constants)
-        self.registry.register(Readings(ServerReadings(services, self._snapshots), constants))
+        self.registry.register(Readings(ServerReadings(services), constants))
         ProcessCollector(registry=self.registry)
         for reason in FINISH_REASONS:
             self._meters.add(vllm_names.REQUEST_SUCCESS, 0, finished_reason=reason)
@@ -59,9 +57,8 @@ class ServerMetrics:
             self._meters.add(own_names.REPAIRED_TOKENS, 0, action=action)
         services.records.listen(self.observe_record)
 
-    async def expose(self, accept: str | None) -> tuple[bytes, str]:
+    def expose(self, accept: str | None) -> tuple[bytes, str]:
         """The text of /metrics and its content type, as the Accept header wants it."""
-        await self._snapshots.refresh()
         return expose(self.registry, accept)
 
     def observe_delta(self, delta: RequestDelta) -> None:
@@ -168,7 +165,7 @@ def router(services: Services) -> APIRouter:
     )
     async def metrics(request: Request) -> Response:
         """All counters, histograms and fill levels: Prometheus' text format, or OpenMetrics by the Accept header."""
-        text, content_type = await services.metrics.expose(request.headers.get("accept"))
+        text, content_type = services.metrics.expose(request.headers.get("accept"))
         return Response(text, headers={"Content-Type": content_type, "Cache-Control": "no-store"})
 
     return routes

@@ -129,6 +129,6 @@ def build_services(settings: ServerSettings, llm: LLM, *, clock: Callable[[], fl
         clock=clock or lifetime_clock(),
     )
     services = Services(settings, llm, engine, tenants, documents, admission, Records(), clock or time.time)
-    services.metrics = ServerMetrics(services)  # reads the engine, whose thread does not run yet
+    services.metrics = ServerMetrics(services)
     engine.start()
     return services

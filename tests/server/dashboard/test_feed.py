@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvmosaic.server.tenants import Tenant
 
 ADMIN = Tenant("default", is_admin=True)
 OTHER = Tenant("other")
+ACME, ZENITH, BOSS = ALL = (Tenant("acme"), Tenant("zenith"), Tenant("boss", is_admin=True))
 PAUSE = 0.1
 
 
@@ -35,9 +36,34 @@ async def viewer(feed: Feed, tenant: Tenant = ADMIN) -> AsyncIterator[Callable[[
         yield next_of
 
 
-def ask(server: RunningServer, question: str = "Where does Bellos live?") -> None:
-    body = {"model": "reader", "max_tokens": 4, "messages": [{"role": "user", "content": question}]}
-    httpx.post(server.url + "/v1/chat/completions", json=body, timeout=30).raise_for_status()
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server with two tenants and an admin."""
+    path = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    path.write_text(
+        "".join(
+            f"- {{key: {tenant.name}-key-123, tenant: {tenant.name}, admin: {tenant.is_admin}}}\n" for tenant in ALL
+        )
+    )
+    with RunningServer(keys_file=path) as running:
+        yield running
+
+
+def headers_of(key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def ask(server: RunningServer, *, key: str | None = None, max_tokens: int = 4, **fields: Any) -> None:
+    messages = [{"role": "user", "content": "Where does Bellos live?"}]
+    body = {"model": "reader", "max_tokens": max_tokens, "ignore_eos": True, "messages": messages, **fields}
+    url = server.url + "/v1/chat/completions"
+    httpx.post(url, json=body, headers=headers_of(key), timeout=120).raise_for_status()
+
+
+def store(server: RunningServer, tenant: str, document_id: str, **fields: Any) -> None:
+    body = {"id": document_id, "text": "The ferry leaves at noon.", "ttl_seconds": None, **fields}
+    headers = headers_of(f"{tenant}-key-123")
+    httpx.post(server.url + "/v1/documents", json=body, headers=headers, timeout=30).raise_for_status()
 
 
 def test_a_viewer_is_told_everything_and_then_what_is_new(server: RunningServer) -> None:
@@ -80,6 +106,70 @@ def test_a_tenant_is_told_nothing_of_another(server: RunningServer) -> None:
     server.call(look)
 
 
+def test_what_others_do_changes_nothing_that_a_tenant_is_told(locked: RunningServer) -> None:
+    """A tenant's whole feed before others ask, store and pin, while they run, and afterwards."""
+
+    async def told(feed: Feed) -> dict[str, Any]:
+        async with viewer(feed, ACME) as next_of:
+            state = await next_of("state")
+            statistics = await next_of("statistics")
+            while len(statistics["pools"]) < 2:  # what its requests hold is known after the first look
+                statistics = await next_of("statistics")
+        state["statistics"] = {name: value for name, value in statistics.items() if name != "uptime_seconds"}
+        return state
+
+    async def look() -> None:
+        feed = Feed(locked.services, seconds=PAUSE)
+        await asyncio.to_thread(store, locked, "acme", "a")
+        await asyncio.to_thread(ask, locked, documents=[{"id": "a"}], key="acme-key-123")
+        before = await told(feed)
+        assert before["records"][0]["number"] == 1
+        assert before["statistics"]["tenant"]["num_chunks"] == 1
+        await asyncio.to_thread(store, locked, "zenith", "z", pinned=True)
+        asked = asyncio.create_task(
+            asyncio.to_thread(ask, locked, documents=[{"id": "z"}], key="zenith-key-123", max_tokens=400)
+        )
+        while not locked.services.engine.num_running:
+            await asyncio.sleep(0.01)
+        assert await told(feed) == before
+        await asked
+        assert await told(feed) == before
+        await asyncio.to_thread(ask, locked, documents=[{"id": "a"}], key="acme-key-123")
+        after = await told(feed)
+        assert [record["number"] for record in after["records"]] == [1, 2], "gaps would tell how much others ask"
+        async with viewer(feed, BOSS) as next_of:
+            state = await next_of("state")
+            assert [record["number"] for record in state["records"]] == [1, 2, 3]
+            assert state["statistics"]["chunks"]["cached"] == 2
+
+    locked.call(look)
+
+
+def test_a_tenant_is_told_what_its_own_requests_hold(locked: RunningServer) -> None:
+    async def look() -> None:
+        feed = Feed(locked.services, seconds=PAUSE)
+        asked = asyncio.create_task(asyncio.to_thread(ask, locked, key="zenith-key-123", max_tokens=600))
+        async with viewer(feed, ZENITH) as of_zenith, viewer(feed, ACME) as of_acme:
+            async with asyncio.timeout(60):
+                while not (held := held_in(statistics := await of_zenith("statistics"))):
+                    assert not asked.done()
+            assert statistics["running"] == 1 and statistics["waiting"] == 0
+            assert held < locked.llm.engine.planner.request_pool.num_blocks
+            others = await of_acme("statistics")
+            assert (others["running"], others["waiting"]) == (0, 0) and not held_in(others)
+            await asked
+            async with asyncio.timeout(60):
+                while held_in(await of_zenith("statistics")):
+                    pass
+
+    locked.call(look)
+
+
+def held_in(statistics: dict[str, Any]) -> int:
+    """Blocks that the tenant's running requests hold."""
+    return sum(pool["used"] for pool in statistics["pools"] if pool["name"] == "request")
+
+
 def test_all_viewers_together_look_at_the_engine_once_per_interval(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,9 +207,15 @@ def test_a_busy_engine_is_waited_for_and_not_asked_twice(server: RunningServer) 
         await asyncio.sleep(PAUSE / 2)
         started = time.monotonic()
         async with viewer(feed) as next_of:
-            await next_of("state")
+            state = await next_of("state")
             assert time.monotonic() - started < 4 * PAUSE, "the first event has waited for the engine"
-            assert (await next_of("statistics"))["chunks"] is None
+            last = server.services.engine.figures
+            for statistics in (state["statistics"], await next_of("statistics")):
+                assert statistics["chunks"]["lookups"] == last.caches.lookups
+                assert [pool["used"] for pool in statistics["pools"]] == [
+                    last.caches.used_blocks,
+                    last.caches.request_used_blocks,
+                ]
             assert server.services.engine.num_waiting <= 1
             assert await next_of("blocks")
         await busy
@@ -138,6 +234,39 @@ def test_the_number_of_viewers_is_bounded(server: RunningServer) -> None:
             assert refused.value.status == 503
             assert refused.value.headers["Retry-After"]
         async with viewer(feed) as next_of:
+            assert await next_of("state")
+
+    server.call(look)
+
+
+def test_a_tenant_has_as_many_viewers_as_it_leaves_free_and_admins_have_places_of_their_own(
+    server: RunningServer,
+) -> None:
+    async def look() -> None:
+        feed = Feed(server.services, seconds=PAUSE, max_viewers=8)  # four of them for admins
+        async with AsyncExitStack() as stack:
+
+            async def come(tenant: Tenant, times: int) -> None:
+                for _ in range(times):
+                    assert await (await stack.enter_async_context(viewer(feed, tenant)))("state")
+
+            async def is_refused(tenant: Tenant, status: int, words: str) -> None:
+                with pytest.raises(ApiError, match=words) as refused:
+                    await come(tenant, 1)
+                assert refused.value.status == status and refused.value.code == "too_many_viewers"
+                assert "close one of them" in refused.value.message and refused.value.headers["Retry-After"]
+
+            await come(OTHER, 2)
+            await is_refused(OTHER, 429, "2 viewers of 'other' look at this dashboard, which is its share of 4")
+            await come(ACME, 1)
+            await is_refused(ACME, 429, "1 viewers of 'acme'")
+            await come(ZENITH, 1)
+            await is_refused(Tenant("late"), 503, "4 viewers look at this dashboard, which is the limit")
+            await come(ADMIN, 2)
+            await is_refused(ADMIN, 429, "2 viewers of 'default'")
+            await come(BOSS, 1)
+            assert feed.num_viewers == 7
+        async with viewer(feed, Tenant("late")) as next_of:
             assert await next_of("state")
 
     server.call(look)

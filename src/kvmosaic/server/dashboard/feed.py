@@ -1,25 +1,26 @@
-"""The feed: what everyone who looks at the dashboard is told, from one look per second at the engine."""
+"""The feed: what everyone who looks at the dashboard is told, each tenant of its own and admins of all."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
 
+from kvmosaic.cache import TenantUsage
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.server.dashboard.examples import example_questions
 from kvmosaic.server.dashboard.glance import Glance, look
-from kvmosaic.server.dashboard.viewer import NUM_RECORDS, News, Viewer
+from kvmosaic.server.dashboard.viewer import NUM_RECORDS, News, NumberedRecord, Viewer
 from kvmosaic.server.dashboard.views import (
     blocks_view,
     chunks_view,
     document_view,
-    pool_view,
-    record_view,
+    own_pools_view,
+    pools_view,
     tier_view,
     usage_view,
 )
@@ -32,7 +33,11 @@ from kvmosaic.server.tier_readings import look_at_tiers
 
 logger = logging.getLogger("kvmosaic.server")
 
-MAX_VIEWERS = 64
+MAX_VIEWERS = 128
+"""Streams at once. A tenant may have as many as it leaves free: half of them if it is alone, a third of them each if
+there are two. However many hold theirs open, a tenant that comes new finds a place as long as there is one."""
+ADMIN_VIEWERS = 8
+"""Of these, places that only admins may take, so that tenants cannot keep them out."""
 MAX_DOCUMENTS = 200
 """Documents that are shown: the newest of a tenant."""
 NUM_STRIPS = 6
@@ -45,10 +50,13 @@ RETRY_SECONDS = 5
 class Feed:
     """Tells all viewers what is going on.
 
-        engine ──look, at most once per second for all──▶ glance ──▶ each viewer's share ──▶ event stream
+        engine ──figures, as of the last step──────────────────────▶ each tenant's own, or all ──▶ event stream
+               ──look, at most once per second for all──▶ glance ──▶
         records ──as they end──────────────────────────────────────▶
 
-    Nobody looks at the engine while nobody looks at the dashboard. Used on one event loop only.
+    A tenant is told its own figures, an admin those of all. A busy engine is waited for with the glance only: documents
+    and blocks are then shown as they were last seen. Nobody looks at the engine while nobody looks at the dashboard.
+    Used on one event loop only.
     """
 
     def __init__(self, services: Services, *, seconds: float = 1.0, max_viewers: int = MAX_VIEWERS) -> None:
@@ -56,8 +64,10 @@ class Feed:
         self._seconds = seconds
         self._max_viewers = max_viewers
         self._viewers: list[Viewer] = []
-        self._records: deque[tuple[int, RequestRecord]] = deque(maxlen=MAX_RECORDS)
+        self._records: deque[NumberedRecord] = deque(maxlen=MAX_RECORDS)
         self._num_records = 0
+        self._num_records_of: Counter[str] = Counter()
+        """By tenant."""
         self._glance: Glance | None = None
         self._last_look = float("-inf")
         self._looking: asyncio.Task[Glance] | None = None
@@ -74,9 +84,10 @@ class Feed:
         """Named events for one viewer: `state` first, then `records`, `statistics`, `documents` and `blocks`.
 
         Raises:
-            ApiError: 503, too many look already, or the server shuts down.
+            ApiError: 429, this tenant has too many streams already; 503, all places are taken, or the server shuts
+                down.
         """
-        self._check_room()
+        self._check_room(tenant)
         viewer = Viewer(tenant)
         self._viewers.append(viewer)
         try:
@@ -90,18 +101,22 @@ class Feed:
         finally:
             self._viewers.remove(viewer)
 
-    def _check_room(self) -> None:
+    def _check_room(self, tenant: Tenant) -> None:
         admission = self._services.admission
         if admission.is_draining:
             raise admission.unavailable("the server is shutting down")
-        if len(self._viewers) >= self._max_viewers:
-            raise ApiError(
-                503,
-                f"{self._max_viewers} viewers look at this dashboard, which is the limit; close one of them",
-                type="service_unavailable",
-                code="too_many_viewers",
-                headers={"Retry-After": str(RETRY_SECONDS)},
+        num_places = self._max_viewers - (0 if tenant.is_admin else min(ADMIN_VIEWERS, self._max_viewers // 2))
+        num_free = num_places - len(self._viewers) - 1
+        if num_free < 0:
+            message = f"{num_places} viewers look at this dashboard, which is the limit; close one of them"
+            raise _too_many(503, message, "service_unavailable")
+        num_own = sum(viewer.tenant.name == tenant.name for viewer in self._viewers)
+        if num_own and num_own + 1 > num_free:
+            message = (
+                f"{num_own} viewers of {tenant.name!r} look at this dashboard, which is its share of {num_places}: no "
+                "more than it leaves free; close one of them"
             )
+            raise _too_many(429, message, "rate_limit_error")
 
     async def _tell(self) -> None:
         """Looks and tells, once per second, as long as somebody listens."""
@@ -120,10 +135,15 @@ class Feed:
             await self._look()
             if self._services.admission.is_draining:
                 return
-            blocks = await asyncio.to_thread(blocks_view, self._glance) if self._glance else None
+            statistics, documents = {}, {}
+            for tenant in {viewer.tenant for viewer in self._viewers}:
+                statistics[tenant] = self._statistics(tenant)
+                documents[tenant] = self._document_list(tenant.name)
+            blocks = await self._blocks()
             for viewer in self._viewers:
-                viewer.offer("statistics", self._statistics(viewer.tenant))
-                viewer.offer("documents", self._document_list(viewer.tenant.name))
+                if viewer.tenant in statistics:  # who came just now has the state
+                    viewer.offer("statistics", statistics[viewer.tenant])
+                    viewer.offer("documents", documents[viewer.tenant])
                 if viewer.tenant.is_admin and blocks is not None:
                     viewer.offer("blocks", blocks)
 
@@ -142,22 +162,31 @@ class Feed:
         except KVMosaicError:
             self._glance = None  # the engine has stopped, and the statistics say so
 
+    async def _blocks(self) -> News | None:
+        """The block map, encoded beside the event loop: a large pool takes a while."""
+        block_map = self._glance.block_map if self._glance else None
+        if block_map is None:
+            return None
+        return await asyncio.to_thread(blocks_view, block_map, self._services.engine.figures.block_bytes)
+
     def _wanted(self) -> dict[str, list[str]]:
         names = {viewer.tenant.name for viewer in self._viewers}
         return {name: [document.content.label for document in self._documents(name)] for name in names}
 
     def _note(self, record: RequestRecord) -> None:
         self._num_records += 1
-        self._records.append((self._num_records, record))
+        self._num_records_of[record.tenant] += 1
+        numbered = NumberedRecord(record, self._num_records, self._num_records_of[record.tenant])
+        self._records.append(numbered)
         for viewer in self._viewers:
-            viewer.add_record(self._num_records, record)
+            viewer.add_record(numbered)
 
     def _state(self, viewer: Viewer) -> News:
         """Everything there is to know now, without waiting for the engine."""
-        seen = [pair for pair in self._records if viewer.may_see(pair[1])][-NUM_RECORDS:]
+        seen = [numbered for numbered in self._records if viewer.may_see(numbered.record)][-NUM_RECORDS:]
         records = [
-            record_view(number, record, with_segments=place >= len(seen) - NUM_STRIPS)
-            for place, (number, record) in enumerate(seen)
+            numbered.view_for(viewer.tenant, with_segments=place >= len(seen) - NUM_STRIPS)
+            for place, numbered in enumerate(seen)
         ]
         return {
             "server": self._server(viewer.tenant),
@@ -183,18 +212,30 @@ class Feed:
         }
 
     def _statistics(self, tenant: Tenant) -> News:
-        services, glance = self._services, self._glance
-        usage = glance.usage.get(tenant.name) if glance else None
-        return {
+        services, figures = self._services, self._services.engine.figures
+        usage = figures.usages.get(tenant.name) or TenantUsage(0, 0, 0, tenant.quota_bytes, 0, 0)
+        shared = {
             "uptime_seconds": int(services.clock() - self._started),
-            "running": services.engine.num_running,
-            "waiting": services.engine.num_waiting,
             "is_alive": services.engine.is_well,
             "is_asleep": services.engine.is_asleep,
-            "chunks": chunks_view(glance.statistics) if glance and tenant.is_admin else None,
-            "tenant": usage_view(usage) if usage else None,
-            "pools": [pool_view(pool) for pool in glance.pools] if glance else [],
-            "tiers": [tier_view(tier) for tier in look_at_tiers(services.llm.engine.keeper)] if tenant.is_admin else [],
+            "tenant": usage_view(usage),
+        }
+        if tenant.is_admin:
+            return shared | {
+                "running": services.engine.num_running,
+                "waiting": services.engine.num_waiting,
+                "chunks": chunks_view(figures.caches),
+                "pools": pools_view(figures),
+                "tiers": [tier_view(tier) for tier in look_at_tiers(services.llm.engine.keeper)],
+            }
+        num_running = figures.num_running.get(tenant.name, 0)
+        held_blocks = self._glance.held_blocks.get(tenant.name) if self._glance else None
+        return shared | {
+            "running": num_running,
+            "waiting": max(services.admission.num_under_way_of(tenant) - num_running, 0),
+            "chunks": None,
+            "pools": own_pools_view(usage, held_blocks, figures),
+            "tiers": [],
         }
 
     def _documents(self, tenant: str) -> list[StoredDocument]:
@@ -207,3 +248,8 @@ class Feed:
         usage = self._services.documents.usage(tenant)
         shown = [document_view(one, texts.get((tenant, one.content.label))) for one in self._documents(tenant)]
         return {"data": shown, "total": usage.num_documents, "bytes": usage.num_bytes}
+
+
+def _too_many(status: int, message: str, kind: str) -> ApiError:
+    headers = {"Retry-After": str(RETRY_SECONDS)}
+    return ApiError(status, message, type=kind, code="too_many_viewers", headers=headers)

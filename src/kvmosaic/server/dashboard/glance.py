@@ -1,11 +1,11 @@
-"""A glance at the engine: everything the dashboard shows of the caches, read between two steps."""
+"""A glance at the engine: what the dashboard shows of single documents and blocks, read between two steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvmosaic.cache import BlockMap, Chunk, ChunkCacheStats, TenantUsage
+from kvmosaic.cache import BlockId, BlockMap, Chunk
 from kvmosaic.engine import Engine
 from kvmosaic.errors import UnknownChunk
 from kvmosaic.server.documents.names import label_in
@@ -21,25 +21,13 @@ class CachedText:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolGlance:
-    """How full a block pool is."""
-
-    name: str
-    num_blocks: int
-    num_used: int
-    block_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Glance:
     """One moment of the caches."""
 
-    statistics: ChunkCacheStats
-    pools: tuple[PoolGlance, ...]
     block_map: BlockMap | None
     """None unless it was asked for."""
-    usage: Mapping[str, TenantUsage]
-    """By tenant."""
+    held_blocks: Mapping[str, int]
+    """By tenant: blocks of the request pool that its running requests hold, each counted once."""
     texts: Mapping[tuple[str, str], CachedText]
     """By tenant and label, those that are cached or being computed."""
 
@@ -49,40 +37,41 @@ def look(engine: Engine, wanted: Mapping[str, Sequence[str]], *, with_blocks: bo
 
     Args:
         engine: whose caches.
-        wanted: for each tenant, the labels of the texts to look for.
+        wanted: for each tenant that looks, the labels of the texts to look for.
         with_blocks: whether somebody may see the blocks of all tenants.
     """
-    planner = engine.planner
-    pools = [
-        PoolGlance(pool.name, pool.num_blocks, pool.num_used, planner.bytes_per_block)
-        for pool in (planner.chunk_pool, planner.request_pool)
-    ]
+    found = _chunks_of(engine, wanted)
     return Glance(
-        statistics=planner.statistics(),
-        pools=tuple(pools),
-        block_map=planner.block_map() if with_blocks else None,
-        usage={tenant: planner.tenant_usage(tenant) for tenant in wanted},
-        texts={
-            (tenant, label): _cached(chunks)
-            for tenant, labels in wanted.items()
-            for label, chunks in _chunks_of(engine, tenant, labels).items()
-        },
+        block_map=engine.planner.block_map() if with_blocks else None,
+        held_blocks={tenant: len(block_ids) for tenant, block_ids in _held(engine, wanted).items()},
+        texts={place: _cached(chunks) for place, chunks in found.items()},
     )
 
 
-def _chunks_of(engine: Engine, tenant: str, labels: Sequence[str]) -> dict[str, list[Chunk]]:
-    """The chunks of texts that have any, by label."""
-    planner, found = engine.planner, dict[str, list[Chunk]]()
+def _held(engine: Engine, tenants: Iterable[str]) -> dict[str, set[BlockId]]:
+    held: dict[str, set[BlockId]] = {tenant: set() for tenant in tenants}
+    for sequence in engine.scheduler.running:
+        attachment = sequence.attachment
+        if attachment is not None and attachment.tenant in held:
+            for span in attachment.spans:
+                if span.chunk is None:
+                    held[attachment.tenant].update(span.table.block_ids)
+    return held
+
+
+def _chunks_of(engine: Engine, wanted: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], list[Chunk]]:
+    """The chunks of texts that have any, by tenant and label; one pass over the chunks, however many tenants look."""
+    planner, found = engine.planner, dict[tuple[str, str], list[Chunk]]()
     if engine.chunk_config.long_chunks == "split":
-        asked = set(labels)
+        asked = {tenant: frozenset(labels) for tenant, labels in wanted.items()}
         for chunk in planner.chunks():
-            if chunk.tenant == tenant:
-                for label in {label_in(name)[0] for name in chunk.names} & asked:
-                    found.setdefault(label, []).append(chunk)
+            if chunk.tenant in asked:
+                for label in {label_in(name)[0] for name in chunk.names} & asked[chunk.tenant]:
+                    found.setdefault((chunk.tenant, label), []).append(chunk)
         return found
-    for label in labels:
+    for tenant, label in ((tenant, label) for tenant, labels in wanted.items() for label in labels):
         try:
-            found[label] = planner.find_chunks(label, None, tenant)
+            found[tenant, label] = planner.find_chunks(label, None, tenant)
         except UnknownChunk:
             continue
     return found

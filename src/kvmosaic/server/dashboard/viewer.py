@@ -19,6 +19,22 @@ PAUSE_SECONDS = 0.2
 News = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class NumberedRecord:
+    """A record with the numbers by which the dashboard tells records apart."""
+
+    record: RequestRecord
+    number: int
+    """Among the records of all tenants; for admins."""
+    own_number: int
+    """Among the records of its tenant: from the other number it would learn how much others ask."""
+
+    def view_for(self, tenant: Tenant, *, with_segments: bool = True) -> News:
+        """What a tenant that may see it is sent."""
+        number = self.number if tenant.is_admin else self.own_number
+        return record_view(number, self.record, with_segments=with_segments)
+
+
 @dataclass(eq=False, slots=True)
 class Viewer:
     """What is to be sent: the latest of each kind of state, and the records that have ended.
@@ -29,7 +45,7 @@ class Viewer:
     tenant: Tenant
     _latest: dict[str, News] = field(default_factory=dict)
     _sent: dict[str, News] = field(default_factory=dict)
-    _records: deque[tuple[int, RequestRecord]] = field(default_factory=lambda: deque(maxlen=NUM_RECORDS))
+    _records: deque[NumberedRecord] = field(default_factory=lambda: deque(maxlen=NUM_RECORDS))
     _has_news: asyncio.Event = field(default_factory=asyncio.Event)
     _is_closed: bool = False
 
@@ -43,10 +59,10 @@ class Viewer:
             self._sent[name] = self._latest[name] = news
             self._has_news.set()
 
-    def add_record(self, number: int, record: RequestRecord) -> None:
+    def add_record(self, numbered: NumberedRecord) -> None:
         """Sends a record, if this viewer may see it."""
-        if self.may_see(record):
-            self._records.append((number, record))
+        if self.may_see(numbered.record):
+            self._records.append(numbered)
             self._has_news.set()
 
     def close(self) -> None:
@@ -63,7 +79,7 @@ class Viewer:
         self._has_news.clear()
         news: list[tuple[str, Any]] = list(self._latest.items())
         if self._records:
-            news.insert(0, ("records", [record_view(number, record) for number, record in self._records]))
+            news.insert(0, ("records", [numbered.view_for(self.tenant) for numbered in self._records]))
         self._latest.clear()
         self._records.clear()
         return news

@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvmosaic.cache import ChunkCacheStats, TenantUsage
+from kvmosaic.cache import BlockMap, BlockState, ChunkCacheStats, TenantUsage
+from kvmosaic.engine import EngineFigures
 from kvmosaic.sampling import SegmentAction, SegmentReuse
 from kvmosaic.sampling.reuse import RepairUse
-from kvmosaic.server.dashboard.glance import CachedText, Glance, PoolGlance
+from kvmosaic.server.dashboard.glance import CachedText
 from kvmosaic.server.documents import StoredDocument, shown_name
 from kvmosaic.server.record import RequestRecord
 from kvmosaic.server.tier_readings import TierMoment
@@ -72,14 +73,37 @@ def usage_view(usage: TenantUsage) -> dict[str, Any]:
     return {"num_chunks": usage.num_chunks, "num_bytes": usage.num_bytes, "quota_bytes": usage.quota_bytes}
 
 
-def pool_view(pool: PoolGlance) -> dict[str, Any]:
-    """How full a pool is."""
-    return {
-        "name": pool.name,
-        "num_blocks": pool.num_blocks,
-        "used": pool.num_used,
-        "block_bytes": pool.block_bytes,
+def pools_view(figures: EngineFigures) -> list[dict[str, Any]]:
+    """How full the pools are, all tenants together; for admins."""
+    caches = figures.caches
+    fills = {
+        "chunk_cache": (caches.total_blocks, caches.used_blocks),
+        "request": (caches.request_total_blocks, caches.request_used_blocks),
     }
+    return [
+        {"name": pool, "num_blocks": num_blocks, "used": used, "block_bytes": figures.block_bytes[pool]}
+        for pool, (num_blocks, used) in fills.items()
+    ]
+
+
+def own_pools_view(usage: TenantUsage, held_blocks: int | None, figures: EngineFigures) -> list[dict[str, Any]]:
+    """What one tenant has in the pools. How full they are is not in it: that would tell what the others have.
+
+    Args:
+        usage: its chunks.
+        held_blocks: blocks of the request pool that its running requests hold; None: not known yet.
+        figures: of the engine.
+    """
+    chunks = {
+        "name": "chunk_cache",
+        "block_bytes": figures.block_bytes["chunk_cache"],
+        "used": usage.num_blocks,
+        "idle": usage.num_idle_blocks,
+        "pinned": usage.num_pinned_blocks,
+        "quota_bytes": usage.quota_bytes,
+    }
+    held = {"name": "request", "block_bytes": figures.block_bytes["request"], "used": held_blocks}
+    return [chunks] if held_blocks is None else [chunks, held]
 
 
 def tier_view(moment: TierMoment) -> dict[str, Any]:
@@ -96,12 +120,26 @@ def tier_view(moment: TierMoment) -> dict[str, Any]:
     }
 
 
-def blocks_view(glance: Glance) -> dict[str, Any] | None:
-    """The states of all blocks, run-length encoded; None if they were not read."""
-    if glance.block_map is None:
-        return None
-    states: Mapping[str, bytes] = {"chunk_cache": glance.block_map.chunk_cache, "request": glance.block_map.request}
-    return {"pools": [{**pool_view(pool), "runs": encode_runs(states[pool.name])} for pool in glance.pools]}
+def blocks_view(block_map: BlockMap, block_bytes: Mapping[str, int]) -> dict[str, Any]:
+    """The states of all blocks, run-length encoded; for admins.
+
+    Args:
+        block_map: of both pools.
+        block_bytes: of one block, by pool.
+    """
+    states = {"chunk_cache": block_map.chunk_cache, "request": block_map.request}
+    return {
+        "pools": [
+            {
+                "name": pool,
+                "num_blocks": len(blocks),
+                "used": len(blocks) - blocks.count(BlockState.FREE),
+                "block_bytes": block_bytes[pool],
+                "runs": encode_runs(blocks),
+            }
+            for pool, blocks in states.items()
+        ]
+    }
 
 
 def encode_runs(states: bytes) -> list[int]:

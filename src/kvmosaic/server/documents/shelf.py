@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from itertools import count
 from typing import Literal
 
 from kvmosaic.errors import UnknownDocument
@@ -33,7 +35,7 @@ class Shelf:
     """Documents by id, and their numbers in order, so that a part of a long list is found by bisection.
 
         documents   id -> document
-        numbers     ascending, the number of each document once
+        numbers     ascending, the number of each document once; they are the tenant's own, since lists show them
         line        heap of (time, number): each document that can expire stands there at its time or earlier
 
     An entry of the line may be out of date; it is looked at when its time has come, and put back or left out.
@@ -41,6 +43,8 @@ class Shelf:
 
     documents: dict[str, StoredDocument] = field(default_factory=dict)
     numbers: list[int] = field(default_factory=list)
+    new_numbers: Iterator[int] = field(default_factory=lambda: count(1))
+    """Those of documents to come."""
     ids: dict[int, str] = field(default_factory=dict)
     num_bytes: int = 0
     remembered: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -43,7 +43,7 @@ class StoreLimits:
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """How much one tenant stores."""
+    """How much is stored, of one tenant or of all."""
 
     num_documents: int
     num_bytes: int
@@ -89,7 +89,6 @@ class DocumentStore:
         self._make_id = make_id
         self._lock = RLock()
         self._shelves: dict[str, Shelf] = {}
-        self._numbers = count(1)
         self._text_numbers = count(1)
         self._retired: deque[RetiredText] = deque(maxlen=MAX_RETIRED)
         self._lingering: deque[tuple[float, RetiredText]] = deque(maxlen=MAX_LINGERING)
@@ -228,12 +227,13 @@ class DocumentStore:
                     num_dropped += 1
             return num_dropped
 
-    def usage(self, tenant: str) -> StoreUsage:
-        """How much a tenant stores."""
+    def usage(self, tenant: str | None = None) -> StoreUsage:
+        """How much a tenant stores, or (None) all of them together."""
         with self._lock:
             self.expire(tenant)
-            shelf = self._shelf(tenant)
-            return StoreUsage(len(shelf.documents), shelf.num_bytes)
+            shelves = self._shelves.values() if tenant is None else (self._shelf(tenant),)
+            num_documents = sum(len(shelf.documents) for shelf in shelves)
+            return StoreUsage(num_documents, sum(shelf.num_bytes for shelf in shelves))
 
     def owner(self, tenant: str, chunk_name: str) -> StoredDocument | None:
         """The document whose present text a chunk is named by, if there is one."""
@@ -295,7 +295,7 @@ class DocumentStore:
         was_pinned = before is not None and before.pinned
         document = StoredDocument(
             id=document_id,
-            number=before.number if before else next(self._numbers),
+            number=before.number if before else next(shelf.new_numbers),
             version=shelf.next_version(document_id),
             content=content,
             metadata=dict(draft.metadata),

@@ -76,7 +76,7 @@ class StoredDocument:
 
     id: str
     number: int
-    """Counts the documents of the store in the order of creation; a replacement keeps it."""
+    """Counts the documents of its tenant in the order of creation; a replacement keeps it."""
     version: int
     """Counts what was stored under this id, from 1."""
     content: StoredText
