@@ -109,6 +109,10 @@ class PromptTooLong(InvalidPrompt):
     """More positions than the model has."""
 
 
+class TooMuchWork(KVMosaicError):
+    """Reading a request takes more processor time than a server spends on it."""
+
+
 class TooManyChunks(InvalidPrompt):
     """More documents than a prompt may have."""
 

@@ -35,6 +35,7 @@ NUMBERS = {
     "max_queue": (0, 10**6),
     "max_queue_per_tenant": (0, 10**6),
     "max_body_bytes": (1_024, 2**30),
+    "request_cpu_seconds": (0.001, 1e5),
 }
 
 

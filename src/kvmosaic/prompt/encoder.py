@@ -20,7 +20,7 @@ from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_token_
 from kvmosaic.prompt.splitting import fit_chunks
 from kvmosaic.prompt.tokenizer import Encoded, PieceTokenizer, Tokenizer
 
-MAX_ENDLESS_TOKENS = 2**22
+MAX_ENDLESS_TOKENS = 2**20
 """Tokens of the longest question (or plain prompt) that a rolling window goes over."""
 
 _PLACEHOLDER_QUESTION = "?"
@@ -180,6 +180,14 @@ class PromptEncoder:
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": _PLACEHOLDER_QUESTION})
         return self.encode_chat(messages, read, salt=salt, **template_options)
+
+    def bare(self, text: str) -> tuple[int, ...]:
+        """The tokens of an ordinary prompt without those that begin it.
+
+        Raises:
+            PromptTooLong: it has far more than the model has positions.
+        """
+        return self._encode([template(text)], Segment(SegmentKind.PLAIN, text=text)).token_ids
 
     def continuation(self, text: str) -> tuple[int, ...]:
         """The tokens of an answer as it would follow a prompt: control tokens written in it do not count.

@@ -6,10 +6,12 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from threading import Lock
 from typing import Any, Protocol
 
+from kvmosaic.cpu_limit import check_cpu
+from kvmosaic.prompt.long_text import PART_CHARACTERS, Tokens, tokenize_long
 from kvmosaic.prompt.pieces import Piece, foreign_intervals, joined
 
 WINDOW_CHARACTERS = 2**16
@@ -96,22 +98,19 @@ class PieceTokenizer:
             return self._encode_without_offsets(pieces)
         text, foreign = joined(pieces), foreign_intervals(pieces)
         ends = [end for _, end in foreign]
-        done: dict[tuple[int, int], tuple[list[int], list[tuple[int, int]]]] = {}
+        done: dict[tuple[int, int], Tokens] = {}
         parts = [(0, len(text))]
         while True:
             missing = [part for part in parts if part not in done]
             done.update(zip(missing, self._tokenize(text, missing), strict=True))
             parts_after = [
-                smaller
-                for part in parts
-                for smaller in (_cut(part, self._imitations(text, done[part][1], done[part][0], foreign, ends)))
+                smaller for part in parts for smaller in (_cut(part, self._imitations(text, done[part], foreign, ends)))
             ]
             if parts_after == parts:
                 break
             parts = parts_after
-        ids = [token_id for part in parts for token_id in done[part][0]]
-        starts = [start for part in parts for start, _ in done[part][1]]
-        return Encoded(tuple(ids), tuple(starts))
+        ids = tuple(chain.from_iterable(done[part].ids for part in parts))
+        return Encoded(ids, tuple(chain.from_iterable(done[part].starts for part in parts)))
 
     def is_far_longer(self, text: str, limit: int) -> bool:
         """Whether a text has at least twice as many tokens as allowed, found without reading much more than that.
@@ -123,13 +122,24 @@ class PieceTokenizer:
         if len(text) <= WINDOW_CHARACTERS:
             return False
         for start in range(0, len(text), WINDOW_CHARACTERS):
+            check_cpu()
             count += len(self._ids(text[start : start + WINDOW_CHARACTERS]))
             if count > 2 * limit + WINDOW_CHARACTERS // 64:
                 return True
         return False
 
-    def _tokenize(self, text: str, parts: list[tuple[int, int]]) -> Iterable[tuple[list[int], list[tuple[int, int]]]]:
-        """Ids and character spans in `text` of each part."""
+    def _tokenize(self, text: str, parts: list[tuple[int, int]]) -> Iterable[Tokens]:
+        """The tokens of each part of a text."""
+        if all(end - start <= PART_CHARACTERS for start, end in parts):
+            return self._tokenize_at_once(text, parts)
+
+        def tokenize(start: int, end: int) -> Tokens:
+            return next(iter(self._tokenize_at_once(text, [(start, end)])))
+
+        return [tokenize_long(tokenize, start, end) for start, end in parts]
+
+    def _tokenize_at_once(self, text: str, parts: list[tuple[int, int]]) -> Iterable[Tokens]:
+        check_cpu()
         if not parts:
             return []
         with self._lock:
@@ -143,23 +153,22 @@ class PieceTokenizer:
                 verbose=False,
             )
         return [
-            (ids, [(start + left, start + right) for left, right in spans] if start else spans)
+            Tokens.of(ids, spans, start)
             for (start, _), ids, spans in zip(parts, result["input_ids"], result["offset_mapping"], strict=True)
         ]
 
     def _imitations(
         self,
         text: str,
-        spans: list[tuple[int, int]],
-        token_ids: list[int],
+        tokens: Tokens,
         foreign: list[tuple[int, int]],
         ends: list[int],
     ) -> list[tuple[int, int]]:
         """Character spans of control tokens that were made, at least partly, from untrusted characters."""
         found: list[tuple[int, int]] = []
-        if not foreign or self._control.keys().isdisjoint(token_ids):
+        if not foreign or self._control.keys().isdisjoint(tokens.ids):
             return found
-        for token_id, (start, end) in zip(token_ids, spans, strict=True):
+        for token_id, start, end in zip(tokens.ids, tokens.starts, tokens.ends, strict=True):
             if token_id not in self._control:
                 continue
             # Some tokens swallow the white space around them; that is no imitation.

@@ -58,6 +58,7 @@ class ApiError(Exception):
 
 # The first row that fits an error decides: subclasses stand before what they derive from.
 _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
+    (errors.TooMuchWork, 422, INVALID_REQUEST, "too_much_work"),
     (errors.PromptTooLong, 400, INVALID_REQUEST, "context_length_exceeded"),
     (errors.InvalidPrompt, 400, INVALID_REQUEST, None),
     (errors.InvalidSampling, 400, INVALID_REQUEST, None),

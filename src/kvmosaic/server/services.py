@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from kvmosaic.cpu_limit import cpu_limit
 from kvmosaic.server.admission import Admission
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.fair_threads import FairThreads
@@ -74,7 +76,7 @@ class Services:
         num_of_tenant = list(self._awaited.values()).count(tenant)
         if num_of_tenant >= self.settings.max_queue_per_tenant + NUM_THREADS:
             raise self.admission.full(f"{num_of_tenant} requests of {tenant!r} wait to be read", "tenant_queue_full")
-        work = self.threads.submit(tenant, function, *args, **kwargs)
+        work = self.threads.submit(tenant, self._limited(function), *args, **kwargs)
         self._work.add(work)
         work.add_done_callback(self._work.discard)
         awaited = asyncio.wrap_future(work)
@@ -88,6 +90,14 @@ class Services:
             raise
         finally:
             self._awaited.pop(awaited, None)
+
+    def _limited(self, function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def limited(*args: P.args, **kwargs: P.kwargs) -> T:
+            with cpu_limit(self.settings.request_cpu_seconds):
+                return function(*args, **kwargs)
+
+        return limited
 
     async def close(self) -> None:
         """Ends what is under way: streams, requests, threads. Who waits for a thread is told so, and not kept."""

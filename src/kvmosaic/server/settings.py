@@ -263,6 +263,13 @@ class ServerSettings(BaseSettings):
     )
     max_queue_per_tenant: int = _setting(128, "Limits", "Most requests of one tenant that wait.", ge=0, le=10**6)
     max_body_bytes: int = _setting(2**24, "Limits", "Longest body of a request, in bytes.", ge=1_024, le=2**30)
+    request_cpu_seconds: float = _setting(
+        30.0,
+        "Limits",
+        "Most processor time for reading one request: checking, tokenizing, compiling; more is a 422.",
+        ge=0.001,
+        le=1e5,
+    )
 
     @field_validator("served_model_name", "allowed_origins", "allowed_hosts", "chunk_tier", "api_key", mode="before")
     @classmethod

@@ -119,9 +119,7 @@ def _read(services: Services, tenant: Tenant, body: TokenizeText | TokenizeChat)
     if body.add_special_tokens is False:
         if body.documents:
             raise InvalidPrompt("documents go with add_special_tokens=true only")
-        tokenizer: Any = services.llm.model.tokenizer
-        token_ids = tokenizer([body.prompt], add_special_tokens=False)["input_ids"][0]
-        return text_prompt(services, tenant, body, token_ids)
+        return text_prompt(services, tenant, body, services.llm.encoder.bare(body.prompt))
     return text_prompt(services, tenant, body, body.prompt)
 
 
