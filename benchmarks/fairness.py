@@ -124,7 +124,9 @@ class World:
         run = self.engine.runner.run
 
         def counted(rows: Any, *others: Any) -> Any:
-            self.num_tokens += sum(len(each.token_ids) for each in rows)
+            num_tokens = sum(len(each.token_ids) for each in rows)
+            self.num_tokens += num_tokens
+            self.now += 1 + TICKS_PER_TOKEN * num_tokens
             return run(rows, *others)
 
         self.engine.runner.run = counted  # type: ignore[method-assign]
@@ -137,13 +139,12 @@ class World:
 
     def step(self) -> None:
         """One step; what it computed is there at its end."""
-        computed, moved = self.num_tokens, self.moved_bytes
+        began, moved = self.now, self.moved_bytes
         news = self.engine.step()
-        ticks = 1 + TICKS_PER_TOKEN * (self.num_tokens - computed)
-        ticks += TICKS_PER_MOVED_TOKEN * (self.moved_bytes - moved) / self._bytes_per_token
-        began, self.now = self.now, self.now + ticks
+        ended = self.now if self.now > began else began + 1
+        self.now = ended + TICKS_PER_MOVED_TOKEN * (self.moved_bytes - moved) / self._bytes_per_token
         for request in news:
-            if request.finished_time == began:
+            if request.finished_time == ended:
                 request.finished_time = self.now
 
 

@@ -34,11 +34,18 @@ class World:
 
     def __init__(self, *, blocks: int = 256, prefix_caching: bool = False, **options: Any) -> None:
         self.now = 0.0
+        world = self
+
+        class TickingRunner(IdleRunner):
+            def run(self, spans: Any, copies: Any = ()) -> torch.Tensor:
+                world.now += 1.0
+                return super().run(spans, copies)
+
         names = ("max_running", "max_batched_tokens")
         self.engine: Engine = build_engine(
             model(),
             blocks=(blocks, 64),
-            runner=IdleRunner,
+            runner=TickingRunner,
             prefix_caching=prefix_caching,
             clock=lambda: self.now,
             **{name: options.pop(name) for name in names if name in options},
@@ -51,9 +58,10 @@ class World:
         return self.engine.add_request(asked, sampling, priority=priority)
 
     def step(self) -> None:
+        before = self.now
         self.engine.step()
         self.engine.check_invariants()
-        self.now += 1.0
+        self.now = before + 1.0
 
     def run(self, most: int = 2_000) -> None:
         for _ in range(most):

@@ -531,6 +531,7 @@ class Engine:
         logits = self.runner.run(rows, step.copies)
         self.planner.end_step()
         seconds = (self.clock() - begin) / step.num_tokens
+        self.scheduler.note_step(step, seconds * step.num_tokens)
         if self.keeper is not None:
             self.keeper.note_step(step.num_tokens, seconds * step.num_tokens)
         if self.scheduler.preemption.swap is not None:

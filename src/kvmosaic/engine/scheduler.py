@@ -26,9 +26,16 @@ from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.shares import Shares
 from kvmosaic.engine.step import Step, Work
 from kvmosaic.engine.step_budget import StepBudget
+from kvmosaic.engine.turns import MAX_PRIORITY
 from kvmosaic.engine.waiting import WaitingQueue
 from kvmosaic.errors import ChunkCacheFull, KVMosaicError, OutOfBlocks, QuotaInUse, RequestTooLarge
 
+SHARED_STEP_SECONDS = 0.03
+"""About how long a step of prompts may take while there is more than one tenant."""
+LEAST_TOKENS = 128
+"""A step may always have so many tokens."""
+SEEN_SECONDS = 60.0
+"""A tenant that had requests under way so long ago counts as being there."""
 MAX_TENANTS_TRIED = 8
 """For so many tenants it is looked in one step whether others give way to them."""
 
@@ -57,8 +64,12 @@ class Scheduler:
         self.preemption = Preemption(planner, config, self.shares, clock)
         self._places: Counter[str] = Counter()
         """By tenant: sequences that run."""
+        self._seen: dict[str, float] = {}
+        """By tenant: when it last had requests under way."""
+        self._token_seconds: float | None = None
+        """Of steps of many tokens, lately."""
         self._served: dict[str, float] = {}
-        """By tenant, as long as it waits: when one was last taken in."""
+        """By tenant: when one was last taken in."""
         self._passed_over: set[str] = set()
         """Tenants that have no room in the step being assembled."""
         self._refused: set[Sequence] = set()
@@ -131,24 +142,98 @@ class Scheduler:
         step = Step()
         self.admitting = None
         self.planner.begin_step()
-        budget = StepBudget(self.config.max_batched_tokens)
         self._collect_fetched()
+        self._note_present()
+        budget = StepBudget(self._most_tokens)
         self._passed_over, self._is_full, self._made_way_for = set(), False, None
         self._make_way()
         self._refused.clear()
+        ahead, behind = self._ahead()
+        if ahead:
+            others = (self._places.keys() | set(self.waiting.tenants)) - ahead
+            self._passed_over = set(ahead)
+            self._schedule(budget, step, others)
+            self._passed_over, self._is_full = set(), False
+        if not ahead or not any(work.sequence.tenant in behind for work in step.works):
+            self._schedule(budget, step, ahead or None)  # who is behind has no room: a step like any other
+        self.admitting = None
+        return step
+
+    def note_step(self, step: Step, seconds: float) -> None:
+        """Notes how long a step took: the time is that of its tenants, by their tokens."""
+        num_tokens = step.num_tokens
+        self.shares.note_step(seconds)
+        for work in step.works:
+            self.shares.note_served(work.sequence.tenant, seconds * work.num_tokens / num_tokens)
+        if num_tokens >= LEAST_TOKENS // 2:
+            each = seconds / num_tokens
+            self._token_seconds = each if self._token_seconds is None else 0.8 * self._token_seconds + 0.2 * each
+
+    def _note_present(self) -> None:
+        """Notes which tenants have requests under way, and forgets those that have had none for long."""
+        now, present = self.clock(), self._places.keys() | set(self.waiting.tenants)
+        self._seen.update(dict.fromkeys(present, now))
+        for tenant in [tenant for tenant, seen in self._seen.items() if now - seen > SEEN_SECONDS]:
+            del self._seen[tenant]
+            self._served.pop(tenant, None)
+        self.shares.note_present(present, self._seen)
+
+    @property
+    def _most_tokens(self) -> int:
+        """Tokens of the next step: fewer while there is more than one tenant, so that none waits long for its end."""
+        most = self.config.max_batched_tokens
+        if len(self._seen) < 2 or not self._token_seconds:
+            return most
+        return min(most, max(LEAST_TOKENS, int(SHARED_STEP_SECONDS / self._token_seconds)))
+
+    def _ahead(self) -> tuple[set[str], set[str]]:
+        """Tenants that are left out of this step, and those with prompts to compute for whose sake they are.
+
+        Less time was spent on them, and their priority is as high.
+        """
+        wanting = self._wanting()
+        if len(self._places.keys() | wanting) < 2:
+            return set(), set()
+        priorities: dict[str, int] = {}
+        for tenant in wanting:
+            if (first := self.waiting.first_of(tenant)) is not None:
+                priorities[tenant] = first.request.priority
+        for running in self.running:
+            if running.tenant in wanting and running.is_reading:
+                priority = running.request.priority
+                priorities[running.tenant] = max(priorities.get(running.tenant, priority), priority)
+        highest: dict[str, int] = {}
+        for running in self.running:
+            highest[running.tenant] = max(highest.get(running.tenant, -MAX_PRIORITY), running.request.priority)
+        pairs = {
+            (other, tenant)
+            for tenant, priority in priorities.items()
+            for other, most in highest.items()
+            if most <= priority and self.shares.is_behind(tenant, other)
+        }
+        return {other for other, _ in pairs}, {tenant for _, tenant in pairs}
+
+    def _schedule(self, budget: StepBudget, step: Step, only: Collection[str] | None = None) -> None:
+        """Fills a step: answers first, then prompts.
+
+        Args:
+            budget: what it may have.
+            step: the one being assembled.
+            only: tenants that it is for; None: all of them.
+        """
         for sequence in self._in_order():
+            if only is not None and sequence.tenant not in only:
+                continue
             is_answering = sequence.state is SequenceState.RUNNING and sequence.pending is not None
             if is_answering and budget.num_tokens > 0 and self._grow(sequence, step):
                 self._schedule_spans(sequence, budget, step)
         budget.keep_looks()
-        wanting = self._wanting()
+        wanting = self._wanting() if only is None else self._wanting() & set(only)
         if len(wanting) > 1:
             budget.share(wanting, self.shares)
-            self._schedule_prompts(budget, step)
+            self._schedule_prompts(budget, step, only)
             budget.lift()
-        self._schedule_prompts(budget, step)
-        self.admitting = None
-        return step
+        self._schedule_prompts(budget, step, only)
 
     def _in_order(self) -> list[Sequence]:
         """The running sequences by rank; where blocks are short, of one priority the tenants with least come first."""
@@ -164,12 +249,14 @@ class Scheduler:
 
     def _wanting(self) -> set[str]:
         """Tenants with prompts to compute, running or waiting."""
-        running = {sequence.tenant for sequence in self.running if not sequence.is_prefilled}
+        running = {sequence.tenant for sequence in self.running if sequence.is_reading}
         return running if self.is_paused or self.num_free_places <= 0 else running.union(self.waiting.tenants)
 
-    def _schedule_prompts(self, budget: StepBudget, step: Step) -> None:
+    def _schedule_prompts(self, budget: StepBudget, step: Step, only: Collection[str] | None) -> None:
         """Adds what of prompts, running and waiting, may still be computed in this step."""
         for sequence in sorted(self.running, key=lambda running: running.rank):
+            if only is not None and sequence.tenant not in only:
+                continue
             if sequence.state is SequenceState.RUNNING and not sequence.is_prefilled:
                 if step.has(sequence) and (sequence.window is not None or sequence.is_stale):
                     continue  # what is in the step must stay where it is

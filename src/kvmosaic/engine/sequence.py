@@ -141,6 +141,11 @@ class Sequence:
         return self._is_computed and not self.num_owed
 
     @property
+    def is_reading(self) -> bool:
+        """Whether tokens of its prompt are to be computed next, and not the one sampled last."""
+        return self.pending is None and not self.is_prefilled
+
+    @property
     def _is_computed(self) -> bool:
         assert self.attachment is not None
         return all(span.num_computed == span.num_tokens for span in self.attachment.spans)

@@ -10,6 +10,10 @@ MAX_WEIGHT = 1_000.0
 HYSTERESIS = 2.0
 """Who has something takes more from those only who have more than so many times what it has then."""
 
+SLACK_SECONDS = 0.5
+SLACK_STEPS = 4.0
+"""Who is behind by less than the longer of these shares its steps; who comes new is behind by twice that."""
+
 
 class Shares:
     """Max-min fairness by weight: whoever has least, for its weight, is next; what nobody else wants goes to anybody.
@@ -20,6 +24,11 @@ class Shares:
 
     def __init__(self) -> None:
         self._weights: dict[str, float] = {}
+        self._served: dict[str, float] = {}
+        """By tenant that is there: seconds of steps that were its own, for its weight; see `is_behind`."""
+        self._present: set[str] = set()
+        self._step_seconds = 0.0
+        """Of a step, lately."""
 
     def set_weight(self, tenant: str, weight: float) -> None:
         """Gives a tenant so many times the share of one that has none of its own (1)."""
@@ -44,6 +53,38 @@ class Shares:
         """
         factor = HYSTERESIS if amount else 1.0
         return self.is_fairer(taker, factor * (amount + more), giver, amount_now)
+
+    def note_present(self, present: Collection[str], seen: Collection[str]) -> None:
+        """Notes who has requests under way, and who had some a while ago.
+
+        Who comes new, or comes again, is behind the others by a credit at most: nobody saves time up. Nor does anybody
+        get rid of what it has used by going away for a moment.
+        """
+        for tenant in self._served.keys() - seen:
+            del self._served[tenant]
+        least = min((self._served[tenant] for tenant in self._present if tenant in present), default=0.0)
+        for tenant in present:
+            if tenant not in self._present:
+                floor = least - 2 * self._slack
+                self._served[tenant] = max(self._served.get(tenant, floor), floor)
+        self._present = set(present)
+
+    def note_step(self, seconds: float) -> None:
+        """Notes how long a step took."""
+        self._step_seconds += 0.1 * (seconds - self._step_seconds)
+
+    @property
+    def _slack(self) -> float:
+        return max(SLACK_SECONDS, SLACK_STEPS * self._step_seconds)
+
+    def note_served(self, tenant: str, seconds: float) -> None:
+        """Notes seconds that a step has computed for a tenant."""
+        if tenant in self._served:
+            self._served[tenant] += self.load(tenant, seconds)
+
+    def is_behind(self, tenant: str, other: str) -> bool:
+        """Whether so much less time was spent on a tenant than on another that it may have a step for itself."""
+        return self._served[tenant] + self._slack < self._served[other]
 
     def divided(self, amount: int, tenants: Collection[str]) -> dict[str, int]:
         """Parts of an amount by weight, rounded up, so that nobody has nothing."""

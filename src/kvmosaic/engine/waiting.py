@@ -58,6 +58,11 @@ class WaitingQueue:
         """Those that wait."""
         return [tenant for tenant in list(self._heaps) if self._first_of(tenant) is not None]
 
+    def first_of(self, tenant: str) -> Sequence | None:
+        """The sequence of a tenant that runs next, if one waits."""
+        entry = self._first_of(tenant) if tenant in self._heaps else None
+        return None if entry is None else entry[2]
+
     def first(
         self,
         passed_over: Collection[str] = (),
