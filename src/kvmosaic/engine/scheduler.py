@@ -32,6 +32,8 @@ from kvmosaic.errors import ChunkCacheFull, KVMosaicError, OutOfBlocks, QuotaInU
 
 SHARED_STEP_SECONDS = 0.03
 """About how long a step of prompts may take while there is more than one tenant."""
+LEAST_ANSWERS = 8
+"""A step may always have a token for each of so many answers."""
 LEAST_TOKENS = 128
 """A step may always have so many tokens."""
 SEEN_SECONDS = 60.0
@@ -68,6 +70,9 @@ class Scheduler:
         """By tenant: when it last had requests under way."""
         self._token_seconds: float | None = None
         """Of steps of many tokens, lately."""
+        self._answer_seconds: float | None = None
+        """Of steps of many answers, lately."""
+        self._num_steps = 0
         self._served: dict[str, float] = {}
         """By tenant: when one was last taken in."""
         self._passed_over: set[str] = set()
@@ -159,9 +164,33 @@ class Scheduler:
         self.admitting = None
         return step
 
+    def _answering(self, only: Collection[str] | None) -> list[Sequence]:
+        """Answers that may have a token in this step.
+
+        While there are several tenants, a step has no more of them than take about `SHARED_STEP_SECONDS`: those that
+        have waited longest for a token. Tenants with few answers have all of theirs in every step.
+        """
+        self._num_steps += 1
+        answering = [
+            sequence
+            for sequence in self._in_order()
+            if sequence.pending is not None and (only is None or sequence.tenant in only)
+        ]
+        if len(self._seen) < 2 or not self._answer_seconds:
+            return answering
+        most = max(LEAST_ANSWERS, int(SHARED_STEP_SECONDS / self._answer_seconds))
+        if len(answering) <= most:
+            return answering
+        few = {tenant for tenant, places in self._places.items() if places <= most // len(self._seen)}
+        chosen = sorted(answering, key=lambda sequence: (sequence.tenant not in few, sequence.last_step))[:most]
+        return [sequence for sequence in answering if sequence in chosen]
+
     def note_step(self, step: Step, seconds: float) -> None:
         """Notes how long a step took: the time is that of its tenants, by their tokens."""
         num_tokens = step.num_tokens
+        if num_tokens == len(step.works) >= LEAST_ANSWERS:
+            each = seconds / num_tokens
+            self._answer_seconds = 0.8 * (self._answer_seconds or each) + 0.2 * each
         self.shares.note_step(seconds)
         for work in step.works:
             self.shares.note_served(work.sequence.tenant, seconds * work.num_tokens / num_tokens)
@@ -221,12 +250,11 @@ class Scheduler:
             step: the one being assembled.
             only: tenants that it is for; None: all of them.
         """
-        for sequence in self._in_order():
-            if only is not None and sequence.tenant not in only:
-                continue
+        for sequence in self._answering(only):
             is_answering = sequence.state is SequenceState.RUNNING and sequence.pending is not None
             if is_answering and budget.num_tokens > 0 and self._grow(sequence, step):
                 self._schedule_spans(sequence, budget, step)
+                sequence.last_step = self._num_steps
         budget.keep_looks()
         wanting = self._wanting() if only is None else self._wanting() & set(only)
         if len(wanting) > 1:

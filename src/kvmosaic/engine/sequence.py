@@ -63,6 +63,8 @@ class Sequence:
         """Tokens computed for it so far, those that were computed again included."""
         self.num_worked_before = 0
         """The same when it last gave way."""
+        self.last_step = 0
+        """Number of the last step that had a token of its answer."""
         self.turn = Turn()
         """How long it has run."""
         self._in_line = (request.turn, request.arrival_time)
