@@ -21,6 +21,7 @@ pytestmark = pytest.mark.alone
 WORDS = "ferry island harbour cat wheel market mill boat bell garden keeper bridge".split()
 ENDLESS = {**QUESTION, "n": 64, "window_tokens": 64, "sink_tokens": 4, "ignore_eos": True, "max_tokens": 2**20}
 NUM_ASKED = 12
+NUM_ROUNDS = 3
 THINKS_SECONDS = 0.3
 
 _numbers = count()
@@ -96,12 +97,15 @@ def test_time_to_first_token_at_most_doubles(
     num_clients: int,
     ask: Callable[[], dict[str, Any]],
 ) -> None:
-    before = median_seconds(target, ask)
-    with flooded(target, attack, num_clients):
-        meanwhile = median_seconds(target, ask)
-    alone = max(before, median_seconds(target, ask))
-    print(f"{attack.__name__}, {ask.__name__}: {1e3 * alone:.0f} ms alone, {1e3 * meanwhile:.0f} ms meanwhile")
-    assert meanwhile <= 2 * alone
+    for _ in range(NUM_ROUNDS):  # what else the machine does may come between
+        before = median_seconds(target, ask)
+        with flooded(target, attack, num_clients):
+            meanwhile = median_seconds(target, ask)
+        alone = max(before, median_seconds(target, ask))
+        print(f"{attack.__name__}, {ask.__name__}: {1e3 * alone:.0f} ms alone, {1e3 * meanwhile:.0f} ms meanwhile")
+        if meanwhile <= 2 * alone:
+            return
+    raise AssertionError(f"{NUM_ROUNDS} times more than twice as long as alone, at last {meanwhile / alone:.1f}x")
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from kvmosaic.engine.turns import MAX_PRIORITY
 from kvmosaic.engine.waiting import WaitingQueue
 from kvmosaic.errors import ChunkCacheFull, KVMosaicError, OutOfBlocks, QuotaInUse, RequestTooLarge
 
-SHARED_STEP_SECONDS = 0.03
+SHARED_STEP_SECONDS = 0.015
 """About how long a step of prompts may take while there is more than one tenant."""
 LEAST_ANSWERS = 8
 """A step may always have a token for each of so many answers."""
