@@ -32,6 +32,8 @@ from kvmosaic.errors import ChunkCacheFull, KVMosaicError, OutOfBlocks, QuotaInU
 
 SHARED_STEP_SECONDS = 0.015
 """About how long a step of prompts may take while there is more than one tenant."""
+SMALL_STEP = 4
+"""Tokens of a step that takes hardly longer than an empty one."""
 LEAST_ANSWERS = 8
 """A step may always have a token for each of so many answers."""
 LEAST_TOKENS = 128
@@ -70,8 +72,10 @@ class Scheduler:
         """By tenant: when it last had requests under way."""
         self._token_seconds: float | None = None
         """Of steps of many tokens, lately."""
+        self._least_seconds: float | None = None
+        """Of steps of hardly any tokens, lately."""
         self._answer_seconds: float | None = None
-        """Of steps of many answers, lately."""
+        """What each answer adds to that in steps of many answers."""
         self._num_steps = 0
         self._served: dict[str, float] = {}
         """By tenant: when one was last taken in."""
@@ -164,6 +168,16 @@ class Scheduler:
         self.admitting = None
         return step
 
+    @property
+    def _are_answers_slow(self) -> bool:
+        """Whether a step is shorter with fewer answers.
+
+        With a large model it is not, because reading the weights takes longest: leaving answers out gains nothing.
+        """
+        if self._least_seconds is None or self._answer_seconds is None:
+            return False
+        return self._least_seconds < SHARED_STEP_SECONDS and self._least_seconds < 32 * self._answer_seconds
+
     def _answering(self, only: Collection[str] | None) -> list[Sequence]:
         """Answers that may have a token in this step.
 
@@ -176,9 +190,11 @@ class Scheduler:
             for sequence in self._in_order()
             if sequence.pending is not None and (only is None or sequence.tenant in only)
         ]
-        if len(self._seen) < 2 or not self._answer_seconds:
+        if len(self._seen) < 2 or not self._are_answers_slow:
             return answering
-        most = max(LEAST_ANSWERS, int(SHARED_STEP_SECONDS / self._answer_seconds))
+        assert self._answer_seconds is not None and self._least_seconds is not None
+        room = SHARED_STEP_SECONDS - self._least_seconds
+        most = max(LEAST_ANSWERS, int(room / max(self._answer_seconds, 1e-6)))
         if len(answering) <= most:
             return answering
         few = {tenant for tenant, places in self._places.items() if places <= most // len(self._seen)}
@@ -188,9 +204,11 @@ class Scheduler:
     def note_step(self, step: Step, seconds: float) -> None:
         """Notes how long a step took: the time is that of its tenants, by their tokens."""
         num_tokens = step.num_tokens
-        if num_tokens == len(step.works) >= LEAST_ANSWERS:
-            each = seconds / num_tokens
-            self._answer_seconds = 0.8 * (self._answer_seconds or each) + 0.2 * each
+        if num_tokens <= SMALL_STEP:
+            self._least_seconds = 0.8 * (self._least_seconds or seconds) + 0.2 * seconds
+        elif num_tokens == len(step.works) >= LEAST_ANSWERS and self._least_seconds is not None:
+            each = max(seconds - self._least_seconds, 0.0) / num_tokens
+            self._answer_seconds = each if self._answer_seconds is None else 0.8 * self._answer_seconds + 0.2 * each
         self.shares.note_step(seconds)
         for work in step.works:
             self.shares.note_served(work.sequence.tenant, seconds * work.num_tokens / num_tokens)
@@ -250,7 +268,7 @@ class Scheduler:
             step: the one being assembled.
             only: tenants that it is for; None: all of them.
         """
-        for sequence in self._answering(only):
+        for sequence in self._answering(only if self._are_answers_slow else None):
             is_answering = sequence.state is SequenceState.RUNNING and sequence.pending is not None
             if is_answering and budget.num_tokens > 0 and self._grow(sequence, step):
                 self._schedule_spans(sequence, budget, step)
