@@ -33,13 +33,17 @@ import httpx
 from facts import RESULTS, commit, processor
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from soak_events import Events, RedisServer, probe, watch_feed
+from soak_events import Events, probe, watch_feed
 from soak_honest import HonestClient, World
 from soak_hostile import HostileClient
 from soak_known import Known, known_answers
 from soak_report import Record, write_report
 from soak_seen import Seen, append, merged
-from soak_server import HONEST, HOSTILE, SoakServer, headers_of, key_of, metric_figures, process_figures
+from soak_server import HONEST, HOSTILE, SoakServer, end_left_over, headers_of, key_of, metric_figures, process_figures
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.attack import read_attacks
+from support.redis import RedisServer
 
 CALM_SECONDS = 60.0
 """After the load, what runs must have ended in this time."""
@@ -98,8 +102,9 @@ class Part:
             HonestClient(world, tenant, f"{tenant}-{number}", Random(seed * 1_000 + number)).run()
             for number, tenant in zip(range(arguments.honest), HONEST * arguments.honest, strict=False)
         ]
+        attacks = read_attacks()  # tens of megabytes, once for all clients
         return honest + [
-            HostileClient(world, tenant, Random(seed * 2_000 + number), arguments.hostile_pause).run()
+            HostileClient(world, tenant, attacks, Random(seed * 2_000 + number), arguments.hostile_pause).run()
             for number, tenant in zip(range(arguments.hostile), HOSTILE * arguments.hostile, strict=False)
         ]
 
@@ -208,9 +213,10 @@ def soak(arguments: argparse.Namespace, number: int, seconds: float) -> None:
     with contextlib.ExitStack() as stack:
         redis = None
         if shutil.which("redis-server") and not arguments.no_redis:
-            place = folder / "redis"
+            place = (folder / "redis").resolve()
             place.mkdir(exist_ok=True)
-            redis = RedisServer(place.resolve())
+            end_left_over(place)
+            redis = RedisServer(place, "--pidfile", str(place / "pid"))
             stack.callback(redis.close)
         server = stack.enter_context(SoakServer(folder, redis.url if redis else None))
         part = Part(arguments, number, seconds, server, redis, seen)

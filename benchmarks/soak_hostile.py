@@ -21,7 +21,7 @@ from soak_honest import World, code_of
 from soak_server import headers_of, key_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.attack import Attack, read_attacks
+from support.attack import Attack
 from support.fuzz import Fuzzer
 
 ATTACK_SECONDS = 300.0
@@ -43,10 +43,10 @@ GARBAGE = [
 class HostileClient:
     """One client of a hostile tenant: does its worst, waits a little, and comes again."""
 
-    def __init__(self, world: World, tenant: str, choose: Random, pause: float) -> None:
+    def __init__(self, world: World, tenant: str, attacks: list[Attack], choose: Random, pause: float) -> None:
         self.world, self.tenant, self.choose, self.pause = world, tenant, choose, pause
         self.seen = world.seen
-        self._attacks: list[Attack] = read_attacks()
+        self._attacks = attacks
         self._fuzzer = Fuzzer(choose)
         place = urlsplit(world.url)
         self._place = (place.hostname or "127.0.0.1", place.port or 80)

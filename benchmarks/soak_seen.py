@@ -81,9 +81,11 @@ class Seen:
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
-    """One more line, whole even if the process is killed right after."""
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    """One more line, whole even if the process is killed right after; half a line of a killed one stays alone."""
+    with path.open("ab+") as file:
+        file.seek(max(0, file.seek(0, 2) - 1))
+        begin = b"" if file.read(1) in (b"", b"\n") else b"\n"
+        file.write(begin + json.dumps(record).encode() + b"\n")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
