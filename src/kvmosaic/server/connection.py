@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 IDLE_SECONDS = 30.0
@@ -26,6 +27,20 @@ class Connection(H11Protocol):
         """Looks no more."""
         self._next_look.cancel()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuses what is no HTTP, and lets go of the request in whose body it stands.
+
+        Whatever answers that request would send a second reply, which h11 refuses: a traceback in the log for each line
+        of nonsense, and nobody needs a key to send it.
+        """
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # a reply has begun, or was all that there will be
+            self.transport.close()
 
     def _look(self) -> None:
         is_idle = self.cycle is None or self.cycle.response_complete
