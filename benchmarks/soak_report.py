@@ -49,15 +49,19 @@ def write_report(record: Record, livez_seconds: float, folder: Path) -> list[Che
         "counts": totals(record.samples),
         "latencies": {name: _quantiles(merged(record.samples, name)) for name in TIMED},
         "growth": [asdict(growth) for growth in growths(record.samples) if growth.hours],
-        "last": {name: value for name, value in record.samples[-1].items() if name not in ("counts", "latencies")}
-        if record.samples
-        else {},
+        "last": _last(record.samples),
         "faults": record.faults[:SHOWN_FAULTS],
     }
     save("soak", report, folder)
     (folder / "soak.md").write_text(written(report))
     plot(record.samples, folder / "soak.png")
     return found
+
+
+def _last(samples: Sequence[Sample]) -> Sample:
+    """The last figures of a server that lived."""
+    last = next((sample for sample in reversed(samples) if "rss_mb" in sample), {})
+    return {name: value for name, value in last.items() if name not in ("counts", "latencies")}
 
 
 def written(report: dict[str, Any]) -> str:

@@ -24,29 +24,13 @@ QUOTAS = {**dict.fromkeys(HONEST, "1536KiB"), **dict.fromkeys(HOSTILE, "576KiB")
 CHUNK_CACHE = "8MiB"
 DISK_QUOTA = "4MiB"
 REDIS_QUOTA = "6MiB"
-OPTIONS = (
-    *(
-        "--dtype",
-        "float32",
-        "--chunk-cache-size",
-        CHUNK_CACHE,
-        "--request-cache-size",
-        "32MiB",
-        "--swap-space",
-        "16MiB",
-    ),
-    *(
-        "--chunk-loading",
-        "always",
-        "--document-ttl",
-        "120",
-        "--max-documents",
-        "100",
-        "--max-documents-bytes",
-        "2000000",
-    ),
-    *("--time-slice-seconds", "5", "--drain-seconds", "10", "--uvicorn-log-level", "warning"),
-)
+OPTIONS = f"""
+    --dtype float32 --chunk-cache-size {CHUNK_CACHE} --request-cache-size 32MiB --swap-space 16MiB
+    --chunk-loading always --chunk-pending 16MiB --chunk-staged 16MiB
+    --document-ttl 120 --max-documents 100 --max-documents-bytes 2000000
+    --time-slice-seconds 5 --drain-seconds 10 --uvicorn-log-level warning
+""".split()
+"""What may fill is small, so that it is full early and memory is flat from then on."""
 SECONDS_TO_START = 300.0
 MOST_LOGGED = 20 * 2**20
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -177,6 +161,7 @@ _SUMMED = {
     "kvmosaic:chunk_misses_total": "chunk_misses",
     "kvmosaic:preemptions_total": "preemptions",
     "kvmosaic:tier_pending_bytes": "tier_pending_bytes",
+    "kvmosaic:tier_stores_total": "tier_stores",
 }
 _BY_TIER = (
     "bytes",

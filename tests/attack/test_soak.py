@@ -9,8 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from types import ModuleType
@@ -35,10 +35,18 @@ def scripts() -> Iterator[dict[str, ModuleType]]:
         sys.path.remove(str(SCRIPTS))
 
 
-def started(folder: Path, hours: float) -> subprocess.Popen[str]:
+@contextmanager
+def started(folder: Path, hours: float) -> Iterator[subprocess.Popen[str]]:
+    """A soak, ended by the block's end at the latest."""
     command = [sys.executable, str(SCRIPTS / "soak.py"), "--hours", str(hours), *LIVELY]
     command += ["--folder", str(folder / "soak"), "--results", str(folder / "results")]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        try:
+            yield running
+        finally:
+            if running.poll() is None:
+                running.terminate()
+                running.communicate(timeout=200)
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:
@@ -49,16 +57,16 @@ def samples(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.alone
 def test_short_soak_finds_nothing_wrong_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    first = started(tmp_path, hours=1)
-    wait_until(lambda: len(samples(tmp_path)) >= 4 or first.poll() is not None, 300)
-    first.send_signal(signal.SIGTERM)
-    told, _ = first.communicate(timeout=200)
+    with started(tmp_path, hours=1) as first:
+        wait_until(lambda: len(samples(tmp_path)) >= 4 or first.poll() is not None, 300)
+        first.send_signal(signal.SIGTERM)
+        told, _ = first.communicate(timeout=200)
     assert first.returncode == 0, told
     report = json.loads((tmp_path / "results" / "soak.json").read_text())
     assert report["ends"][0]["how"] == "when it was told to" and len(report["parts"]) == 1
 
-    second = started(tmp_path, hours=report["hours"] + 14 / 3600)
-    told, _ = second.communicate(timeout=300)
+    with started(tmp_path, hours=report["hours"] + 14 / 3600) as second:
+        told, _ = second.communicate(timeout=300)
     assert second.returncode == 0, told
     report = json.loads((tmp_path / "results" / "soak.json").read_text())
     assert report["passed"] and [end["how"] for end in report["ends"]] == ["when it was told to", "in time"]
@@ -197,14 +205,12 @@ def test_half_a_line_of_a_killed_soak_is_passed_over(scripts: dict[str, ModuleTy
 
 @pytest.mark.alone
 def test_server_that_dies_is_noticed(tmp_path: Path) -> None:
-    running = started(tmp_path, hours=1)
-    wait_until(lambda: len(samples(tmp_path)) >= 1 or running.poll() is not None, 300)
-    (server,) = [child for child in children(running.pid) if b"serve" in command_of(child)]
-    os.kill(server, signal.SIGKILL)
-    begin = time.monotonic()
-    told, _ = running.communicate(timeout=200)
-    assert running.returncode == 1 and "died with -9" in told, told
-    assert time.monotonic() - begin < 100
+    with started(tmp_path, hours=1) as running:
+        wait_until(lambda: len(samples(tmp_path)) >= 1 or running.poll() is not None, 300)
+        (server,) = [child for child in children(running.pid) if b"\0serve\0" in command_of(child)]
+        os.kill(server, signal.SIGKILL)
+        told, _ = running.communicate(timeout=100)
+    assert running.returncode == 1 and "died with -9" in " ".join(told.split()), told
 
 
 def children(process_id: int) -> list[int]:
