@@ -100,7 +100,7 @@ def test_a_tenant_sees_what_it_has_and_how_much_of_its_quota(locked: RunningServ
     screen.load_examples()
     screen.click("#documents .pin")
     screen.ask()
-    own = screen.until(lambda: next((words for words in pools(screen) if "pinned" in words), ""), "pinned blocks")
+    own = screen.until(lambda: next((words for words in pools(screen) if "idle, " in words), ""), "pinned blocks")
     usage = locked.services.engine.figures.usages["small"]
     share = round(100 * usage.num_bytes / 2**22)
     assert own.startswith(f"{mebibytes(usage.num_bytes)} MiB of your quota of 4.0 MiB ({share}%), in ")
