@@ -40,6 +40,7 @@ from soak_known import Known, known_answers
 from soak_report import Record, write_report
 from soak_seen import Seen, append, merged
 from soak_server import HONEST, HOSTILE, SoakServer, end_left_over, headers_of, key_of, metric_figures, process_figures
+from soak_verdict import verdict
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.attack import read_attacks
@@ -260,9 +261,8 @@ def main() -> None:
     found = write_report(Record(arguments.folder), arguments.livez_seconds, arguments.results)
     for check in found:
         console.print(f"{'ok  ' if check.holds else 'FAIL'} {check.name}: {check.found}", markup=False)
-    passed = all(check.holds for check in found)
-    console.print(f"{'PASS' if passed else 'FAIL'}; the report is {arguments.results / 'soak.md'}")
-    sys.exit(0 if passed else 1)
+    console.print(f"{verdict(found)}; the report is {arguments.results / 'soak.md'}")
+    sys.exit(0 if all(check.holds for check in found) else 1)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 from facts import save
 from soak_seen import Latencies, merged, read_lines
-from soak_verdict import Check, Sample, checks, growths, totals
+from soak_verdict import Check, Sample, checks, growths, totals, verdict
 
 TIMED = ("ttft", "answer", "livez", "readyz", "metrics")
 SHOWN_FAULTS = 20
@@ -42,6 +42,7 @@ def write_report(record: Record, livez_seconds: float, folder: Path) -> list[Che
     found = checks(record.samples, record.ends, record.faults, livez_seconds)
     report = {
         "passed": all(check.holds for check in found),
+        "verdict": verdict(found),
         "hours": round(record.seconds / 3600, 3),
         "checks": [asdict(check) for check in found],
         "parts": record.starts,
@@ -69,7 +70,7 @@ def written(report: dict[str, Any]) -> str:
     lines = [
         "# Soak",
         "",
-        f"Written by `benchmarks/soak.py`: **{'PASS' if report['passed'] else 'FAIL'}** after "
+        f"Written by `benchmarks/soak.py`: **{report['verdict']}**, after "
         f"{report['hours']:.2f} hours of load, parts: {len(report['parts'])}.",
         "",
         "| what must hold | | found |",
@@ -87,19 +88,19 @@ def written(report: dict[str, Any]) -> str:
     ]
     ends = {end["part"]: end["how"] for end in report["ends"]}
     for start in report["parts"]:
-        cells = (start["part"], _time(start["at"]), start["commit"], start["processor"], f"{start['load_average']:.1f}")
-        cells += (f"{start['known']} of {start['asked']}", start["seed"], ends.get(start["part"], "cut off"))
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+        row = [start["part"], _time(start["at"]), start["commit"], start["processor"], f"{start['load_average']:.1f}"]
+        row += [f"{start['known']} of {start['asked']}", start["seed"], ends.get(start["part"], "cut off")]
+        lines.append("| " + " | ".join(map(str, row)) + " |")
     lines += ["", "| latency, seconds | times | p50 | p99 | p99.9 |", "|---|---|---|---|---|"]
-    for name, row in report["latencies"].items():
-        cells = [f"{row[part]:.3f}" if row[part] is not None else "" for part in ("p50", "p99", "p99.9")]
-        lines.append(f"| {name} | {row['times']:,} | " + " | ".join(cells) + " |")
+    for name, times in report["latencies"].items():
+        cells = [f"{times[part]:.3f}" if times[part] is not None else "" for part in ("p50", "p99", "p99.9")]
+        lines.append(f"| {name} | {times['times']:,} | " + " | ".join(cells) + " |")
     lines += ["", "| counted | times |", "|---|---|"]
     lines += [f"| {name} | {number:,} |" for name, number in report["counts"].items()]
     lines += ["", "| grows by | part | hours | an hour | from | to |", "|---|---|---|---|---|---|"]
-    for row in report["growth"]:
-        slopes = " | ".join(f"{row[name]:+.2f}" for name in ("slope", "low", "high"))
-        lines.append(f"| {row['name']} | {row['part']} | {row['hours']:.2f} | {slopes} |")
+    for grown in report["growth"]:
+        slopes = " | ".join(f"{grown[name]:+.2f}" for name in ("slope", "low", "high"))
+        lines.append(f"| {grown['name']} | {grown['part']} | {grown['hours']:.2f} | {slopes} |")
     if report["faults"]:
         lines += ["", "## Faults, the first ones", ""]
         lines += [f"- part {fault['part']}, {_time(fault['at'])}: `{_quoted(fault)}`" for fault in report["faults"]]

@@ -15,6 +15,7 @@ Sample = dict[str, Any]
 NUM_BLOCKS = 12
 FLOOR = 0.2
 """The floor of a block of time: a fifth of its samples are lower. Peaks, which an attack may cause, are above it."""
+TOO_SHORT = "too short to judge"
 LEAST_SECONDS = 900.0
 """Growth is not judged where the second half of a part is shorter."""
 
@@ -130,12 +131,19 @@ def checks(
     for bound in BOUNDS:
         judged = [growth for growth in all_growths if growth.name == bound.name and growth.is_judged]
         worst_one = max(judged, key=lambda growth: growth.low, default=None)
-        shown = "too short to judge: the second half of a part must have a quarter of an hour"
+        shown = f"{TOO_SHORT}: the second half of a part must have a quarter of an hour"
         if worst_one is not None:
             interval = f"{worst_one.low:+.2f} to {worst_one.high:+.2f}"
             shown = f"{worst_one.slope:+.2f} an hour ({interval}), at most {bound.per_hour:g}"
         found.append(Check(f"{bound.name} does not grow", not any(each.is_too_fast for each in judged), shown))
     return found
+
+
+def verdict(found: Sequence[Check]) -> str:
+    """In a word, or a few where not all could be looked at."""
+    if not all(check.holds for check in found):
+        return "FAIL"
+    return "PASS, but too short to judge growth" if any(TOO_SHORT in check.found for check in found) else "PASS"
 
 
 def totals(samples: Sequence[Sample]) -> dict[str, int]:
