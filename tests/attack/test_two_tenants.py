@@ -14,13 +14,13 @@ from typing import Any
 
 import httpx
 import pytest
-from support.target import QUESTION, Target, headers_of
+from support.target import QUESTION, Target, crowding, headers_of
 
 pytestmark = pytest.mark.alone
 
 WORDS = "ferry island harbour cat wheel market mill boat bell garden keeper bridge".split()
 ENDLESS = {**QUESTION, "n": 64, "window_tokens": 64, "sink_tokens": 4, "ignore_eos": True, "max_tokens": 2**20}
-NUM_ASKED = 12
+NUM_ASKED = 8
 NUM_ROUNDS = 3
 THINKS_SECONDS = 0.3
 
@@ -103,7 +103,7 @@ def test_time_to_first_token_at_most_doubles(
             meanwhile = median_seconds(target, ask)
         alone = max(before, median_seconds(target, ask))
         print(f"{attack.__name__}, {ask.__name__}: {1e3 * alone:.0f} ms alone, {1e3 * meanwhile:.0f} ms meanwhile")
-        if meanwhile <= 2 * alone:
+        if meanwhile <= 2 * crowding() * alone:
             return
     raise AssertionError(f"{NUM_ROUNDS} times more than twice as long as alone, at last {meanwhile / alone:.1f}x")
 

@@ -175,6 +175,29 @@ def test_a_prompt_shares_each_step_with_long_prompts_of_other_tenants() -> None:
     world.run()
 
 
+@pytest.mark.parametrize("each", [2e-5, 1e-4, 2.5e-4, 1e-3])
+def test_endless_answers_hardly_lengthen_the_prompts_of_others(each: float) -> None:
+    """However long a token takes beside a step: there is no ratio of the two at which shares of steps are lost."""
+    world = World(max_running=64, max_batched_tokens=512, blocks=8_192, costs=(8e-3, each), time_slice_seconds=None)
+
+    def seconds() -> float:
+        begin, asked = world.now, world.add(tenant="one", prompt=400, tokens=3)
+        while not asked.answers[0].token_ids:
+            world.step()
+        first = world.now - begin
+        while not asked.is_finished:
+            world.step()
+        return first
+
+    alone = min(seconds() for _ in range(3))
+    for _ in range(64):
+        world.add(tenant="many", **ENDLESS)
+    for _ in range(200):
+        world.step()
+    waits = [seconds() for _ in range(5)]
+    assert max(waits[1:]) <= 2 * alone, (alone, waits)
+
+
 def test_a_step_is_full_though_shares_are_not() -> None:
     world = World(max_batched_tokens=32, blocks=2_048)
     long = world.add(tenant="many", prompt=320, tokens=1)

@@ -129,3 +129,33 @@ def test_special_tokens_are_left_out_or_kept():
 def test_without_a_tokenizer_there_is_no_text():
     assert stream(None, [1, 2, 3]) == ["", "", "", ""]
     assert decode_all(None, [1, 2]) == ""
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data(), part_tokens=st.integers(16, 40))
+@settings(max_examples=60, deadline=None)
+def test_parts_of_a_long_list_are_the_list_decoded_at_once(name, data, part_tokens):
+    tokenizer = TOKENIZERS[name]
+    texts = st.lists(st.sampled_from([*TEXTS, *SENTENCES]), min_size=1, max_size=8).map(" ".join)
+    ids = data.draw(
+        texts.map(lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
+        | st.lists(st.integers(0, len(tokenizer) - 1), max_size=200)
+    )
+    skip = data.draw(st.booleans())
+    whole = decode_all(tokenizer, ids, skip_special_tokens=skip, part_tokens=10**9)
+    assert decode_all(tokenizer, ids, skip_special_tokens=skip, part_tokens=part_tokens) == whole
+
+
+def test_long_list_is_decoded_in_parts():
+    tokenizer, lengths = TOKENIZERS["byte_level"], []
+
+    class Counted:
+        all_special_ids = tokenizer.all_special_ids
+
+        def decode(self, token_ids, **options):
+            lengths.append(len(token_ids))
+            return tokenizer.decode(token_ids, **options)
+
+    ids = tokenizer("The river is long. " * 200, add_special_tokens=False)["input_ids"]
+    assert decode_all(Counted(), ids, part_tokens=100) == tokenizer.decode(ids)
+    assert max(lengths) <= 116

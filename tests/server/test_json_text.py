@@ -44,6 +44,21 @@ def test_escaped_backslash_before_u_is_no_escape() -> None:
         check_json(rb'{"a": "\\\ud800"}')
 
 
+@given(st.lists(st.sampled_from(['"', "\\", "\\" * 70, '"' * 20, "NaN", "[" * 70]), max_size=12))
+def test_end_of_a_long_text_is_found(parts: list[str]) -> None:
+    check_json(json.dumps(["".join(parts), 1]).encode())
+    with pytest.raises(ApiError, match="NaN"):
+        check_json(json.dumps(["".join(parts), float("nan")]).encode())
+
+
+@given(st.lists(st.integers(0, 10**20) | st.floats(0, 1), max_size=30), st.sampled_from([",", ", ", " ,\n"]))
+def test_harm_behind_a_list_of_numbers_is_refused(numbers: list[float], comma: str) -> None:
+    written = [*map(str, numbers), "9" * MAX_DIGITS]
+    check_json(f"[{comma.join(written)}]".encode())
+    with pytest.raises(ApiError, match="more than 64 characters"):
+        check_json(f"[{comma.join([*written, '9' * (MAX_DIGITS + 1)])}]".encode())
+
+
 def test_depth_is_limited() -> None:
     check_json(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)
     with pytest.raises(ApiError, match="nested deeper than 64"):

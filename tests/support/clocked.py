@@ -30,15 +30,27 @@ def model() -> LoadedModel:
 
 
 class World:
-    """An engine whose clock counts its steps."""
+    """An engine whose clock counts its steps, or goes by what they cost.
 
-    def __init__(self, *, blocks: int = 256, prefix_caching: bool = False, **options: Any) -> None:
+    costs: seconds of a step, and beyond that of each of its tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        blocks: int = 256,
+        prefix_caching: bool = False,
+        costs: tuple[float, float] | None = None,
+        **options: Any,
+    ) -> None:
         self.now = 0.0
+        self.costs = costs
         world = self
 
         class TickingRunner(IdleRunner):
             def run(self, spans: Any, copies: Any = ()) -> torch.Tensor:
-                world.now += 1.0
+                seconds, each = costs or (1.0, 0.0)
+                world.now += seconds + each * sum(len(rows.token_ids) for rows in spans)
                 return super().run(spans, copies)
 
         names = ("max_running", "max_batched_tokens")
@@ -61,7 +73,8 @@ class World:
         before = self.now
         self.engine.step()
         self.engine.check_invariants()
-        self.now = before + 1.0
+        if self.costs is None:
+            self.now = before + 1.0
 
     def run(self, most: int = 2_000) -> None:
         for _ in range(most):

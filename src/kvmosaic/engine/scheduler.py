@@ -70,10 +70,10 @@ class Scheduler:
         """By tenant: sequences that run."""
         self._seen: dict[str, float] = {}
         """By tenant: when it last had requests under way."""
-        self._token_seconds: float | None = None
-        """Of steps of many tokens, lately."""
         self._least_seconds: float | None = None
         """Of steps of hardly any tokens, lately."""
+        self._token_seconds: float | None = None
+        """What each token adds to that in steps of many tokens."""
         self._answer_seconds: float | None = None
         """What each answer adds to that in steps of many answers."""
         self._num_steps = 0
@@ -168,34 +168,32 @@ class Scheduler:
         self.admitting = None
         return step
 
-    @property
-    def _are_answers_slow(self) -> bool:
-        """Whether a step is shorter with fewer answers.
+    def _lengthen(self, num_answers: int) -> bool:
+        """Whether so many answers make a step longer by a quarter or more.
 
-        With a large model it is not, because reading the weights takes longest: leaving answers out gains nothing.
+        With a large model they do not, because reading the weights takes longest: leaving answers out gains nothing.
         """
         if self._least_seconds is None or self._answer_seconds is None:
             return False
-        return self._least_seconds < SHARED_STEP_SECONDS and self._least_seconds < 32 * self._answer_seconds
+        return num_answers * self._answer_seconds > self._least_seconds / 4
 
     def _answering(self, only: Collection[str] | None) -> list[Sequence]:
         """Answers that may have a token in this step.
 
-        While there are several tenants, a step has no more of them than take about `SHARED_STEP_SECONDS`: those that
-        have waited longest for a token. Tenants with few answers have all of theirs in every step.
+        A step for some tenants has no answers of others where they would make it longer. While there are several
+        tenants, a step has no more answers than take about `SHARED_STEP_SECONDS`: those that have waited longest for a
+        token. Tenants with few answers have all of theirs in every step.
         """
         self._num_steps += 1
-        answering = [
-            sequence
-            for sequence in self._in_order()
-            if sequence.pending is not None and (only is None or sequence.tenant in only)
-        ]
-        if len(self._seen) < 2 or not self._are_answers_slow:
+        answering = [sequence for sequence in self._in_order() if sequence.pending is not None]
+        if only is not None and self._lengthen(sum(sequence.tenant not in only for sequence in answering)):
+            answering = [sequence for sequence in answering if sequence.tenant in only]
+        if len(self._seen) < 2 or not self._lengthen(len(answering)):
             return answering
         assert self._answer_seconds is not None and self._least_seconds is not None
         room = SHARED_STEP_SECONDS - self._least_seconds
-        most = max(LEAST_ANSWERS, int(room / max(self._answer_seconds, 1e-6)))
-        if len(answering) <= most:
+        most = max(LEAST_ANSWERS, int(room / self._answer_seconds))
+        if len(answering) <= most or room <= 0:
             return answering
         few = {tenant for tenant, places in self._places.items() if places <= most // len(self._seen)}
         chosen = sorted(answering, key=lambda sequence: (sequence.tenant not in few, sequence.last_step))[:most]
@@ -213,7 +211,7 @@ class Scheduler:
         for work in step.works:
             self.shares.note_served(work.sequence.tenant, seconds * work.num_tokens / num_tokens)
         if num_tokens >= LEAST_TOKENS // 2:
-            each = seconds / num_tokens
+            each = max(seconds - (self._least_seconds or 0.0), 0.0) / num_tokens
             self._token_seconds = each if self._token_seconds is None else 0.8 * self._token_seconds + 0.2 * each
 
     def _note_present(self) -> None:
@@ -227,11 +225,15 @@ class Scheduler:
 
     @property
     def _most_tokens(self) -> int:
-        """Tokens of the next step: fewer while there is more than one tenant, so that none waits long for its end."""
+        """Tokens of the next step: fewer while there is more than one tenant, so that none waits long for its end.
+
+        It takes about `SHARED_STEP_SECONDS`, or twice as long as an empty one: shorter ones would cost too much.
+        """
         most = self.config.max_batched_tokens
         if len(self._seen) < 2 or not self._token_seconds:
             return most
-        return min(most, max(LEAST_TOKENS, int(SHARED_STEP_SECONDS / self._token_seconds)))
+        least = self._least_seconds or 0.0
+        return min(most, max(LEAST_TOKENS, int(max(SHARED_STEP_SECONDS - least, least) / self._token_seconds)))
 
     def _ahead(self) -> tuple[set[str], set[str]]:
         """Tenants that are left out of this step, and those with prompts to compute for whose sake they are.
@@ -268,7 +270,7 @@ class Scheduler:
             step: the one being assembled.
             only: tenants that it is for; None: all of them.
         """
-        for sequence in self._answering(only if self._are_answers_slow else None):
+        for sequence in self._answering(only):
             is_answering = sequence.state is SequenceState.RUNNING and sequence.pending is not None
             if is_answering and budget.num_tokens > 0 and self._grow(sequence, step):
                 self._schedule_spans(sequence, budget, step)

@@ -19,7 +19,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-PART_CHARACTERS = 2**16
+PART_CHARACTERS = 2**15
 OVERLAP_CHARACTERS = 2**12
 EDGE_CHARACTERS = 2**9
 """At each end of an overlap tokens may differ: one of the parts is cut there."""

@@ -14,7 +14,7 @@ from kvmosaic.cpu_limit import check_cpu
 from kvmosaic.prompt.long_text import PART_CHARACTERS, Tokens, tokenize_long
 from kvmosaic.prompt.pieces import Piece, foreign_intervals, joined
 
-WINDOW_CHARACTERS = 2**16
+WINDOW_CHARACTERS = 2**14
 """Longer texts are measured in parts of this length before they are tokenized as a whole."""
 
 _ORDINARY = re.compile(r"[\w\s▁]*")

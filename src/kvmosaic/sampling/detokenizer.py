@@ -12,6 +12,8 @@ _PATIENCE = 16
 """After so many tokens without whole text, the text is broken for good."""
 _WINDOW = 16
 _LONGEST_WINDOW = 64
+PART_TOKENS = 2**15
+"""Decoded at once; some milliseconds."""
 
 
 class Decoder(Protocol):
@@ -27,15 +29,36 @@ class Decoder(Protocol):
         """Turns ids into text."""
 
 
-def decode_all(tokenizer: Decoder | None, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-    """Decodes a list of ids at once; empty text without a tokenizer."""
+def decode_all(
+    tokenizer: Decoder | None,
+    token_ids: Sequence[int],
+    *,
+    skip_special_tokens: bool = True,
+    part_tokens: int = PART_TOKENS,
+) -> str:
+    """Decodes a list of ids; empty text without a tokenizer.
+
+    A long list is decoded in parts of `part_tokens`: one call for all of it would keep the interpreter's lock. What a
+    part adds is found behind some tokens before it; where that is not clear, the list is decoded as a whole.
+    """
     if tokenizer is None or not token_ids:
         return ""
-    text = tokenizer.decode(
-        list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-    )
-    assert isinstance(text, str)
-    return text
+
+    def decode(begin: int, end: int) -> str:
+        text = tokenizer.decode(
+            list(token_ids[begin:end]), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+    texts = [decode(0, part_tokens)]
+    for begin in range(part_tokens, len(token_ids), part_tokens):
+        before = decode(begin - _WINDOW, begin)
+        both = decode(begin - _WINDOW, begin + part_tokens)
+        if before.endswith(_BROKEN) or not before or not both.startswith(before) or not texts[-1].endswith(before):
+            return decode(0, len(token_ids))
+        texts.append(both.removeprefix(before))
+    return "".join(texts)
 
 
 class Detokenizer:

@@ -57,6 +57,7 @@ class Intake:
             return await _Conversation(self._app, scope, receive, send).run(b"")
         tenant = Request(scope).state.tenant
         body = bytearray()
+        num_bytes = 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 if not await self._read(receive, body, tenant.name):
@@ -66,7 +67,8 @@ class Intake:
             asks = scope["method"] == "POST" and scope["path"].endswith(ASKING)
             admission = self._services.admission
             with admission.asking(tenant) if asks else nullcontext():
-                content = bytes(body)
+                content, num_bytes = bytes(body), len(body)
+                body.clear()  # one of the two is enough
                 scope[PARSED] = await self._check(tenant.name, content)
                 return await _Conversation(self._app, scope, receive, send).run(content)
         except TimeoutError:
@@ -75,7 +77,7 @@ class Intake:
         except ApiError as refusal:
             return await refusal.reply()(scope, receive, send)
         finally:
-            self._add(tenant.name, -len(body))
+            self._add(tenant.name, -(len(body) or num_bytes))
 
     def _add(self, tenant: str, num_bytes: int) -> None:
         self._num_bytes[tenant] = self._num_bytes.get(tenant, 0) + num_bytes

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Discriminator, Field, Tag
 
 from kvmosaic.errors import InvalidPrompt
-from kvmosaic.prompt import Prompt, check_token_ids
+from kvmosaic.prompt import check_token_ids
 from kvmosaic.sampling import decode_all
 from kvmosaic.server.documents import shown_name
 from kvmosaic.server.openai.chat_request import ChatFields
@@ -94,21 +94,24 @@ def router(services: Services) -> APIRouter:
     @routes.post("/tokenize", response_model=Tokenized, responses=error_replies())
     async def tokenize(
         request: Request, body: TokenizeRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
-    ) -> Tokenized:
+    ) -> Response:
         """Tells the tokens of a prompt and its segments, without answering it."""
         served_model(services, body.model)
-        composed = await services.in_thread(tenant.name, _read, services, tenant, body)
-        return _tokenized(services, composed.prompt, bool(body.return_token_strs))
+        return _json(await services.in_thread(tenant.name, _tokenized, services, tenant, body))
 
     @routes.post("/detokenize", response_model=Detokenized, responses=error_replies())
     async def detokenize(
         request: Request, body: DetokenizeRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
-    ) -> Detokenized:
+    ) -> Response:
         """Tells the text of token ids."""
         served_model(services, body.model)
-        return Detokenized(prompt=await services.in_thread(tenant.name, _text_of, services, body.tokens))
+        return _json(await services.in_thread(tenant.name, _detokenized, services, body.tokens))
 
     return routes
+
+
+def _json(reply: bytes) -> Response:
+    return Response(reply, media_type="application/json")
 
 
 def _read(services: Services, tenant: Tenant, body: TokenizeText | TokenizeChat) -> Composed:
@@ -123,14 +126,15 @@ def _read(services: Services, tenant: Tenant, body: TokenizeText | TokenizeChat)
     return text_prompt(services, tenant, body, body.prompt)
 
 
-def _tokenized(services: Services, prompt: Prompt, with_texts: bool) -> Tokenized:
+def _tokenized(services: Services, tenant: Tenant, body: TokenizeText | TokenizeChat) -> bytes:
+    prompt = _read(services, tenant, body).prompt
     tokens = [token for segment in prompt.segments for token in segment.token_ids or ()]
     tokenizer: Any = services.llm.model.tokenizer
-    return Tokenized(
+    reply = Tokenized(
         count=len(tokens),
         max_model_len=services.llm.engine.max_positions,
         tokens=tokens,
-        token_strs=[str(text) for text in tokenizer.convert_ids_to_tokens(tokens)] if with_texts else None,
+        token_strs=[str(text) for text in tokenizer.convert_ids_to_tokens(tokens)] if body.return_token_strs else None,
         segments=[
             SegmentTokens(
                 kind=segment.kind,
@@ -141,8 +145,10 @@ def _tokenized(services: Services, prompt: Prompt, with_texts: bool) -> Tokenize
             for segment in prompt.segments
         ],
     )
+    return reply.model_dump_json().encode()
 
 
-def _text_of(services: Services, token_ids: Sequence[int]) -> str:
+def _detokenized(services: Services, token_ids: Sequence[int]) -> bytes:
     check_token_ids(token_ids, services.llm.model.vocab_size, "list of tokens")
-    return decode_all(services.llm.model.tokenizer, token_ids, skip_special_tokens=False)
+    text = decode_all(services.llm.model.tokenizer, token_ids, skip_special_tokens=False)
+    return Detokenized(prompt=text).model_dump_json().encode()
