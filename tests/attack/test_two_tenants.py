@@ -22,7 +22,7 @@ WORDS = "ferry island harbour cat wheel market mill boat bell garden keeper brid
 ENDLESS = {**QUESTION, "n": 64, "window_tokens": 64, "sink_tokens": 4, "ignore_eos": True, "max_tokens": 2**20}
 NUM_ASKED = 8
 NUM_ROUNDS = 3
-THINKS_SECONDS = 0.3
+THINKS_SECONDS = 0.2
 
 _numbers = count()
 

@@ -6,19 +6,21 @@ from typing import Any
 import pytest
 
 from kvmosaic.server.doorway import Doorway
+from kvmosaic.server.tenants import AccessKey, Tenant, Tenants
 
 CROWD = 200
 
 
-async def come(doorway: Doorway, path: str, method: str = "GET", root_path: str = "") -> None:
+async def come(doorway: Doorway, path: str, method: str = "GET", root_path: str = "", key: str = "crowd") -> None:
     async def nothing(*_: Any) -> Any:
         return {}
 
     scope = {"type": "http", "method": method, "path": root_path + path, "root_path": root_path}
+    scope["headers"] = [(b"authorization", f"Bearer {key}".encode())]
     await doorway(scope, nothing, nothing)
 
 
-def num_before(path: str, method: str = "GET", root_path: str = "") -> int:
+def num_before(path: str, method: str = "GET", root_path: str = "", key: str = "crowd") -> int:
     """How many of a crowd are let in before one that comes last."""
 
     async def look() -> int:
@@ -28,9 +30,9 @@ def num_before(path: str, method: str = "GET", root_path: str = "") -> int:
             let_in.append(scope["path"].removeprefix(root_path))
 
         doorway = Doorway()
-        doorway.open(app)
+        doorway.open(app, Tenants(AccessKey.of(name, Tenant(name)) for name in ("crowd", "one")))
         crowd = [come(doorway, f"/v1/chat/completions/{number}", "POST", root_path) for number in range(CROWD)]
-        await asyncio.gather(*crowd, come(doorway, path, method, root_path))
+        await asyncio.gather(*crowd, come(doorway, path, method, root_path, key))
         return let_in.index(path)
 
     return asyncio.run(look())
@@ -48,3 +50,8 @@ def test_probes_and_scrapes_go_before_a_crowd(path: str, root_path: str) -> None
 )
 def test_what_only_looks_like_a_probe_waits_with_the_others(path: str, method: str) -> None:
     assert num_before(path, method) == CROWD
+
+
+@pytest.mark.parametrize("key", ["one", "not known"])
+def test_crowd_of_one_tenant_makes_no_other_wait(key: str) -> None:
+    assert num_before("/v1/models", key=key) < 10

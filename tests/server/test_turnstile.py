@@ -10,7 +10,7 @@ def test_crowd_is_let_in_a_few_at_a_time_and_in_order() -> None:
         turnstile, order, sizes = Turnstile(), list[int](), list[int]()
 
         async def come(number: int) -> None:
-            await turnstile.enter()
+            await turnstile.enter("acme")
             order.append(number)
 
         tasks = [asyncio.create_task(come(number)) for number in range(10 * AT_ONCE)]
@@ -29,7 +29,7 @@ def test_one_alone_waits_for_nobody() -> None:
     async def run() -> None:
         turnstile = Turnstile()
         for _ in range(3):
-            entering = turnstile.enter()
+            entering = turnstile.enter("acme")
             try:
                 entering.send(None)
             except StopIteration:
@@ -46,12 +46,28 @@ def test_one_alone_waits_for_nobody() -> None:
 def test_who_leaves_while_waiting_takes_no_place() -> None:
     async def run() -> int:
         turnstile = Turnstile()
-        tasks = [asyncio.create_task(turnstile.enter()) for _ in range(5 * AT_ONCE)]
+        tasks = [asyncio.create_task(turnstile.enter("acme")) for _ in range(5 * AT_ONCE)]
         await asyncio.sleep(0)
         for task in tasks[AT_ONCE::2]:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.wait_for(turnstile.enter(), 5)
+        await asyncio.wait_for(turnstile.enter("acme"), 5)
         return sum(result is None for result in results)
 
     assert asyncio.run(run()) >= AT_ONCE
+
+
+def test_crowd_of_one_tenant_makes_no_other_wait() -> None:
+    async def run() -> list[str]:
+        turnstile, order = Turnstile(), list[str]()
+
+        async def come(tenant: str) -> None:
+            await turnstile.enter(tenant)
+            order.append(tenant)
+
+        await asyncio.gather(*(come(tenant) for tenant in ["crowd"] * 200 + ["one", "", "one"]))
+        return order
+
+    order = asyncio.run(run())
+    assert len(order) == 203
+    assert {"one", ""} <= set(order[: 4 * AT_ONCE]) and order[: 10 * AT_ONCE].count("one") == 2

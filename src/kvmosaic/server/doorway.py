@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvmosaic.server.envelope import Envelope
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.logs import PROBES
+from kvmosaic.server.tenants import Tenants
 from kvmosaic.server.turnstile import Turnstile
 
 LOADING_RETRY_SECONDS = "2"
@@ -21,16 +23,23 @@ class Doorway:
     def __init__(self) -> None:
         self._app: ASGIApp = Envelope(_answer_while_loading)
         self._turnstile = Turnstile()
+        self._tenants: Tenants | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; probes and scrapes go before all others."""
         if scope["type"] == "http" and not _reads_figures(scope):
-            await self._turnstile.enter()
+            await self._turnstile.enter(self._tenant_of(scope))
         await self._app(scope, receive, send)
 
-    def open(self, app: ASGIApp) -> None:
-        """Lets every request from now on through to `app`."""
-        self._app = app
+    def open(self, app: ASGIApp, tenants: Tenants) -> None:
+        """Lets every request from now on through to `app`; tenants take turns, and all who have no key are one."""
+        self._app, self._tenants = app, tenants
+
+    def _tenant_of(self, scope: Scope) -> str:
+        try:
+            return self._tenants.identify(Headers(scope=scope).get("authorization")).name if self._tenants else ""
+        except ApiError:  # which the app will say
+            return ""
 
 
 def _reads_figures(scope: Scope) -> bool:

@@ -115,7 +115,7 @@ class _Launch:
             loading.cancel()
             return None
         services, app = loading.result()
-        self._doorway.open(app)
+        self._doorway.open(app, services.tenants)
         return services
 
     async def _drain(self, services: Services) -> None:
