@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import ssl
@@ -24,6 +25,17 @@ from kvmosaic.server.listening import listen
 from kvmosaic.server.settings import ServerSettings
 
 LONG = {"model": "reader", "prompt": "Once upon a time", "max_tokens": 1_500, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(autouse=True)
+def loggers() -> Iterator[None]:
+    """A server of this process sets them up for itself; tests that come later want theirs."""
+    names = ("kvmosaic", "uvicorn", "uvicorn.access")
+    before = [(each := logging.getLogger(name), each.level, each.propagate, each.handlers[:]) for name in names]
+    yield
+    for logger, level, propagate, handlers in before:
+        logger.setLevel(level)
+        logger.propagate, logger.handlers, logger.filters = propagate, handlers, []
 
 
 @pytest.fixture(scope="module")
