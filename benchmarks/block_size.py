@@ -2,13 +2,13 @@
 
     python benchmarks/block_size.py [--rounds 5] [--sizes 1 2 4 8 16 32 64 128 256]
 
-For each size, with the engine's own pools, planner and attention:
+For each size, with the engine's own pools, cache and attention:
 
     empty       slots of last blocks that stay empty, by lengths of real texts: the descriptions of the packages of this
                 environment and the pages of this repository (documents); a question of 64 tokens and one of
                 their paragraphs (answers)
     bookkeeping bytes of Python objects per token (tracemalloc) for chunks, and for prefix blocks
-    planning    plan, attach and release: 8 known documents of 512 tokens; a known plain prompt of 4,096; 8 new ones
+    planning    plan, allocate and release: 8 known documents of 512 tokens; a known plain prompt of 4,096; 8 new ones
     lost        tokens of a common beginning of two prompts that are computed again, and those that are copied, because
                 the block that they are in goes on in another way
     runs        of neighbouring slots in which a document of 512 tokens lies, after many documents came and went
@@ -40,7 +40,7 @@ from attention import Case
 from facts import RESULTS, save
 
 from kvmosaic.attention import AttentionBackend, RowGroup, RunRead, TorchBackend, choose_backend
-from kvmosaic.cache import Attachment, BlockPool, BlockTable, Planner
+from kvmosaic.cache import Allocation, BlockPool, BlockTable, KVCache
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.layout import Layout, arrange
 from kvmosaic.prompt import Prompt
@@ -71,26 +71,26 @@ def empty_share(sizes: Sequence[int], block_size: int) -> float:
 
 
 class World:
-    """A planner with room for so many tokens, and prompts for it."""
+    """A KV cache with room for so many tokens, and prompts for it."""
 
     def __init__(self, block_size: int, num_tokens: int) -> None:
         config = ChunkCacheConfig(block_size=block_size, max_chunk_tokens=LONGEST)
         blocks = -(-num_tokens // block_size) + 64
-        self.planner = Planner("model", config, request_blocks=blocks, chunk_blocks=blocks, bytes_per_block=1)
+        self.kv_cache = KVCache("model", config, request_blocks=blocks, chunk_blocks=blocks, bytes_per_block=1)
         self.random = random.Random(0)
 
     def tokens(self, count: int) -> list[int]:
         return [self.random.randrange(32_000) for _ in range(count)]
 
-    def run(self, layout: Layout) -> Attachment:
-        """Attaches a prompt and computes all of it."""
-        attachment = self.planner.attach(self.planner.plan(layout))
-        self.planner.begin_step()
-        for span in attachment.spans:
+    def run(self, layout: Layout) -> Allocation:
+        """Allocates a prompt and computes all of it."""
+        allocation = self.kv_cache.allocate(self.kv_cache.plan(layout))
+        self.kv_cache.begin_step()
+        for span in allocation.spans:
             if span.chunk is None or span.is_owner:
-                self.planner.advance(attachment, span.index, span.num_tokens - span.num_computed)
-        self.planner.end_step()
-        return attachment
+                self.kv_cache.advance(allocation, span.index, span.num_tokens - span.num_computed)
+        self.kv_cache.end_step()
+        return allocation
 
 
 def composed(system: list[int], documents: list[list[int]], question: list[int]) -> Layout:
@@ -98,7 +98,7 @@ def composed(system: list[int], documents: list[list[int]], question: list[int])
 
 
 def bookkeeping(block_size: int, document_lengths: Sequence[int], *, is_plain: bool) -> float:
-    """Bytes per token of what the planner keeps, its pools included; tokens themselves (4 bytes each) too."""
+    """Bytes per token of what the KV cache keeps, its pools included; tokens themselves (4 bytes each) too."""
     total = sum(document_lengths)
     inputs = World(block_size, 16)
     prompts = [inputs.tokens(length) for length in document_lengths]
@@ -107,7 +107,7 @@ def bookkeeping(block_size: int, document_lengths: Sequence[int], *, is_plain: b
     world = World(block_size, total + len(prompts) * block_size + 4 * SYSTEM)
     for prompt in prompts:
         layout = arrange(Prompt.plain(prompt)) if is_plain else composed(system, [prompt], [1])
-        world.planner.release(world.run(layout))
+        world.kv_cache.release(world.run(layout))
     layout = None
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -115,7 +115,7 @@ def bookkeeping(block_size: int, document_lengths: Sequence[int], *, is_plain: b
 
 
 class Planning:
-    """Times of one block size: plan, attach, release."""
+    """Times of one block size: plan, allocate, release."""
 
     def __init__(self, block_size: int) -> None:
         self.world = World(block_size, 2 * NUM_DOCUMENTS * DOCUMENT + 2 * PLAIN)
@@ -123,7 +123,7 @@ class Planning:
         self.known = [self.world.tokens(DOCUMENT) for _ in range(NUM_DOCUMENTS)]
         self.plain = self.world.tokens(PLAIN)
         for layout in (composed(self.system, self.known, [1]), arrange(Prompt.plain(self.plain))):
-            self.world.planner.release(self.world.run(layout))
+            self.world.kv_cache.release(self.world.run(layout))
 
     def seconds(self, kind: str) -> float:
         """CPU time of this thread for one prompt; its layout is made beforehand."""
@@ -133,9 +133,9 @@ class Planning:
         else:
             documents = self.known if kind == "known" else [self.world.tokens(DOCUMENT) for _ in self.known]
             layout = composed(self.system, documents, question)
-        planner = self.world.planner
+        kv_cache = self.world.kv_cache
         begin = time.thread_time()
-        planner.release(planner.attach(planner.plan(layout)))
+        kv_cache.release(kv_cache.allocate(kv_cache.plan(layout)))
         return time.thread_time() - begin
 
 
@@ -146,11 +146,11 @@ def common_beginnings(block_size: int, rounds: int) -> tuple[float, float]:
         shared = world.tokens(world.random.randrange(1, 2_000))
         ends = [[number, *world.tokens(QUESTION)] for number in (1, 2)]  # they differ from their first token on
         first, second = (arrange(Prompt.plain([*shared, *end])) for end in ends)
-        world.planner.release(world.run(first))
-        (span,) = world.planner.plan(second).spans
+        world.kv_cache.release(world.run(first))
+        (span,) = world.kv_cache.plan(second).spans
         lost += len(shared) - span.num_reused
         copied += span.num_copied
-        world.planner.reset()
+        world.kv_cache.reset()
     return lost / rounds, copied / rounds
 
 
@@ -280,7 +280,7 @@ def written(about: dict[str, Any], rows: Sequence[dict[str, Any]], head: str) ->
     lines = ["# Block size", "", f"Written by `benchmarks/block_size.py`: {head}", ""]
     lines += [
         f"{about['documents']} documents (median {about['median']:,.0f} tokens), {about['answers']:,} answers (median "
-        f"{about['median_answer']:,.0f}). Planning: plan, attach and release, ms. Lost, copied: of a common beginning.",
+        f"{about['median_answer']:,.0f}). Planning: plan, allocate, release, ms. Lost, copied: of a common beginning.",
         "",
         "| block size | empty, documents | empty, answers | bytes per token, chunks | prefix blocks | plan 8 known | "
         "4,096 plain | 8 new | lost | copied | runs per document |",

@@ -89,7 +89,7 @@ def accuracy(llm: LLM, examples: list[Example], codec: str) -> tuple[Score, list
         documents = [{"title": document.title or "", "text": document.text} for document in example.documents]
         llm.warm(documents, system=example.system)
         done = []
-        for chunk in llm.engine.planner.chunks():
+        for chunk in llm.engine.kv_cache.chunks():
             layers = storage.read_chunk(chunk.block_ids, chunk.num_tokens)
             kept.append(layers)
             header = header_of(llm, chunk, codec, "none")
@@ -99,7 +99,7 @@ def accuracy(llm: LLM, examples: list[Example], codec: str) -> tuple[Score, list
         system = [{"role": "system", "content": example.system}] if example.system else []
         conversations = [[*system, {"role": "user", "content": question.text}] for question in example.questions]
         outputs = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=16), documents=documents)
-        assert set(llm.engine.planner.chunks()) == set(done), "nothing was computed again"
+        assert set(llm.engine.kv_cache.chunks()) == set(done), "nothing was computed again"
         for question, output in zip(example.questions, outputs, strict=True):
             score.asked += 1
             said = output.outputs[0].text.strip()
@@ -107,7 +107,7 @@ def accuracy(llm: LLM, examples: list[Example], codec: str) -> tuple[Score, list
                 score.right += 1
             else:
                 score.wrong.append(f"{question.text} expected {question.answer!r}, got {said!r}")
-        llm.engine.planner.reset()
+        llm.engine.kv_cache.reset()
     return score, kept
 
 

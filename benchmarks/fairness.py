@@ -170,7 +170,7 @@ def alone(model: LoadedModel, kind: Kind) -> float:
         request = world.engine.add_request(prompt_of(kind, random.Random(7), ""), params_of(kind))
         while not request.is_finished:
             world.step()
-        world.engine.planner._prefix.clear()
+        world.engine.kv_cache._prefix.clear()
     assert request.finished_time is not None
     return request.finished_time - request.arrival_time
 

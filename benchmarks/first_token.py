@@ -109,7 +109,7 @@ class Bench:
         return Prompt.from_tokens(self.system, order, self.tokens(NUM_QUESTION))
 
     def cold(self) -> float:
-        self.llm.engine.planner.reset()
+        self.llm.engine.kv_cache.reset()
         return self.ask(self.composed())
 
     def warm(self) -> float:
@@ -139,31 +139,31 @@ class Bench:
         options |= {"do_sample": False, "max_new_tokens": max_tokens, "min_new_tokens": max_tokens, "pad_token_id": 0}
         self.peer.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
-    def lookup_and_attach(self) -> tuple[float, float]:
-        """Seconds to look up one known chunk of 4,096 tokens, and to attach it at a new place each time.
+    def lookup_and_allocate(self) -> tuple[float, float]:
+        """Seconds to look up one known chunk of 4,096 tokens, and to allocate it at a new place each time.
 
         A short document in front of it, of another length each time, moves it (under `sequential`). Its blocks stay the
         same, so no byte is copied.
         """
         chunk = self.tokens(4_096)
         self.llm.chunks.create(chunk, system=self.system)
-        planner = self.llm.engine.planner
-        lookups, attaches, blocks, distances = [], [], set(), set()
+        kv_cache = self.llm.engine.kv_cache
+        lookups, allocates, blocks, distances = [], [], set(), set()
         for length in range(1, 51):
             prompt = Prompt.from_tokens(self.system, [self.tokens(length), chunk], self.tokens(NUM_QUESTION))
             alone = arrange(Prompt.from_tokens(self.system, [chunk], self.tokens(NUM_QUESTION)), "sequential")
             begin = time.perf_counter()
-            planner.plan(alone)
+            kv_cache.plan(alone)
             lookups.append(time.perf_counter() - begin)
-            plan = planner.plan(arrange(prompt, "sequential"))
+            plan = kv_cache.plan(arrange(prompt, "sequential"))
             begin = time.perf_counter()
-            attachment = planner.attach(plan)
-            attaches.append(time.perf_counter() - begin)
+            allocation = kv_cache.allocate(plan)
+            allocates.append(time.perf_counter() - begin)
             distances.add(plan.spans[2].distance)
-            blocks.add(tuple(attachment.spans[2].table.block_ids))
-            planner.release(attachment)
-        assert len(distances) == len(attaches) and len(blocks) == 1, "moved each time, and the same blocks"
-        return statistics.median(lookups), statistics.median(attaches)
+            blocks.add(tuple(allocation.spans[2].table.block_ids))
+            kv_cache.release(allocation)
+        assert len(distances) == len(allocates) and len(blocks) == 1, "moved each time, and the same blocks"
+        return statistics.median(lookups), statistics.median(allocates)
 
 
 def measure(bench: Bench, rounds: int) -> dict[str, list[float]]:
@@ -193,7 +193,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     bench = Bench(arguments)
     times = measure(bench, arguments.rounds)
-    lookup, attach = bench.lookup_and_attach()
+    lookup, allocate = bench.lookup_and_allocate()
     median = {name: statistics.median(values) for name, values in times.items()}
     ratios = {
         "first token, cold by warm (target at least 25)": median["cold"] / median["warm"],
@@ -201,7 +201,7 @@ def main() -> None:
         "prefill, ours by transformers (target at most 1.05)": median["prefill"] / median["peer_prefill"],
         "decode, ours by transformers (target at most 1.15)": median["decode"] / median["peer_decode"],
         "lookup of a 4,096-token chunk, ms (target below 1)": lookup * 1e3,
-        "attaching it, ms (target below 0.1)": attach * 1e3,
+        "allocating it, ms (target below 0.1)": allocate * 1e3,
     }
     table = Table("figure", "value", title=f"0.1 B Llama, {arguments.dtype}, {arguments.threads} thread(s)")
     for name, value in ratios.items():

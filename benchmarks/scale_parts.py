@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from kvmosaic.cache import BlockPool, Chunk, Key, KeyChain, Planner
+from kvmosaic.cache import BlockPool, Chunk, Key, KeyChain, KVCache
 from kvmosaic.cache.prefix_cache import PrefixCache, PrefixEntry
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.eviction import LRU, EvictionPolicy, Priority
@@ -21,7 +21,7 @@ from kvmosaic.layout import Layout, arrange
 from kvmosaic.prompt import Prompt
 from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.disk import DiskTier
-from kvmosaic.tiers.ledger import Ledger
+from kvmosaic.tiers.lru_index import LRUIndex
 
 BLOCK_SIZE = 16
 CHUNK_BLOCKS = 10
@@ -137,7 +137,7 @@ class Chains:
             assert entry is not None
             entries.append(entry)
         self.pool.release(taken)
-        self.cache.leave(entries)
+        self.cache.release(entries)
 
     def find(self, number: int) -> list[PrefixEntry]:
         """What is known of a chain."""
@@ -145,10 +145,10 @@ class Chains:
         return self.cache.match(root, self.keys(root, blocks), blocks)
 
     def use(self, number: int) -> None:
-        """Attaches to a chain and leaves it."""
+        """Allocates to a chain and leaves it."""
         entries = self.find(number)
-        self.cache.hold(entries)
-        self.cache.leave(entries)
+        self.cache.acquire(entries)
+        self.cache.release(entries)
 
 
 def prefix(n: int, policy: EvictionPolicy | None = None) -> Costs:
@@ -192,59 +192,59 @@ def documents(numbers: Iterable[int], *, are_named: bool = True) -> Layout:
     return arrange(Prompt.from_tokens([1, 2, 3], bodies, [7], names=names), "shared", "system")
 
 
-def attached(planner: Planner, layout: Layout) -> None:
+def allocated(kv_cache: KVCache, layout: Layout) -> None:
     """A prompt from beginning to end."""
-    attachment = planner.attach(planner.plan(layout))
-    planner.begin_step()
-    for span in attachment.spans:
+    allocation = kv_cache.allocate(kv_cache.plan(layout))
+    kv_cache.begin_step()
+    for span in allocation.spans:
         if span.chunk is None or span.is_owner:
-            planner.advance(attachment, span.index, span.num_tokens - span.num_computed)
-    planner.release(attachment)
+            kv_cache.advance(allocation, span.index, span.num_tokens - span.num_computed)
+    kv_cache.release(allocation)
 
 
 def chunks(n: int, policy: str = "lru") -> Costs:
-    """The planner: n chunks of `CHUNK_BLOCKS` blocks, with a name each."""
+    """The KV cache: n chunks of `CHUNK_BLOCKS` blocks, with a name each."""
     meter = Meter()
     config = ChunkCacheConfig(max_chunks=n, eviction=policy)
-    planners: list[Planner] = []
+    kv_caches: list[KVCache] = []
     step = PROMPT_CHUNKS
 
     def fill() -> None:
-        planners.append(planner := Planner("model", config, request_blocks=256, chunk_blocks=n * CHUNK_BLOCKS))
+        kv_caches.append(kv_cache := KVCache("model", config, request_blocks=256, chunk_blocks=n * CHUNK_BLOCKS))
         for first in range(0, n, step):
-            attached(planner, documents(range(first, min(first + step, n))))
+            allocated(kv_cache, documents(range(first, min(first + step, n))))
 
     meter.filled(fill, n)
-    planner, some = planners[0], sampled(n)
+    kv_cache, some = kv_caches[0], sampled(n)
     prompts = [documents(some[i : i + step]) for i in range(0, len(some), step)]
     new = [documents(range(n + i, n + i + step)) for i in range(0, len(some), step)]
     count = sum(len(layout.spans) - 2 for layout in prompts)
     for layout in prompts:
-        planner.plan(layout)  # whoever asks first pays for reading the tokens of the layout
-    meter.cost("plan, known", lambda: [planner.plan(layout) for layout in prompts], count)
-    meter.cost("plan, new", lambda: [planner.plan(layout) for layout in new], len(new) * step)
-    meter.cost("plan, attach, release", lambda: [attached(planner, layout) for layout in prompts], count)
-    meter.cost("statistics", lambda: [planner.statistics() for _ in range(1_000)], 1_000)
-    meter.cost("find by name", lambda: [planner.find_chunks(f"document-{number}") for number in some], len(some))
-    meter.cost("pin and unpin", lambda: [pinned(planner, number) for number in some], len(some))
-    meter.cost("set_quota", lambda: [planner.set_quota("another", 1 << 40) for _ in range(1_000)], 1_000)
-    meter.cost("new in a full cache", lambda: [attached(planner, layout) for layout in new], len(new) * step)
-    index, evicted = planner._chunks, min(n // 10, 10 * SAMPLE)
+        kv_cache.plan(layout)  # whoever asks first pays for reading the tokens of the layout
+    meter.cost("plan, known", lambda: [kv_cache.plan(layout) for layout in prompts], count)
+    meter.cost("plan, new", lambda: [kv_cache.plan(layout) for layout in new], len(new) * step)
+    meter.cost("plan, allocate, release", lambda: [allocated(kv_cache, layout) for layout in prompts], count)
+    meter.cost("statistics", lambda: [kv_cache.statistics() for _ in range(1_000)], 1_000)
+    meter.cost("find by name", lambda: [kv_cache.find_chunks(f"document-{number}") for number in some], len(some))
+    meter.cost("pin and unpin", lambda: [pinned(kv_cache, number) for number in some], len(some))
+    meter.cost("set_quota", lambda: [kv_cache.set_quota("another", 1 << 40) for _ in range(1_000)], 1_000)
+    meter.cost("new in a full cache", lambda: [allocated(kv_cache, layout) for layout in new], len(new) * step)
+    index, evicted = kv_cache._chunks, min(n // 10, 10 * SAMPLE)
     meter.cost("evict", lambda: [index.evict_one() for _ in range(evicted)], evicted)
-    meter.cost("block_map", planner.block_map)
-    meter.cost("reset", planner.reset, n - evicted)
+    meter.cost("block_map", kv_cache.block_map)
+    meter.cost("reset", kv_cache.reset, n - evicted)
     return meter.costs
 
 
-def pinned(planner: Planner, number: int) -> None:
+def pinned(kv_cache: KVCache, number: int) -> None:
     """Pins a chunk and lets it go again."""
-    planner.pin(f"document-{number}")
-    planner.unpin(f"document-{number}")
+    kv_cache.pin(f"document-{number}")
+    kv_cache.unpin(f"document-{number}")
 
 
-def ledger(n: int) -> Costs:
+def lru_index(n: int) -> Costs:
     """The ledger of a tier."""
-    meter, book = Meter(), Ledger()
+    meter, book = Meter(), LRUIndex()
     keys = KeyChain("model")
 
     def fill() -> None:
@@ -268,9 +268,11 @@ def ledger(n: int) -> Costs:
 
 def kept_keys(n: int) -> Costs:
     """Names of chunks in tiers, at their limit: whatever comes pushes the oldest out."""
-    from kvmosaic.engine.kept_keys import KeptKeys  # it brings torch, which is not to be measured in other parts
+    from kvmosaic.engine.offloaded_keys import (
+        OffloadedKeys,  # it brings torch, which is not to be measured in other parts
+    )
 
-    meter, kept = Meter(), KeptKeys(most_keys=n)
+    meter, kept = Meter(), OffloadedKeys(most_keys=n)
     gc.collect()
     gc.freeze()
     some_pool, keys = BlockPool("chunk_cache", 1, BLOCK_SIZE), KeyChain("model")
@@ -330,7 +332,7 @@ PARTS: dict[str, Callable[[int], Costs]] = {
     "prefix cache, priority": lambda n: prefix(n, Priority()),
     "chunks": chunks,
     "chunks, priority": lambda n: chunks(n, "priority"),
-    "ledger": ledger,
+    "ledger": lru_index,
     "kept keys": kept_keys,
     "disk": disk,
     "hashing": hashing,

@@ -42,7 +42,7 @@ def computed(engine: Engine, num_tokens: int, chance: random.Random) -> float:
 
 def moved(engine: Engine, num_tokens: int) -> float:
     """Seconds of moving so many tokens to the host and back, into other blocks."""
-    pool, storage = engine.planner.request_pool, engine.runner.storages["request"]
+    pool, storage = engine.kv_cache.request_pool, engine.runner.storages["request"]
     blocks = pool.allocate(2 * pool.blocks_for(num_tokens))
     half = len(blocks) // 2
     began = time.perf_counter()

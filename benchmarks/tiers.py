@@ -45,7 +45,7 @@ from rich.console import Console
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams, TierConfig
 from kvmosaic.model import LoadedModel
-from kvmosaic.tiers import prospects
+from kvmosaic.tiers import fetch_policy
 
 NUM_DOCUMENTS, NUM_SYSTEM, NUM_QUESTION, NUM_DECODED, NUM_NEW = 4, 64, 32, 24, 256
 SIZES = {
@@ -113,9 +113,9 @@ def open_llm(model: LoadedModel, tiers: Sequence[str], codec: str = "none", *, b
         engine_config=EngineConfig(request_cache="256MiB", num_threads=1),
         tier_config=TierConfig(tuple(tiers), codec=codec, pending=MOST_BYTES, staged=MOST_BYTES) if tiers else None,
     )
-    if believes_tiers and llm.engine.keeper is not None:
-        llm.engine.keeper._compute.estimate = lambda num_tokens: 3_600.0
-        prospects.FIRST_PATIENCE_SECONDS = 3_600.0
+    if believes_tiers and llm.engine.offloader is not None:
+        llm.engine.offloader._compute.estimate = lambda num_tokens: 3_600.0
+        fetch_policy.FIRST_TIMEOUT_SECONDS = 3_600.0
     return llm
 
 
@@ -128,9 +128,9 @@ def first_token(llm: LLM, prompt: Prompt) -> float:
 
 def put_out(llm: LLM) -> None:
     """Has all chunks leave the device, and waits until the tiers have them."""
-    llm.engine.planner.evict_cold(2**40, 0.0)
-    if llm.engine.keeper is not None:
-        assert llm.engine.keeper.hierarchy.flush(300)
+    llm.engine.kv_cache.evict_cold(2**40, 0.0)
+    if llm.engine.offloader is not None:
+        assert llm.engine.offloader.tiered_store.flush(300)
 
 
 def put_out_of_page_cache(folder: Path) -> None:

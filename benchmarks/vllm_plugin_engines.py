@@ -152,7 +152,7 @@ class Own:
         return Taken(seconds, cpu, first, sum(output.reuse.computed_tokens for output in outputs))
 
     def reset(self) -> None:
-        self._llm.engine.planner.reset()
+        self._llm.engine.kv_cache.reset()
 
 
 class Forked:

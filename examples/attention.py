@@ -3,7 +3,7 @@
 import torch
 
 from kvmosaic import Piece, composed_attention
-from kvmosaic.rope import Rotation, turn
+from kvmosaic.rope import Rotation, rotate
 
 HEAD_DIM = 16
 frequencies = tuple(10_000.0 ** (-index / HEAD_DIM) for index in range(0, HEAD_DIM, 2))
@@ -12,7 +12,7 @@ rotation = Rotation("half", offset=0, rotary_dim=HEAD_DIM, sign=1, inv_freq=freq
 
 def rotated(x: torch.Tensor, first: int) -> torch.Tensor:
     """Queries or keys [T, heads, head_dim] as the model would make them at consecutive positions."""
-    return turn(x, rotation.tables(torch.arange(first, first + len(x)), dtype=x.dtype, device=x.device))
+    return rotate(x, rotation.tables(torch.arange(first, first + len(x)), dtype=x.dtype, device=x.device))
 
 
 torch.manual_seed(0)

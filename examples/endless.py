@@ -26,7 +26,7 @@ llm = LLM("reader", dtype="float32", engine_config=EngineConfig(request_cache="4
 params = SamplingParams(
     temperature=1.0, seed=1, ignore_eos=True, max_tokens=options.tokens, sink_tokens=4, window_tokens=252
 )
-pool = llm.engine.planner.request_pool
+pool = llm.engine.kv_cache.request_pool
 print(f"{llm.engine.max_positions:,} positions, {pool.num_blocks} blocks of {pool.block_size} tokens")
 
 request = llm.engine.add_request(llm.encoder.encode("The ferry goes from the old harbour to Oak Island."), params)

@@ -3,7 +3,7 @@
 import torch
 
 from kvmosaic import BlockKVCache, Piece, composed_attention
-from kvmosaic.rope import Rotation, turn
+from kvmosaic.rope import Rotation, rotate
 
 HEADS, HEAD_DIM, CHUNK, SINKS, WINDOW = 2, 16, 8, 4, 64
 frequencies = tuple(10_000.0 ** (-index / HEAD_DIM) for index in range(0, HEAD_DIM, 2))
@@ -20,7 +20,7 @@ for index in range(1000):
     query, key, value = torch.randn(3, CHUNK, HEADS, HEAD_DIM)
     tables = rotation.tables(positions)
     cache.before_update(index)
-    cache.update(turn(key, tables), value)
+    cache.update(rotate(key, tables), value)
     seen = [Piece(cache.cached_k(), cache.cached_v(), causal=True)]
     if cache.sink_distance:  # the sinks are moved right before the window: the query is turned, no key is
         keys, values = cache.cached_k(), cache.cached_v()
@@ -28,7 +28,7 @@ for index in range(1000):
             Piece(keys[:SINKS], values[:SINKS], cache.sink_distance),
             Piece(keys[SINKS:], values[SINKS:], causal=True),
         ]
-    output = composed_attention(turn(query, tables), seen, rotation=rotation)
+    output = composed_attention(rotate(query, tables), seen, rotation=rotation)
     cache.after_update(index)
     if index in (0, 7, 8, 9, 999):
         last = int(positions[-1])

@@ -13,7 +13,7 @@ from rich.terminal_theme import TerminalTheme
 
 from kvmosaic.console.demo import VISITS, run_demo
 from kvmosaic.console.folder import bundled_documents
-from kvmosaic.console.opening import Opening
+from kvmosaic.console.model_options import ModelOptions
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "images" / "demo.svg"
 THEME = TerminalTheme((27, 31, 36), (214, 219, 224), [(69, 76, 84)] * 8)
@@ -34,7 +34,7 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command does
     model = sys.argv[1] if len(sys.argv) > 1 else "reader"
     console = Console(record=True, width=100, force_terminal=True, color_system="truecolor", file=io.StringIO())
-    run_demo(Opening(model, position_strategy="sequential"), bundled_documents(), VISITS[:3], console)
+    run_demo(ModelOptions(model, position_strategy="sequential"), bundled_documents(), VISITS[:3], console)
     console.save_svg(str(OUTPUT), title="kvmosaic demo", code_format=FORMAT, theme=THEME, unique_id="demo")
 
 

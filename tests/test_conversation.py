@@ -162,7 +162,7 @@ def test_a_second_turn_answers_as_from_scratch():
                 {"role": "assistant", "content": output.outputs[0].text},
                 {"role": "user", "content": question},
             ]
-            other.engine.planner.reset()
+            other.engine.kv_cache.reset()
             (warm,) = llm.chat(messages, params, documents=DOCUMENTS)
             (cold,) = other.chat(messages, params, documents=DOCUMENTS)
             assert warm.reuse.segments[-1].reused_tokens > 0 == cold.reuse.reused_tokens

@@ -78,7 +78,7 @@ def test_known_documents_in_another_order_are_reused(llm):
     stats = llm.get_chunk_cache_stats()
     assert (stats.lookups, stats.hits, stats.misses, stats.hit_rate) == (4, 2, 2, 0.5)
     assert stats.cached_chunks == 2 and stats.evictions == 0 and stats.used_blocks > 0
-    assert min(stats.average_lookup_ms, stats.average_attach_ms, stats.average_compute_ms) > 0
+    assert min(stats.average_lookup_ms, stats.average_allocate_ms, stats.average_compute_ms) > 0
 
 
 def test_moved_documents_say_how_far(model):
@@ -102,9 +102,9 @@ def test_blind_documents_are_reused_under_another_system_prompt_and_say_so(model
 def test_a_request_chooses_what_its_documents_saw(llm):
     other = [{"role": "system", "content": "Be verbose."}, MESSAGES[1]]
     llm.warm(DOCUMENTS, system="Be brief.", chunk_context="none")
-    (blind,) = llm.chat(other, GREEDY, documents=DOCUMENTS, chunk_context="none")
-    assert [segment.reused_tokens > 0 for segment in blind.reuse.segments] == [False, True, True, False]
-    assert "documents did not see the system prompt" in blind.reuse.composition
+    (context_free,) = llm.chat(other, GREEDY, documents=DOCUMENTS, chunk_context="none")
+    assert [segment.reused_tokens > 0 for segment in context_free.reuse.segments] == [False, True, True, False]
+    assert "documents did not see the system prompt" in context_free.reuse.composition
     (seeing,) = llm.chat(other, GREEDY, documents=DOCUMENTS)
     assert actions(seeing)[1:3] == ["computed", "computed"], "those that saw it are other chunks"
     assert "did not see" not in seeing.reuse.composition
@@ -113,16 +113,16 @@ def test_a_request_chooses_what_its_documents_saw(llm):
     assert llm.plan(TEXT, chunk_context="none").spans[1].num_reused > 0
     assert llm.plan(TEXT).spans[1].num_reused == 0
     *_, streamed = llm.stream(other, GREEDY, documents=DOCUMENTS, chunk_context="none")
-    assert streamed.outputs[0].token_ids == blind.outputs[0].token_ids
+    assert streamed.outputs[0].token_ids == context_free.outputs[0].token_ids
 
 
 def test_a_request_answers_as_an_llm_whose_settings_say_the_same(model, llm):
-    with make(model, chunk_context="none") as blind:
-        (configured,) = blind.generate(TEXT, GREEDY)
-        (seeing,) = blind.generate(TEXT, GREEDY, chunk_context="system")
-        handle = blind.chunks.create("Another.", chunk_context="system")
-        assert not blind.chunks.create("Another.").was_cached
-        assert blind.chunks.create("Another.", chunk_context="system").was_cached and handle.name is None
+    with make(model, chunk_context="none") as context_free:
+        (configured,) = context_free.generate(TEXT, GREEDY)
+        (seeing,) = context_free.generate(TEXT, GREEDY, chunk_context="system")
+        handle = context_free.chunks.create("Another.", chunk_context="system")
+        assert not context_free.chunks.create("Another.").was_cached
+        assert context_free.chunks.create("Another.", chunk_context="system").was_cached and handle.name is None
     (asked,) = llm.generate(TEXT, GREEDY, chunk_context="none")
     (plain,) = llm.generate(TEXT, GREEDY)
     assert asked.outputs[0].token_ids == configured.outputs[0].token_ids
@@ -197,7 +197,7 @@ def test_closing_a_stream_gives_the_blocks_back(llm):
     stream.close()
     assert not llm.engine.has_unfinished_requests
     llm.engine.check_invariants()
-    assert llm.engine.planner.request_pool.num_shared == 0
+    assert llm.engine.kv_cache.request_pool.num_shared == 0
 
 
 def test_logprobs_stop_and_n_have_vllm_names(llm):
@@ -292,17 +292,17 @@ def test_models_that_cannot_move_documents_say_so():
 
 
 def snapshot(llm):
-    planner = llm.engine.planner
-    planner.check_invariants()
-    stats = planner.statistics()
+    kv_cache = llm.engine.kv_cache
+    kv_cache.check_invariants()
+    stats = kv_cache.statistics()
     return (
-        planner.request_pool.num_used,
-        planner.chunk_pool.num_used,
+        kv_cache.request_pool.num_used,
+        kv_cache.chunk_pool.num_used,
         stats.cached_chunks,
         stats.prefix_blocks,
         stats.evictions,
         llm.engine.has_unfinished_requests,
-        [(chunk.key, chunk.num_tokens, chunk.pinned, chunk.users) for chunk in planner.chunks()],
+        [(chunk.key, chunk.num_tokens, chunk.pinned, chunk.users) for chunk in kv_cache.chunks()],
     )
 
 

@@ -68,7 +68,7 @@ def test_a_priority_that_cannot_be_is_refused_before_anything_runs(llm, priority
 
 def test_a_document_with_a_high_priority_stays_in_a_full_cache(llm):
     for first, second in (("ferry", "mill"), ("mill", "ferry")):
-        llm.engine.planner.reset()
+        llm.engine.kv_cache.reset()
         llm.chat(QUESTION, GREEDY, documents=[document(first, 0.9), document(second, 0.1)])
         llm.chat(QUESTION, GREEDY, documents=[document("bakery")])
         assert cached(llm) == {first: 0.9, "bakery": 0.5}

@@ -113,8 +113,8 @@ def test_novel_orders_without_end_neither_grow_nor_slow_down(tmp_path) -> None:
     config = ChunkCacheConfig(capacity="2MiB")
     tiers = TierConfig((url,), loading="always")
     with LLM(model, tier_config=tiers, chunk_cache_config=config, self_check=False) as llm:
-        keeper = llm.engine.keeper
-        assert keeper is not None
+        offloader = llm.engine.offloader
+        assert offloader is not None
         seconds, controls, sizes = [], [], []
         one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         for number in range(500):
@@ -127,8 +127,8 @@ def test_novel_orders_without_end_neither_grow_nor_slow_down(tmp_path) -> None:
             seconds.append(middle - begin)
             controls.append(time.thread_time() - middle)
             if number % 100 == 50:
-                assert keeper.hierarchy.flush(10)
-                sizes.append(keeper.hierarchy.tier_stats()[0].num_bytes)
+                assert offloader.tiered_store.flush(10)
+                sizes.append(offloader.tiered_store.tier_stats()[0].num_bytes)
         assert len(set(sizes)) == 1, "bytes stored do not grow"
         # by prompts without documents at the same moments: a machine whose clock changes slows both
         first, last = (
@@ -144,7 +144,7 @@ def test_a_secret_keeps_others_out(tmp_path) -> None:
         ask(first)
     with open_llm(url, secret="battery staple") as second:
         ask(second)
-        assert loaded(second) == 0 and second.engine.keeper.hierarchy.stats.invalid == 6
+        assert loaded(second) == 0 and second.engine.offloader.tiered_store.stats.invalid == 6
     with open_llm(url) as third:
         ask(third)
         assert loaded(third) == 0
@@ -156,10 +156,10 @@ def test_a_secret_keeps_others_out(tmp_path) -> None:
 def test_deleted_documents_are_gone_from_the_disk(tmp_path) -> None:
     with open_llm(f"disk:{tmp_path}?quota=1GiB") as llm:
         ask(llm)
-        assert llm.engine.keeper.hierarchy.flush(10)
+        assert llm.engine.offloader.tiered_store.flush(10)
         assert len(list(tmp_path.rglob("*.safetensors"))) == 6
         llm.delete("ferry 2")
-        assert llm.engine.keeper.hierarchy.flush(10)
+        assert llm.engine.offloader.tiered_store.flush(10)
         assert len(list(tmp_path.rglob("*.safetensors"))) == 5
 
 

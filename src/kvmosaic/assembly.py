@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvmosaic.attention import AttentionBackend
-from kvmosaic.cache import Planner
+from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig, parse_bytes
-from kvmosaic.engine import ChunkEntries, Engine, Keeper, not_movable
+from kvmosaic.engine import ChunkEntries, ChunkOffloader, Engine, not_movable
 from kvmosaic.errors import InvalidConfig, InvalidPrompt
 from kvmosaic.memory import blocks_within, check_fits, device_memory_bytes
 from kvmosaic.memory.buffer import pinned_bytes
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.gguf_file import find_gguf, model_name
 from kvmosaic.model.runner import Runner
-from kvmosaic.profile import PROFILE_NAME
 from kvmosaic.prompt import Prompt, PromptEncoder
-from kvmosaic.tiers import Hierarchy, open_tiers, parse_tier_url
+from kvmosaic.tiers import TieredStore, open_tiers, parse_tier_url
+from kvmosaic.tuned_settings import PROFILE_NAME
 
 PromptLike = str | Prompt | Sequence[int] | Mapping[str, Any]
 """A text, a prompt, token ids, or a mapping with "prompt" or "prompt_token_ids"."""
@@ -134,7 +134,7 @@ def build_engine(
     has_chunk_cache: bool = True,
     tier_config: TierConfig | None = None,
 ) -> Engine:
-    """Gives a model its pools, its planner and its engine, in the memory that the settings allow.
+    """Gives a model its pools, its KV cache and its engine, in the memory that the settings allow.
 
     Raises:
         InvalidConfig: a setting that cannot work, a tier that cannot be opened among them.
@@ -146,7 +146,7 @@ def build_engine(
         capacity = int(config.memory_fraction * device_memory_bytes(model.device))
     chunk_blocks = blocks_within(capacity, bytes_per_block, "the chunk cache's capacity") if has_chunk_cache else 1
     check_fits((request_blocks + chunk_blocks) * bytes_per_block, model.device)
-    planner = Planner(
+    kv_cache = KVCache(
         model.fingerprint,
         config,
         request_blocks=request_blocks,
@@ -155,20 +155,20 @@ def build_engine(
         bytes_per_block=bytes_per_block,
     )
     runner = Runner(model, {"request": request_blocks, "chunk_cache": chunk_blocks}, config.block_size, backend)
-    engine = Engine(runner, planner, config, engine_config)
+    engine = Engine(runner, kv_cache, config, engine_config)
     if tier_config is not None and tier_config.tiers and has_chunk_cache:
-        engine.keeper = _build_keeper(model, engine, tier_config)
+        engine.offloader = _build_offloader(model, engine, tier_config)
     return engine
 
 
-def _build_keeper(model: LoadedModel, engine: Engine, config: TierConfig) -> Keeper:
+def _build_offloader(model: LoadedModel, engine: Engine, config: TierConfig) -> ChunkOffloader:
     storage = engine.runner.storages["chunk_cache"]
     entries = ChunkEntries(model.fingerprint, storage, config)
     allocate = pinned_bytes if model.device.type == "cuda" else None
-    return Keeper(
-        engine.planner,
+    return ChunkOffloader(
+        engine.kv_cache,
         storage,
-        Hierarchy(
+        TieredStore(
             open_tiers(config.tiers, allocate=allocate),
             most_pending_bytes=parse_bytes(config.pending),
             loading=config.loading,

@@ -106,33 +106,33 @@ class ChunkStore:
 
     def entries(self) -> list[Chunk]:
         """All cached chunks, oldest first."""
-        return self._engine.planner.chunks()
+        return self._engine.kv_cache.chunks()
 
     def pin(self, name: str, *, salt: str = "", tenant: str = "") -> int:
         """Protects the chunks with this name from eviction; returns how many. Raises UnknownChunk."""
-        return self._engine.planner.pin(name, salt, tenant)
+        return self._engine.kv_cache.pin(name, salt, tenant)
 
     def unpin(self, name: str, *, salt: str = "", tenant: str = "") -> int:
         """Lets the chunks with this name be evicted again; returns how many. Raises UnknownChunk."""
-        return self._engine.planner.unpin(name, salt, tenant)
+        return self._engine.kv_cache.unpin(name, salt, tenant)
 
     def set_priority(self, name: str, priority: float, *, salt: str = "", tenant: str = "") -> int:
         """Says how much the chunks with this name should stay, 0 to 1; returns how many. Raises UnknownChunk."""
-        return self._engine.planner.set_priority(name, priority, salt, tenant)
+        return self._engine.kv_cache.set_priority(name, priority, salt, tenant)
 
     def delete(self, name: str, *, salt: str = "", tenant: str = "") -> int:
         """Drops the chunks with this name, from the tiers as well; returns how many. Raises UnknownChunk or ChunkInUse.
 
         Chunks that only the tiers have are known by name if this process stored or used them.
         """
-        keeper = self._engine.keeper
+        offloader = self._engine.offloader
         try:
-            num_deleted = self._engine.planner.delete(name, salt, tenant)
+            num_deleted = self._engine.kv_cache.delete(name, salt, tenant)
         except UnknownChunk:
-            if keeper is None or not (num_deleted := keeper.delete_named(name, salt, tenant)):
+            if offloader is None or not (num_deleted := offloader.delete_named(name, salt, tenant)):
                 raise
             return num_deleted
-        return num_deleted + (keeper.delete_named(name, salt, tenant) if keeper is not None else 0)
+        return num_deleted + (offloader.delete_named(name, salt, tenant) if offloader is not None else 0)
 
     def _warm(
         self,

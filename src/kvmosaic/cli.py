@@ -144,17 +144,17 @@ def run(
     A prompt text is an ordinary prompt, as it is, unless --separator says what stands between its documents. Standard
     input (-) is one prompt; with --separator it may hold one per line, each with at least two separators.
     """
-    from kvmosaic.console.asking import Asking, check_model_is_not_a_prompt
+    from kvmosaic.console.prompt_source import PromptSource, check_model_is_not_a_prompt
 
     model, prompt = ("reader", "-") if model == "-" else (model, prompt)
     check_model_is_not_a_prompt("run", model, separator, is_asked=bool(prompt or question))
-    asking = Asking(prompt, documents, tuple(question or ()), system)
+    asking = PromptSource(prompt, documents, tuple(question or ()), system)
 
     from kvmosaic.console.answering import run_prompts
-    from kvmosaic.console.opening import Opening
+    from kvmosaic.console.model_options import ModelOptions
     from kvmosaic.sampling import SamplingParams
 
-    opening = Opening(
+    opening = ModelOptions(
         model,
         dtype,
         device,
@@ -215,9 +215,9 @@ def check(
     if vllm_options:
         raise InvalidConfig(f"{vllm_options[0]!r:.80} is an option of vLLM; say --vllm as well")
     from kvmosaic.console.checking import show_check
-    from kvmosaic.console.opening import Opening
+    from kvmosaic.console.model_options import ModelOptions
 
-    opening = Opening(
+    opening = ModelOptions(
         model,
         dtype,
         device,
@@ -243,9 +243,9 @@ def demo(
     """Answer questions about bundled documents, each time others in another order, and show what the cache did."""
     from kvmosaic.console.demo import run_demo
     from kvmosaic.console.folder import bundled_documents
-    from kvmosaic.console.opening import Opening
+    from kvmosaic.console.model_options import ModelOptions
 
-    opening = Opening(
+    opening = ModelOptions(
         model,
         device=device,
         position_strategy=position_strategy,
@@ -406,10 +406,10 @@ def warm(
 
     The system text must be that of the later prompts. The secret of the tiers is read from KVMOSAIC_CHUNK_SECRET.
     """
-    from kvmosaic.console.opening import Opening
+    from kvmosaic.console.model_options import ModelOptions
     from kvmosaic.console.warming import Warming, warm_folder
 
-    opening = Opening(
+    opening = ModelOptions(
         model,
         dtype,
         device,

@@ -38,7 +38,7 @@ def parse_bytes(size: int | str) -> int:
     return size
 
 
-class Unsaid(str):
+class Unset(str):
     """A default that nobody wrote: equal to its text, and told apart from it by its type.
 
     So a model's profile may change what the caller did not choose. `dataclasses.replace` keeps it as it is.
@@ -47,9 +47,9 @@ class Unsaid(str):
     __slots__ = ()
 
 
-_AUTO: Any = Unsaid("auto")
-_SYSTEM: Any = Unsaid("system")
-_REPAIR: Any = Unsaid(DEFAULT_REPAIR)
+_AUTO: Any = Unset("auto")
+_SYSTEM: Any = Unset("system")
+_REPAIR: Any = Unset(DEFAULT_REPAIR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class ChunkCacheConfig:
     """Which tokens of cached documents every request computes again, if it does not say so itself: see
     `kvmosaic.repair`."""
     eviction: str | EvictionPolicy = "lru"
-    """Who leaves first when the cache is full: "lru", "priority", or a policy of your own."""
+    """Eviction policy: "lru", "priority", or an object of your own."""
     verify_tokens: bool = True
     """Compare the tokens of a hit with those asked for, whatever the hash."""
     log_stats_seconds: float | None = None
@@ -124,7 +124,7 @@ class ChunkCacheConfig:
 
         What nobody chose may be set by the model's profile.
         """
-        return not isinstance(getattr(self, name), Unsaid)
+        return not isinstance(getattr(self, name), Unset)
 
     @property
     def capacity_bytes(self) -> int:

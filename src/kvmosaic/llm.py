@@ -28,17 +28,17 @@ from kvmosaic.cache import ChunkCacheStats, Plan, PrefixTree, TreeLimits
 from kvmosaic.chunks import ChunkHandle, ChunkStore
 from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
 from kvmosaic.engine import Request
+from kvmosaic.engine.priorities import check_priority, priorities_for
 from kvmosaic.engine.self_check import SelfCheck, run_self_check
-from kvmosaic.engine.turns import check_priority, priorities_for
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling
 from kvmosaic.layout import ChunkContext, PositionStrategy
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.int8 import Quantization
 from kvmosaic.model.prepack import Prepack
-from kvmosaic.profile import ProfileChoice, find_profile
 from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
 from kvmosaic.repair import RepairPolicy
 from kvmosaic.sampling import RequestOutput, SamplingParams, ScoreOutput, decode_all, default_sampling
+from kvmosaic.tuned_settings import ProfileChoice, find_profile
 
 Messages = Sequence[Mapping[str, Any]]
 Documents = Sequence[Document | Mapping[str, Any] | str]
@@ -361,7 +361,7 @@ class LLM:
         """What would be reused, moved and computed for a prompt now; nothing is computed or changed."""
         encoded = self.encoder.encode(prompt)
         layout = self.engine.arrange(encoded, position_strategy, chunk_context=chunk_context)
-        return self.engine.planner.plan(layout, encoded.salt, encoded.tenant)
+        return self.engine.kv_cache.plan(layout, encoded.salt, encoded.tenant)
 
     def prefix_tree(self, *, depth: int = 8, children: int = 8, runs: int = 200, tokens: int = 12) -> PrefixTree:
         """What is known of conversations and documents, as a tree; see `PrefixTree` for a picture of it.
@@ -375,7 +375,7 @@ class LLM:
         Raises:
             InvalidConfig: a number outside its range.
         """
-        tree = self.engine.planner.prefix_tree(TreeLimits(depth, children, runs, tokens), tenant=None)
+        tree = self.engine.kv_cache.prefix_tree(TreeLimits(depth, children, runs, tokens), tenant=None)
         tokenizer = self.model.tokenizer
         if tokenizer is None:
             return tree
@@ -428,7 +428,7 @@ class LLM:
 
     def get_chunk_cache_stats(self) -> ChunkCacheStats:
         """Counters and fill levels of the chunk cache at this moment."""
-        return self.engine.planner.statistics()
+        return self.engine.kv_cache.statistics()
 
     def sleep(self, level: int = 1) -> None:
         """Gives the device memory of the caches back when the answers under way have ended; `wake` takes it again.
@@ -456,9 +456,9 @@ class LLM:
         Raises:
             InvalidConfig: a number outside its range, or there are no tiers to move them to.
         """
-        if self.engine.keeper is None:
+        if self.engine.offloader is None:
             raise InvalidConfig("chunks sleep in tiers, and there are none; give tier_config, or `delete` chunks")
-        return self.engine.planner.evict_cold(min_accesses, idle_seconds)
+        return self.engine.kv_cache.evict_cold(min_accesses, idle_seconds)
 
     def close(self) -> None:
         """Aborts everything under way and refuses further requests; calling it again is safe."""

@@ -38,7 +38,7 @@ OURS = {
     "server/dashboard/markup.py": "reads our own page",
     "model/refusing.py": "reads names of classes",
     "capacity/counting.py": "reads names of parameters",
-    "integrations/vllm/worker/telling.py": "reads names of layers and classes",
+    "integrations/vllm/worker/diagnostics.py": "reads names of layers and classes",
 }
 """Files whose patterns never meet a text from outside."""
 

@@ -24,7 +24,7 @@ from tiers.faulty_files import FaultyFiles
 from kvmosaic.bench.resident import forget_peak, resident_bytes
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import TierError
-from kvmosaic.tiers import Deadline, Hierarchy, Tier
+from kvmosaic.tiers import Deadline, Tier, TieredStore
 from kvmosaic.tiers.breaker import Breaker
 from kvmosaic.tiers.disk import DiskTier
 from kvmosaic.tiers.disk_names import is_draft
@@ -127,7 +127,7 @@ class Reuse:
 
     def __init__(self, tier: Tier) -> None:
         self.keys = keys_of(40)
-        self.hierarchy: Hierarchy[bytes] = Hierarchy([Breaker(tier)], most_pending_bytes=2**24, loading="always")
+        self.tiered_store: TieredStore[bytes] = TieredStore([Breaker(tier)], most_pending_bytes=2**24, loading="always")
         self.tier = tier
 
     def fill(self) -> None:
@@ -139,9 +139,9 @@ class Reuse:
         found = 0
         for number, key in enumerate(self.keys):
             new = Key(bytes([200, number]) * 16)
-            self.hierarchy.store(new, bytes(new), 32, bytes, persistent=True, volatile=True)
-            self.hierarchy.flush(30)
-            fetch = self.hierarchy.fetch(key, 32, bytes, None)
+            self.tiered_store.store(new, bytes(new), 32, bytes, persistent=True, volatile=True)
+            self.tiered_store.flush(30)
+            fetch = self.tiered_store.fetch(key, 32, bytes, None)
             if fetch is not None:
                 wait_until(lambda fetch=fetch: fetch.is_over)
                 found += fetch.value == bytes(key)
@@ -165,7 +165,7 @@ def test_a_disk_that_cannot_be_written_is_still_read(tmp_path: Path, caplog: pyt
         assert found == 40 and len(said) == 1, caplog.text
         is_read_only.clear()
         wait_until(lambda: "can be written again" in caplog.text)
-    reuse.hierarchy.close()
+    reuse.tiered_store.close()
 
 
 @pytest.mark.parametrize("how", ["replicas", "replica", "books"])
@@ -184,7 +184,7 @@ def test_a_redis_that_cannot_be_written_is_still_read(redis: RedisServer, how: s
     found = reuse.count()
     print(f"{found} of 40 are reused")
     assert found == 40
-    reuse.hierarchy.close()
+    reuse.tiered_store.close()
 
 
 KILLED = """

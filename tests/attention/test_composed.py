@@ -11,7 +11,7 @@ from support.plain import PlainBackend
 from kvmosaic import Piece, composed_attention
 from kvmosaic.attention import TorchBackend, attend_plain
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.rope import Rotation, turn
+from kvmosaic.rope import Rotation, rotate
 
 
 def rotation_of(layout: str, offset: int, rotary_dim: int, head_dim: int) -> Rotation:
@@ -27,7 +27,7 @@ def concatenated_attention(query, pieces, rotation, scaling, softcap=None, sinks
         key = piece.key
         if piece.distance:
             distances = torch.full((key.shape[0],), piece.distance)
-            key = turn(key, rotation.tables(distances, dtype=key.dtype))
+            key = rotate(key, rotation.tables(distances, dtype=key.dtype))
         keys.append(key.repeat_interleave(num_heads // key.shape[1], 1))
         values.append(piece.value.repeat_interleave(num_heads // key.shape[1], 1))
         mask = torch.ones(num_rows, key.shape[0], dtype=torch.bool)

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from cache.world import compute_all, layout_of, make_planner, plain, warmed
+from cache.world import compute_all, layout_of, make_kv_cache, plain, warmed
 
 from kvmosaic.cache import BlockPool, BlockState
 from kvmosaic.cache.block_map import states_of
@@ -13,33 +13,33 @@ FREE, IDLE, IN_USE, SHARED, PINNED = BlockState
 
 
 def test_every_block_says_what_it_does():
-    planner = make_planner(request_blocks=7, chunk_blocks=5)
-    assert planner.block_map().chunk_cache == bytes([FREE] * 5)
-    warmed(planner, layout_of(SYSTEM, [DOC_A, DOC_B], QUESTION, names=["a", "b"]))
-    assert planner.block_map().chunk_cache == bytes([IDLE, IDLE, IDLE, FREE, FREE])
-    assert sorted(planner.block_map().request) == [FREE] * 3 + [IDLE] * 4, "2 of the system prompt, 2 of the question"
-    first = planner.attach(planner.plan(layout_of(SYSTEM, [DOC_A], QUESTION)))
-    assert planner.block_map().chunk_cache == bytes([IN_USE, IDLE, IDLE, FREE, FREE])
-    assert sorted(planner.block_map().request) == [FREE] + [IDLE] * 2 + [IN_USE] * 4
-    second = planner.attach(planner.plan(layout_of(SYSTEM, [DOC_A], [9])))
-    assert planner.block_map().chunk_cache == bytes([SHARED, IDLE, IDLE, FREE, FREE])
-    assert sorted(planner.block_map().request) == [IDLE] * 2 + [IN_USE] * 3 + [SHARED] * 2
-    planner.pin("b")
-    assert planner.block_map().chunk_cache == bytes([SHARED, PINNED, PINNED, FREE, FREE])
-    planner.delete("a", when_idle=True)
-    planner.release(first)
-    assert planner.block_map().chunk_cache == bytes([IN_USE, PINNED, PINNED, FREE, FREE])
-    planner.release(second)
-    assert planner.block_map().chunk_cache == bytes([FREE, PINNED, PINNED, FREE, FREE])
+    kv_cache = make_kv_cache(request_blocks=7, chunk_blocks=5)
+    assert kv_cache.block_map().chunk_cache == bytes([FREE] * 5)
+    warmed(kv_cache, layout_of(SYSTEM, [DOC_A, DOC_B], QUESTION, names=["a", "b"]))
+    assert kv_cache.block_map().chunk_cache == bytes([IDLE, IDLE, IDLE, FREE, FREE])
+    assert sorted(kv_cache.block_map().request) == [FREE] * 3 + [IDLE] * 4, "2 of the system prompt, 2 of the question"
+    first = kv_cache.allocate(kv_cache.plan(layout_of(SYSTEM, [DOC_A], QUESTION)))
+    assert kv_cache.block_map().chunk_cache == bytes([IN_USE, IDLE, IDLE, FREE, FREE])
+    assert sorted(kv_cache.block_map().request) == [FREE] + [IDLE] * 2 + [IN_USE] * 4
+    second = kv_cache.allocate(kv_cache.plan(layout_of(SYSTEM, [DOC_A], [9])))
+    assert kv_cache.block_map().chunk_cache == bytes([SHARED, IDLE, IDLE, FREE, FREE])
+    assert sorted(kv_cache.block_map().request) == [IDLE] * 2 + [IN_USE] * 3 + [SHARED] * 2
+    kv_cache.pin("b")
+    assert kv_cache.block_map().chunk_cache == bytes([SHARED, PINNED, PINNED, FREE, FREE])
+    kv_cache.delete("a", when_idle=True)
+    kv_cache.release(first)
+    assert kv_cache.block_map().chunk_cache == bytes([IN_USE, PINNED, PINNED, FREE, FREE])
+    kv_cache.release(second)
+    assert kv_cache.block_map().chunk_cache == bytes([FREE, PINNED, PINNED, FREE, FREE])
 
 
 def test_blocks_shared_by_forks_are_shared_before_anything_is_cached():
-    planner = make_planner(request_blocks=4, prefix_caching=False)
-    attachment = planner.attach(planner.plan(plain([1] * 5)))
-    compute_all(planner, attachment)
-    assert sorted(planner.block_map().request) == [FREE, FREE, IN_USE, IN_USE]
-    planner.fork(attachment)
-    assert sorted(planner.block_map().request) == [FREE, FREE, SHARED, SHARED]
+    kv_cache = make_kv_cache(request_blocks=4, prefix_caching=False)
+    allocation = kv_cache.allocate(kv_cache.plan(plain([1] * 5)))
+    compute_all(kv_cache, allocation)
+    assert sorted(kv_cache.block_map().request) == [FREE, FREE, IN_USE, IN_USE]
+    kv_cache.fork(allocation)
+    assert sorted(kv_cache.block_map().request) == [FREE, FREE, SHARED, SHARED]
 
 
 @pytest.mark.parametrize("num_readers", [1, 2, 3, 254, 255, 256, 257, 70_000])
@@ -55,10 +55,10 @@ def test_a_block_with_very_many_readers_is_shared(num_readers):
 
 @pytest.mark.alone
 def test_a_map_of_a_hundred_thousand_blocks_takes_milliseconds():
-    planner = make_planner(block_size=1, request_blocks=100_000, chunk_blocks=100_000)
+    kv_cache = make_kv_cache(block_size=1, request_blocks=100_000, chunk_blocks=100_000)
     for number in range(10):
-        warmed(planner, layout_of([number] * 4_000, [[number] * 8_000], [1]))
+        warmed(kv_cache, layout_of([number] * 4_000, [[number] * 8_000], [1]))
     began = time.perf_counter()
-    states = planner.block_map()
+    states = kv_cache.block_map()
     assert time.perf_counter() - began < 0.5, "about 0.02 s on a quiet machine"
     assert states.chunk_cache.count(IDLE) == 80_000 and states.request.count(IDLE) == 40_010

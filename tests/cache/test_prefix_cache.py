@@ -25,12 +25,12 @@ class Chain:
         """A block computed by a writer, which ends at once."""
         (block_id,) = self.pool.allocate(1)
         before = parents_of(parent)
-        self.cache.hold(before)
+        self.cache.acquire(before)
         entry, _ = self.cache.register(key, root, parent, tokens, block_id)
         self.pool.release([block_id])
         if entry is not None:
-            self.cache.leave([entry])
-        self.cache.leave(before)
+            self.cache.release([entry])
+        self.cache.release(before)
         return entry
 
 
@@ -84,7 +84,7 @@ def test_the_first_writer_wins():
     entry, is_new = chain.cache.register(b"a", ROOT, None, block(1), first)
     again, is_new_again = chain.cache.register(b"a", ROOT, None, block(1), second)
     assert again is entry and (is_new, is_new_again) == (True, False)
-    assert entry.block_id == first and entry.users == 2
+    assert entry.block_id == first and entry.ref_count == 2
     assert chain.pool.reference_count(first) == 2 and chain.pool.reference_count(second) == 1
 
 
@@ -113,11 +113,11 @@ def test_what_somebody_holds_is_not_evicted_and_neither_is_what_is_before_it():
     a = chain.add(b"a", block(1))
     b = chain.add(b"b", block(2), a)
     chain.add(b"c", block(3), b)
-    chain.cache.hold([a, b])
+    chain.cache.acquire([a, b])
     assert chain.cache.num_idle == 1
     assert chain.cache.evict(9) == 1
     assert chain.cache.match(ROOT, [b"a", b"b", b"c"], [block(1), block(2), block(3)]) == [a, b]
-    chain.cache.leave([a, b])
+    chain.cache.release([a, b])
     assert chain.cache.evict(9) == 2
 
 
@@ -126,7 +126,7 @@ def test_a_dropped_entry_takes_everything_after_it_along_and_stays_with_those_wh
     a = chain.add(b"a", block(1))
     b = chain.add(b"b", block(2), a)
     c = chain.add(b"c", block(3), b)
-    chain.cache.hold([a, b])
+    chain.cache.acquire([a, b])
     chain.pool.retain([a.block_id, b.block_id])
     chain.cache.drop(b)
     chain.cache.drop(b)
@@ -134,7 +134,7 @@ def test_a_dropped_entry_takes_everything_after_it_along_and_stays_with_those_wh
     assert (a.is_dropped, b.is_dropped, c.is_dropped) == (False, True, True)
     assert chain.pool.reference_count(b.block_id) == 1, "its reader's"
     assert chain.cache.register(b"d", ROOT, b, block(4), a.block_id) == (None, False)
-    chain.cache.leave([a, b])
+    chain.cache.release([a, b])
     chain.pool.release([a.block_id, b.block_id])
     chain.cache.check_invariants()
     assert chain.cache.evict(9) == 1 and chain.pool.num_used == 0
@@ -184,11 +184,11 @@ def test_a_tail_leaves_when_a_block_goes_on_with_it_unless_somebody_uses_it():
     chain = Chain()
     a = chain.add(b"a", block(1))
     used, idle = chain.add(b"t", block(0, of=[1, 2]), a), chain.add(b"u", block(0, of=[3]), a)
-    chain.cache.hold([a, used])
+    chain.cache.acquire([a, used])
     chain.add(b"b", block(0, of=[1, 2, 3, 4]), a)
     longer = chain.add(b"c", block(0, of=[3, 4]), a)
     assert not used.is_dropped and idle.is_dropped
     assert chain.add(b"d", block(0, of=[3]), a) is longer, "a tail that is known already is not kept twice"
-    chain.cache.leave([a, used])
+    chain.cache.release([a, used])
     chain.cache.check_invariants()
     assert chain.cache.num_evictions == 0

@@ -1,4 +1,4 @@
-"""A long random walk over everything a planner can do, with a simulated memory that is read back."""
+"""A long random walk over everything a KV cache can do, with a simulated memory that is read back."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from cache.world import Clock, Memory, Reader, attachment_state, layout_of, make_planner, plain, state_of, warm_up
+from cache.world import Clock, Memory, Reader, allocation_state, layout_of, make_kv_cache, plain, state_of, warm_up
 
-from kvmosaic.cache import Planner
+from kvmosaic.cache import KVCache
 from kvmosaic.cache.keys import decode_tokens
 from kvmosaic.errors import ChunkCacheFull, ChunkInUse, OutOfBlocks, RequestTooLarge, UnknownChunk
 
@@ -18,7 +18,7 @@ from kvmosaic.errors import ChunkCacheFull, ChunkInUse, OutOfBlocks, RequestTooL
 class Walk:
     """An engine of a few lines: it assembles steps, runs them (or fails), and reads everything back."""
 
-    planner: Planner
+    kv_cache: KVCache
     clock: Clock
     random: random.Random
     memory: Memory = field(default_factory=Memory)
@@ -37,7 +37,7 @@ class Walk:
         action()
         self.replan_stale()
         self.seen[action.__name__] += 1
-        self.planner.check_invariants()
+        self.kv_cache.check_invariants()
         self.check_references()
         for reader in self.readers:
             self.memory.check(reader)
@@ -58,40 +58,40 @@ class Walk:
         sees = {len(chosen) - 1: (0,)} if len(chosen) > 1 and draw.random() < 0.2 else {}
         return layout_of(system, chosen, question, names=names, strategy=strategy, context=context, sees=sees)
 
-    def attach(self, layout, salt: str, *, between_steps: bool = True) -> None:
-        plan = self.planner.plan(layout, salt)
+    def allocate(self, layout, salt: str, *, between_steps: bool = True) -> None:
+        plan = self.kv_cache.plan(layout, salt)
         if between_steps and self.random.random() < 0.2:
-            self.stop()  # something may change between the plan and attaching it
-        before = state_of(self.planner)
+            self.stop()  # something may change between the plan and allocating it
+        before = state_of(self.kv_cache)
         try:
-            attachment = self.planner.attach(plan)
+            allocation = self.kv_cache.allocate(plan)
         except (OutOfBlocks, ChunkCacheFull, RequestTooLarge) as error:
             self.seen[type(error).__name__] += 1
-            assert state_of(self.planner) == before
+            assert state_of(self.kv_cache) == before
             return
-        self.seen["copied when attached"] += len(attachment.copies)
-        self.memory.copy(self.planner.request_pool, attachment.copies)
-        self.seen["evicted"] = self.planner.statistics().evictions
+        self.seen["copied when allocated"] += len(allocation.copies)
+        self.memory.copy(self.kv_cache.request_pool, allocation.copies)
+        self.seen["evicted"] = self.kv_cache.statistics().evictions
         tokens = [list(span.token_ids) for span in layout.spans]
-        self.readers.append(Reader(layout, salt, attachment, self.memory.expected(layout, salt), tokens))
-        self.seen.update(span.action for span in attachment.spans)
+        self.readers.append(Reader(layout, salt, allocation, self.memory.expected(layout, salt), tokens))
+        self.seen.update(span.action for span in allocation.spans)
 
     def start(self, *, between_steps: bool = True) -> None:
-        self.attach(self.some_layout(), self.random.choice(["", "", "tenant"]), between_steps=between_steps)
+        self.allocate(self.some_layout(), self.random.choice(["", "", "tenant"]), between_steps=between_steps)
 
     def assemble(self) -> list[tuple[Reader, int, int, int]]:
         """Gives some spans some tokens; new requests may arrive and reuse what is not written yet."""
-        self.planner.begin_step()
+        self.kv_cache.begin_step()
         writes = []
         for reader in list(self.readers):
             ready = True
-            for span in reader.attachment.spans:
+            for span in reader.allocation.spans:
                 is_mine = span.chunk is None or span.is_owner
                 left = span.num_tokens - span.num_computed
                 if ready and is_mine and left and self.random.random() < 0.8:
                     count = self.random.choice([left, left, self.random.randint(1, left)])
                     writes.append((reader, span.index, span.num_computed, count))
-                    self.planner.advance(reader.attachment, span.index, count)
+                    self.kv_cache.advance(reader.allocation, span.index, count)
                 ready = ready and span.is_ready
         return writes
 
@@ -100,53 +100,53 @@ class Walk:
         if self.random.random() < 0.3:
             self.start(between_steps=False)
         for reader, index, first, count in writes:
-            self.memory.write(reader.attachment.spans[index], first, reader.expected[index][first : first + count])
-        self.planner.end_step()
+            self.memory.write(reader.allocation.spans[index], first, reader.expected[index][first : first + count])
+        self.kv_cache.end_step()
 
     def fail_step(self) -> None:
         """A forward that fails half-way: what it wrote is wrong and must never be read."""
         writes = self.assemble()
         for reader, index, first, count in writes:
-            self.memory.write(reader.attachment.spans[index], first, ["wrong"] * count)
+            self.memory.write(reader.allocation.spans[index], first, ["wrong"] * count)
         for reader in {id(write[0]): write[0] for write in writes}.values():
-            self.planner.forget(reader.attachment)
-        self.planner.end_step()
+            self.kv_cache.rollback_step(reader.allocation)
+        self.kv_cache.end_step()
 
     def replan_stale(self) -> None:
-        stale = [reader for reader in self.readers if reader.attachment.is_stale]
+        stale = [reader for reader in self.readers if reader.allocation.is_stale]
         for reader in stale:
             self.readers.remove(reader)
-            self.planner.release(reader.attachment)
+            self.kv_cache.release(reader.allocation)
         for reader in stale:
             self.seen["replanned"] += 1
             if self.random.random() < 0.5:
-                self.attach(reader.layout, reader.salt)
+                self.allocate(reader.layout, reader.salt)
 
     def answer(self) -> None:
-        able = [r for r in self.readers if r.attachment.last.is_ready and not r.attachment.last.is_closed]
+        able = [r for r in self.readers if r.allocation.last.is_ready and not r.allocation.last.is_closed]
         if not able:
             return
         reader = self.random.choice(able)
         tokens = [self.random.randrange(3) for _ in range(self.random.choice([1, 1, 5, 13]))]
-        before = state_of(self.planner), attachment_state(reader.attachment)
+        before = state_of(self.kv_cache), allocation_state(reader.allocation)
         try:
-            copies = self.planner.extend(reader.attachment, tokens)
+            copies = self.kv_cache.append_slots(reader.allocation, tokens)
         except OutOfBlocks:
             self.seen["extend refused"] += 1
-            assert (state_of(self.planner), attachment_state(reader.attachment)) == before
+            assert (state_of(self.kv_cache), allocation_state(reader.allocation)) == before
             return
         self.seen["copied"] += len(copies)
-        self.memory.copy(self.planner.request_pool, copies)
+        self.memory.copy(self.kv_cache.request_pool, copies)
         reader.expected[-1] = reader.expected[-1] + self.memory.chained(reader.expected[-1][-1], tokens)
         reader.token_ids[-1] = reader.token_ids[-1] + tokens
-        if not reader.attachment.last.is_unregistrable:
-            assert list(decode_tokens(bytes(reader.attachment.last.tokens))) == reader.token_ids[-1]
+        if not reader.allocation.last.is_unregistrable:
+            assert list(decode_tokens(bytes(reader.allocation.last.tokens))) == reader.token_ids[-1]
 
     def fork(self) -> None:
-        able = [r for r in self.readers if all(span.is_ready for span in r.attachment.spans)]
+        able = [r for r in self.readers if all(span.is_ready for span in r.allocation.spans)]
         if able and len(self.readers) < 12:
             reader = self.random.choice(able)
-            other = self.planner.fork(reader.attachment)
+            other = self.kv_cache.fork(reader.allocation)
             self.readers.append(
                 Reader(reader.layout, reader.salt, other, list(reader.expected), list(reader.token_ids))
             )
@@ -154,42 +154,42 @@ class Walk:
     def stop(self) -> None:
         if self.readers:
             reader = self.readers.pop(self.random.randrange(len(self.readers)))
-            self.planner.release(reader.attachment)
-            self.planner.release(reader.attachment)
+            self.kv_cache.release(reader.allocation)
+            self.kv_cache.release(reader.allocation)
 
     def pin(self) -> None:
-        chunks = self.planner.chunks()
+        chunks = self.kv_cache.chunks()
         if chunks:
             chunk = self.random.choice(chunks)
-            change = self.planner.unpin if chunk.pinned or self.random.random() < 0.5 else self.planner.pin
+            change = self.kv_cache.unpin if chunk.pinned or self.random.random() < 0.5 else self.kv_cache.pin
             change(chunk.key)
 
     def delete(self) -> None:
-        before = state_of(self.planner)
+        before = state_of(self.kv_cache)
         try:
-            self.planner.delete(str(100 + self.random.randrange(8)))
+            self.kv_cache.delete(str(100 + self.random.randrange(8)))
         except (UnknownChunk, ChunkInUse) as error:
             self.seen[type(error).__name__] += 1
-            assert state_of(self.planner) == before
+            assert state_of(self.kv_cache) == before
 
     def reset(self) -> None:
-        self.planner.reset()
+        self.kv_cache.reset()
 
     def check_references(self) -> None:
         """Counts the references of every block anew, from those who should hold them."""
         counted: dict[str, Counter[int]] = {"request": Counter(), "chunk_cache": Counter()}
-        counted["request"].update(entry.block_id for entry in self.planner._prefix._entries.values())
-        for chunk in self.planner.chunks():
+        counted["request"].update(entry.block_id for entry in self.kv_cache._prefix._entries.values())
+        for chunk in self.kv_cache.chunks():
             counted["chunk_cache"].update(chunk.block_ids)
         for reader in self.readers:
-            for span in reader.attachment.spans:
+            for span in reader.allocation.spans:
                 if span.chunk is None:
                     counted["request"].update(span.table.block_ids)
-            for chunk in reader.attachment.held_chunks():
+            for chunk in reader.allocation.held_chunks():
                 counted["chunk_cache"].update(chunk.block_ids)
                 if chunk.is_abandoned:
                     raise AssertionError("stale readers have been replanned")
-        for pool in (self.planner.request_pool, self.planner.chunk_pool):
+        for pool in (self.kv_cache.request_pool, self.kv_cache.chunk_pool):
             held = {block: count for block, count in enumerate(pool._references) if count}
             assert held == dict(counted[pool.name])
 
@@ -207,23 +207,23 @@ class Walk:
 def test_random_walk_keeps_every_invariant_and_reads_back_what_was_written(steps, block_size, config):
     clock = Clock()
     scale = 4 // block_size if block_size < 4 else 1
-    planner = make_planner(
+    kv_cache = make_kv_cache(
         block_size=block_size, request_blocks=40 * scale, chunk_blocks=20 * scale, clock=clock, **config
     )
-    walk = Walk(planner, clock, random.Random(steps + block_size))
+    walk = Walk(kv_cache, clock, random.Random(steps + block_size))
     for _ in range(steps):
         walk.one_step()
     if steps == 10_000:
         expected = {"start", "run_step", "fail_step", "answer", "fork", "stop", "pin", "delete", "reset"}
-        expected |= {"reuse", "compute", "wait", "copied", "copied when attached", "replanned"}
+        expected |= {"reuse", "compute", "wait", "copied", "copied when allocated", "replanned"}
         expected |= {"extend refused", "evicted"}
         expected |= {"OutOfBlocks", "ChunkCacheFull", "ChunkInUse", "UnknownChunk"}
         assert expected <= {name for name, count in walk.seen.items() if count}, "the walk has met every situation"
     for reader in walk.readers:
-        planner.release(reader.attachment)
-    planner.check_invariants()
-    assert planner.request_pool.num_used == planner.request_pool.num_references == len(planner._prefix)
-    assert planner.chunk_pool.num_used == sum(len(chunk.block_ids) for chunk in planner.chunks())
-    assert planner.chunk_pool.num_shared == planner.request_pool.num_shared == 0
-    planner.reset()
-    assert planner.request_pool.num_used == planner.chunk_pool.num_used == 0
+        kv_cache.release(reader.allocation)
+    kv_cache.check_invariants()
+    assert kv_cache.request_pool.num_used == kv_cache.request_pool.num_references == len(kv_cache._prefix)
+    assert kv_cache.chunk_pool.num_used == sum(len(chunk.block_ids) for chunk in kv_cache.chunks())
+    assert kv_cache.chunk_pool.num_shared == kv_cache.request_pool.num_shared == 0
+    kv_cache.reset()
+    assert kv_cache.request_pool.num_used == kv_cache.chunk_pool.num_used == 0

@@ -1,11 +1,11 @@
-"""Tables and the planner under a text without end: blocks leave in the middle, everything else stays where it was."""
+"""Tables and the KV cache under a text without end: blocks leave in the middle, everything else stays where it was."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.cache import BlockPool, BlockTable, Planner
+from kvmosaic.cache import BlockPool, BlockTable, KVCache
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.layout import arrange
 from kvmosaic.prompt import Prompt
@@ -38,21 +38,21 @@ def test_a_cut_table_has_the_slots_of_those_that_stayed(size: int, steps: list[t
 @given(sinks=st.integers(0, 9), window=st.integers(1, 12), size=st.integers(1, 5), num_tokens=st.integers(1, 60))
 def test_blocks_that_no_later_token_sees_are_given_back(sinks: int, window: int, size: int, num_tokens: int) -> None:
     config = ChunkCacheConfig(block_size=size)
-    planner = Planner("model", config, request_blocks=100, chunk_blocks=1)
+    kv_cache = KVCache("model", config, request_blocks=100, chunk_blocks=1)
     head = min(sinks + window, 7)
-    attachment = planner.attach(planner.plan(arrange(Prompt.plain(list(range(head))))))
-    planner.advance(attachment, 0, head)
+    allocation = kv_cache.allocate(kv_cache.plan(arrange(Prompt.plain(list(range(head))))))
+    kv_cache.advance(allocation, 0, head)
     for token in range(head, num_tokens):
         if token >= sinks + window:
-            planner.roll(attachment, sinks, max(sinks, token - window + 1))
-        planner.extend(attachment, [token], is_private=token >= sinks + window)
-        planner.advance(attachment, 0, 1)
-        planner.check_invariants()
-        span = attachment.last
+            kv_cache.evict_window(allocation, sinks, max(sinks, token - window + 1))
+        kv_cache.append_slots(allocation, [token], is_private=token >= sinks + window)
+        kv_cache.advance(allocation, 0, 1)
+        kv_cache.check_invariants()
+        span = allocation.last
         assert span.num_tokens + span.num_left == token + 1
         assert span.num_tokens <= sinks + window + 2 * size
     # whatever was made known is the beginning of an ordinary prompt
-    assert len(attachment.last.entries) <= -(-(sinks + window) // size)
-    planner.release(attachment)
-    planner.reset()
-    assert planner.request_pool.num_used == 0
+    assert len(allocation.last.entries) <= -(-(sinks + window) // size)
+    kv_cache.release(allocation)
+    kv_cache.reset()
+    assert kv_cache.request_pool.num_used == 0

@@ -6,7 +6,7 @@ from array import array
 from types import SimpleNamespace
 
 import pytest
-from cache.world import Clock, layout_of, make_planner, warmed
+from cache.world import Clock, layout_of, make_kv_cache, warmed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,17 +75,17 @@ def document(number, num_tokens=8):
 
 
 def filled(num_chunks, **config):
-    """A planner that is full of chunks of two blocks, with a name each, 50 in a prompt."""
-    planner = make_planner(chunk_blocks=2 * num_chunks, max_chunks=num_chunks, **config)
+    """A KV cache that is full of chunks of two blocks, with a name each, 50 in a prompt."""
+    kv_cache = make_kv_cache(chunk_blocks=2 * num_chunks, max_chunks=num_chunks, **config)
     for first in range(0, num_chunks, 50):
-        add(planner, range(first, first + 50))
-    return planner
+        add(kv_cache, range(first, first + 50))
+    return kv_cache
 
 
-def add(planner, numbers):
+def add(kv_cache, numbers):
     names = [f"document {number}" for number in numbers]
-    warmed(planner, layout_of(SYSTEM, [document(number) for number in numbers], QUESTION, names=names))
-    planner._clock.wait(1.0)
+    warmed(kv_cache, layout_of(SYSTEM, [document(number) for number in numbers], QUESTION, names=names))
+    kv_cache._clock.wait(1.0)
 
 
 def bytes_of(make, count):
@@ -147,7 +147,7 @@ def test_a_prefix_block_takes_few_bytes():
                 key = chain.extend_encoded(key, tokens)
                 entries.append(cache.register(key, root, entries[-1] if entries else None, tokens, block_id)[0])
             pool.release(taken)
-            cache.leave(entries)
+            cache.release(entries)
         return cache
 
     num_bytes, cache = bytes_of(make, blocks)
@@ -156,8 +156,8 @@ def test_a_prefix_block_takes_few_bytes():
 
 def test_a_chunk_takes_few_bytes_besides_its_tokens():
     count, num_tokens = 4_000, 8
-    num_bytes, planner = bytes_of(lambda: filled(count), count)
-    assert len(planner.chunks()) == count and num_bytes - 4 * num_tokens < 1_300
+    num_bytes, kv_cache = bytes_of(lambda: filled(count), count)
+    assert len(kv_cache.chunks()) == count and num_bytes - 4 * num_tokens < 1_300
 
 
 @pytest.mark.parametrize("line", [EvictionQueue, EvictionLine])
@@ -189,39 +189,39 @@ def test_evicting_from_many_takes_hardly_more_steps_than_from_few(line):
     assert many < 1.6 * few, "log 8,000 is 1.3 times log 1,000"
 
 
-def living_chunks(planner):
-    """Every chunk of a planner that takes memory, whether the planner knows it or not."""
+def living_chunks(kv_cache):
+    """Every chunk of a KV cache that takes memory, whether the KV cache knows it or not."""
     gc.collect()
-    return {id(one) for one in gc.get_objects() if type(one) is Chunk and one.table.pool is planner.chunk_pool}
+    return {id(one) for one in gc.get_objects() if type(one) is Chunk and one.table.pool is kv_cache.chunk_pool}
 
 
 def test_a_full_cache_that_is_turned_over_keeps_nothing_of_what_has_left():
-    planner = filled(200)
+    kv_cache = filled(200)
     for first in range(200, 1_400, 50):
-        add(planner, range(first, first + 50))
-    present = set(map(id, planner.chunks()))
-    assert len(present) == 200 and planner.statistics().evictions == 1_200
-    assert living_chunks(planner) == present
+        add(kv_cache, range(first, first + 50))
+    present = set(map(id, kv_cache.chunks()))
+    assert len(present) == 200 and kv_cache.statistics().evictions == 1_200
+    assert living_chunks(kv_cache) == present
 
 
 def test_nothing_that_is_asked_while_requests_run_goes_through_all_chunks():
-    planner = filled(200)
-    index, prefix = planner._chunks, planner._prefix
+    kv_cache = filled(200)
+    index, prefix = kv_cache._chunks, kv_cache._prefix
     index._chunks, prefix._entries = NeverWalked(index._chunks), NeverWalked(prefix._entries)
     for groups in (index._names, index.twins._chunks):
         groups._members = NeverWalked(groups._members)
-    assert planner.statistics().cached_chunks == 200
-    assert planner.find_chunks("document 150")[0].num_tokens == 8
-    assert planner.pin("document 150") == planner.unpin("document 150") == 1
-    assert planner.set_priority("document 3", 0.9) == 1
-    planner.set_quota("somebody", 1_000)
-    planner.set_quota("", 390)
-    assert planner.tenant_usage().num_blocks <= 390
-    add(planner, range(300, 350))
-    assert planner.delete("document 320") == 1
-    assert planner.statistics().evictions >= 50
+    assert kv_cache.statistics().cached_chunks == 200
+    assert kv_cache.find_chunks("document 150")[0].num_tokens == 8
+    assert kv_cache.pin("document 150") == kv_cache.unpin("document 150") == 1
+    assert kv_cache.set_priority("document 3", 0.9) == 1
+    kv_cache.set_quota("somebody", 1_000)
+    kv_cache.set_quota("", 390)
+    assert kv_cache.tenant_usage().num_blocks <= 390
+    add(kv_cache, range(300, 350))
+    assert kv_cache.delete("document 320") == 1
+    assert kv_cache.statistics().evictions >= 50
     with pytest.raises(AssertionError, match="gone through"):
-        planner.chunks()
+        kv_cache.chunks()
 
 
 @settings(max_examples=80)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cache.world import Clock, compute_all, layout_of, make_planner, plain, warm_up, warmed
+from cache.world import Clock, compute_all, layout_of, make_kv_cache, plain, warm_up, warmed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,18 +17,18 @@ FIRST = [4, 5, 6, 7, 8]
 NAMES = ["ferry", "mill"]
 
 
-def talked(planner, *turns, tenant="", salt="", documents=(FERRY, MILL), names=NAMES):
+def talked(kv_cache, *turns, tenant="", salt="", documents=(FERRY, MILL), names=NAMES):
     """A conversation, turn by turn: each is a question and its answer, of which the last token is never computed."""
     history = []
     for question, answer in turns:
         layout = layout_of(SYSTEM, documents, [*history, *question], names=names)
-        attachment = planner.attach(planner.plan(layout, salt, tenant))
-        compute_all(planner, attachment)
-        planner.begin_step()
-        planner.extend(attachment, answer[:-1])
-        planner.advance(attachment, len(attachment.spans) - 1, len(answer) - 1)
-        planner.end_step()
-        planner.release(attachment)
+        allocation = kv_cache.allocate(kv_cache.plan(layout, salt, tenant))
+        compute_all(kv_cache, allocation)
+        kv_cache.begin_step()
+        kv_cache.append_slots(allocation, answer[:-1])
+        kv_cache.advance(allocation, len(allocation.spans) - 1, len(answer) - 1)
+        kv_cache.end_step()
+        kv_cache.release(allocation)
         history += [*question, *answer]
 
 
@@ -38,10 +38,10 @@ def run(num_tokens, num_blocks, hits, token_ids, children=(), **changes):
 
 
 def test_a_conversation_and_its_forks_are_a_tree_under_their_system_text():
-    planner = make_planner()
-    talked(planner, (FIRST, [9, 9, 9]), ([10, 11], [12, 13]))
-    talked(planner, (FIRST, [9, 9, 9]), ([20, 21], [22, 23]))
-    tree = planner.prefix_tree(TreeLimits(tokens=3))
+    kv_cache = make_kv_cache()
+    talked(kv_cache, (FIRST, [9, 9, 9]), ([10, 11], [12, 13]))
+    talked(kv_cache, (FIRST, [9, 9, 9]), ([20, 21], [22, 23]))
+    tree = kv_cache.prefix_tree(TreeLimits(tokens=3))
     tree.check_invariants(TreeLimits(tokens=3))
     forks = [run(3, 1, 0, [10, 11, 12]), run(3, 1, 0, [20, 21, 22])]
     first_turn = run(4, 1, 3, [4, 5, 6], [run(4, 1, 1, [8, 9, 9], forks)])
@@ -65,31 +65,31 @@ def test_a_conversation_and_its_forks_are_a_tree_under_their_system_text():
 
 
 def test_documents_that_nobody_has_asked_about_are_shown_under_their_system_text():
-    planner = make_planner()
-    warmed(planner, warm_up(SYSTEM, FERRY))
-    (system,) = (each for each in planner.prefix_tree().systems if each.num_tokens)
+    kv_cache = make_kv_cache()
+    warmed(kv_cache, warm_up(SYSTEM, FERRY))
+    (system,) = (each for each in kv_cache.prefix_tree().systems if each.num_tokens)
     assert [document.num_tokens for document in system.documents] == [5] and system.places == ()
 
 
 def test_running_sequences_are_counted_where_they_read():
-    planner = make_planner()
-    clock = planner._clock
-    talked(planner, (FIRST, [9, 9, 9]))
+    kv_cache = make_kv_cache()
+    clock = kv_cache._clock
+    talked(kv_cache, (FIRST, [9, 9, 9]))
     clock.wait(7)
-    attachment = planner.attach(planner.plan(layout_of(SYSTEM, [FERRY, MILL], [*FIRST, 9, 9, 9, 50], names=NAMES)))
-    system = planner.prefix_tree().systems[0]
+    allocation = kv_cache.allocate(kv_cache.plan(layout_of(SYSTEM, [FERRY, MILL], [*FIRST, 9, 9, 9, 50], names=NAMES)))
+    system = kv_cache.prefix_tree().systems[0]
     (first,) = system.places[0].runs
     assert [(each.users, each.idle_seconds) for each in system.documents] == [(1, 0.0), (1, 0.0)]
     assert (first.users, first.idle_seconds, first.hits) == (1, 0.0, 1)
-    planner.release(attachment)
+    kv_cache.release(allocation)
 
 
 def test_tenants_see_their_own_and_salts_are_told_apart_but_not_shown():
-    planner = make_planner()
-    talked(planner, (FIRST, [9, 9]), tenant="one", salt="secret")
-    talked(planner, (FIRST, [9, 9]), tenant="one")
-    talked(planner, (FIRST, [9, 9]), tenant="two")
-    shown = {name: planner.prefix_tree(tenant=name) for name in ("one", "two", "three", "")}
+    kv_cache = make_kv_cache()
+    talked(kv_cache, (FIRST, [9, 9]), tenant="one", salt="secret")
+    talked(kv_cache, (FIRST, [9, 9]), tenant="one")
+    talked(kv_cache, (FIRST, [9, 9]), tenant="two")
+    shown = {name: kv_cache.prefix_tree(tenant=name) for name in ("one", "two", "three", "")}
     assert {name: {each.tenant for each in tree.systems} for name, tree in shown.items()} == {
         "one": {"one"},
         "two": {"two"},
@@ -98,7 +98,7 @@ def test_tenants_see_their_own_and_salts_are_told_apart_but_not_shown():
     }
     assert sorted(each.is_salted for each in shown["one"].systems) == [False, False, True, True]
     assert "secret" not in str(shown["one"].to_dict())
-    everything = planner.prefix_tree(tenant=None)
+    everything = kv_cache.prefix_tree(tenant=None)
     assert {each.tenant for each in everything.systems} == {"one", "two"}
     mine = everything.without_tokens(lambda tenant: tenant == "one").with_texts(
         lambda ids: f"{len(ids)} tokens", lambda tenant: tenant == "one"
@@ -118,25 +118,25 @@ def test_tenants_see_their_own_and_salts_are_told_apart_but_not_shown():
 
 
 def test_what_has_left_is_not_shown():
-    planner = make_planner()
-    talked(planner, (FIRST, [9, 9, 9]))
-    planner.reset()
-    assert planner.prefix_tree() == PrefixTree((), 4)
+    kv_cache = make_kv_cache()
+    talked(kv_cache, (FIRST, [9, 9, 9]))
+    kv_cache.reset()
+    assert kv_cache.prefix_tree() == PrefixTree((), 4)
 
 
 def test_long_lists_of_names_are_cut_and_the_memory_for_names_is_bounded(monkeypatch):
-    planner = make_planner(request_blocks=256, chunk_blocks=512)
+    kv_cache = make_kv_cache(request_blocks=256, chunk_blocks=512)
     many = [[number] * 2 for number in range(2, tree_view.MAX_NAMED + 4)]
-    talked(planner, (FIRST, [9, 9, 9]), documents=many, names=[f"name {number}" for number in range(len(many))])
-    shown = [place.documents for system in planner.prefix_tree().systems for place in system.places]
+    talked(kv_cache, (FIRST, [9, 9, 9]), documents=many, names=[f"name {number}" for number in range(len(many))])
+    shown = [place.documents for system in kv_cache.prefix_tree().systems for place in system.places]
     assert (*(f"name {number}" for number in range(tree_view.MAX_NAMED)), "…") in shown
     monkeypatch.setattr(tree_view, "MAX_ORIGIN_CHARACTERS", 9_000)
     for number in range(20):
-        talked(planner, (FIRST, [9, 9, number]), documents=(FERRY, [number + 20]), names=["x" * 4_000, str(number)])
-        kept = [origin for _, origin in planner._origins.newest_first()]
+        talked(kv_cache, (FIRST, [9, 9, number]), documents=(FERRY, [number + 20]), names=["x" * 4_000, str(number)])
+        kept = [origin for _, origin in kv_cache._origins.newest_first()]
         assert sum(origin.num_characters for origin in kept) <= 9_000
         assert kept[0].documents == ("x" * 4_000, str(number))
-    places = [place for system in planner.prefix_tree().systems for place in system.places]
+    places = [place for system in kv_cache.prefix_tree().systems for place in system.places]
     assert [place.documents[1] for place in places if len(place.documents) > 1] == ["19", "18"]
 
 
@@ -152,19 +152,19 @@ def test_limits_have_bounds(field, value):
 def test_a_view_looks_at_no_more_than_it_shows(monkeypatch):
     monkeypatch.setattr(tree_view, "MAX_LOOKED_AT", 50)
     monkeypatch.setattr(tree_view, "MAX_ORIGINS", 20)
-    planner = make_planner(request_blocks=4_000, chunk_blocks=400)
-    warmed(planner, plain([9] * 400))
+    kv_cache = make_kv_cache(request_blocks=4_000, chunk_blocks=400)
+    warmed(kv_cache, plain([9] * 400))
     for number in range(100):
-        warmed(planner, layout_of([7] * 4, [[number] * 4], [*([8] * 40), number], names=[str(number)]))
+        warmed(kv_cache, layout_of([7] * 4, [[number] * 4], [*([8] * 40), number], names=[str(number)]))
     limits = TreeLimits(depth=2, children=3, runs=5)
-    tree = planner.prefix_tree(limits)
+    tree = kv_cache.prefix_tree(limits)
     tree.check_invariants(limits)
     (system,) = (each for each in tree.systems if each.num_tokens)
     assert [document.name for document in system.documents] == ["99", "98", "97"]
     assert system.num_hidden_documents <= 50 and system.num_hidden_places <= 20
     assert len(tree.runs) == 5
     assert sum(each.num_blocks for each in tree.runs) <= 50 + 5
-    assert len(planner._origins._origins) <= 20
+    assert len(kv_cache._origins._origins) <= 20
 
 
 conversations = st.lists(
@@ -192,15 +192,15 @@ conversations = st.lists(
     st.randoms(use_true_random=False),
 )
 def test_every_tree_is_within_its_limits_and_a_large_one_shows_every_block(talks, limits, num_blocks, chance):
-    planner = make_planner(request_blocks=num_blocks, chunk_blocks=12, clock=Clock())
+    kv_cache = make_kv_cache(request_blocks=num_blocks, chunk_blocks=12, clock=Clock())
     for lengths, tenant, has_ferry, has_mill in talks:
         turns = [([chance.randrange(2) for _ in range(a)], [chance.randrange(2) for _ in range(b)]) for a, b in lengths]
         documents = [FERRY] * has_ferry + [MILL] * has_mill
-        talked(planner, *turns, tenant=tenant, documents=documents, names=["d"] * len(documents))
-        planner._clock.wait(1)
-    planner.check_invariants()
+        talked(kv_cache, *turns, tenant=tenant, documents=documents, names=["d"] * len(documents))
+        kv_cache._clock.wait(1)
+    kv_cache.check_invariants()
     for tenant in ("", "one", None):
-        planner.prefix_tree(limits, tenant).check_invariants(limits)
+        kv_cache.prefix_tree(limits, tenant).check_invariants(limits)
     everything = TreeLimits(depth=32, children=100, runs=2_000)
-    shown = sum(each.num_blocks for each in planner.prefix_tree(everything, None).runs)
-    assert shown == len(planner._prefix)
+    shown = sum(each.num_blocks for each in kv_cache.prefix_tree(everything, None).runs)
+    assert shown == len(kv_cache._prefix)

@@ -1,11 +1,11 @@
-"""A small world for planner tests: a clock, prompts in one line, and an engine whose memory is a dictionary."""
+"""A small world for KV cache tests: a clock, prompts in one line, and an engine whose memory is a dictionary."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvmosaic.cache import AttachedSpan, Attachment, BlockCopy, BlockPool, KeyChain, Planner
+from kvmosaic.cache import Allocation, BlockCopy, BlockPool, KeyChain, KVCache, SpanAllocation
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.layout import ChunkContext, Layout, PositionStrategy, arrange
 from kvmosaic.prompt import Prompt, SegmentKind
@@ -53,7 +53,7 @@ def warm_up(system: Sequence[int], *chunks: Sequence[int]) -> Layout:
     return Layout(full.spans[:-1], full.strategy, full.chunk_context)
 
 
-def make_planner(
+def make_kv_cache(
     *,
     block_size: int = 4,
     request_blocks: int = 64,
@@ -63,9 +63,9 @@ def make_planner(
     block_key_bytes: int | None = None,
     bytes_per_block: int = 1,
     **config: object,
-) -> Planner:
-    """A small planner; `block_key_bytes` shortens the keys of prefix blocks so much that they collide."""
-    planner = Planner(
+) -> KVCache:
+    """A small KV cache; `block_key_bytes` shortens the keys of prefix blocks so much that they collide."""
+    kv_cache = KVCache(
         "model",
         ChunkCacheConfig(block_size=block_size, **config),
         request_blocks=request_blocks,
@@ -75,7 +75,7 @@ def make_planner(
         clock=clock or Clock(),
     )
     if block_key_bytes is not None:
-        make_chain = planner._chain
+        make_chain = kv_cache._chain
 
         def short_chain(salt: str, tenant: str) -> KeyChain:
             chain = make_chain(salt, tenant)
@@ -83,38 +83,47 @@ def make_planner(
             chain._digest = lambda data: whole(data)[:block_key_bytes]
             return chain
 
-        planner._chain = short_chain
-    return planner
+        kv_cache._chain = short_chain
+    return kv_cache
 
 
-def compute_all(planner: Planner, attachment: Attachment) -> None:
-    """One step that computes whatever this attachment must compute."""
-    planner.begin_step()
-    for span in attachment.spans:
+def compute_all(kv_cache: KVCache, allocation: Allocation) -> None:
+    """One step that computes whatever this allocation must compute."""
+    kv_cache.begin_step()
+    for span in allocation.spans:
         if span.chunk is None or span.is_owner:
-            planner.advance(attachment, span.index, span.num_tokens - span.num_computed)
-    planner.end_step()
+            kv_cache.advance(allocation, span.index, span.num_tokens - span.num_computed)
+    kv_cache.end_step()
 
 
-def warmed(planner: Planner, layout: Layout, salt: str = "", tenant: str = "") -> None:
+def warmed(kv_cache: KVCache, layout: Layout, salt: str = "", tenant: str = "") -> None:
     """Runs a prompt from beginning to end, so that what can be cached is cached."""
-    attachment = planner.attach(planner.plan(layout, salt, tenant))
-    compute_all(planner, attachment)
-    planner.release(attachment)
+    allocation = kv_cache.allocate(kv_cache.plan(layout, salt, tenant))
+    compute_all(kv_cache, allocation)
+    kv_cache.release(allocation)
 
 
-def state_of(planner: Planner) -> object:
+def state_of(kv_cache: KVCache) -> object:
     """Everything a failing operation must leave as it was (not the counters of lookups)."""
-    prefix, chunks = planner._prefix, planner._chunks
+    prefix, chunks = kv_cache._prefix, kv_cache._chunks
     return {
-        "references": [list(pool._references) for pool in (planner.request_pool, planner.chunk_pool)],
-        "free runs": [pool._free.runs() for pool in (planner.request_pool, planner.chunk_pool)],
+        "references": [list(pool._references) for pool in (kv_cache.request_pool, kv_cache.chunk_pool)],
+        "free runs": [pool._free.runs() for pool in (kv_cache.request_pool, kv_cache.chunk_pool)],
         "prefix": {
-            key: (e.block_id, e.users, e.last_used, len(e.children or ())) for key, e in prefix._entries.items()
+            key: (e.block_id, e.ref_count, e.last_used, len(e.children or ())) for key, e in prefix._entries.items()
         },
         "prefix line": [entry.key for entry in prefix._queue.in_order()],
         "chunks": {
-            c.key: (tuple(c.block_ids), c.state, c.users, c.hits, c.pinned, c.last_used, c.num_computed, tuple(c.names))
+            c.key: (
+                tuple(c.block_ids),
+                c.state,
+                c.ref_count,
+                c.hits,
+                c.pinned,
+                c.last_used,
+                c.num_computed,
+                tuple(c.names),
+            )
             for c in chunks.chunks()
         },
         "chunk lines": [[c.key for c in account.in_order()] for account in (chunks.total, *chunks._accounts.values())],
@@ -124,11 +133,11 @@ def state_of(planner: Planner) -> object:
     }
 
 
-def attachment_state(attachment: Attachment) -> object:
-    """What an operation that fails must leave as it was in one attachment."""
+def allocation_state(allocation: Allocation) -> object:
+    """What an operation that fails must leave as it was in one allocation."""
     return [
         (tuple(s.table.block_ids), s.num_tokens, s.num_computed, bytes(s.tokens), len(s.entries), s.table.runs())
-        for s in attachment.spans
+        for s in allocation.spans
     ]
 
 
@@ -138,7 +147,7 @@ class Reader:
 
     layout: Layout
     salt: str
-    attachment: Attachment
+    allocation: Allocation
     expected: list[list[Hashable]]
     """Per span and token: what its keys and values depend on."""
     token_ids: list[list[int]]
@@ -175,7 +184,7 @@ class Memory:
             row.append(before)
         return row
 
-    def write(self, span: AttachedSpan, first: int, values: Sequence[Hashable]) -> None:
+    def write(self, span: SpanAllocation, first: int, values: Sequence[Hashable]) -> None:
         name = span.table.pool.name
         for slot, value in zip(span.table.slots(first, len(values)), values, strict=True):
             self.slots[name, slot] = value
@@ -187,7 +196,7 @@ class Memory:
                 self.slots[pool.name, target * pool.block_size + offset] = value
 
     def check(self, reader: Reader) -> None:
-        for span, values in zip(reader.attachment.spans, reader.expected, strict=True):
+        for span, values in zip(reader.allocation.spans, reader.expected, strict=True):
             name = span.table.pool.name
             spelled = [
                 self.slots.get((name, slot))
@@ -197,5 +206,5 @@ class Memory:
             assert spelled == values[: span.num_computed], f"{span.kind} span {span.index} reads what it did not write"
 
 
-def is_chunk(span: AttachedSpan) -> bool:
+def is_chunk(span: SpanAllocation) -> bool:
     return span.kind is SegmentKind.CHUNK

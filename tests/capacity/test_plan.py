@@ -51,7 +51,7 @@ def test_memory_is_divided_without_a_rest() -> None:
 
 
 def test_planned_documents_fit_into_the_engines_own_pools() -> None:
-    from kvmosaic.cache import Planner
+    from kvmosaic.cache import KVCache
     from kvmosaic.config import ChunkCacheConfig
     from kvmosaic.layout import arrange
     from kvmosaic.prompt import Prompt
@@ -59,7 +59,7 @@ def test_planned_documents_fit_into_the_engines_own_pools() -> None:
     demand = Demand(100, 50, 2, 3, system_tokens=20, question_tokens=10, answer_tokens=15)
     room = plan_capacity(MODEL, 202 * 10**6, demand, SPEED, headroom=0).room
     assert 3 <= room.resident < 100
-    planner = Planner(
+    kv_cache = KVCache(
         "model",
         ChunkCacheConfig(),
         request_blocks=room.request_blocks,
@@ -70,27 +70,27 @@ def test_planned_documents_fit_into_the_engines_own_pools() -> None:
     for number in range(demand.concurrency):
         documents = [[number * 3 + index] * 50 for index in range(3)]
         layout = arrange(Prompt.from_tokens([1] * 20, documents, [100 + number] * 10), "shared", "system")
-        attachment = planner.attach(planner.plan(layout))
-        planner.begin_step()
-        for span in attachment.spans:
+        allocation = kv_cache.allocate(kv_cache.plan(layout))
+        kv_cache.begin_step()
+        for span in allocation.spans:
             if span.chunk is None or span.is_owner:
-                planner.advance(attachment, span.index, span.num_tokens - span.num_computed)
-        planner.end_step()
-        planner.extend(attachment, range(15))
-        held.append(attachment)
-    assert planner.request_pool.num_used == room.request_blocks
-    for attachment in held:
-        planner.release(attachment)
+                kv_cache.advance(allocation, span.index, span.num_tokens - span.num_computed)
+        kv_cache.end_step()
+        kv_cache.append_slots(allocation, range(15))
+        held.append(allocation)
+    assert kv_cache.request_pool.num_used == room.request_blocks
+    for allocation in held:
+        kv_cache.release(allocation)
     for number in range(demand.documents):
         layout = arrange(Prompt.from_tokens([1] * 20, [[200 + number] * 50], [1]), "shared", "system")
-        attachment = planner.attach(planner.plan(layout))
-        planner.begin_step()
-        for span in attachment.spans:
+        allocation = kv_cache.allocate(kv_cache.plan(layout))
+        kv_cache.begin_step()
+        for span in allocation.spans:
             if span.chunk is None or span.is_owner:
-                planner.advance(attachment, span.index, span.num_tokens - span.num_computed)
-        planner.end_step()
-        planner.release(attachment)
-    assert len(planner.chunks()) == room.resident
+                kv_cache.advance(allocation, span.index, span.num_tokens - span.num_computed)
+        kv_cache.end_step()
+        kv_cache.release(allocation)
+    assert len(kv_cache.chunks()) == room.resident
 
 
 def test_what_does_not_fit_names_the_parts_and_the_way_out() -> None:

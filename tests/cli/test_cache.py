@@ -382,8 +382,8 @@ def test_explain_says_why_a_document_is_found_or_not(tiny_model: Path, tier: Pat
     assert "behind another system text: from position 7, not 13" in longer["ferry"]
     other = explained(tiny_model, url, "--documents", documents, "--system", "Answer!")
     assert "another system text of this length, or for another salt or tenant" in other["ferry"]
-    blind = explained(tiny_model, url, *here, "--chunk-context", "none")
-    assert "computed with --chunk-context system" in blind["ferry"]
+    context_free = explained(tiny_model, url, *here, "--chunk-context", "none")
+    assert "computed with --chunk-context system" in context_free["ferry"]
     rounded = explained(tiny_model, url, *here, "--dtype", "bfloat16")
     assert "another model, other weights or dtype" in rounded["ferry"] and "(float32)" in rounded["ferry"]
     sealed = explained(tiny_model, url, *here, KVMOSAIC_CHUNK_SECRET="a long secret")

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from kvmosaic.cli import app
-from kvmosaic.console.asking import Asking, split_input
+from kvmosaic.console.prompt_source import PromptSource, split_input
 from kvmosaic.errors import InvalidPrompt
 from kvmosaic.model.int8 import cpu_has_int8
 from kvmosaic.model.prepack import has_onednn_for_bfloat16
@@ -229,7 +229,7 @@ def test_tables_on_60_columns_keep_their_numbers_whole(
 
 def test_asking_needs_something_to_ask() -> None:
     with pytest.raises(InvalidPrompt, match="nothing is asked"):
-        Asking()
+        PromptSource()
 
 
 def test_an_answer_with_a_window_goes_on_behind_the_model(tiny_model: Path) -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from kvmosaic.console.demo import VISITS, Visit, demo_heading, run_demo
 from kvmosaic.console.folder import bundled_documents, read_folder
-from kvmosaic.console.opening import Opening
+from kvmosaic.console.model_options import ModelOptions
 from kvmosaic.console.statistics import VisitTimes, times_table
 
 
@@ -17,7 +17,7 @@ def test_demo_shows_answers_moves_times_and_statistics(
     tiny_model: Path, notes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     visits = (Visit("Where?", ("ferry", "kiln")), Visit("Who?", ("mill", "kiln", "ferry")))
-    run_demo(Opening(str(tiny_model), position_strategy="sequential"), notes, visits)
+    run_demo(ModelOptions(str(tiny_model), position_strategy="sequential"), notes, visits)
     output = " ".join(capsys.readouterr().out.split())
     assert "Q Where?" in output and "Q Who?" in output
     assert re.search(r"= system \+ mill → kiln → ferry \+ question", output)
@@ -40,8 +40,8 @@ def test_times_on_60_columns_keep_their_numbers_whole() -> None:
 
 
 def test_heading_promises_no_network_only_for_the_bundled_reader() -> None:
-    assert demo_heading(Opening(), {}).endswith("model reader, shared positions, no network")
-    assert demo_heading(Opening("some/model"), {}).endswith("shared positions")
+    assert demo_heading(ModelOptions(), {}).endswith("model reader, shared positions, no network")
+    assert demo_heading(ModelOptions("some/model"), {}).endswith("shared positions")
 
 
 def test_every_visit_names_bundled_documents_in_its_own_order() -> None:

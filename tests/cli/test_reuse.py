@@ -20,13 +20,13 @@ def printed(what: object) -> str:
 
 
 def test_table_says_what_happened_to_each_segment_and_to_the_whole() -> None:
-    report = ReuseReport((SYSTEM, FERRY, QUESTION), time_to_first_token=0.035, composition="documents are blind")
+    report = ReuseReport((SYSTEM, FERRY, QUESTION), time_to_first_token=0.035, composition="documents are context-free")
     lines = [line.split() for line in printed(reuse_table(report)).splitlines()]
     assert lines[1] == ["system", "12", "reused", "0.10", "ms"]
     assert lines[2] == ["ferry", "84", "moved", "+131", "0.10", "ms"]
     assert lines[3] == ["question", "40", "32", "reused,", "8", "computed", "1.20", "s"]
     assert " ".join(lines[4]) == "128 of 136 tokens reused (94%), 8 computed; first token after 35 ms"
-    assert lines[5] == ["documents", "are", "blind"]
+    assert lines[5] == ["documents", "are", "context-free"]
 
 
 def test_partly_reused_segment_is_two_bars() -> None:

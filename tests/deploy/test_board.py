@@ -58,7 +58,7 @@ def test_variables_that_queries_use_are_defined() -> None:
         "kvmosaic:pool_bytes",
         "kvmosaic:chunk_evictions_total",
         "kvmosaic:chunk_lookup_seconds_sum",
-        "kvmosaic:chunk_attach_seconds_sum",
+        "kvmosaic:chunk_allocate_seconds_sum",
         "kvmosaic:chunk_compute_seconds_sum",
         "kvmosaic:repaired_tokens_total",
         "vllm:num_requests_waiting",

@@ -133,7 +133,9 @@ def test_a_cancelled_reader_gives_its_blocks_back_within_a_step(stage):
                 await cancelled_at(engine, lambda: engine.num_running == 2)
             left = await engine.call(lambda inner: inner.unfinished_requests)
             assert [len(request.token_ids) for request in left] == [1], "only the other one is still under way"
-            assert await engine.call(lambda inner: [chunk for chunk in inner.planner.chunks() if chunk.users]) == []
+            assert (
+                await engine.call(lambda inner: [chunk for chunk in inner.kv_cache.chunks() if chunk.ref_count]) == []
+            )
 
     asyncio.run(main())
 

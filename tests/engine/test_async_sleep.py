@@ -149,7 +149,7 @@ async def test_without_memory_it_sleeps_on_and_wakes_later(model, monkeypatch) -
             broken.setattr(built.runner, "wake", fail)
             with pytest.raises(EngineAsleep, match=r"could not wake \(OutOfMemoryError\)"):
                 await engine.wake()
-            assert engine.is_asleep and engine.is_well
+            assert engine.is_asleep and engine.is_healthy
         await engine.wake()
         assert await read(engine, random_prompt(0))
 
@@ -170,7 +170,7 @@ async def test_an_engine_that_cannot_fall_asleep_goes_on_and_fails_no_request(mo
         assert [first, *[delta async for delta in deltas]][-1].finished
         with pytest.raises(EngineError, match="could not fall asleep"):
             await asleep
-        assert await later and engine.is_well and not engine.is_asleep
+        assert await later and engine.is_healthy and not engine.is_asleep
 
 
 async def test_stopping_a_sleeper_tells_everyone(model) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine.test_keeper import answer, empty, flush, with_tiers
+from engine.test_chunk_offloader import answer, empty, flush, with_tiers
 from support.engines import GREEDY, build_engine
 from support.families import build
 from support.loaded import random_prompt
@@ -66,7 +66,7 @@ def test_a_name_is_deleted_from_device_and_tiers(engine, disk, has_left) -> None
         store.delete("a")
     flush(engine)
     assert len(disk.entries) == 4
-    engine.keeper.kept.check_invariants()
+    engine.offloader.kept.check_invariants()
 
 
 def test_what_was_loaded_from_an_older_process_is_known_by_its_name(model, engine, disk) -> None:
@@ -75,7 +75,7 @@ def test_what_was_loaded_from_an_older_process_is_known_by_its_name(model, engin
     second = build_engine(model)
     with_tiers(second, disk)
     answer(second, named(random_prompt(0)))
-    assert second.planner.statistics().loaded_chunks == 3
+    assert second.kv_cache.statistics().loaded_chunks == 3
     empty(second)
     assert store_of(second).delete("b") == 1
     flush(second)
@@ -96,10 +96,10 @@ def test_a_chunk_that_is_deleted_while_it_is_computed_reaches_no_tier(model, dis
     engine = build_engine(model, max_batched_tokens=8)
     with_tiers(engine, disk)
     request = engine.add_request(named(random_prompt(0)), GREEDY)
-    while not any(chunk.num_computed and not chunk.is_ready for chunk in engine.planner.chunks()):
+    while not any(chunk.num_computed and not chunk.is_ready for chunk in engine.kv_cache.chunks()):
         engine.step()
-    (chunk,) = [chunk for chunk in engine.planner.chunks() if chunk.num_computed and not chunk.is_ready]
-    engine.planner.delete(chunk.key, when_idle=True)
+    (chunk,) = [chunk for chunk in engine.kv_cache.chunks() if chunk.num_computed and not chunk.is_ready]
+    engine.kv_cache.delete(chunk.key, when_idle=True)
     engine.run([request])
     flush(engine)
     assert request.error is None and chunk.is_ready

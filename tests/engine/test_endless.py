@@ -51,10 +51,10 @@ def test_memory_and_work_stay_the_same_for_thousands_of_tokens() -> None:
         engine.step()
         engine.runner.logits.clear()
         if engine.scheduler.running:
-            attached = running(engine).attachment.last
-            held.append(len(attached.table.block_ids))
-            assert len(attached.tokens) <= 4 * (sinks + window) and len(attached.entries) <= 5
-        assert engine.planner.request_pool.num_used <= 12
+            allocated = running(engine).allocation.last
+            held.append(len(allocated.table.block_ids))
+            assert len(allocated.tokens) <= 4 * (sinks + window) and len(allocated.entries) <= 5
+        assert engine.kv_cache.request_pool.num_used <= 12
     engine.check_invariants()
     assert len(held) > 1_400
     # sinks, and a window that lies in at most 5 blocks of 4
@@ -135,7 +135,7 @@ def test_an_endless_answer_ends_when_it_is_aborted_and_gives_everything_back() -
     assert not request.is_finished and request.answers[0].num_tokens >= 59
     engine.abort(request.request_id)
     engine.check_invariants()
-    assert engine.planner.request_pool.num_used == 0
+    assert engine.kv_cache.request_pool.num_used == 0
 
 
 def test_the_report_says_what_tokens_see() -> None:

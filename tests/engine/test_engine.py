@@ -57,12 +57,12 @@ def run(engine, requests):
 
 def assert_only_the_cache_holds_blocks(engine):
     """After all requests have ended, every block is free or held by the cache alone."""
-    planner = engine.planner
+    kv_cache = engine.kv_cache
     engine.check_invariants()
-    for pool in (planner.request_pool, planner.chunk_pool):
+    for pool in (kv_cache.request_pool, kv_cache.chunk_pool):
         assert pool.num_shared == 0
-    planner.reset()
-    assert planner.request_pool.num_used == 0 and planner.chunk_pool.num_used == 0
+    kv_cache.reset()
+    assert kv_cache.request_pool.num_used == 0 and kv_cache.chunk_pool.num_used == 0
 
 
 PROMPTS = [ask(0, 1), ask(1, 0, 2), Prompt.plain([3, 1, 4, 1, 5]), ask(2, question=(9,)), ask(5, 4, 3, 2, 1, 0)]
@@ -85,7 +85,7 @@ def test_a_chunk_that_several_requests_miss_is_computed_once(budget):
     run(engine, requests)
     computed = [segment for request in requests for segment in request.reuse.segments if segment.kind == "chunk"]
     assert sum(segment.computed_tokens for segment in computed) == sum(len(DOCUMENTS[i]) for i in (0, 1, 2))
-    assert engine.planner.statistics().cached_chunks == 3
+    assert engine.kv_cache.statistics().cached_chunks == 3
 
 
 def test_a_chunk_read_at_many_places_at_once_has_one_copy():
@@ -95,7 +95,7 @@ def test_a_chunk_read_at_many_places_at_once_has_one_copy():
     engine.step()
     engine.step()
     blocks_of_one_copy = sum(-(-len(DOCUMENTS[number]) // 4) for number in (0, 1, 2))
-    pool = engine.planner.chunk_pool
+    pool = engine.kv_cache.chunk_pool
     assert pool.num_used == blocks_of_one_copy
     assert pool.num_references == blocks_of_one_copy * (1 + len(orders)), "the cache and four readers"
     storage = engine.runner.storages["chunk_cache"]
@@ -106,7 +106,7 @@ def test_a_chunk_read_at_many_places_at_once_has_one_copy():
     before = [tensor.clone() for tensor in storage.run(0, 0, 256)]
     run(engine, requests)
     after = storage.run(0, 0, 256)
-    used = [slot for chunk in engine.planner.chunks() for slot in chunk.table.slots(0, chunk.num_tokens)]
+    used = [slot for chunk in engine.kv_cache.chunks() for slot in chunk.table.slots(0, chunk.num_tokens)]
     assert all(torch.equal(a[used], b[used]) for a, b in zip(after, before, strict=True)), "never written again"
 
 
@@ -115,7 +115,7 @@ def test_forked_answers_share_the_prompt_and_copy_only_their_last_block():
     params = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=9, ignore_eos=True)
     request = engine.add_request(ask(0, 1, question=tuple(range(10))), params)
     engine.step()
-    pool = engine.planner.request_pool
+    pool = engine.kv_cache.request_pool
     assert pool.num_used == 2 + 3, "system and question, once"
     engine.step()
     assert pool.num_used == 2 + 2 + 4, "full question blocks are shared, the partly filled one was copied"
@@ -156,7 +156,7 @@ def test_chunks_of_waiting_requests_are_evicted_and_computed_again():
     for _ in range(2):
         requests = [engine.add_request(ask(number), GREEDY) for number in range(6)]
         assert run(engine, requests) == alone
-    assert engine.planner.statistics().evictions > 0
+    assert engine.kv_cache.statistics().evictions > 0
 
 
 @settings(max_examples=25)
@@ -220,7 +220,7 @@ def test_a_failed_forward_leaves_nothing_to_be_found():
     with pytest.raises(RuntimeError, match="the device is gone"):
         engine.step()
     assert all(request.is_finished and request.error is not None for request in requests)
-    assert engine.planner.statistics().cached_chunks == 0
+    assert engine.kv_cache.statistics().cached_chunks == 0
     retry, _ = answer(engine, ask(0, 1))
     assert retry.reuse.reused_tokens == 0
     assert token_ids(retry) == token_ids(answer(build_engine(llama()), ask(0, 1))[0])
@@ -240,14 +240,14 @@ def test_requests_that_only_wait_outlive_a_failed_step():
 
 def test_a_request_that_cannot_be_planned_ends_and_lets_the_next_one_run(monkeypatch):
     engine = build_engine(llama())
-    plan = engine.planner.plan
+    plan = engine.kv_cache.plan
 
     def plan_that_fails(layout, *args):
         if layout.last.token_ids == (9,):
             raise ValueError("a fault of ours")
         return plan(layout, *args)
 
-    monkeypatch.setattr(engine.planner, "plan", plan_that_fails)
+    monkeypatch.setattr(engine.kv_cache, "plan", plan_that_fails)
     failed, waiting = engine.add_request(ask(0, question=(9,)), GREEDY), engine.add_request(ask(1), GREEDY)
     with pytest.raises(ValueError, match="a fault of ours"):
         engine.step()
@@ -334,7 +334,7 @@ def test_one_request_more_than_may_wait_is_refused():
 
 def test_a_tenant_that_uses_its_quota_does_not_hold_up_the_others():
     engine = build_engine(llama(), max_running=8)
-    engine.planner.set_quota("a", 5 * engine.planner.bytes_per_block)
+    engine.kv_cache.set_quota("a", 5 * engine.kv_cache.bytes_per_block)
     of_a = [replace(ask(number), tenant="a") for number in (0, 1, 2)]
     params = replace(GREEDY, max_tokens=30)
     first, second, third = (engine.add_request(prompt, params) for prompt in of_a)
@@ -357,7 +357,7 @@ def test_an_answer_ends_where_the_model_has_no_more_positions():
 def test_whatever_is_raised_in_a_step_leaves_nothing_to_be_found(monkeypatch):
     engine = build_engine(llama())
     right, _ = answer(build_engine(llama()), ask(0, 1))
-    plan, calls = engine.planner.plan, []
+    plan, calls = engine.kv_cache.plan, []
 
     def interrupted_plan(*args, **options):
         calls.append(1)
@@ -365,7 +365,7 @@ def test_whatever_is_raised_in_a_step_leaves_nothing_to_be_found(monkeypatch):
             raise KeyboardInterrupt
         return plan(*args, **options)
 
-    monkeypatch.setattr(engine.planner, "plan", interrupted_plan)
+    monkeypatch.setattr(engine.kv_cache, "plan", interrupted_plan)
     engine.add_request(ask(0, 1), GREEDY)
     engine.add_request(ask(2), GREEDY)
     with pytest.raises(KeyboardInterrupt):
@@ -376,24 +376,24 @@ def test_whatever_is_raised_in_a_step_leaves_nothing_to_be_found(monkeypatch):
     assert_only_the_cache_holds_blocks(engine)
 
 
-def test_an_attach_that_fails_half_way_gives_everything_back(monkeypatch):
+def test_an_allocation_that_fails_half_way_gives_everything_back(monkeypatch):
     engine = build_engine(llama())
     answer(engine, ask(0))
-    before = (engine.planner.request_pool.num_used, engine.planner.chunk_pool.num_used)
-    attacher = engine.planner._attacher
-    attach = attacher._attach_prefix
+    before = (engine.kv_cache.request_pool.num_used, engine.kv_cache.chunk_pool.num_used)
+    allocator = engine.kv_cache._allocator
+    allocate = allocator._allocate_prefix
 
-    def failing_attach(plan, span, *rest):
+    def failing_allocate(plan, span, *rest):
         if span.index == len(plan.spans) - 1:
             raise KeyboardInterrupt
-        return attach(plan, span, *rest)
+        return allocate(plan, span, *rest)
 
-    monkeypatch.setattr(attacher, "_attach_prefix", failing_attach)
+    monkeypatch.setattr(allocator, "_allocate_prefix", failing_allocate)
     engine.add_request(ask(0, 1, 2), GREEDY)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     monkeypatch.undo()
-    assert (engine.planner.request_pool.num_used, engine.planner.chunk_pool.num_used) == before
+    assert (engine.kv_cache.request_pool.num_used, engine.kv_cache.chunk_pool.num_used) == before
     again, _ = answer(engine, ask(0, 1, 2))
     assert token_ids(again) == token_ids(answer(build_engine(llama()), ask(0, 1, 2))[0])
     assert_only_the_cache_holds_blocks(engine)

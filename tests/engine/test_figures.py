@@ -76,9 +76,9 @@ def test_figures_are_there_before_the_news_of_what_has_changed_them():
                 assert delta.finished or engine.figures.num_running == {"acme": 1}
                 break
             await until(lambda: engine.figures.num_running == {})
-            await engine.call(lambda inner: inner.planner.set_quota("acme", 1_000))
+            await engine.call(lambda inner: inner.kv_cache.set_quota("acme", 1_000))
             assert engine.figures.usages["acme"].quota_bytes == 1_000
-            await engine.call(lambda inner: inner.planner.reset())
+            await engine.call(lambda inner: inner.kv_cache.reset())
             assert engine.figures.caches.cached_chunks == 0 and engine.figures.usages["acme"].num_chunks == 0
 
     asyncio.run(main())
@@ -114,13 +114,13 @@ def test_a_failed_step_and_the_end_of_the_engine_are_in_the_figures():
 def test_taking_figures_costs_the_same_with_a_thousand_tenants():
     engine = build_engine(loaded_family("llama"))
     for number in range(1_000):
-        engine.planner.set_quota(f"tenant-{number}", 1)
+        engine.kv_cache.set_quota(f"tenant-{number}", 1)
     first = take_figures(engine)
     assert len(first.usages) == 1_000
     assert take_figures(engine).usages is first.usages, "nothing has changed, and nothing is looked at"
-    engine.planner.set_quota("tenant-1", 2)
+    engine.kv_cache.set_quota("tenant-1", 2)
     second = take_figures(engine)
     assert second.usages is not first.usages
     assert [name for name in second.usages if second.usages[name] is not first.usages[name]] == ["tenant-1"]
-    engine.planner.set_quota("tenant-1", None)
+    engine.kv_cache.set_quota("tenant-1", None)
     assert len(take_figures(engine).usages) == 999

@@ -12,7 +12,7 @@ from support.clocked import World
 from support.engines import GREEDY
 
 from kvmosaic.engine import Request
-from kvmosaic.engine.turns import MAX_PRIORITY, class_of, turn_of
+from kvmosaic.engine.priorities import MAX_PRIORITY, class_of, sort_key_of
 from kvmosaic.engine.victims import in_order
 from kvmosaic.errors import InvalidPriority, InvalidPrompt
 from kvmosaic.prompt import Prompt
@@ -28,12 +28,12 @@ def test_turns_order_requests_by_priority_and_waiting_at_any_time(priority, arri
 
     now = max(arrival, later) + waited
     first, second = effective(priority, arrival, now), effective(other, later, now)
-    turns = turn_of(priority, arrival, aging), turn_of(other, later, aging)
+    turns = sort_key_of(priority, arrival, aging), sort_key_of(other, later, aging)
     assert (first > second) == (turns[0] < turns[1])
 
 
 def test_without_aging_priority_alone_counts():
-    assert turn_of(1, 1e9, None) < turn_of(0, 0.0, None) < turn_of(-1, 0.0, None)
+    assert sort_key_of(1, 1e9, None) < sort_key_of(0, 0.0, None) < sort_key_of(-1, 0.0, None)
 
 
 @pytest.mark.parametrize("priority", [101, -101, 2**40, 1.0, True, "1", None, float("nan")])
@@ -198,7 +198,7 @@ def test_who_computes_a_document_for_others_does_not_give_way_before_it_is_compl
     world.step()
     high = world.add(5, tokens=1)
     world.run()
-    assert world.engine.planner.statistics().computed_tokens == 40, "once"
+    assert world.engine.kv_cache.statistics().computed_tokens == 40, "once"
     assert world.engine.scheduler.num_preemptions == 1, "when it was complete"
     assert high.finished_time < min(low.finished_time, reader.finished_time)
 

@@ -16,8 +16,8 @@ from support.engines import build_engine
 from support.loaded import loaded_family
 
 from kvmosaic.engine import Request
+from kvmosaic.engine.priorities import TimeSlice
 from kvmosaic.engine.shares import Shares
-from kvmosaic.engine.turns import Turn
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams
@@ -126,7 +126,7 @@ def test_without_a_time_slice_endless_answers_keep_their_places() -> None:
 
 
 def test_a_time_slice_is_not_spent_on_what_was_computed_before() -> None:
-    turn = Turn()
+    turn = TimeSlice()
     turn.begin(0.0)
     turn.note(10, 1.0)
     assert not turn.is_over(60.0, 60.0) and turn.is_over(61.0, 60.0)
@@ -213,7 +213,7 @@ def test_blocks_are_shared_too() -> None:
         world.add(tenant="many", prompt=16, tokens=400)
     for _ in range(45):
         world.step()
-    assert world.engine.planner.request_pool.num_free < 8
+    assert world.engine.kv_cache.request_pool.num_free < 8
     honest = world.add(tenant="one", prompt=30, tokens=40)
     for _ in range(100):
         world.step()

@@ -54,16 +54,16 @@ def test_chunks_and_prefixes_survive_level_one(engine, is_fragmented) -> None:
     assert device_bytes(engine) == size
     found = ask(engine)
     assert found.outputs == expected.outputs
-    assert engine.planner.statistics().computed_tokens == 9 + 4 + 12, "no chunk was computed twice"
+    assert engine.kv_cache.statistics().computed_tokens == 9 + 4 + 12, "no chunk was computed twice"
 
 
 def test_level_two_drops_everything(engine) -> None:
     expected = ask(engine)
     fall_asleep(engine, 2)
-    assert not engine.planner.chunks()
+    assert not engine.kv_cache.chunks()
     engine.wake()
     assert ask(engine).outputs == expected.outputs
-    assert engine.planner.statistics().computed_tokens == 2 * (9 + 4 + 12)
+    assert engine.kv_cache.statistics().computed_tokens == 2 * (9 + 4 + 12)
 
 
 def test_what_runs_ends_first_and_what_comes_waits(engine) -> None:
@@ -142,13 +142,13 @@ def test_a_closed_engine_does_not_sleep(engine) -> None:
 def test_cold_chunks_leave_and_warm_ones_stay(model) -> None:
     now = [0.0]
     engine = build_engine(model)
-    engine.planner._clock = engine.planner._chunks._clock = lambda: now[0]
+    engine.kv_cache._clock = engine.kv_cache._chunks._clock = lambda: now[0]
     ask(engine, 0)
     ask(engine, 0)
     now[0] = 100.0
     ask(engine, 1)
-    assert engine.planner.evict_cold(5, 50.0) == 3
-    assert engine.planner.evict_cold(1, 0.0) == 3
-    assert engine.planner.evict_cold(5, 0.0) == 0 and not engine.planner.chunks()
+    assert engine.kv_cache.evict_cold(5, 50.0) == 3
+    assert engine.kv_cache.evict_cold(1, 0.0) == 3
+    assert engine.kv_cache.evict_cold(5, 0.0) == 0 and not engine.kv_cache.chunks()
     with pytest.raises(InvalidConfig, match="idle_seconds"):
-        engine.planner.evict_cold(1, -1.0)
+        engine.kv_cache.evict_cold(1, -1.0)

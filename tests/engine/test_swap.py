@@ -86,7 +86,7 @@ def test_what_comes_back_has_the_same_bits():
     save, write = swap.save, swap.write
 
     def watched_save(sequence):
-        span = sequence.attachment.last
+        span = sequence.allocation.last
         before = storage.read_chunk(span.table.block_ids, span.computed)
         if is_saved := save(sequence):
             saved[sequence] = before
@@ -96,7 +96,7 @@ def test_what_comes_back_has_the_same_bits():
         nonlocal num_checked
         write(restores)
         for sequence in [sequence for sequence in engine.scheduler.running if sequence in saved]:
-            before, span = saved.pop(sequence), sequence.attachment.last
+            before, span = saved.pop(sequence), sequence.allocation.last
             after = storage.read_chunk(span.table.block_ids, len(before[0][0]))
             for (keys, values), (keys_after, values_after) in zip(before, after, strict=True):
                 assert torch.equal(keys, keys_after) and torch.equal(values, values_after)
@@ -221,8 +221,8 @@ def test_whoever_gives_way_to_whom_answers_stay_the_same(choice, blocks, budget,
             engine.step()
             engine.check_invariants()
     assert run(engine, requests) == expected
-    engine.planner.reset()
-    assert engine.planner.request_pool.num_used == 0 and engine.planner.chunk_pool.num_used == 0
+    engine.kv_cache.reset()
+    assert engine.kv_cache.request_pool.num_used == 0 and engine.kv_cache.chunk_pool.num_used == 0
 
 
 @pytest.mark.parametrize(("forwards_take", "kind"), [(0.0, "recompute"), (1.0, "swap")])

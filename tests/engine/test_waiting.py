@@ -37,7 +37,7 @@ def test_it_gives_what_a_sorted_list_gives(steps):
             added = sequence(*step[1:])
             queue.add(added)
             twin.append(added)
-            twin.sort(key=lambda waiting: waiting.rank)
+            twin.sort(key=lambda waiting: waiting.sort_key)
         elif step[0] == "remove" and twin:
             queue.remove(removed := twin.pop(step[1] % len(twin)))
             queue.remove(removed)
@@ -76,4 +76,4 @@ def test_ten_thousand_wait_and_leave_in_the_order_of_their_rank():
     while (first := queue.first()) is not None:
         left.append(first)
         queue.remove(first)
-    assert left == sorted(waiting, key=lambda each: each.rank)
+    assert left == sorted(waiting, key=lambda each: each.sort_key)

@@ -17,14 +17,20 @@ from kvmosaic.eval.composing import accepted_tokens, prompt_of
 from kvmosaic.eval.recalling import Recalled
 from kvmosaic.eval.run import _open, evaluate
 from kvmosaic.eval.tasks import TwoHop
-from kvmosaic.eval.ways import FULL, Way
+from kvmosaic.eval.variants import FULL, Variant
 from kvmosaic.llm import LLM
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.prompt import Document
 from kvmosaic.repair import ChunkSignals
 from kvmosaic.sampling import SamplingParams
 
-WAYS = (Way(), Way("shared"), Way(repair="first(4)"), Way(repair="query(0.3)"), Way(repair="temperature(0.7, 2)"))
+WAYS = (
+    Variant(),
+    Variant("shared"),
+    Variant(repair="first(4)"),
+    Variant(repair="query(0.3)"),
+    Variant(repair="temperature(0.7, 2)"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +54,7 @@ def asked(llm: LLM, case: Case, **options):
     return ask(lambda way: llm, case, prompt_of(llm, case), WAYS, lambda done: None, **options)
 
 
-def distributions(llm: LLM, case: Case, way: Way, answer: tuple[int, ...]) -> torch.Tensor:
+def distributions(llm: LLM, case: Case, way: Variant, answer: tuple[int, ...]) -> torch.Tensor:
     """The twin: the model is asked for one token at a time, with what it answered before in the question."""
     recalled = Recalled.of(way.repair)
     prompt, rows = prompt_of(llm, case), []
@@ -90,17 +96,19 @@ def test_loss_is_that_of_the_accepted_answer_and_answers_are_ones_own(llm: LLM, 
 
 
 def test_unlabelled_cases_have_distances_and_no_score(llm: LLM, case: Case) -> None:
-    labelled, blind = asked(llm, case), asked(llm, replace(case, answers=()))
+    labelled, context_free = asked(llm, case), asked(llm, replace(case, answers=()))
     for way in (FULL, *WAYS):
-        assert (blind[way].score, blind[way].loss) == (None, None)
-        assert blind[way].divergence == labelled[way].divergence
-        assert blind[way].agreement == labelled[way].agreement
-    assert blind[FULL].answer == labelled[FULL].answer and blind[Way()].answer == ""
+        assert (context_free[way].score, context_free[way].loss) == (None, None)
+        assert context_free[way].divergence == labelled[way].divergence
+        assert context_free[way].agreement == labelled[way].agreement
+    assert context_free[FULL].answer == labelled[FULL].answer and context_free[Variant()].answer == ""
 
 
 def test_answers_that_are_not_scored_still_have_a_loss(llm: LLM, case: Case) -> None:
     readings = asked(llm, case, is_scored=False)
-    assert readings[Way()].score is None and readings[Way()].loss is not None and readings[FULL].score is not None
+    assert (
+        readings[Variant()].score is None and readings[Variant()].loss is not None and readings[FULL].score is not None
+    )
 
 
 def test_a_policy_measures_once_for_answer_and_scores() -> None:
@@ -122,7 +130,7 @@ def test_divergence_is_zero_from_itself_and_never_negative() -> None:
 
 def test_questions_without_answers_have_rows_without_accuracy(reader: LoadedModel) -> None:
     cases = [replace(each, answers=(), task="own") for each in TwoHop().cases(0, 2)]
-    found = evaluate(reader, cases, [Way()], capacity="64MiB")
+    found = evaluate(reader, cases, [Variant()], capacity="64MiB")
     full, none = found.rows
     assert (full.accuracy, none.accuracy, none.ratio, none.loss_increase) == (None, None, None, None)
     assert none.divergence > 0 and full.divergence == 0
@@ -135,7 +143,7 @@ def test_a_log_takes_the_place_of_asking(reader: LoadedModel, tmp_path, monkeypa
         if rows[0].num_cases == 2:
             raise KeyboardInterrupt
 
-    partly = evaluate(reader, cases, [Way()], capacity="64MiB", log=log, news=stop)
+    partly = evaluate(reader, cases, [Variant()], capacity="64MiB", log=log, news=stop)
     assert partly.is_interrupted and [row.num_cases for row in partly.rows] == [2, 2]
     text = log.read_text()
     assert len(text.splitlines()) == 3
@@ -148,14 +156,14 @@ def test_a_log_takes_the_place_of_asking(reader: LoadedModel, tmp_path, monkeypa
         return real(engine_of, case, *rest, **more)
 
     monkeypatch.setattr(run, "ask", watched)
-    whole = evaluate(reader, cases, [Way()], capacity="64MiB", log=log)
+    whole = evaluate(reader, cases, [Variant()], capacity="64MiB", log=log)
     assert asked_for == [cases[2].id] and not whole.is_interrupted
     assert list(whole.rows[1].readings[:2]) == list(partly.rows[1].readings)
     assert log.read_text().startswith(text) and len(log.read_text().splitlines()) == 4
-    evaluate(reader, [cases[0]], [Way(), Way("shared")], capacity="64MiB", log=log)
+    evaluate(reader, [cases[0]], [Variant(), Variant("shared")], capacity="64MiB", log=log)
     assert asked_for == [cases[2].id, cases[0].id]  # another way was wanted
     other = replace(cases[0], documents=(*cases[0].documents, Document("One more.")))
-    evaluate(reader, [other], [Way()], capacity="64MiB", log=log)
+    evaluate(reader, [other], [Variant()], capacity="64MiB", log=log)
     assert asked_for == [cases[2].id, cases[0].id, other.id]  # another prompt under the same id
 
 
@@ -173,5 +181,5 @@ def test_a_file_that_is_no_log_is_left_alone(reader: LoadedModel, tmp_path, cont
     log = tmp_path / "log.jsonl"
     log.write_text(content)
     with pytest.raises(InvalidConfig, match=told):
-        evaluate(reader, TwoHop().cases(0, 1), [Way()], capacity="64MiB", log=log)
+        evaluate(reader, TwoHop().cases(0, 1), [Variant()], capacity="64MiB", log=log)
     assert log.read_text() == content

@@ -16,7 +16,7 @@ from kvmosaic.cli import app
 from kvmosaic.eval.plot import draw_plot
 from kvmosaic.eval.report import EvalReport
 from kvmosaic.eval.rows import Reading, Row
-from kvmosaic.eval.ways import FULL, Way
+from kvmosaic.eval.variants import FULL, Variant
 from kvmosaic.model.prepack import cpu_has_bfloat16
 
 FEW = ("eval", "--tasks", "one-hop(2),story", "--cases", "2", "--num-threads", "1", "--capacity", "64MiB")
@@ -102,7 +102,7 @@ def _report() -> EvalReport:
     ways = [
         FULL,
         *(
-            Way(strategy, "system", f"query({share / 100:g})")
+            Variant(strategy, "system", f"query({share / 100:g})")
             for strategy in ("shared", "sequential")
             for share in range(1, 11)
         ),

@@ -16,7 +16,7 @@ from kvmosaic.eval.drawing import draw_documents
 from kvmosaic.eval.gathering import gather, own_questions
 from kvmosaic.eval.loaders import load
 from kvmosaic.eval.own import own_cases
-from kvmosaic.profile import read_profile
+from kvmosaic.tuned_settings import read_profile
 
 TEXTS = {
     "ferry": "The ferry goes to Oak Island every hour.",

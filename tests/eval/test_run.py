@@ -17,13 +17,13 @@ from kvmosaic.eval.composing import prompt_of
 from kvmosaic.eval.gathering import gather
 from kvmosaic.eval.run import Evaluation, evaluate
 from kvmosaic.eval.tasks import TASKS, Long, OneHop, task
-from kvmosaic.eval.ways import FULL, Way, ways
+from kvmosaic.eval.variants import FULL, Variant, variants
 from kvmosaic.llm import LLM
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.prompt import Document, SegmentKind
 from kvmosaic.sampling import SamplingParams
 
-ASKED = (Way("sequential"), Way("shared"), Way("sequential", repair="first(4)"))
+ASKED = (Variant("sequential"), Variant("shared"), Variant("sequential", repair="first(4)"))
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_same_cases_give_the_same_answers_whatever_else_is_asked(reader: LoadedM
 
 def test_progress_counts_every_answer(reader: LoadedModel) -> None:
     seen: list[tuple[int, int]] = []
-    evaluate(reader, OneHop(1).cases(0, 2), [Way()], capacity="64MiB", progress=lambda *each: seen.append(each))
+    evaluate(reader, OneHop(1).cases(0, 2), [Variant()], capacity="64MiB", progress=lambda *each: seen.append(each))
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
@@ -119,11 +119,11 @@ def test_interrupted_run_keeps_the_cases_that_every_way_answered(reader: LoadedM
         if done == 5:
             raise KeyboardInterrupt
 
-    found = evaluate(reader, OneHop(1).cases(0, 4), [Way()], capacity="64MiB", progress=interrupt)
+    found = evaluate(reader, OneHop(1).cases(0, 4), [Variant()], capacity="64MiB", progress=interrupt)
     assert [row.num_cases for row in found.rows] == [2, 2]
     assert found.notes == ("Interrupted: what came later was not asked.",)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(reader, OneHop(1).cases(0, 4), [Way()], capacity="64MiB", progress=_interrupt_at_once)
+        evaluate(reader, OneHop(1).cases(0, 4), [Variant()], capacity="64MiB", progress=_interrupt_at_once)
 
 
 def _interrupt_at_once(done: int, total: int) -> None:
@@ -134,35 +134,35 @@ def test_cases_that_are_too_long_are_left_out_and_counted() -> None:
     model = chatting_llama()
     fine = Case("fine", "own", "Who?", ("Ann",), (Document("Ann sings."),), answer_tokens=1)
     long = replace(fine, id="long", documents=(Document("word " * 3_000),))
-    found = evaluate(model, [long, fine], [Way()], capacity="64MiB")
+    found = evaluate(model, [long, fine], [Variant()], capacity="64MiB")
     assert [row.num_cases for row in found.rows] == [1, 1]
     assert found.notes[0].startswith("1 of 2 cases cannot be asked; the first one, 'long': ")
     with pytest.raises(InvalidConfig, match="1 of 1 cases cannot be asked; the first one, 'long': "):
-        evaluate(model, [long], [Way()], capacity="64MiB")
+        evaluate(model, [long], [Variant()], capacity="64MiB")
 
 
 def test_case_larger_than_the_memory_is_left_out_and_the_others_go_on(reader: LoadedModel) -> None:
     fine, large = OneHop(1).cases(0, 2)
     large = replace(large, documents=tuple(Document(f"Number {n}. {large.documents[0].text * 3}") for n in range(12)))
-    found = evaluate(reader, [large, fine], [Way()], capacity="1MiB")
+    found = evaluate(reader, [large, fine], [Variant()], capacity="1MiB")
     assert [[reading.case for reading in row.readings] for row in found.rows] == [[fine.id], [fine.id]]
     assert found.notes[0].startswith(f"1 of 2 cases cannot be asked; the first one, '{large.id}': ")
     with pytest.raises((RequestTooLarge, ChunkCacheFull)):
-        evaluate(reader, [large], [Way()], capacity="1MiB")
+        evaluate(reader, [large], [Variant()], capacity="1MiB")
 
 
 def test_each_way_is_asked_as_it_says(reader: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Way] = []
+    asked: list[Variant] = []
     generate = LLM.generate
 
     def watched(self: LLM, prompts: Any, params: Any, **rest: Any) -> Any:
-        way = Way(rest["position_strategy"], self.chunk_cache_config.chunk_context, str(params.repair))
+        way = Variant(rest["position_strategy"], self.chunk_cache_config.chunk_context, str(params.repair))
         if not asked or asked[-1] != way:  # a way whose answer differs is asked for all of it
             asked.append(way)
         return generate(self, prompts, params, **rest)
 
     monkeypatch.setattr(LLM, "generate", watched)
-    chosen = ways(["none", "first(4)"])
+    chosen = variants(["none", "first(4)"])
     evaluate(reader, OneHop(1).cases(0, 2), chosen, capacity="64MiB")
     tried, first, second = (asked[start : start + len(chosen)] for start in range(0, 3 * len(chosen), len(chosen)))
     assert tried == first == list(chosen)
@@ -172,8 +172,8 @@ def test_each_way_is_asked_as_it_says(reader: LoadedModel, monkeypatch: pytest.M
 def test_cases_without_documents_and_doubles_are_told(reader: LoadedModel) -> None:
     bare = Case("bare", "own", "Who?", ("Ann",))
     with pytest.raises(InvalidConfig, match="case 'bare' has no documents"):
-        evaluate(reader, [bare], [Way()], capacity="64MiB")
+        evaluate(reader, [bare], [Variant()], capacity="64MiB")
     with pytest.raises(InvalidConfig, match="two cases have the id 'bare'"):
-        evaluate(reader, [bare, bare], [Way()], capacity="64MiB")
+        evaluate(reader, [bare, bare], [Variant()], capacity="64MiB")
     with pytest.raises(InvalidConfig, match="0 cases; a run needs 1 to"):
-        evaluate(reader, [], [Way()], capacity="64MiB")
+        evaluate(reader, [], [Variant()], capacity="64MiB")

@@ -6,12 +6,12 @@ import pytest
 
 from kvmosaic.eval.rows import Reading, Row, percentile
 from kvmosaic.eval.summary import findings, summarize
-from kvmosaic.eval.ways import FULL, Way
+from kvmosaic.eval.variants import FULL, Variant
 
-NONE, SOME, MUCH = Way(), Way(repair="query(0.15)"), Way(repair="first(64)")
+NONE, SOME, MUCH = Variant(), Variant(repair="query(0.15)"), Variant(repair="first(64)")
 
 
-def row(way: Way, task: str, right: int, full: int, *, repaired: int = 0, first: float = 0.1) -> Row:
+def row(way: Variant, task: str, right: int, full: int, *, repaired: int = 0, first: float = 0.1) -> Row:
     """20 questions, of which some are right, over 100 tokens of documents each."""
     readings = tuple(
         Reading(f"{task}:{n}", "x", float(n < right), first, 10, 100, repaired, repaired / 100) for n in range(20)
@@ -76,7 +76,7 @@ def test_findings_say_which_task_is_missed_and_the_best_that_was_reached_there()
 
 def test_cheapest_of_the_good_ones_is_best() -> None:
     found = rows(some=(20, 20))
-    found += [row(Way(repair="first(4)"), task, 20, 20, repaired=8) for task in ("one", "two")]
+    found += [row(Variant(repair="first(4)"), task, 20, 20, repaired=8) for task in ("one", "two")]
     assert "sequential, system, first(4) is best" in findings(found)[0]
 
 

@@ -23,9 +23,9 @@ from kvmosaic.eval.measure import EvalModel
 from kvmosaic.eval.scores import score
 from kvmosaic.eval.tune import Tuning, tune
 from kvmosaic.eval.tuning import goal_of
-from kvmosaic.eval.ways import ways
-from kvmosaic.profile import PROFILE_NAME, read_profile
+from kvmosaic.eval.variants import variants
 from kvmosaic.prompt import Document
+from kvmosaic.tuned_settings import PROFILE_NAME, read_profile
 
 SMALL = {"capacity": "16MiB", "dtype": "float32", "num_threads": 1}
 
@@ -60,7 +60,7 @@ def cases(model: Path) -> list[Case]:
 
 
 def tuning(model: Path | str, cases: list[Case], repairs: str, loss: float, **options: object) -> Tuning:
-    chosen = ways(repairs.split(" "), ("sequential",), ("system",))
+    chosen = variants(repairs.split(" "), ("sequential",), ("system",))
     opening = EvalModel(str(model), **SMALL)
     return Tuning(opening, cases, chosen, goal_of(loss), seed=3, with_full="full" in repairs, **options)
 

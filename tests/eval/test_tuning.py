@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.rows import Reading, Row
 from kvmosaic.eval.tuning import choose, goal_of
-from kvmosaic.eval.ways import FULL, Way
-from kvmosaic.profile import Goal
+from kvmosaic.eval.variants import FULL, Variant
+from kvmosaic.tuned_settings import Goal
 
-NONE, FIRST, QUERY = Way(repair="none"), Way(repair="first(4)"), Way(repair="query(0.15)")
-SHARED = Way("shared", "system", "none")
+NONE, FIRST, QUERY = Variant(repair="none"), Variant(repair="first(4)"), Variant(repair="query(0.15)")
+SHARED = Variant("shared", "system", "none")
 TASKS = ("two-hop", "story")
 
 
@@ -24,7 +24,7 @@ def _reading(case: str, is_right: bool, work: float) -> Reading:
     return Reading(**{**numbers, "case": case, "answer": "", "score": float(is_right)})
 
 
-def rows_of(table: dict[Way, tuple[float, list[int]]], full: tuple[int, ...] = (10, 10)) -> list[Row]:
+def rows_of(table: dict[Variant, tuple[float, list[int]]], full: tuple[int, ...] = (10, 10)) -> list[Row]:
     """For each way its work and how many of ten questions it answers, by task."""
     rows = []
     for number, task in enumerate(TASKS[: len(full)]):
@@ -105,7 +105,7 @@ def test_goals_have_limits(numbers: tuple[float, ...], told: str) -> None:
 
 
 correct = st.integers(0, 10)
-ways = st.sampled_from([NONE, FIRST, QUERY, SHARED, Way("shared", "none", "first(4)")])
+ways = st.sampled_from([NONE, FIRST, QUERY, SHARED, Variant("shared", "none", "first(4)")])
 
 
 @given(
@@ -118,7 +118,7 @@ ways = st.sampled_from([NONE, FIRST, QUERY, SHARED, Way("shared", "none", "first
     st.integers(0, 8).map(lambda work: work / 4),
 )
 def test_the_choice_is_that_of_its_obvious_twin(
-    table: dict[Way, tuple[float, list[int]]],
+    table: dict[Variant, tuple[float, list[int]]],
     full: tuple[int, int],
     loss: float,
     task_loss: float,

@@ -32,9 +32,9 @@ class Clock:
 def test_what_one_rank_does_not_have_is_used_by_none_and_held_by_none():
     staging = Staging(2, 1000)
     (staged,) = staging.want("a", [run(1)], 1)
-    assert staging.hear(FetchReport(staged.number, 0, "disk")) is None
+    assert staging.on_report(FetchReport(staged.number, 0, "disk")) is None
     staging.fetches.clear()
-    assert staging.hear(FetchReport(staged.number, 1, "")) is staged
+    assert staging.on_report(FetchReport(staged.number, 1, "")) is staged
     assert staged.is_over
     assert not staged.tier
     assert staging.drops == [staged.number]
@@ -47,7 +47,7 @@ def test_a_run_is_asked_for_once_for_all_who_wait_and_kept_until_the_last_has_lo
     assert staging.want("b", [run(1)], 1) == [staged]
     assert len(staging.fetches) == 1
     staging.fetches.clear()
-    staging.hear(FetchReport(staged.number, 0, "host"))
+    staging.on_report(FetchReport(staged.number, 0, "host"))
     staging.release("a")
     assert staging.drops == []
     staging.release("b")
@@ -70,7 +70,7 @@ def test_a_miss_is_remembered_for_a_moment_or_until_the_run_is_stored():
         if end == "known":
             break
         assert staged is not None
-        staging.hear(FetchReport(staged.number, 0, ""))
+        staging.on_report(FetchReport(staged.number, 0, ""))
         staging.release("a")
         assert staging.want("b", [run(1)], 1) == [None]
         staging.release("b")
@@ -123,7 +123,7 @@ def test_whatever_happens_bytes_and_waiters_add_up(data):
                 staging.want(data.draw(st.sampled_from("abcd")), [run(key, 4 + key) for key in keys], 1)
             case "hear" if sent:
                 rank, tier = data.draw(st.integers(0, 1)), data.draw(st.sampled_from(["host", ""]))
-                staging.hear(FetchReport(data.draw(st.sampled_from(sent)), rank, tier))
+                staging.on_report(FetchReport(data.draw(st.sampled_from(sent)), rank, tier))
             case "release":
                 staging.release(data.draw(st.sampled_from("abcd")))
             case "clear":

@@ -5,14 +5,14 @@ from __future__ import annotations
 from kvmosaic.cache.keys import Key
 from kvmosaic.integrations.vllm.tally import Tally
 from kvmosaic.integrations.vllm.worker.tier_counts import TierCounts
-from kvmosaic.tiers import Deadline, Hierarchy, HostTier
+from kvmosaic.tiers import Deadline, HostTier, TieredStore
 
 
 def test_counts_grow_by_what_is_new_and_are_looked_at_once_a_second():
     now = 100.0
-    hierarchy: Hierarchy[bytes] = Hierarchy([HostTier(1000)], most_pending_bytes=1000)
-    counts, tally = TierCounts(hierarchy, lambda: now), Tally()
-    (tier,) = hierarchy.tiers
+    tiered_store: TieredStore[bytes] = TieredStore([HostTier(1000)], most_pending_bytes=1000)
+    counts, tally = TierCounts(tiered_store, lambda: now), Tally()
+    (tier,) = tiered_store.tiers
     for _ in range(2):
         tier.put_many({Key(bytes(32)): b"entry"}, Deadline(1.0))
         tier.get_many([Key(bytes(32)), Key(bytes([1] * 32))], Deadline(1.0))
@@ -28,4 +28,4 @@ def test_counts_grow_by_what_is_new_and_are_looked_at_once_a_second():
             "kvmosaic:tier_read_bytes": {"host": 5},
         }
         now += 1.1
-    hierarchy.close()
+    tiered_store.close()

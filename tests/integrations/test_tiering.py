@@ -34,7 +34,7 @@ class Steps:
         self.blocks = Blocks()
         self.num_workers = num_workers
         self.tiering = Tiering(num_workers, BLOCK, 1, 1000, lambda: self.blocks, lambda: 0.0)  # type: ignore[arg-type, return-value]
-        self.tiering.hear(dict.fromkeys(range(num_workers), "weights"))
+        self.tiering.on_handshake(dict.fromkeys(range(num_workers), "weights"))
         self.number = 0
 
     def ask(self, prompt: ChunkPrompt = PROMPT, lora: object = None) -> Any:
@@ -53,14 +53,14 @@ class Steps:
 
     def admit(self, request: Any, num_external: int) -> None:
         blocks = SimpleNamespace(get_block_ids=lambda: ([7, 8, 9],))
-        self.tiering.admitted(request, blocks, num_external)
+        self.tiering.on_alloc(request, blocks, num_external)
 
     def tell(self, done: Operations, *tiers: str) -> None:
         """What each rank found of each fetch: one text for all ranks, or one for each."""
         for fetch, said in zip(done.fetches, tiers, strict=True):
             for rank in range(self.num_workers):
                 tier = said.split(",")[rank] if "," in said else said
-                self.tiering.told([FetchReport(fetch.number, rank, tier)])
+                self.tiering.on_reports([FetchReport(fetch.number, rank, tier)])
 
     def compute(self, request: Any) -> Operations:
         """Admits it without anything loaded, finishes it, and gives the next step."""
@@ -73,9 +73,9 @@ class Steps:
 def test_what_is_nowhere_is_computed_and_then_stored_in_two_runs():
     steps = Steps()
     request = steps.ask()
-    assert steps.tiering.matched(request, 0) is None
+    assert steps.tiering.match(request, 0) is None
     steps.tell(steps.step(), "", "")
-    assert steps.tiering.matched(request, 0) == 0
+    assert steps.tiering.match(request, 0) == 0
     stores = steps.compute(request).stores
     assert [(store.run.start, store.run.num_tokens, store.blocks) for store in stores] == [
         (0, 5, (100, 101)),
@@ -87,9 +87,9 @@ def test_what_is_nowhere_is_computed_and_then_stored_in_two_runs():
 def test_what_all_workers_have_is_loaded_but_for_padding():
     steps = Steps(num_workers=2)
     request = steps.ask()
-    assert steps.tiering.matched(request, 0) is None
+    assert steps.tiering.match(request, 0) is None
     steps.tell(steps.step(), "host", "redis")
-    assert steps.tiering.matched(request, 4) == 7  # vLLM has a block of four already
+    assert steps.tiering.match(request, 4) == 7  # vLLM has a block of four already
     steps.admit(request, 7)
     done = steps.step(request)
     assert [(load.skip, load.start, load.num_tokens, load.blocks) for load in done.loads] == [
@@ -107,9 +107,9 @@ def test_what_all_workers_have_is_loaded_but_for_padding():
 def test_one_token_is_left_to_compute_where_there_is_no_padding():
     steps = Steps()
     request = steps.ask(FULL)
-    steps.tiering.matched(request, 0)
+    steps.tiering.match(request, 0)
     steps.tell(steps.step(), "host", "host")
-    assert steps.tiering.matched(request, 0) == 7
+    assert steps.tiering.match(request, 0) == 7
     steps.admit(request, 7)
     assert sum(load.num_tokens for load in steps.step(request).loads) == 7
 
@@ -118,9 +118,9 @@ def test_one_token_is_left_to_compute_where_there_is_no_padding():
 def test_a_run_that_one_worker_lacks_is_computed_with_all_behind_it(system, chunk, matched):
     steps = Steps(num_workers=2)
     request = steps.ask()
-    steps.tiering.matched(request, 0)
+    steps.tiering.match(request, 0)
     steps.tell(steps.step(), system, chunk)
-    assert steps.tiering.matched(request, 0) == matched
+    assert steps.tiering.match(request, 0) == matched
     steps.admit(request, matched)
     steps.step(request)
     assert steps.tiering.finished(request.request_id, [b"a", b"b", b"c"]) is None
@@ -130,7 +130,7 @@ def test_a_run_that_one_worker_lacks_is_computed_with_all_behind_it(system, chun
 def test_blocks_that_left_the_cache_before_the_next_step_are_not_stored():
     steps = Steps()
     request = steps.ask()
-    steps.tiering.matched(request, 0)
+    steps.tiering.match(request, 0)
     steps.tell(steps.step(), "", "")
     steps.admit(request, 0)
     steps.step(request)
@@ -144,7 +144,7 @@ def test_blocks_that_left_the_cache_before_the_next_step_are_not_stored():
 def test_a_request_that_goes_while_it_waits_lets_go_of_what_was_fetched():
     steps = Steps()
     request = steps.ask()
-    steps.tiering.matched(request, 0)
+    steps.tiering.match(request, 0)
     numbers = [fetch.number for fetch in steps.step().fetches]
     steps.tiering.finished(request.request_id, [])
     done = steps.step()
@@ -155,7 +155,7 @@ def test_a_request_that_goes_while_it_waits_lets_go_of_what_was_fetched():
 
 def test_with_an_adapter_nothing_is_asked_for():
     steps = Steps()
-    assert steps.tiering.matched(steps.ask(lora=object()), 0) == 0
+    assert steps.tiering.match(steps.ask(lora=object()), 0) == 0
     assert not steps.step().fetches
 
 
@@ -163,25 +163,25 @@ def test_with_an_adapter_nothing_is_asked_for():
 def test_when_the_prefix_cache_is_forgotten_the_weights_are_looked_at_before_anything_is_used(is_told):
     steps = Steps()
     before = steps.ask()
-    steps.tiering.matched(before, 0)
+    steps.tiering.match(before, 0)
     old = steps.step()
     steps.tell(old, "host", "host")
     if is_told:
         steps.tiering.reset()
     else:
         steps.blocks.table = object()
-    assert steps.tiering.matched(before, 0) is None
+    assert steps.tiering.match(before, 0) is None
     assert steps.step(is_paused=True).fingerprint_round is None
     done = steps.step()
     assert done.fingerprint_round is not None
     steps.tell(old, "host", "host")  # too late: they are not these any more
-    assert steps.tiering.matched(before, 0) is None
-    steps.tiering.told([FingerprintReport(done.fingerprint_round, 0, "other weights")])
-    assert steps.tiering.matched(before, 0) is None
+    assert steps.tiering.match(before, 0) is None
+    steps.tiering.on_reports([FingerprintReport(done.fingerprint_round, 0, "other weights")])
+    assert steps.tiering.match(before, 0) is None
     new = steps.step()
     assert not {fetch.run.key for fetch in new.fetches} & {fetch.run.key for fetch in old.fetches}
     steps.tell(new, "", "")
-    assert steps.tiering.matched(before, 0) == 0
+    assert steps.tiering.match(before, 0) == 0
 
 
 def test_weights_that_cannot_be_told_apart_turn_the_tiers_off_until_they_can():
@@ -190,6 +190,6 @@ def test_weights_that_cannot_be_told_apart_turn_the_tiers_off_until_they_can():
         steps.tiering.reset()
         number = steps.step().fingerprint_round
         assert number is not None
-        steps.tiering.told([FingerprintReport(number, 0, fingerprint)])
-        assert steps.tiering.matched(steps.ask(), 0) == expected
+        steps.tiering.on_reports([FingerprintReport(number, 0, fingerprint)])
+        assert steps.tiering.match(steps.ask(), 0) == expected
         assert bool(steps.step().fetches) is (expected is None)

@@ -114,30 +114,30 @@ def report(num_segments: int = 1) -> dict:
 
 
 def test_a_report_is_found_by_the_id_that_the_front_end_knows_and_only_once() -> None:
-    shelf = ReportShelf()
-    shelf.put("chatcmpl-7-1a2b3c4d", report())
-    assert shelf.take("chatcmpl") is None
-    assert shelf.take("chatcmpl-7") == report()
-    assert shelf.take("chatcmpl-7") is None
-    shelf.put("chatcmpl-7-1a2b3c4d", report(1))
-    shelf.put("chatcmpl-7-1a2b3c4d", report(2))
-    assert shelf.take("chatcmpl-7-1a2b3c4d") == report(2)
-    assert len(shelf) == 0
+    documents = ReportShelf()
+    documents.put("chatcmpl-7-1a2b3c4d", report())
+    assert documents.take("chatcmpl") is None
+    assert documents.take("chatcmpl-7") == report()
+    assert documents.take("chatcmpl-7") is None
+    documents.put("chatcmpl-7-1a2b3c4d", report(1))
+    documents.put("chatcmpl-7-1a2b3c4d", report(2))
+    assert documents.take("chatcmpl-7-1a2b3c4d") == report(2)
+    assert len(documents) == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.integers(0, 9)), max_size=60))
 def test_the_shelf_keeps_its_limits(puts: list[tuple[int, int, int]]) -> None:
     now = 0.0
-    shelf = ReportShelf(most_reports=5, most_segments=20, most_seconds=30.0, clock=lambda: now)
+    documents = ReportShelf(most_reports=5, most_segments=20, most_seconds=30.0, clock=lambda: now)
     kept: dict[str, tuple[float, int]] = {}
     for name, num_segments, seconds in puts:
         now += seconds
         key = f"request-{name}"
         kept.pop(key, None)
         kept[key] = (now, num_segments)
-        shelf.put(key, report(num_segments))
+        documents.put(key, report(num_segments))
         while len(kept) > 5 or sum(n for _, n in kept.values()) > 20 or next(iter(kept.values()))[0] < now - 30.0:
             del kept[next(iter(kept))]
-        assert len(shelf) == len(kept)
+        assert len(documents) == len(kept)
     for key, (_, num_segments) in kept.items():
-        assert shelf.take(key) == report(num_segments)
+        assert documents.take(key) == report(num_segments)

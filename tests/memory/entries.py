@@ -18,8 +18,8 @@ from kvmosaic.memory import (
     decode_entry,
     encode_entry,
 )
+from kvmosaic.memory.checksum import Checksum
 from kvmosaic.memory.payload import DTYPES, sources
-from kvmosaic.memory.seal import Seal
 
 GROUPED = LayerGeometry(0, 2, 8, 6, False)
 LATENT = LayerGeometry(1, 1, 12, 8, True)
@@ -84,7 +84,7 @@ class Stored:
         """An entry with another header (opening included), and a checksum that is right for it."""
         payload = self.entry[self.num_header_bytes :] if payload is None else payload
         entry = bytearray(struct.pack("<Q", len(text)) + text + payload)
-        Seal(self.secret).close(entry)
+        Checksum(self.secret).close(entry)
         return bytes(entry)
 
     @property

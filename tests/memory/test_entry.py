@@ -21,7 +21,7 @@ from kvmosaic.memory import (
     decode_entry,
     encode_entry,
     num_claimed_bytes,
-    num_preamble_bytes,
+    num_file_header_bytes,
     read_header,
 )
 from kvmosaic.memory.header import MAX_NAMES, MAX_TEXT
@@ -58,7 +58,7 @@ def test_without_a_codec_every_bit_comes_back(layers, dtype, compression, num_to
     found = decode_entry(entry, expectation(head), secret)
     assert same_bits(found.layers, chunk)
     assert replace(found.header, compression=compression) == head
-    assert read_header(entry[: num_preamble_bytes(entry[:128])]) == found.header
+    assert read_header(entry[: num_file_header_bytes(entry[:128])]) == found.header
 
 
 @given(layers=geometries(), codec=st.sampled_from(["none", "fp8", "int8", "int4"]), num_tokens=st.integers(1, 130))

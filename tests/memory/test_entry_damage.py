@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from memory.entries import Stored, expectation, same_bits, stored
 
 from kvmosaic.errors import DamagedEntry, ForeignEntry, InvalidEntry
-from kvmosaic.memory import LayerGeometry, decode_entry, num_preamble_bytes, read_header
+from kvmosaic.memory import LayerGeometry, decode_entry, num_file_header_bytes, read_header
 
 PLAIN, SEALED = stored(), stored(secret="secret")
 PACKED = stored(num_tokens=200, codec="fp8", compression="zstd", dtype="bfloat16")
@@ -228,7 +228,7 @@ def test_a_header_that_would_become_many_objects_is_not_parsed():
 def test_a_header_length_that_cannot_be_is_refused(length):
     entry = struct.pack("<Q", length) + PLAIN.entry[8:]
     with pytest.raises(DamagedEntry, match="header"):
-        num_preamble_bytes(entry)
+        num_file_header_bytes(entry)
     assert is_noticed(PLAIN, entry)
 
 
@@ -284,7 +284,7 @@ def test_any_codes_with_a_right_checksum_do_not_crash(codec):
 
 
 def test_a_header_can_be_read_from_the_first_bytes_alone():
-    begin = PLAIN.entry[: num_preamble_bytes(PLAIN.entry[:128])]
+    begin = PLAIN.entry[: num_file_header_bytes(PLAIN.entry[:128])]
     assert read_header(begin) == PLAIN.header
     with pytest.raises(DamagedEntry, match="cut short"):
         read_header(begin[:-1])

@@ -14,7 +14,7 @@ from kvmosaic.attention.dense import DenseAttention
 from kvmosaic.errors import NotMovable, UnsupportedModel
 from kvmosaic.model import AttentionCall, LoadedModel
 from kvmosaic.model.refusing import WAY_OUT
-from kvmosaic.rope import Rotation, turn
+from kvmosaic.rope import Rotation, rotate
 
 SUPPORTED = [name for name, about in FAMILIES.items() if not about.is_refused]
 MOVABLE = [name for name in SUPPORTED if FAMILIES[name].is_movable]
@@ -116,7 +116,7 @@ def test_keys_depend_on_the_position_only_through_the_rotation(family: str) -> N
 
         model.forward(tokens, torch.arange(11) + start, torch.tensor([10]), record)
     for layer, near, far in zip(model.layers, keys[0], keys[160], strict=True):
-        moved = turn(near, layer.rotation.tables(torch.tensor([160]), dtype=near.dtype)) if layer.rotation else near
+        moved = rotate(near, layer.rotation.tables(torch.tensor([160]), dtype=near.dtype)) if layer.rotation else near
         assert (moved - far).abs().max() <= 1e-10 * max(1.0, float(far.abs().max()))
 
 

@@ -101,7 +101,7 @@ def test_the_same_chunk_twice_is_read_twice_and_stored_once(family):
         request, logits = answer(engine, prompt)
         expected = dense_logits(model, arrange(prompt, "sequential"), token_ids(request))
         torch.testing.assert_close(logits, expected, atol=1e-10, rtol=0)
-    assert engine.planner.statistics().cached_chunks == 2
+    assert engine.kv_cache.statistics().cached_chunks == 2
 
 
 @pytest.mark.parametrize("family", MOVABLE)

@@ -56,12 +56,12 @@ def question_reuse(request: Request) -> tuple[int, int]:
 
 def last_blocks(engine: Engine) -> list[list[int]]:
     """The blocks of the last span of every running sequence."""
-    return [list(sequence.attachment.last.table.block_ids) for sequence in engine.scheduler.running]
+    return [list(sequence.allocation.last.table.block_ids) for sequence in engine.scheduler.running]
 
 
 def bytes_of(engine: Engine, block_ids: list[int]) -> list[torch.Tensor]:
     """What some blocks of the request pool hold, copied."""
-    storage, size = engine.runner.storages["request"], engine.planner.config.block_size
+    storage, size = engine.runner.storages["request"], engine.kv_cache.config.block_size
     slots = [block * size + offset for block in block_ids for offset in range(size)]
     return [tensor[slots].clone() for layer in range(len(storage.layers)) for tensor in storage._stored(layer)]
 
@@ -118,7 +118,7 @@ def test_two_second_questions_share_the_blocks_of_the_first_turn_and_never_write
     history = [*FIRST, *token_ids(first)]
     known = len(history) - 1
     assert known % 4, "the last block is partly filled"
-    pool, kept = engine.planner.request_pool, engine.planner._prefix.block_ids()
+    pool, kept = engine.kv_cache.request_pool, engine.kv_cache._prefix.block_ids()
     before, used = bytes_of(engine, kept), pool.num_used
     requests = [engine.add_request(asked([*history, *new]), greedy(6)) for new in (SECOND, OTHER)]
     engine.step()
@@ -159,14 +159,14 @@ def test_each_of_several_answers_can_be_gone_on_from():
     first, _ = answer(engine, asked(FIRST), sampled)
     answers = [list(one.token_ids) for one in first.output().outputs]
     assert len({tuple(one) for one in answers}) == 3
-    kept = engine.planner._prefix.block_ids()
+    kept = engine.kv_cache._prefix.block_ids()
     before = bytes_of(engine, kept)
     for one in answers:
         history = [*FIRST, *one, *SECOND]
         second, _ = answer(engine, asked(history), greedy(4))
         assert question_reuse(second) == (len(history), len(history) - 1 - len(SECOND))
         assert token_ids(second) == token_ids(answer(build_engine(loaded("llama")), asked(history), greedy(4))[0])
-    present = set(engine.planner._prefix.block_ids())
+    present = set(engine.kv_cache._prefix.block_ids())
     still = [index for index, block in enumerate(kept) if block in present]
     after = bytes_of(engine, [kept[index] for index in still])
     rows = [row for index in still for row in range(4 * index, 4 * index + 4)]
@@ -225,5 +225,5 @@ def test_trees_of_conversations_give_the_answers_of_fresh_engines(turns, num_blo
             nodes.append(Node(before.documents, [*before.history, *said, *token_ids(request)]))
         waiting.clear()
     engine.run([request for request, _, _ in waiting])
-    planner = engine.planner
-    assert planner.request_pool.num_used == len(planner._prefix) and not planner.request_pool.num_shared
+    kv_cache = engine.kv_cache
+    assert kv_cache.request_pool.num_used == len(kv_cache._prefix) and not kv_cache.request_pool.num_shared

@@ -59,8 +59,8 @@ def test_a_lead_in_is_computed_only_while_a_chunk_is_missing(repair, prefix_cach
         loaded("llama"), chunk_context="lead_in", position_strategy="sequential", prefix_caching=prefix_caching
     )
     check(engine, PROMPT, repair)
-    known = len(engine.runner.logits), engine.planner.statistics()
-    plan = engine.planner.plan(arrange(PROMPT, "sequential", "lead_in"))
+    known = len(engine.runner.logits), engine.kv_cache.statistics()
+    plan = engine.kv_cache.plan(arrange(PROMPT, "sequential", "lead_in"))
     assert [span.num_tokens for span in plan.spans if span.kind == "lead_in"] == [0] and known
     request = check(engine, PROMPT, repair)
     assert "documents after the first were computed after a lead-in" in request.reuse.composition
@@ -70,16 +70,16 @@ def test_a_lead_in_is_computed_only_while_a_chunk_is_missing(repair, prefix_cach
     check(engine, replace(more, lead_in=PROMPT.lead_in), repair)
 
 
-def test_a_chunk_evicted_between_plan_and_attach_is_computed_behind_the_lead_in():
+def test_a_chunk_evicted_between_plan_and_allocation_is_computed_behind_the_lead_in():
     engine = build_engine(loaded("llama"), chunk_context="lead_in", position_strategy="sequential")
     check(engine, PROMPT)
     layout = arrange(PROMPT, "sequential", "lead_in")
-    plan = engine.planner.plan(layout)
-    (*_, chunk) = engine.planner.chunks()
-    engine.planner.delete(chunk.key)
-    attachment = engine.planner.attach(plan)
-    assert attachment.spans[1].num_tokens == len(PROMPT.lead_in)
-    engine.planner.release(attachment)
+    plan = engine.kv_cache.plan(layout)
+    (*_, chunk) = engine.kv_cache.chunks()
+    engine.kv_cache.delete(chunk.key)
+    allocation = engine.kv_cache.allocate(plan)
+    assert allocation.spans[1].num_tokens == len(PROMPT.lead_in)
+    engine.kv_cache.release(allocation)
     engine.check_invariants()
     check(engine, PROMPT)
 
@@ -92,7 +92,7 @@ def test_chunks_of_many_prompts_are_evicted_and_computed_again_behind_it(prefix_
     for number in (0, 1, 2, 0, 1, 2):
         two = [DOCUMENTS[number], DOCUMENTS[number - 1]]
         check(engine, replace(Prompt.from_tokens(SYSTEM, two, QUESTION), lead_in=PROMPT.lead_in))
-    assert engine.planner.statistics().evictions > 0
+    assert engine.kv_cache.statistics().evictions > 0
 
 
 def test_a_lead_in_that_has_no_room_is_left_out():

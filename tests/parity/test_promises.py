@@ -124,7 +124,7 @@ def test_the_same_chunk_twice_is_read_twice_and_stored_once(family, strategy):
         request, logits = answer(engine, prompt)
         expected = dense_logits(model, arrange(prompt, strategy), token_ids(request))
         torch.testing.assert_close(logits, expected, atol=1e-10, rtol=0)
-    assert engine.planner.statistics().cached_chunks == 2
+    assert engine.kv_cache.statistics().cached_chunks == 2
 
 
 @both
@@ -141,7 +141,7 @@ def test_the_order_of_chunks_cannot_change_a_bit_in_shared(backend, order, seed)
     _, warm = answer(engine, prompt)
     _, warm_permuted = answer(engine, permuted)
     assert torch.equal(warm, warm_permuted), "the same stored bytes, read in the same order: not one bit differs"
-    engine.planner.reset()
+    engine.kv_cache.reset()
     _, cold_permuted = answer(engine, permuted)
     torch.testing.assert_close(cold, cold_permuted, atol=1e-5, rtol=0)
     assert torch.equal(cold.argmax(-1), cold_permuted.argmax(-1))

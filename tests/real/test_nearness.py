@@ -33,8 +33,8 @@ def test_what_tune_picks_is_near_to_full_attention(model_folder: Path, tmp_path:
     assert found["profile"]["goal"]["is_reached"]
     assert found["profile"]["chunk_context"] == "lead_in"
     by_way = {(each["way"]["context"], each["way"]["repair"]): each for each in found["summaries"]}
-    best, blind = by_way["lead_in", "query(0.15)"], by_way["system", "none"]
+    best, context_free = by_way["lead_in", "query(0.15)"], by_way["system", "none"]
     assert best["divergence"] < 0.02
     assert best["agreement"] >= 0.95
     assert best["repaired"] <= 0.15
-    assert best["divergence"] < blind["divergence"] / 2
+    assert best["divergence"] < context_free["divergence"] / 2

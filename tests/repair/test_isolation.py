@@ -16,9 +16,9 @@ from support.tiers import HandClock, TroubledTier
 from support.watching import Spy
 
 from kvmosaic.config import TierConfig
-from kvmosaic.engine import ChunkEntries, Engine, Keeper, Request
+from kvmosaic.engine import ChunkEntries, ChunkOffloader, Engine, Request
 from kvmosaic.prompt import Prompt
-from kvmosaic.tiers import Hierarchy
+from kvmosaic.tiers import TieredStore
 
 SYSTEM = [3, 4, 5, 6, 7]
 DOCUMENTS = [[(13 * number + 7 * place) % 120 + 3 for place in range(7 + 2 * number)] for number in range(4)]
@@ -86,7 +86,7 @@ class Bytes:
 
     def check(self) -> None:
         storage = self._engine.runner.storages["chunk_cache"]
-        for chunk in self._engine.planner.chunks():
+        for chunk in self._engine.kv_cache.chunks():
             if not chunk.is_ready:
                 continue
             layers = storage.read_chunk(chunk.block_ids, chunk.num_tokens)
@@ -97,15 +97,17 @@ class Bytes:
 
 def with_tier(engine: Engine, *, is_persistent: bool) -> Engine:
     storage, clock = engine.runner.storages["chunk_cache"], HandClock()
-    engine.keeper = Keeper(
-        engine.planner,
+    engine.offloader = ChunkOffloader(
+        engine.kv_cache,
         storage,
-        Hierarchy([TroubledTier(is_persistent=is_persistent)], most_pending_bytes=2**20, loading="always", clock=clock),
+        TieredStore(
+            [TroubledTier(is_persistent=is_persistent)], most_pending_bytes=2**20, loading="always", clock=clock
+        ),
         ChunkEntries(engine.runner.model.fingerprint, storage, TierConfig()),
         most_staged_bytes=2**20,
         clock=clock,
     )
-    engine.keeper._compute.estimate = lambda num_tokens: float(num_tokens)  # loading a tiny chunk pays
+    engine.offloader._compute.estimate = lambda num_tokens: float(num_tokens)  # loading a tiny chunk pays
     return engine
 
 

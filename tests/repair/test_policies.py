@@ -13,12 +13,12 @@ from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import InvalidRepair
 from kvmosaic.repair import (
     ChunkSignals,
+    Combined,
     FirstTokens,
     FullRepair,
-    MostAsked,
-    MostAskedAndDeviating,
-    MostDeviating,
+    KeyDeviation,
     NoRepair,
+    QueryAttention,
     Temperature,
     budget_of,
     checked_choice,
@@ -31,9 +31,9 @@ NUMBERS = st.floats(0.01, 100, allow_subnormal=False)
 POLICIES = st.one_of(
     st.sampled_from([NoRepair(), FullRepair()]),
     st.builds(FirstTokens, st.integers(1, 2**20)),
-    st.builds(MostDeviating, FRACTIONS),
-    st.builds(MostAsked, FRACTIONS),
-    st.builds(MostAskedAndDeviating, FRACTIONS),
+    st.builds(KeyDeviation, FRACTIONS),
+    st.builds(QueryAttention, FRACTIONS),
+    st.builds(Combined, FRACTIONS),
     st.builds(Temperature, NUMBERS, NUMBERS),
 )
 
@@ -85,9 +85,9 @@ def test_the_highest_scores_are_chosen_and_ties_go_to_the_earlier_token(chunks, 
     attention = sum(sum(chunk.attention) for chunk in chunks) or 1.0
     deviation = sum(sum(chunk.deviation) for chunk in chunks) or 1.0
     scores = {
-        MostDeviating: lambda chunk, token: chunk.deviation[token],
-        MostAsked: lambda chunk, token: chunk.attention[token],
-        MostAskedAndDeviating: lambda chunk, token: (
+        KeyDeviation: lambda chunk, token: chunk.deviation[token],
+        QueryAttention: lambda chunk, token: chunk.attention[token],
+        Combined: lambda chunk, token: (
             (chunk.attention[token] / attention) ** 0.5 + 0.5 * (chunk.deviation[token] / deviation) ** 0.5
         ),
     }
@@ -131,9 +131,9 @@ def test_the_text_of_a_policy_is_read_back_as_the_same_policy(policy):
         ("first(8)", FirstTokens(8)),
         ("first", FirstTokens()),
         ("first()", FirstTokens()),
-        ("deviation( 0.2 )", MostDeviating(0.2)),
-        ("query(1)", MostAsked(1)),
-        ("combined(5e-2)", MostAskedAndDeviating(0.05)),
+        ("deviation( 0.2 )", KeyDeviation(0.2)),
+        ("query(1)", QueryAttention(1)),
+        ("combined(5e-2)", Combined(0.05)),
         ("temperature(0.9)", Temperature(0.9)),
         ("temperature(0.9,0.8)", Temperature(0.9, 0.8)),
     ],
@@ -181,9 +181,9 @@ def test_what_cannot_be_read_is_told_with_the_value_and_a_way_out(wrong, message
     [
         (FirstTokens, True),
         (FirstTokens, "4"),
-        (MostAsked, True),
-        (MostAsked, "0.1"),
-        (MostDeviating, None),
+        (QueryAttention, True),
+        (QueryAttention, "0.1"),
+        (KeyDeviation, None),
         (Temperature, True),
         (Temperature, "hot"),
     ],

@@ -80,11 +80,11 @@ def test_measuring_counts_every_document_once(repair):
     for _ in range(2):
         use_of(engine, repair)
         use_of(plain, "none")
-        found, expected = engine.planner.statistics(), plain.planner.statistics()
+        found, expected = engine.kv_cache.statistics(), plain.kv_cache.statistics()
         for name in ("lookups", "hits", "misses", "computed_tokens", "reused_tokens", "moved_tokens", "cached_chunks"):
             assert getattr(found, name) == getattr(expected, name), name
         assert found.prefix_hit_tokens <= expected.prefix_hit_tokens
-    assert [chunk.hits for chunk in engine.planner.chunks()] == [chunk.hits for chunk in plain.planner.chunks()]
+    assert [chunk.hits for chunk in engine.kv_cache.chunks()] == [chunk.hits for chunk in plain.kv_cache.chunks()]
 
 
 def test_measuring_is_no_preemption():

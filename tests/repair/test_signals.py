@@ -129,14 +129,14 @@ def test_who_gives_way_while_it_measures_measures_again(preemption, prefix_cachi
     for number in range(2 + num_tokens // 5):
         engine.step()
         (sequence,) = engine.scheduler.running
-        asked = sequence.attachment.last
+        asked = sequence.allocation.last
         if number % 2 and 0 < asked.num_computed < asked.num_tokens and engine.scheduler.num_preemptions < 2:
             engine.scheduler._preempt(sequence)
             # its chunks lie elsewhere when it comes back
-            engine.planner.reset()
-            taken = engine.planner.chunk_pool.allocate(3)
+            engine.kv_cache.reset()
+            taken = engine.kv_cache.chunk_pool.allocate(3)
             engine.step()
-            engine.planner.chunk_pool.release(taken)
+            engine.kv_cache.chunk_pool.release(taken)
             break
     assert engine.scheduler.num_preemptions == 1
     engine.run(engine.unfinished_requests)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvmosaic.rope import PROBE_POSITIONS, Detection, Rotation, detect_rotation, turn
+from kvmosaic.rope import PROBE_POSITIONS, Detection, Rotation, detect_rotation, rotate
 
 _SLOW = torch.tensor([1.0 / 1_000_000 ** (number / 4) for number in range(4)])
 _FAST = torch.tensor([1.0 / 10_000 ** (number / 4) for number in range(4)])
@@ -20,7 +20,7 @@ def _rows(heads: int, dim: int, seed: int) -> Tensor:
 
 
 def _turned(x: Tensor, rotation: Rotation) -> Tensor:
-    return turn(x, rotation.tables(torch.tensor(PROBE_POSITIONS), dtype=torch.float64))
+    return rotate(x, rotation.tables(torch.tensor(PROBE_POSITIONS), dtype=torch.float64))
 
 
 def _detect(

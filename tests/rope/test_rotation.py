@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as turn_interleaved
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as turn_half
 
-from kvmosaic.rope import Rotation, turn
+from kvmosaic.rope import Rotation, rotate
 
 _INV_FREQ = (1.0, 0.3, 0.01, 0.0007)
 
@@ -44,7 +44,7 @@ def test_turning_is_what_transformers_does(layout: str) -> None:
     wide = torch.cat((angles, angles), -1) if layout == "half" else angles.repeat_interleave(2, -1)
     reference = turn_half if layout == "half" else turn_interleaved
     expected, _ = reference(x.transpose(0, 1)[None], x.transpose(0, 1)[None], wide.cos()[None], wide.sin()[None])
-    turned = turn(x, rotation.tables(positions, dtype=torch.float64))
+    turned = rotate(x, rotation.tables(positions, dtype=torch.float64))
     # Cohere turns in float32 whatever the input.
     assert torch.allclose(turned, expected[0].transpose(0, 1).double(), atol=1e-14 if layout == "half" else 1e-6)
 
@@ -53,8 +53,8 @@ def test_turning_is_what_transformers_does(layout: str) -> None:
 @given(rotations, distances, st.integers(-5000, 5000))
 def test_two_turns_add_up(rotation: Rotation, first: list[int], second: int) -> None:
     x = _heads(len(first))
-    twice = turn(turn(x, _tables(rotation, first)), _tables(rotation, [second] * len(first)))
-    once = turn(x, _tables(rotation, [value + second for value in first]))
+    twice = rotate(rotate(x, _tables(rotation, first)), _tables(rotation, [second] * len(first)))
+    once = rotate(x, _tables(rotation, [value + second for value in first]))
     assert torch.allclose(twice, once, atol=1e-9)
 
 
@@ -62,8 +62,8 @@ def test_two_turns_add_up(rotation: Rotation, first: list[int], second: int) -> 
 @given(rotations, distances)
 def test_turning_the_query_back_equals_turning_the_key(rotation: Rotation, values: list[int]) -> None:
     query, key = _heads(len(values)), _heads(len(values)).flip(0)
-    moved_key = (query * turn(key, _tables(rotation, values))).sum(-1)
-    turned_query = (turn(query, _tables(rotation, [-value for value in values])) * key).sum(-1)
+    moved_key = (query * rotate(key, _tables(rotation, values))).sum(-1)
+    turned_query = (rotate(query, _tables(rotation, [-value for value in values])) * key).sum(-1)
     assert torch.allclose(moved_key, turned_query, atol=1e-10)
 
 
@@ -71,7 +71,7 @@ def test_turning_the_query_back_equals_turning_the_key(rotation: Rotation, value
 @given(rotations, distances)
 def test_dimensions_outside_the_rotation_stay(rotation: Rotation, values: list[int]) -> None:
     x = _heads(len(values))
-    turned = turn(x, _tables(rotation, values))
+    turned = rotate(x, _tables(rotation, values))
     inside = slice(rotation.offset, rotation.offset + rotation.rotary_dim)
     rest = [number for number in range(12) if number not in range(*inside.indices(12))]
     assert torch.equal(turned[..., rest], x[..., rest])
@@ -80,8 +80,8 @@ def test_dimensions_outside_the_rotation_stay(rotation: Rotation, values: list[i
 
 def test_distance_zero_returns_the_input_itself() -> None:
     x = _heads(3)
-    assert turn(x, _tables(_rotation(), [0, 0, 0])) is x
-    assert turn(x, _tables(_rotation(), [0, 0, 1])) is not x
+    assert rotate(x, _tables(_rotation(), [0, 0, 0])) is x
+    assert rotate(x, _tables(_rotation(), [0, 0, 1])) is not x
 
 
 def test_tables_are_exact_far_away_in_any_dtype() -> None:
@@ -96,8 +96,8 @@ def test_tables_are_exact_far_away_in_any_dtype() -> None:
 
 def test_sixteen_bit_heads_turn_in_the_precision_of_the_tables() -> None:
     tables = _rotation().tables(torch.tensor([3, 4]))
-    assert turn(_heads(2).bfloat16(), tables).dtype is torch.float32
-    assert turn(_heads(2), tables).dtype is torch.float64
+    assert rotate(_heads(2).bfloat16(), tables).dtype is torch.float32
+    assert rotate(_heads(2), tables).dtype is torch.float64
 
 
 @settings(max_examples=20)

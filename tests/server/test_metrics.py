@@ -19,7 +19,7 @@ from kvmosaic.errors import TierUnavailable
 from kvmosaic.metrics import catalogue
 from kvmosaic.sampling import ReuseReport
 from kvmosaic.sampling.reuse import RepairUse
-from kvmosaic.server.readings import MAX_TENANTS, OTHERS
+from kvmosaic.server.gauges import MAX_TENANTS, OTHERS
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
 CHAT = "/v1/chat/completions"
@@ -101,7 +101,7 @@ def test_what_leaves_the_device_is_counted_in_the_tiers_and_so_is_what_comes_bac
     def leave() -> None:
         ask(tiered, documents=four)
         assert httpx.post(tiered.url + "/v1/documents:sleep", json=cold).json()["num_chunks"] >= 4
-        assert tiered.llm.engine.keeper is not None and tiered.llm.engine.keeper.hierarchy.flush(10)
+        assert tiered.llm.engine.offloader is not None and tiered.llm.engine.offloader.tiered_store.flush(10)
 
     left = difference(tiered, leave)
     back = difference(tiered, lambda: ask(tiered, documents=four))
@@ -121,12 +121,12 @@ def test_what_leaves_the_device_is_counted_in_the_tiers_and_so_is_what_comes_bac
 def test_a_tier_that_fails_is_down_until_it_answers() -> None:
     troubled = TroubledTier("redis")
     with RunningServer(tiers=[troubled]) as server:
-        keeper = server.llm.engine.keeper
-        assert keeper is not None and Look(server)("kvmosaic:tier_up", tier="redis") == 1
+        offloader = server.llm.engine.offloader
+        assert offloader is not None and Look(server)("kvmosaic:tier_up", tier="redis") == 1
         troubled.error = TierUnavailable("gone")
         for name in ("Velmouth", "Cormere"):
             ask(server, documents=documents(name))
-            assert keeper.hierarchy.flush(10)
+            assert offloader.tiered_store.flush(10)
         down = Look(server)
         assert down("kvmosaic:tier_up", tier="redis") == 0
         assert down("kvmosaic:tier_breaker_openings_total", tier="redis") == 1
@@ -152,7 +152,7 @@ def test_both_formats_are_read_by_their_own_parsers(server: RunningServer, accep
     families = {family.name: family for family in (parse_openmetrics if accept else parse_text)(reply.text)}
     assert families["kvmosaic:chunk_lookups"].type == "counter"
     assert families["vllm:time_to_first_token_seconds"].type == "histogram"
-    assert families["kvmosaic:chunk_attach_seconds"].type == "summary"
+    assert families["kvmosaic:chunk_allocate_seconds"].type == "summary"
 
 
 def test_a_document_is_computed_once_and_then_found(server: RunningServer) -> None:
@@ -164,7 +164,7 @@ def test_a_document_is_computed_once_and_then_found(server: RunningServer) -> No
         assert added("kvmosaic:chunk_hits_total") == num_found
         assert added("kvmosaic:chunk_misses_total") == 2 - num_found
         assert added("kvmosaic:chunk_compute_seconds_count") == 2 - num_found
-        assert added("kvmosaic:chunk_attach_seconds_count") == 1
+        assert added("kvmosaic:chunk_allocate_seconds_count") == 1
         assert added("kvmosaic:chunk_lookup_seconds_count") == 2
     assert first("kvmosaic:chunk_entries") == 2
     assert first("kvmosaic:chunk_tokens_total", action="computed") > 0
@@ -224,8 +224,8 @@ def test_prefix_hits_are_counted_in_tokens_and_apart_from_documents(server: Runn
 def test_blocks_of_each_pool_add_up_and_idle_ones_do_not_count_as_used(server: RunningServer) -> None:
     ask(server, documents=documents("Torren"))
     wait_until(lambda: Look(server)("vllm:num_requests_running") == 0)
-    look, planner = Look(server), server.llm.engine.planner
-    for pool, has in (("request", planner.request_pool), ("chunk_cache", planner.chunk_pool)):
+    look, kv_cache = Look(server), server.llm.engine.kv_cache
+    for pool, has in (("request", kv_cache.request_pool), ("chunk_cache", kv_cache.chunk_pool)):
         assert look("kvmosaic:pool_blocks", pool=pool) == has.num_blocks
         assert look("kvmosaic:pool_blocks", pool=pool, state="free") == has.num_free
         assert look("kvmosaic:pool_blocks", pool=pool, state="idle") == has.num_used > 0
@@ -242,7 +242,7 @@ def test_pinned_chunks_are_held(server: RunningServer) -> None:
     ask(server, documents=documents("Talmira"))
 
     def pin(engine: Engine) -> int:
-        return engine.planner.pin("Talmira", salt=None, tenant="default")
+        return engine.kv_cache.pin("Talmira", salt=None, tenant="default")
 
     added = difference(server, lambda: server.call(server.services.engine.call, pin))
     assert added("kvmosaic:chunk_pinned_entries") == 1

@@ -45,7 +45,7 @@ def test_a_priority_outside_its_range_is_refused(server: RunningServer, priority
 
 
 def test_answers_that_gave_way_are_counted_by_what_became_of_their_blocks(server: RunningServer) -> None:
-    pool = server.llm.engine.planner.request_pool
+    pool = server.llm.engine.kv_cache.request_pool
     room = pool.num_blocks * pool.block_size
     reply = ask(server, n=6, max_tokens=room // 4, temperature=1, seed=1)
     assert reply.status_code == 200 and len(reply.json()["choices"]) == 6

@@ -14,7 +14,7 @@ from kvmosaic.errors import KVMosaicError, PromptTooLong
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams
 from kvmosaic.server.errors import ApiError
-from kvmosaic.server.record import RequestRecord
+from kvmosaic.server.request_log import RequestRecord
 from kvmosaic.server.running import run
 from kvmosaic.server.services import NUM_THREADS
 from kvmosaic.server.tenants import Tenant

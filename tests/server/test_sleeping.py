@@ -60,11 +60,11 @@ def test_prompts_wait_for_the_wake_and_are_answered_as_ever(server: RunningServe
 @pytest.mark.parametrize("level", [1, 2])
 def test_chunks_are_kept_on_level_one_and_dropped_on_level_two(server: RunningServer, level: int) -> None:
     post(server, "/v1/chat/completions", CHAT)
-    found = server.call(server.services.engine.call, lambda engine: len(engine.planner.chunks()))
+    found = server.call(server.services.engine.call, lambda engine: len(engine.kv_cache.chunks()))
     assert found == len(DOCUMENTS)
     post(server, f"/sleep?level={level}")
     post(server, "/wake_up")
-    left = server.call(server.services.engine.call, lambda engine: len(engine.planner.chunks()))
+    left = server.call(server.services.engine.call, lambda engine: len(engine.kv_cache.chunks()))
     assert left == (found if level == 1 else 0)
 
 
@@ -165,7 +165,7 @@ def test_cold_chunks_move_to_the_tiers_and_come_back(server: RunningServer) -> N
     assert post(server, "/v1/documents:sleep", cold).json()["num_chunks"] == len(DOCUMENTS)
     again = post(server, "/v1/chat/completions", CHAT).json()
     assert again["choices"][0]["message"] == expected["choices"][0]["message"]
-    assert server.llm.engine.planner.statistics().loaded_chunks >= 1, "some may be faster to compute"
+    assert server.llm.engine.kv_cache.statistics().loaded_chunks >= 1, "some may be faster to compute"
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ class StandInTorchNpu:
         cos: Tensor,
         sin: Tensor,
         slots: Tensor,
-        turning: Tensor,
+        rotation: Tensor,
         latent: Tensor,
         **more: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -49,7 +49,7 @@ class StandInTorchNpu:
         one, other = halves.chunk(2, dim=-1)
         turned = halves * cos + torch.cat((-other, one), dim=-1) * sin
         latent.view(-1, size)[slots] = normed[:, 0, 0].to(latent)
-        turning.view(-1, turning.shape[-1])[slots] = turned[:, 0, 0].to(turning)
+        rotation.view(-1, rotation.shape[-1])[slots] = turned[:, 0, 0].to(rotation)
         return turned, normed, turned, normed
 
 

@@ -51,11 +51,11 @@ def assert_only_the_cache_holds_blocks(engine: Engine) -> None:
     assert not engine.has_unfinished_requests
     assert not len(engine.scheduler.waiting) and not engine.scheduler.running
     engine.check_invariants()
-    planner = engine.planner
-    for pool in (planner.request_pool, planner.chunk_pool):
+    kv_cache = engine.kv_cache
+    for pool in (kv_cache.request_pool, kv_cache.chunk_pool):
         assert pool.num_shared == 0
-    planner.reset()
-    assert planner.request_pool.num_used == 0 and planner.chunk_pool.num_used == 0
+    kv_cache.reset()
+    assert kv_cache.request_pool.num_used == 0 and kv_cache.chunk_pool.num_used == 0
 
 
 async def read(engine: AsyncEngine, prompt: Prompt, params: SamplingParams = GREEDY, **options: Any) -> list[int]:

@@ -18,7 +18,7 @@ from kvmosaic.attention.dense import DenseAttention
 from kvmosaic.attention.step import LayerCall
 from kvmosaic.layout import Layout, dense
 from kvmosaic.model import LoadedModel
-from kvmosaic.rope import Rotation, turn
+from kvmosaic.rope import Rotation, rotate
 
 
 class StreamingLLM:
@@ -99,4 +99,4 @@ def _turned(heads: Tensor, rotation: Rotation | None, positions: Sequence[int]) 
     if rotation is None:
         return heads
     precision = torch.promote_types(heads.dtype, torch.float32)
-    return turn(heads, rotation.tables(torch.tensor(positions), dtype=precision)).to(heads.dtype)
+    return rotate(heads, rotation.tables(torch.tensor(positions), dtype=precision)).to(heads.dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvmosaic.attention import AttentionBackend
 from kvmosaic.attention.dense import DenseAttention
-from kvmosaic.cache import Planner
+from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine import Engine, Request
 from kvmosaic.layout import Layout, dense
@@ -55,7 +55,7 @@ def build_engine(
     options = {"block_size": 4, "position_strategy": "shared", "repair": "none", **chunk_options}
     config = ChunkCacheConfig(**options)
     request_blocks, chunk_blocks = blocks
-    planner = Planner(
+    kv_cache = KVCache(
         model.fingerprint,
         config,
         request_blocks=request_blocks,
@@ -67,13 +67,13 @@ def build_engine(
     engine_config = EngineConfig(
         max_batched_tokens=max_batched_tokens, max_running=max_running, **(engine_options or {})
     )
-    return Engine(runner(model, sizes, config.block_size, backend), planner, config, engine_config, clock=clock)
+    return Engine(runner(model, sizes, config.block_size, backend), kv_cache, config, engine_config, clock=clock)
 
 
 def fragment(engine: Engine, seed: int = 0) -> None:
     """Scatters what is free in both pools: every third block and a fifth of the others, in random order."""
     chance = random.Random(seed)
-    for pool in (engine.planner.request_pool, engine.planner.chunk_pool):
+    for pool in (engine.kv_cache.request_pool, engine.kv_cache.chunk_pool):
         taken = list(pool.allocate(pool.num_free))
         freed = [block for block in taken if block % 3 == 1 or chance.random() < 0.2]
         chance.shuffle(freed)

@@ -1,4 +1,4 @@
-"""Attacks on the hierarchy: tiers that raise what no tier may, threads that cannot start, processes that just end."""
+"""Attacks on the tiered store: tiers that raise what no tier may, threads that cannot start, killed processes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from support.tiers import TroubledTier
 from kvmosaic.cache import Key
 from kvmosaic.errors import TierFull, TierUnavailable
 from kvmosaic.memory.codec import CODECS
-from kvmosaic.tiers import Deadline, Entry, Hierarchy
+from kvmosaic.tiers import Deadline, Entry, TieredStore
 from kvmosaic.tiers.breaker import Breaker
-from kvmosaic.tiers.hierarchy import PUT_SECONDS
+from kvmosaic.tiers.tiered_store import PUT_SECONDS
 
 KEYS = [Key(bytes([number]) * 32) for number in range(8)]
 
@@ -43,36 +43,36 @@ class BuggyTier(TroubledTier):
             raise Bug(what)
 
 
-def store(hierarchy: Hierarchy[bytes], key: Key, **more: Any) -> bool:
-    return hierarchy.store(key, b"value", 5, bytes, persistent=True, volatile=True, **more)
+def store(tiered_store: TieredStore[bytes], key: Key, **more: Any) -> bool:
+    return tiered_store.store(key, b"value", 5, bytes, persistent=True, volatile=True, **more)
 
 
-def fetched(hierarchy: Hierarchy[bytes], key: Key) -> bytes | None:
-    fetch = hierarchy.fetch(key, 5, bytes, None)
+def fetched(tiered_store: TieredStore[bytes], key: Key) -> bytes | None:
+    fetch = tiered_store.fetch(key, 5, bytes, None)
     assert fetch is not None
     end = time.monotonic() + 60
     while not fetch.is_over and time.monotonic() < end:
-        hierarchy.wait(0.01)
+        tiered_store.wait(0.01)
     assert fetch.is_over
     return fetch.value
 
 
 def test_a_tier_with_a_bug_does_not_end_the_writer() -> None:
     tier, other = BuggyTier("delete", "exists"), TroubledTier("other")
-    hierarchy: Hierarchy[bytes] = Hierarchy([tier, other], most_pending_bytes=100)
-    hierarchy.delete(KEYS[:1])
-    assert hierarchy.flush(60)
+    tiered_store: TieredStore[bytes] = TieredStore([tier, other], most_pending_bytes=100)
+    tiered_store.delete(KEYS[:1])
+    assert tiered_store.flush(60)
     told: list[bool] = []
 
     def done(is_stored: bool) -> None:
         told.append(is_stored)
         raise Bug("done")
 
-    store(hierarchy, KEYS[1], done=done)
-    store(hierarchy, KEYS[2])
-    assert hierarchy.flush(60) and hierarchy.pending_bytes == 0
+    store(tiered_store, KEYS[1], done=done)
+    store(tiered_store, KEYS[2])
+    assert tiered_store.flush(60) and tiered_store.pending_bytes == 0
     assert set(other.entries) == {KEYS[1], KEYS[2]} and told == [False]
-    hierarchy.close()
+    tiered_store.close()
 
 
 @pytest.mark.parametrize("method", ["get", "quarantine"])
@@ -80,7 +80,7 @@ def test_a_tier_with_a_bug_does_not_hide_the_next_one(method: str) -> None:
     tier, other = BuggyTier(method), TroubledTier("other")
     tier.entries[KEYS[0]] = b"bad"
     other.entries[KEYS[0]] = b"good"
-    hierarchy: Hierarchy[bytes] = Hierarchy([tier, other], most_pending_bytes=100)
+    tiered_store: TieredStore[bytes] = TieredStore([tier, other], most_pending_bytes=100)
 
     def accept(entry: Entry) -> bytes:
         if bytes(entry) != b"good":
@@ -89,19 +89,19 @@ def test_a_tier_with_a_bug_does_not_hide_the_next_one(method: str) -> None:
             raise DamagedEntry("bad")
         return bytes(entry)
 
-    fetch = hierarchy.fetch(KEYS[0], 5, accept, None)
+    fetch = tiered_store.fetch(KEYS[0], 5, accept, None)
     assert fetch is not None
     end = time.monotonic() + 60
     while not fetch.is_over and time.monotonic() < end:
         time.sleep(0.005)
     assert fetch.value == b"good"
-    hierarchy.close()
+    tiered_store.close()
 
 
 def test_threads_that_could_not_start_are_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = TroubledTier()
     tier.entries[KEYS[0]] = b"there"
-    hierarchy: Hierarchy[bytes] = Hierarchy([tier], most_pending_bytes=100)
+    tiered_store: TieredStore[bytes] = TieredStore([tier], most_pending_bytes=100)
     starts: list[int] = []
     start = threading.Thread.start
 
@@ -112,11 +112,11 @@ def test_threads_that_could_not_start_are_started_later(monkeypatch: pytest.Monk
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", sometimes)
-    assert store(hierarchy, KEYS[1])
-    assert store(hierarchy, KEYS[2])
-    assert fetched(hierarchy, KEYS[0]) == b"there"
-    assert hierarchy.flush(60) and set(tier.entries) == set(KEYS[:3])
-    hierarchy.close()
+    assert store(tiered_store, KEYS[1])
+    assert store(tiered_store, KEYS[2])
+    assert fetched(tiered_store, KEYS[0]) == b"there"
+    assert tiered_store.flush(60) and set(tier.entries) == set(KEYS[:3])
+    tiered_store.close()
     assert tier.is_closed
 
 
@@ -137,15 +137,15 @@ def test_a_breaker_that_could_not_start_its_probe_does_not_stay_open(monkeypatch
     breaker.close()
 
 
-def test_a_hierarchy_that_nobody_uses_any_more_writes_what_it_has_and_ends() -> None:
+def test_an_unreferenced_tiered_store_writes_what_it_has_and_ends() -> None:
     tier = TroubledTier()
-    hierarchy: Hierarchy[bytes] = Hierarchy([tier], most_pending_bytes=100)
+    tiered_store: TieredStore[bytes] = TieredStore([tier], most_pending_bytes=100)
     tier.gate.clear()
-    store(hierarchy, KEYS[0])
-    store(hierarchy, KEYS[1])
-    alive, threads = weakref.ref(hierarchy), list(hierarchy._threads)
-    hierarchy.orphan()
-    del hierarchy
+    store(tiered_store, KEYS[0])
+    store(tiered_store, KEYS[1])
+    alive, threads = weakref.ref(tiered_store), list(tiered_store._threads)
+    tiered_store.orphan()
+    del tiered_store
     tier.gate.set()
     for thread in threads:
         thread.join(60)
@@ -158,7 +158,7 @@ def test_a_hierarchy_that_nobody_uses_any_more_writes_what_it_has_and_ends() -> 
 ENDS = """
 import sys, time
 sys.path.insert(0, {tests!r})
-from kvmosaic.tiers import Deadline, Hierarchy, open_tier
+from kvmosaic.tiers import Deadline, TieredStore, open_tier
 class Slow:
     name, is_persistent = "slow", True
     def __init__(self, tier): self.tier = tier
@@ -166,14 +166,14 @@ class Slow:
     def put_many(self, entries, deadline):
         time.sleep(0.02)
         return self.tier.put_many(entries, deadline)
-hierarchy = Hierarchy([Slow(open_tier("disk:{folder}?quota=1GiB"))], most_pending_bytes=10**6)
+tiered_store = TieredStore([Slow(open_tier("disk:{folder}?quota=1GiB"))], most_pending_bytes=10**6)
 for number in range(20):
-    hierarchy.store(bytes([number]) * 32, b"value", 5, bytes, persistent=True, volatile=False)
+    tiered_store.store(bytes([number]) * 32, b"value", 5, bytes, persistent=True, volatile=False)
 {end}
 """
 
 
-@pytest.mark.parametrize("end", ["", "sys.exit(0)", "del hierarchy", "hierarchy.orphan(); del hierarchy"])
+@pytest.mark.parametrize("end", ["", "sys.exit(0)", "del tiered_store", "tiered_store.orphan(); del tiered_store"])
 def test_a_process_that_ends_without_closing_has_everything_written(tmp_path: Path, end: str) -> None:
     script = ENDS.format(tests=str(Path(__file__).parents[1]), folder=tmp_path / "disk", end=end)
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
@@ -183,18 +183,18 @@ def test_a_process_that_ends_without_closing_has_everything_written(tmp_path: Pa
 def test_a_forked_process_ends_at_once_and_leaves_the_tiers_alone() -> None:
     tier = TroubledTier()
     tier.put_seconds = 0.2
-    hierarchy: Hierarchy[bytes] = Hierarchy([tier], most_pending_bytes=100)
+    tiered_store: TieredStore[bytes] = TieredStore([tier], most_pending_bytes=100)
     for key in KEYS:
-        store(hierarchy, key)
+        store(tiered_store, key)
     script_is_child = os.fork() == 0
     if script_is_child:
         begin = time.monotonic()
-        hierarchy._close_at_exit()
+        tiered_store._close_at_exit()
         os._exit(0 if time.monotonic() - begin < PUT_SECONDS / 2 and not tier.is_closed else 1)
     _, status = os.wait()
     assert os.waitstatus_to_exitcode(status) == 0
-    assert hierarchy.flush(60)
-    hierarchy.close()
+    assert tiered_store.flush(60)
+    tiered_store.close()
 
 
 def _stored(folder: Path) -> set[Key]:
@@ -227,34 +227,34 @@ def test_errors_do_not_grow_however_often_a_chunk_leaves(codec, dtype, along, si
 def test_a_tier_that_is_down_does_not_make_flush_wait() -> None:
     tier = TroubledTier()
     tier.error = TierUnavailable("down")
-    hierarchy: Hierarchy[bytes] = Hierarchy([tier], most_pending_bytes=100)
+    tiered_store: TieredStore[bytes] = TieredStore([tier], most_pending_bytes=100)
     for key in KEYS:
-        store(hierarchy, key)
-    assert hierarchy.flush(60) and hierarchy.stats.failed == len(KEYS) and hierarchy.pending_bytes == 0
-    hierarchy.close()
+        store(tiered_store, key)
+    assert tiered_store.flush(60) and tiered_store.stats.failed == len(KEYS) and tiered_store.pending_bytes == 0
+    tiered_store.close()
 
 
 def test_a_full_tier_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     tier = TroubledTier()
     tier.error = TierFull("no room left; make the quota smaller than what is free")
-    hierarchy: Hierarchy[bytes] = Hierarchy([Breaker(tier)], most_pending_bytes=100)
+    tiered_store: TieredStore[bytes] = TieredStore([Breaker(tier)], most_pending_bytes=100)
     for key in KEYS:
-        store(hierarchy, key)
-        assert hierarchy.flush(60)
-    hierarchy.close()
+        store(tiered_store, key)
+        assert tiered_store.flush(60)
+    tiered_store.close()
     said = [record.message for record in caplog.records]
-    assert said == [f"the troubled tier takes no chunks: {tier.error}"] and hierarchy.stats.failed == len(KEYS)
+    assert said == [f"the troubled tier takes no chunks: {tier.error}"] and tiered_store.stats.failed == len(KEYS)
 
 
 def test_a_tier_that_gives_more_than_it_was_asked_for_is_not_believed() -> None:
     """An entry that a tier of somebody's own reads all the same is refused by its size."""
     tier = TroubledTier()
     tier.entries[KEYS[0]] = bytes(1000)
-    hierarchy: Hierarchy[bytes] = Hierarchy([Breaker(tier)], most_pending_bytes=100)
-    fetch = hierarchy.fetch(KEYS[0], 5, bytes, None, max_bytes=999)
+    tiered_store: TieredStore[bytes] = TieredStore([Breaker(tier)], most_pending_bytes=100)
+    fetch = tiered_store.fetch(KEYS[0], 5, bytes, None, max_bytes=999)
     assert fetch is not None
     end = time.monotonic() + 60
     while not fetch.is_over and time.monotonic() < end:
-        hierarchy.wait(0.01)
-    assert fetch.value is None and KEYS[0] in tier.aside and hierarchy.stats.invalid == 1
-    hierarchy.close()
+        tiered_store.wait(0.01)
+    assert fetch.value is None and KEYS[0] in tier.aside and tiered_store.stats.invalid == 1
+    tiered_store.close()

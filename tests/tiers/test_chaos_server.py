@@ -21,7 +21,7 @@ from support.redis import RedisServer, Wire
 from support.server import RunningServer, ServeCommand, wait_until
 from tiers.faulty_files import FaultyFiles
 
-from kvmosaic.server.record import RequestRecord
+from kvmosaic.server.request_log import RequestRecord
 from kvmosaic.tiers import DiskTier, Tier, open_tier
 
 NUM_DOCUMENTS = 24
@@ -135,9 +135,9 @@ class Watched:
 
     def __init__(self, server: RunningServer) -> None:
         self.server = server
-        keeper = server.llm.engine.keeper
-        assert keeper is not None
-        self.hierarchy = keeper.hierarchy
+        offloader = server.llm.engine.offloader
+        assert offloader is not None
+        self.tiered_store = offloader.tiered_store
         self.waits: list[float] = []
         """How long requests waited before anything was computed for them; with one client, for the tiers only."""
         server.call(server.services.records.listen, self._note)
@@ -149,7 +149,7 @@ class Watched:
 
     @property
     def num_loaded(self) -> int:
-        return self.server.llm.engine.planner.statistics().loaded_chunks
+        return self.server.llm.engine.kv_cache.statistics().loaded_chunks
 
     def is_used(self) -> Callable[[], bool]:
         """Whether chunks have been loaded since this was called."""
@@ -161,7 +161,7 @@ class Watched:
         with httpx.Client(base_url=self.server.url, timeout=60) as client:
             for chosen, answer in expected.items():
                 assert ask(client, chosen).is_that_of(answer)
-        assert self.hierarchy.flush(20)
+        assert self.tiered_store.flush(20)
 
 
 @pytest.mark.alone
@@ -170,7 +170,7 @@ def test_a_redis_in_trouble_fails_no_request_and_delays_none_by_200_ms(
     redis: RedisServer, expected: Expected, trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # the bundled reader computes a document about as fast as Redis gives it: whether to ask is not the question here
-    monkeypatch.setattr("kvmosaic.tiers.prospects.Prospects.is_worth", lambda *_: True)
+    monkeypatch.setattr("kvmosaic.tiers.fetch_policy.FetchPolicy.is_worth", lambda *_: True)
     wire = Wire(str(redis.socket))
 
     def begin() -> None:

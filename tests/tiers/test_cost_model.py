@@ -20,14 +20,14 @@ from support.tiers import TroubledTier
 from torch import Tensor
 
 from kvmosaic.config import TierConfig
-from kvmosaic.engine import ChunkEntries, Engine, Keeper
+from kvmosaic.engine import ChunkEntries, ChunkOffloader, Engine
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams
-from kvmosaic.tiers import ComputeCost, Hierarchy, LoadCost, Prospects
-from kvmosaic.tiers import prospects as prospects_module
-from kvmosaic.tiers.cost import Line
+from kvmosaic.tiers import ComputeCost, FetchPolicy, LoadCost, TieredStore
+from kvmosaic.tiers import fetch_policy as prospects_module
+from kvmosaic.tiers.cost import LatencyBandwidthFit
 
 seconds = st.floats(1e-6, 10.0)
 sizes = st.integers(1, 10**9)
@@ -43,7 +43,7 @@ class FakeClock:
 
 @given(latency=seconds, pace=st.floats(1e-12, 1e-6), points=st.lists(sizes, min_size=2, max_size=12))
 def test_a_line_through_loads_of_two_sizes_is_found_again(latency: float, pace: float, points: list[int]) -> None:
-    line = Line()
+    line = LatencyBandwidthFit()
     for size in points:
         line.add(size, latency + pace * size)
     found, found_pace = line.fit(0.0)
@@ -52,7 +52,7 @@ def test_a_line_through_loads_of_two_sizes_is_found_again(latency: float, pace: 
         if max(points) > 3 * min(points):
             continue
         assert found + found_pace * size == pytest.approx(latency + pace * size, rel=2.0)
-    line = Line()
+    line = LatencyBandwidthFit()
     for size in (10**6, 10**7) * 20:
         line.add(size, latency + pace * size)
     found, found_pace = line.fit(0.0)
@@ -118,7 +118,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.clock, self.tier = FakeClock(), TroubledTier("disk")
-        self.prospects = Prospects([self.tier], self.clock)
+        self.fetch_policy = FetchPolicy([self.tier], self.clock)
         self.chance = random.Random(self.seed)
         self.num_loaded = 0
 
@@ -134,22 +134,22 @@ class World:
         compute = num_bytes * self.compute_pace
         is_hit = self.chance.random() < self.hit_rate
         spent = computed = self.varied(compute)
-        if self.prospects.is_worth(self.tier, num_bytes, compute):
+        if self.fetch_policy.is_worth(self.tier, num_bytes, compute):
             if is_hit:
                 spent = self.load_seconds(num_bytes)
-                self.prospects.note_hit(self.tier, num_bytes, spent, spent)
+                self.fetch_policy.note_hit(self.tier, num_bytes, spent, spent)
                 self.num_loaded += 1
             else:
                 missed = self.varied(self.latency)
-                self.prospects.note_miss(self.tier, missed, missed)
+                self.fetch_policy.note_miss(self.tier, missed, missed)
                 spent += missed
-        elif self.prospects.is_look_due(self.tier):
+        elif self.fetch_policy.is_look_due(self.tier):
             if is_hit:
                 taken = self.load_seconds(num_bytes)
-                self.prospects.note_hit(self.tier, num_bytes, taken, taken, is_look=True)
+                self.fetch_policy.note_hit(self.tier, num_bytes, taken, taken, is_look=True)
             else:
                 missed = self.varied(self.latency)
-                self.prospects.note_miss(self.tier, missed, missed)
+                self.fetch_policy.note_miss(self.tier, missed, missed)
         self.clock.now += spent
         return spent, computed
 
@@ -204,41 +204,41 @@ def test_a_tier_that_becomes_slow_is_left_and_one_that_recovers_is_used_again(wo
 
 def test_looks_are_rare_where_they_are_much_work() -> None:
     clock, tier = FakeClock(), TroubledTier("disk")
-    prospects = Prospects([tier], clock)
-    assert not prospects.is_look_due(tier)
+    fetch_policy = FetchPolicy([tier], clock)
+    assert not fetch_policy.is_look_due(tier)
     clock.now += 4.1
-    assert prospects.is_look_due(tier) and not prospects.is_look_due(tier), "one at a time"
-    prospects.note_hit(tier, 1000, 9.0, 2.0, is_look=True)
+    assert fetch_policy.is_look_due(tier) and not fetch_policy.is_look_due(tier), "one at a time"
+    fetch_policy.note_hit(tier, 1000, 9.0, 2.0, is_look=True)
     clock.now += 39.0
-    assert not prospects.is_look_due(tier)
+    assert not fetch_policy.is_look_due(tier)
     clock.now += 2.0
-    assert prospects.is_look_due(tier)
-    prospects.note_hit(tier, 1000, 9.0, 0.1, is_look=True)
+    assert fetch_policy.is_look_due(tier)
+    fetch_policy.note_hit(tier, 1000, 9.0, 0.1, is_look=True)
     clock.now += 4.1
-    assert prospects.is_look_due(tier), "waiting is no work"
+    assert fetch_policy.is_look_due(tier), "waiting is no work"
 
 
 def test_where_chunks_are_always_loaded_no_tier_is_too_slow_and_waiting_still_ends() -> None:
     tier = TroubledTier("disk")
-    prospects = Prospects([tier], FakeClock(), "always")
+    fetch_policy = FetchPolicy([tier], FakeClock(), "always")
     for _ in range(10):
-        prospects.note_hit(tier, 1000, 9.0, 9.0)
-    assert prospects.is_worth(tier, 1000, 0.001)
-    assert 9.0 < prospects.patience([tier], 1000, 0.001) < 15.0
-    assert 5.0 < prospects.longest_wait(1000, 0.001) < 6.0
+        fetch_policy.note_hit(tier, 1000, 9.0, 9.0)
+    assert fetch_policy.is_worth(tier, 1000, 0.001)
+    assert 9.0 < fetch_policy.timeout([tier], 1000, 0.001) < 15.0
+    assert 5.0 < fetch_policy.longest_wait(1000, 0.001) < 6.0
 
 
 def test_patience_is_what_loading_is_expected_to_take_but_no_more_than_computing() -> None:
     fast, unknown = TroubledTier("host"), TroubledTier("disk")
-    prospects = Prospects([fast, unknown], FakeClock())
-    prospects.note_miss(fast, 0.001, 0.001)
-    assert prospects.patience([fast], 0, None) == pytest.approx(0.151)
-    assert prospects.patience([fast, unknown], 10**8, None) == pytest.approx(0.15 + 0.001 + 1.0 + 1.0), (
+    fetch_policy = FetchPolicy([fast, unknown], FakeClock())
+    fetch_policy.note_miss(fast, 0.001, 0.001)
+    assert fetch_policy.timeout([fast], 0, None) == pytest.approx(0.151)
+    assert fetch_policy.timeout([fast, unknown], 10**8, None) == pytest.approx(0.15 + 0.001 + 1.0 + 1.0), (
         "host is unknown"
     )
-    prospects.note_hit(fast, 10**8, 0.02, 0.02)
-    assert prospects.patience([fast, unknown], 10**8, None) == pytest.approx(0.15 + 0.02 + 1.0)
-    assert prospects.patience([fast, unknown], 10**8, 0.3) == pytest.approx(0.45)
+    fetch_policy.note_hit(fast, 10**8, 0.02, 0.02)
+    assert fetch_policy.timeout([fast, unknown], 10**8, None) == pytest.approx(0.15 + 0.02 + 1.0)
+    assert fetch_policy.timeout([fast, unknown], 10**8, 0.3) == pytest.approx(0.45)
 
 
 # the real thing
@@ -249,25 +249,27 @@ def model() -> LoadedModel:
     return LoadedModel.from_module(build("llama", torch.float64))
 
 
-def with_tier(engine: Engine, tier: TroubledTier, pending: int = 2**26) -> Hierarchy:
+def with_tier(engine: Engine, tier: TroubledTier, pending: int = 2**26) -> TieredStore:
     storage = engine.runner.storages["chunk_cache"]
     entries = ChunkEntries(engine.runner.model.fingerprint, storage, TierConfig())
-    hierarchy: Hierarchy = Hierarchy([tier], most_pending_bytes=pending)
-    engine.keeper = Keeper(engine.planner, storage, hierarchy, entries, most_staged_bytes=2**26)
-    return hierarchy
+    tiered_store: TieredStore = TieredStore([tier], most_pending_bytes=pending)
+    engine.offloader = ChunkOffloader(engine.kv_cache, storage, tiered_store, entries, most_staged_bytes=2**26)
+    return tiered_store
 
 
 def ask(engine: Engine, prompt: Prompt) -> float:
     """Seconds to the first token; the chunks leave the device first."""
-    engine.planner.evict_cold(2**40, 0.0)
-    assert engine.keeper is None or engine.keeper.hierarchy.flush(10)  # what waits to be written would be found at once
+    engine.kv_cache.evict_cold(2**40, 0.0)
+    assert engine.offloader is None or engine.offloader.tiered_store.flush(
+        10
+    )  # what waits to be written would be found at once
     begin = time.perf_counter()
     engine.run([engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=1))])
     return time.perf_counter() - begin
 
 
 def num_loaded(engine: Engine) -> int:
-    return engine.planner.statistics().loaded_chunks
+    return engine.kv_cache.statistics().loaded_chunks
 
 
 LONG = {"chunks": (240,) * 2, "question": 8}
@@ -306,9 +308,9 @@ def test_requests_are_not_slower_with_a_slow_tier_than_without_one(model: Loaded
     tier = TroubledTier("disk")
     plain, tiered, writer = build_long(model), build_long(model), build_long(model)
     prompt = random_prompt(**LONG)
-    hierarchy = with_tier(writer, tier)
+    tiered_store = with_tier(writer, tier)
     ask(writer, prompt)
-    assert hierarchy.flush(10)
+    assert tiered_store.flush(10)
     with_tier(tiered, tier, pending=1)  # only reads: what writing costs is another question
     ask(plain, prompt)
     slow(tier)
@@ -333,10 +335,10 @@ def test_a_fast_tier_is_used_left_when_it_becomes_slow_and_used_again_when_it_re
     monkeypatch.setattr(prospects_module, "_LOOK_SHARE", 1)
     tier = TroubledTier("disk")
     engine = build_long(model)
-    hierarchy = with_tier(engine, tier)
+    tiered_store = with_tier(engine, tier)
     prompt = random_prompt(**LONG)
     ask(engine, prompt)
-    assert hierarchy.flush(10)
+    assert tiered_store.flush(10)
     for _ in range(4):
         ask(engine, prompt)
     before = num_loaded(engine)
@@ -360,10 +362,10 @@ def test_a_fast_tier_is_used_left_when_it_becomes_slow_and_used_again_when_it_re
 def test_a_new_process_leaves_a_slow_tier_even_if_it_has_everything(model: LoadedModel) -> None:
     tier = TroubledTier("disk")
     first = build_engine(model)
-    hierarchy = with_tier(first, tier)
+    tiered_store = with_tier(first, tier)
     prompt = random_prompt(chunks=(8,) * 12)
     ask(first, prompt)
-    assert hierarchy.flush(10)
+    assert tiered_store.flush(10)
     tier.get_seconds = 0.1
     second = build_engine(model)
     with_tier(second, tier)

@@ -6,13 +6,14 @@ from kvmosaic.attention.composed import Piece, composed_attention
 from kvmosaic.attention.layer_backend import LayerBackend, PlanReader
 from kvmosaic.attention.merge import merge_partials
 from kvmosaic.attention.native import NativeBackend
-from kvmosaic.attention.reads import Call, Mask, PoolName, ReadPlan, RowGroup, RunRead, Watch, plan_reads
+from kvmosaic.attention.reads import AttentionObserver, Call, Mask, PoolName, ReadPlan, RowGroup, RunRead, plan_reads
 from kvmosaic.attention.rolling import BlockKVCache, sink_distance
 from kvmosaic.attention.step import StepAttention, Write
 from kvmosaic.attention.torch_backend import AttentionBackend, TorchBackend, attend_plain
 
 __all__ = [
     "AttentionBackend",
+    "AttentionObserver",
     "BackendName",
     "BlockKVCache",
     "Call",
@@ -29,7 +30,6 @@ __all__ = [
     "RunRead",
     "StepAttention",
     "TorchBackend",
-    "Watch",
     "Write",
     "attend_plain",
     "choose_backend",

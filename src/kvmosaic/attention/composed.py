@@ -11,7 +11,7 @@ from torch import Tensor
 from kvmosaic.attention.merge import apply_sinks, merge_partials
 from kvmosaic.attention.torch_backend import AttentionBackend, TorchBackend
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.rope import Rotation, turn
+from kvmosaic.rope import Rotation, rotate
 
 _MAX_DISTANCE = 2**40
 
@@ -71,7 +71,7 @@ def composed_attention(
         if piece.distance and rotation is not None:
             precision = torch.promote_types(query.dtype, torch.float32)
             distances = torch.full((num_rows,), -piece.distance, device=query.device)
-            turned = turn(query, rotation.tables(distances, dtype=precision, device=query.device)).to(query.dtype)
+            turned = rotate(query, rotation.tables(distances, dtype=precision, device=query.device)).to(query.dtype)
         mask = None
         if piece.causal:
             num_keys = piece.key.shape[0]

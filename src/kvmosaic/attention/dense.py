@@ -17,7 +17,7 @@ from kvmosaic.attention.reads import Mask
 from kvmosaic.attention.step import LayerCall
 from kvmosaic.errors import NotMovable
 from kvmosaic.layout import DenseLayout
-from kvmosaic.rope import Rotation, turn
+from kvmosaic.rope import Rotation, rotate
 
 
 class DenseLayer(Protocol):
@@ -113,7 +113,7 @@ class DenseAttention:
                     f"keys are moved by {distance}, but {layer.immovable_reason}; use 'shared' or 'absolute'"
                 )
             tables = layer.rotation.tables(torch.tensor([distance]), dtype=query.dtype, device=query.device)
-            moved = torch.einsum("qhd,khd->hqk", query, turn(key, tables))
+            moved = torch.einsum("qhd,khd->hqk", query, rotate(key, tables))
             scores = torch.where(distances == distance, moved, scores)
         return scores
 

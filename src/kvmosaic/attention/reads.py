@@ -21,13 +21,13 @@ POOLS: tuple[PoolName | None, ...] = (None, "request", "chunk_cache")
 """All that calls may read, in the order in which kernels number them; None: the step's own rows."""
 
 
-class Watch(Protocol):
+class AttentionObserver(Protocol):
     """Whoever wants to know how much rows look at the keys they read."""
 
-    def wants(self, layer_index: int) -> bool:
+    def wants_layer(self, layer_index: int) -> bool:
         """Whether this layer's attention is wanted."""
 
-    def see(self, layer_index: int, read_index: int, shares: Tensor) -> None:
+    def observe(self, layer_index: int, read_index: int, shares: Tensor) -> None:
         """Takes the shares [S] that the keys of a read of the group get in one layer.
 
         Summed over rows, averaged over heads.
@@ -86,7 +86,7 @@ class RowGroup:
     """If not 0: in all layers, a row sees only so many positions of what does not follow it, its own included."""
     places: tuple[int, ...] = ()
     """Where each row stands, if they do not stand behind each other from `position` on."""
-    watch: Watch | None = None
+    watch: AttentionObserver | None = None
     """Is told how much these rows look at the keys they read."""
 
     def lowest_seen(self, mask: Mask, row: int) -> int:

@@ -24,7 +24,7 @@ from kvmosaic.attention.reads import Call, Mask, PoolName, ReadPlan, RowGroup, p
 from kvmosaic.attention.torch_backend import AttentionBackend
 from kvmosaic.attention.watching import watch_group
 from kvmosaic.memory import BlockStorage
-from kvmosaic.rope import Rotation, RotationTables, TableCache, turn
+from kvmosaic.rope import Rotation, RotationTables, TableCache, rotate
 
 
 class LayerAttention(Protocol):
@@ -112,7 +112,7 @@ class StepAttention:
             )
         output, lse = result or self._attend_all(call, plan, tables, self._biases_of(layer, plan, call.query))
         for group in self._watched:
-            if group.watch is not None and group.watch.wants(index):
+            if group.watch is not None and group.watch.wants_layer(index):
                 watch_group(group, call, lse, layer, self._storages)
         if call.sinks is not None:
             output = apply_sinks(output, lse, call.sinks)
@@ -124,7 +124,7 @@ class StepAttention:
         """The calls of a plan, one by one, and their merge."""
         query = call.query if plan.is_single else call.query[plan.rows]
         if tables is not None:
-            query = turn(query, tables).to(call.query.dtype)
+            query = rotate(query, tables).to(call.query.dtype)
         if plan.weights is not None:
             factors, raised = (
                 part.to(query.device, torch.promote_types(query.dtype, torch.float32)) for part in plan.weights

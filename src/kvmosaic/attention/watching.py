@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvmosaic.attention.reads import Mask, PoolName, RowGroup, RunRead
 from kvmosaic.memory import BlockStorage
-from kvmosaic.rope import Rotation, turn
+from kvmosaic.rope import Rotation, rotate
 
 _MOST_SCORES = 1 << 24
 """Written out at once, so that a long question over a long chunk does not take memory without bound."""
@@ -68,7 +68,7 @@ def watch_group(
             _shares(group, read, range(first, min(first + most_rows, group.num_rows)), call, lse, layer, key)
             for first in range(0, group.num_rows, most_rows)
         ]
-        group.watch.see(call.layer_index, index, torch.stack(parts).sum(0))
+        group.watch.observe(call.layer_index, index, torch.stack(parts).sum(0))
 
 
 def _shares(
@@ -79,7 +79,7 @@ def _shares(
     precision = torch.promote_types(query.dtype, torch.float32)
     if read.distance and layer.rotation is not None:
         distances = torch.full((len(rows),), -read.distance, device=query.device)
-        query = turn(query, layer.rotation.tables(distances, dtype=precision, device=query.device))
+        query = rotate(query, layer.rotation.tables(distances, dtype=precision, device=query.device))
     split = query.to(precision).reshape(len(rows), key.shape[1], -1, key.shape[2])
     scores = torch.einsum("rgjd,sgd->rgjs", split, key.to(precision)).flatten(1, 2) * call.scaling
     if call.softcap is not None:

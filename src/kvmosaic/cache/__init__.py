@@ -1,23 +1,22 @@
-"""What can be reused: keys, pools, tables, caches, and the planner over all of them. No tensors here."""
+"""What can be reused: keys, pools, tables, caches, and the KV cache over all of them. No tensors here."""
 
-from kvmosaic.cache.account import TenantUsage
-from kvmosaic.cache.attachment import AttachedSpan, Attachment
+from kvmosaic.cache.allocation import Allocation, SpanAllocation
 from kvmosaic.cache.block_map import BlockMap, BlockState
 from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.block_table import BlockCopy, BlockRun, BlockTable
 from kvmosaic.cache.chunk import Chunk, ChunkState
 from kvmosaic.cache.chunk_index import ChunkIndex
 from kvmosaic.cache.keys import DEFAULT_TENANT, Key, KeyChain
+from kvmosaic.cache.kv_cache import KVCache
 from kvmosaic.cache.plan import Plan, SpanPlan
-from kvmosaic.cache.planner import Planner
 from kvmosaic.cache.prefix_cache import PrefixCache
 from kvmosaic.cache.statistics import ChunkCacheStats
+from kvmosaic.cache.tenant_account import TenantUsage
 from kvmosaic.cache.tree import PrefixTree, TreeDocument, TreeLimits, TreePlace, TreeRun, TreeSystem
 
 __all__ = [
     "DEFAULT_TENANT",
-    "AttachedSpan",
-    "Attachment",
+    "Allocation",
     "BlockCopy",
     "BlockId",
     "BlockMap",
@@ -29,12 +28,13 @@ __all__ = [
     "ChunkCacheStats",
     "ChunkIndex",
     "ChunkState",
+    "KVCache",
     "Key",
     "KeyChain",
     "Plan",
-    "Planner",
     "PrefixCache",
     "PrefixTree",
+    "SpanAllocation",
     "SpanPlan",
     "TenantUsage",
     "TreeDocument",

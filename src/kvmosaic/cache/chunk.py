@@ -37,8 +37,8 @@ class Chunk:
     One that is deleted while in use is only dropped from the index: nobody new finds it, and it goes when its last user
     leaves. Until then it changes state like any other: its owner completes it, and those who wait for it get it.
 
-    Its blocks are written once, by the attachment that owns it, and never again. The chunk's table holds one reference
-    to each block, and every attachment that reads it one more.
+    Its blocks are written once, by the allocation that owns it, and never again. The chunk's table holds one reference
+    to each block, and every allocation that reads it one more.
     """
 
     key: Key
@@ -52,7 +52,7 @@ class Chunk:
     tenant: str
     table: BlockTable
     created: float
-    """Seconds on the planner's clock."""
+    """Seconds on the KV cache's clock."""
     last_used: float
     identity: Key
     """What keys of later spans say of it: its run key, whatever hash its own key has."""
@@ -65,10 +65,10 @@ class Chunk:
     """Tokens that are computed, or will be by the step being assembled."""
     pinned: bool = False
     priority: float = 0.5
-    users: int = 0
-    """Attachments that hold it."""
+    ref_count: int = 0
+    """Allocations that hold it."""
     hits: int = 0
-    """Spans that were attached to it without computing it."""
+    """Spans that were allocated to it without computing it."""
     compute_ms: float = 0.0
     """Milliseconds that computing it took, as reported by the engine."""
     completed_step: int = -1
@@ -113,4 +113,4 @@ class Chunk:
     @property
     def is_evictable(self) -> bool:
         """Whether it may leave when room is needed."""
-        return self.state is ChunkState.READY and self.users == 0 and not self.pinned and not self.is_dropped
+        return self.state is ChunkState.READY and self.ref_count == 0 and not self.pinned and not self.is_dropped

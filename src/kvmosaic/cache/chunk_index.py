@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from kvmosaic.cache.account import Account
 from kvmosaic.cache.block_pool import BlockPool
 from kvmosaic.cache.block_table import BlockTable
 from kvmosaic.cache.chunk import MAX_NAMES, Chunk, ChunkState
 from kvmosaic.cache.groups import Groups
 from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain
-from kvmosaic.cache.twins import Twins
+from kvmosaic.cache.same_text_index import SameTextIndex
+from kvmosaic.cache.tenant_account import TenantAccount
 from kvmosaic.errors import ChunkInUse, UnknownChunk
 from kvmosaic.eviction import Candidate, EvictionPolicy
 
@@ -26,9 +26,9 @@ class ChunkIndex:
         by name    (tenant, name) -> chunks         one document under two system prompts is two chunks
         twins      equal tokens -> chunks           behind several system texts
         leaving    deleted or abandoned             held by their last users, found by nobody
-        accounts   all tenants, and each one        how much there is, and who leaves first
+        accounts   all tenants, and each one        usage and eviction order
 
-    A chunk that is being computed can be found like any other: whoever finds it attaches to it and waits.
+    A chunk that is being computed can be found like any other: whoever finds it allocates to it and waits.
 
     Invariants:
         in line for eviction are exactly the chunks with `is_evictable`
@@ -57,11 +57,11 @@ class ChunkIndex:
         """Told of every chunk that is deleted; must not raise."""
         self.on_free: Callable[[Chunk], None] = lambda _: None
         """Told of every chunk whose blocks are given back, just before that; must not raise."""
-        self.total = Account()
+        self.total = TenantAccount()
         """All tenants together."""
-        self.twins = Twins()
+        self.twins = SameTextIndex()
         self._policy = policy
-        self._accounts: dict[str, Account] = {}
+        self._accounts: dict[str, TenantAccount] = {}
         self._changed: set[str] = set()
         self._chunks: dict[Key, Chunk] = {}
         self._names: Groups[tuple[str, str], Key] = Groups()
@@ -81,15 +81,15 @@ class ChunkIndex:
         """All chunks, the newest first, without a copy of them all."""
         return reversed(self._chunks.values())
 
-    def account(self, tenant: str) -> Account:
+    def account(self, tenant: str) -> TenantAccount:
         """What a tenant has; one that has nothing gets an empty account to look at, or to `open`."""
-        return self._accounts.get(tenant) or Account()
+        return self._accounts.get(tenant) or TenantAccount()
 
-    def open(self, tenant: str) -> Account:
+    def open(self, tenant: str) -> TenantAccount:
         """The account of a tenant, made if need be; `close` it when nothing is left in it."""
         account = self._accounts.get(tenant)
         if account is None:
-            account = self._accounts[tenant] = Account()
+            account = self._accounts[tenant] = TenantAccount()
         return account
 
     def close(self, tenant: str) -> None:
@@ -181,20 +181,20 @@ class ChunkIndex:
         if len(chunk.names) > MAX_NAMES:
             self._unname(chunk, chunk.names[0])
 
-    def hold(self, chunk: Chunk) -> None:
+    def acquire(self, chunk: Chunk) -> None:
         """Adds a user, with a reference to each block."""
         self._unline(chunk)
         self.pool.retain(chunk.block_ids)
-        chunk.users += 1
+        chunk.ref_count += 1
         chunk.last_used = self._clock()
 
-    def leave(self, chunk: Chunk) -> None:
+    def release(self, chunk: Chunk) -> None:
         """Takes a user and its references; the last user of a chunk that is deleted or abandoned frees it."""
-        assert chunk.users > 0
+        assert chunk.ref_count > 0
         self.pool.release(chunk.block_ids)
-        chunk.users -= 1
+        chunk.ref_count -= 1
         chunk.last_used = self._clock()
-        if chunk in self._leaving and chunk.users == 0:
+        if chunk in self._leaving and chunk.ref_count == 0:
             self._leaving.discard(chunk)
             self._free(chunk)
         self._line_up(chunk)
@@ -213,7 +213,7 @@ class ChunkIndex:
             self._drop(chunk)
             chunk.state = ChunkState.ABANDONED
 
-    def evict_one(self, account: Account | None = None) -> Chunk | None:
+    def evict_one(self, account: TenantAccount | None = None) -> Chunk | None:
         """Lets the first chunk in line leave, of all or of one account; returns it, or None if nobody is in line."""
         chunk = (account or self.total).first()
         if chunk is not None:
@@ -221,8 +221,8 @@ class ChunkIndex:
         return chunk
 
     def evict(self, chunk: Chunk) -> None:
-        """Lets a chunk leave that nobody uses."""
-        assert chunk.users == 0 and chunk.is_ready and not chunk.pinned
+        """Evicts an unreferenced chunk."""
+        assert chunk.ref_count == 0 and chunk.is_ready and not chunk.pinned
         try:
             self.on_evict(chunk)
         finally:  # an interrupt while it is copied must not leave it in the index, but in no line
@@ -232,7 +232,7 @@ class ChunkIndex:
     def clear(self) -> None:
         """Forgets all chunks that nobody uses, pinned ones too, as if they had never been."""
         for chunk in self.chunks():
-            if not chunk.users:
+            if not chunk.ref_count:
                 self._drop(chunk)
 
     def trim(self, tenant: str) -> None:
@@ -251,10 +251,10 @@ class ChunkIndex:
         """
         chosen = list(chunks)
         for chunk in chosen:
-            if chunk.users and not when_idle:
+            if chunk.ref_count and not when_idle:
                 label = next(iter(chunk.names), chunk.key.hex())
                 raise ChunkInUse(
-                    f"the chunk {label!r} is used by {chunk.users} requests; delete it when they have ended"
+                    f"the chunk {label!r} is used by {chunk.ref_count} requests; delete it when they have ended"
                 )
         for chunk in chosen:
             self._drop(chunk)
@@ -303,10 +303,10 @@ class ChunkIndex:
             assert all(key in self._names.members((chunk.tenant, name)) for name in chunk.names)
         for chunk in (*chunks, *self._leaving):
             assert (chunk.place is not None) == chunk.is_evictable
-            assert all(self.pool.reference_count(block_id) == 1 + chunk.users for block_id in chunk.block_ids)
+            assert all(self.pool.reference_count(block_id) == 1 + chunk.ref_count for block_id in chunk.block_ids)
             chunk.table.check_invariants()
         for chunk in self._leaving:
-            assert chunk.is_dropped and chunk.users > 0 and not chunk.pinned and not chunk.names
+            assert chunk.is_dropped and chunk.ref_count > 0 and not chunk.pinned and not chunk.names
         self.twins.check_invariants(self._chunks)
         assert len(self._chunks) <= self.max_chunks
         assert sum(len(self._names.members(place)) for place in self._names) == sum(len(c.names) for c in chunks)
@@ -318,7 +318,7 @@ class ChunkIndex:
             assert account.has_room(0) or not account.num_idle, "what is idle above the quota has left"
             assert not account.is_closed
 
-    def _check_account(self, account: Account, present: list[Chunk], leaving: list[Chunk]) -> None:
+    def _check_account(self, account: TenantAccount, present: list[Chunk], leaving: list[Chunk]) -> None:
         idle = [chunk for chunk in present if chunk.is_evictable]
         pinned = [chunk for chunk in present if chunk.pinned]
         assert set(account.in_order()) == set(idle) and len(account.in_order()) == account.num_idle
@@ -327,7 +327,7 @@ class ChunkIndex:
         assert account.num_idle_blocks == sum(chunk.num_blocks for chunk in idle)
         assert account.num_pinned_blocks == sum(chunk.num_blocks for chunk in pinned)
 
-    def _both(self, chunk: Chunk) -> tuple[Account, Account]:
+    def _both(self, chunk: Chunk) -> tuple[TenantAccount, TenantAccount]:
         """The accounts of a chunk, to be changed."""
         self._changed.add(chunk.tenant)
         return self.total, self.open(chunk.tenant)
@@ -344,14 +344,14 @@ class ChunkIndex:
             candidate = Candidate(chunk.last_used, chunk.num_tokens, chunk.priority, progress)
             chunk.place = (self._policy.rank(candidate), next(self._numbers), chunk)
             for account in self._both(chunk):
-                account.line_up(chunk)
+                account.push(chunk)
             self.trim(chunk.tenant)
 
     def _unline(self, chunk: Chunk) -> None:
         if chunk.place is not None:
             chunk.place = None
             for account in self._both(chunk):
-                account.unline(chunk)
+                account.remove(chunk)
 
     def _unname(self, chunk: Chunk, name: str) -> None:
         chunk.names = tuple(other for other in chunk.names if other != name)
@@ -372,7 +372,7 @@ class ChunkIndex:
         self.twins.discard(chunk)
         del self._chunks[chunk.key]
         self._count(chunk, -1, 0)
-        if chunk.users == 0:
+        if chunk.ref_count == 0:
             self._free(chunk)
         else:
             self._leaving.add(chunk)

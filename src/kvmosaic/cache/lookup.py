@@ -16,7 +16,7 @@ from kvmosaic.prompt import SegmentKind
 
 
 @dataclass(slots=True)
-class Found:
+class CacheHit:
     """What a span of a plan finds in the caches now."""
 
     entries: list[PrefixEntry] = field(default_factory=list)
@@ -74,7 +74,7 @@ def num_usable(layout: Layout, index: int) -> int:
     return count if is_closed(layout, index) else max(count - max(layout.fresh_tokens, 1), 0)
 
 
-class Lookup:
+class CacheLookup:
     """Turns layouts into plans. Reads the caches and changes nothing in them."""
 
     def __init__(
@@ -93,26 +93,28 @@ class Lookup:
             draft.spans.append(self._plan_chunk(draft, index) if is_chunk else self._plan_prefix(draft, index))
         return Plan(layout, salt, tuple(_without_idle_lead_in(layout, draft.spans)), tenant)
 
-    def again(self, plan: Plan) -> list[Found] | None:
+    def revalidate(self, plan: Plan) -> list[CacheHit] | None:
         """What the spans of an older plan find now; None if it does not hold any more.
 
         That is, if a key of it has been taken by other tokens since, or a lead-in is needed that it does without.
         """
-        found: list[Found] = []
+        found: list[CacheHit] = []
         for span in plan.spans:
             chunk = self._chunks.get(span.key) if span.is_chunk else None
             if chunk is not None and not self._chunks.is_same(chunk, span.root, span.tokens):
                 return None
-            here = Found(chunk=chunk)
+            here = CacheHit(chunk=chunk)
             if chunk is None and any(plan.spans[view.span].is_left_out for view in plan.layout.spans[span.index].views):
                 return None  # it was cached when that was planned, and has been evicted
             if not span.is_chunk:
                 usable = span.tokens[: num_usable(plan.layout, span.index) * TOKEN_BYTES]  # none, if it is left out
-                self._find(here, span.root, usable, span.block_keys, is_closed(plan.layout, span.index))
+                self._find_cached(here, span.root, usable, span.block_keys, is_closed(plan.layout, span.index))
             found.append(here)
         return found
 
-    def _find(self, here: Found, root: Key, usable: bytes, keys: Iterable[Key] | KeyChain, closed: bool) -> None:
+    def _find_cached(
+        self, here: CacheHit, root: Key, usable: bytes, keys: Iterable[Key] | KeyChain, closed: bool
+    ) -> None:
         """Finds the blocks of a span that are known.
 
         Args:
@@ -169,8 +171,8 @@ class Lookup:
     def _plan_prefix(self, draft: _Draft, index: int) -> SpanPlan:
         span = draft.layout.spans[index]
         tokens, root, closed = encode_tokens(span.token_ids), draft.root(index), is_closed(draft.layout, index)
-        here = Found()
-        self._find(here, root, tokens[: num_usable(draft.layout, index) * TOKEN_BYTES], draft.chain, closed)
+        here = CacheHit()
+        self._find_cached(here, root, tokens[: num_usable(draft.layout, index) * TOKEN_BYTES], draft.chain, closed)
         size = self._prefix.pool.block_size if self._prefix is not None else 0
         num_reused = min(len(here.entries) * size, span.num_tokens) + here.num_copied
         key = draft.chain.run_encoded(root, tokens) if closed else root

@@ -65,7 +65,7 @@ class SpanPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What becomes of one prompt, as of the moment of planning; `Planner.attach` makes it true."""
+    """What becomes of one prompt, as of the moment of planning; `KVCache.allocate` makes it true."""
 
     layout: Layout
     salt: str

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.keys import TOKEN_BYTES, Key
-from kvmosaic.cache.siblings import Siblings, num_alike, unpacked
+from kvmosaic.cache.sorted_children import SortedChildren, num_alike, unpacked
 from kvmosaic.eviction import Candidate, EvictionPolicy, EvictionQueue
 
 FEWEST_FIRST_TOKENS = 8
@@ -24,10 +24,10 @@ class PrefixEntry:
         "key",
         "last_used",
         "parent",
+        "ref_count",
         "root",
         "step",
         "tokens",
-        "users",
     )
 
     def __init__(
@@ -38,11 +38,11 @@ class PrefixEntry:
         self.parent = parent
         self.tokens = tokens
         self.block_id = block_id
-        self.users = 0
-        """Attachments that hold this entry; they hold all of its parents too."""
-        self._children: PrefixEntry | Siblings | None = None
+        self.ref_count = 0
+        """Allocations that hold this entry; they hold all of its parents too."""
+        self._children: PrefixEntry | SortedChildren | None = None
         self.hits = 0
-        """Spans that were attached to it, or took a copy of its first tokens."""
+        """Spans that were allocated to it, or took a copy of its first tokens."""
         self.step = step
         """The step that computes its last token."""
         self.last_used = 0.0
@@ -50,7 +50,7 @@ class PrefixEntry:
         """No longer to be found: evicted, or registered by a step that failed."""
 
     @property
-    def children(self) -> Siblings | None:
+    def children(self) -> SortedChildren | None:
         """Entries right behind this one, to look at; None if there are none."""
         return unpacked(self._children)
 
@@ -90,7 +90,7 @@ class PrefixCache:
         self.unwritten_step = -1
         """The step that is being assembled: what it registers may be read by it, but not copied yet; -1 for none."""
         self._entries: dict[Key, PrefixEntry] = {}
-        self._roots: dict[Key, PrefixEntry | Siblings] = {}
+        self._roots: dict[Key, PrefixEntry | SortedChildren] = {}
         """The entries without a parent, by root."""
         self._outgrown: list[PrefixEntry] = []
         """Tails that a block of the step being assembled goes on with."""
@@ -105,7 +105,7 @@ class PrefixCache:
         """The blocks that it keeps."""
         return [entry.block_id for entry in self._entries.values()]
 
-    def behind(self, root: Key, parent: PrefixEntry | None) -> Siblings | None:
+    def behind(self, root: Key, parent: PrefixEntry | None) -> SortedChildren | None:
         """The entries right behind one, or behind a root, to look at; None if there are none."""
         return unpacked(self._kept_behind(root, parent))
 
@@ -160,25 +160,25 @@ class PrefixCache:
                     best = entry, alike
         return best
 
-    def hold(self, entries: Iterable[PrefixEntry]) -> None:
+    def acquire(self, entries: Iterable[PrefixEntry]) -> None:
         """Adds a user to each entry; a reader also retains the blocks for its table."""
         now = self._clock()
         for entry in entries:
             assert not entry.is_dropped
-            if entry.users == 0:
+            if entry.ref_count == 0:
                 self.num_idle -= 1
                 self._queue.discard(entry)
-            entry.users += 1
+            entry.ref_count += 1
             entry.last_used = now
 
-    def leave(self, entries: Iterable[PrefixEntry]) -> None:
+    def release(self, entries: Iterable[PrefixEntry]) -> None:
         """Takes a user from each entry; those without any may be evicted from now on."""
         now = self._clock()
         for entry in entries:
-            assert entry.users > 0
-            entry.users -= 1
+            assert entry.ref_count > 0
+            entry.ref_count -= 1
             entry.last_used = now
-            if entry.users == 0 and not entry.is_dropped:
+            if entry.ref_count == 0 and not entry.is_dropped:
                 self.num_idle += 1
                 self._line_up(entry)
 
@@ -202,7 +202,7 @@ class PrefixCache:
             perhaps one with more tokens; None if it cannot be kept: the key is taken by other tokens, or its parent is
             no longer known.
         """
-        assert parent is None or parent.users, "a writer holds everything before the block it writes"
+        assert parent is None or parent.ref_count, "a writer holds everything before the block it writes"
         entry = self._entries.get(key)
         is_new = entry is None
         if entry is None:
@@ -215,7 +215,7 @@ class PrefixCache:
                 entry = self._add(PrefixEntry(key, root, parent, tokens, block_id, step))
         elif not self._is_same(entry, root, parent, tokens):
             return None, False
-        self.hold((entry,))
+        self.acquire((entry,))
         return entry, is_new
 
     def evict(self, count: int) -> int:
@@ -246,38 +246,38 @@ class PrefixCache:
             falling.extend(fallen.children or ())
             fallen._children = None
             self._queue.discard(fallen)
-            self.num_idle -= fallen.users == 0
+            self.num_idle -= fallen.ref_count == 0
             self._forget(fallen)
 
     def check_invariants(self) -> None:
         """Checks index, tree, line and references against each other."""
         for key, entry in self._entries.items():
-            assert entry.key == key and not entry.is_dropped and entry.users >= 0
+            assert entry.key == key and not entry.is_dropped and entry.ref_count >= 0
             assert self.pool.reference_count(entry.block_id) >= 1
             children = entry.children or ()
             assert all(child.parent is entry and self._entries.get(child.key) is child for child in children)
-            assert all(child.users <= entry.users and child.root == entry.root for child in children)
+            assert all(child.ref_count <= entry.ref_count and child.root == entry.root for child in children)
             assert entry.children is None or len(entry.tokens) == self.pool.block_size * TOKEN_BYTES
             parent = entry.parent
             assert parent is None or self._entries.get(parent.key) is parent
             siblings = self.behind(entry.root, parent)
             assert siblings is not None and siblings.neighbours(entry.tokens)[1] is entry
-            assert (entry in self._queue) == (entry.users == 0 and not entry.children)
+            assert (entry in self._queue) == (entry.ref_count == 0 and not entry.children)
         firsts = map(unpacked, self._roots.values())
         for siblings in (*firsts, *(entry.children for entry in self._entries.values())):
             assert siblings is None or len(siblings), "a place without entries is forgotten"
             if siblings is not None:
                 siblings.check_invariants()
-        idle = [entry for entry in self._entries.values() if entry.users == 0]
+        idle = [entry for entry in self._entries.values() if entry.ref_count == 0]
         assert len(idle) == self.num_idle
         assert len(self._queue) <= len(idle)
         assert all(self.pool.reference_count(entry.block_id) == 1 for entry in idle)
         assert len({entry.block_id for entry in self._entries.values()}) == len(self._entries)
 
-    def _kept_behind(self, root: Key, parent: PrefixEntry | None) -> PrefixEntry | Siblings | None:
+    def _kept_behind(self, root: Key, parent: PrefixEntry | None) -> PrefixEntry | SortedChildren | None:
         return self._roots.get(root) if parent is None else parent._children
 
-    def _keep_behind(self, root: Key, parent: PrefixEntry | None, kept: PrefixEntry | Siblings | None) -> None:
+    def _keep_behind(self, root: Key, parent: PrefixEntry | None, kept: PrefixEntry | SortedChildren | None) -> None:
         if parent is not None:
             parent._children = kept
         elif kept is not None:
@@ -307,7 +307,7 @@ class PrefixCache:
         """Drops tails that nobody uses and that have a block which begins with all of their tokens."""
         for tail in self._outgrown:
             siblings = self.behind(tail.root, tail.parent)
-            if tail.users == 0 and not tail.is_dropped and siblings is not None:
+            if tail.ref_count == 0 and not tail.is_dropped and siblings is not None:
                 behind = siblings.neighbours(tail.tokens + b"\0")[1]
                 if behind is not None and behind.tokens.startswith(tail.tokens):
                     self.drop(tail)
@@ -321,7 +321,7 @@ class PrefixCache:
         elif (siblings := unpacked(kept)) is not None:
             siblings.discard(entry)
             self._keep_behind(entry.root, parent, siblings.packed())
-        if parent is not None and parent.users == 0:
+        if parent is not None and parent.ref_count == 0:
             self._line_up(parent)
 
     def _line_up(self, entry: PrefixEntry) -> None:

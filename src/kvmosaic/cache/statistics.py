@@ -12,10 +12,10 @@ from kvmosaic.cache.prefix_cache import PrefixCache
 
 @dataclass(frozen=True, slots=True)
 class ChunkCacheStats:
-    """One moment of the caches; counters run since the planner was made."""
+    """One moment of the caches; counters run since the KV cache was made."""
 
     lookups: int
-    """Chunk spans of prompts that were attached; a prompt that waits for room counts once, however often it tries."""
+    """Chunk spans of prompts that were allocated; a prompt that waits for room counts once, however often it tries."""
     hits: int
     """Of these, found ready, being computed, or in a tier."""
     misses: int
@@ -33,12 +33,12 @@ class ChunkCacheStats:
     """Chunks that left to make room."""
     average_lookup_ms: float
     """To find one chunk: hash its tokens and look into the index."""
-    average_attach_ms: float
-    """To attach one prompt with all of its spans."""
+    average_allocate_ms: float
+    """To allocate one prompt with all of its spans."""
     average_compute_ms: float
     """To compute one missing chunk, as reported by the engine."""
     prefix_lookup_tokens: int
-    """Tokens of attached spans outside the chunk cache."""
+    """Tokens of allocated spans outside the chunk cache."""
     prefix_hit_tokens: int
     """Of these, found in the prefix cache."""
     prefix_blocks: int
@@ -51,14 +51,14 @@ class ChunkCacheStats:
     """Chunks that were looked up, once per try: a prompt that waits for room looks again."""
     lookup_seconds: float
     """All lookups together."""
-    attaches: int
-    """Prompts that were attached."""
-    attach_seconds: float
+    allocates: int
+    """Prompts that were allocated."""
+    allocate_seconds: float
     computes: int
     """Missing chunks that were computed, as reported by the engine."""
     compute_seconds: float
     reused_tokens: int
-    """Tokens of chunks that were attached without computing them and read where they were computed."""
+    """Tokens of chunks that were allocated without computing them and read where they were computed."""
     moved_tokens: int
     """The same, read at a distance."""
     computed_tokens: int
@@ -85,7 +85,7 @@ class ChunkCacheStats:
 
 @dataclass(slots=True)
 class Counters:
-    """What the planner counts as it goes."""
+    """What the KV cache counts as it goes."""
 
     reused_chunk_tokens: int = 0
     moved_chunk_tokens: int = 0
@@ -96,15 +96,15 @@ class Counters:
     hits: int = 0
     planned_chunks: int = 0
     lookup_seconds: float = 0.0
-    attaches: int = 0
-    attach_seconds: float = 0.0
+    allocates: int = 0
+    allocate_seconds: float = 0.0
     computes: int = 0
     compute_ms: float = 0.0
     prefix_lookup_tokens: int = 0
     prefix_hit_tokens: int = 0
 
     def count_chunk(self, span: SpanPlan, *, is_hit: bool) -> None:
-        """Counts one chunk span that was attached."""
+        """Counts one chunk span that was allocated."""
         self.lookups += 1
         if is_hit:
             self.hits += 1
@@ -127,7 +127,7 @@ def snapshot(counters: Counters, chunks: ChunkIndex, prefix: PrefixCache, reques
         sharing_ratio=pool.num_references / pool.num_used if pool.num_used else 1.0,
         evictions=chunks.num_evictions,
         average_lookup_ms=_average(counters.lookup_seconds * 1e3, counters.planned_chunks),
-        average_attach_ms=_average(counters.attach_seconds * 1e3, counters.attaches),
+        average_allocate_ms=_average(counters.allocate_seconds * 1e3, counters.allocates),
         average_compute_ms=_average(counters.compute_ms, counters.computes),
         prefix_lookup_tokens=counters.prefix_lookup_tokens,
         prefix_hit_tokens=counters.prefix_hit_tokens,
@@ -138,8 +138,8 @@ def snapshot(counters: Counters, chunks: ChunkIndex, prefix: PrefixCache, reques
         request_shared_blocks=request_pool.num_shared,
         planned_chunks=counters.planned_chunks,
         lookup_seconds=counters.lookup_seconds,
-        attaches=counters.attaches,
-        attach_seconds=counters.attach_seconds,
+        allocates=counters.allocates,
+        allocate_seconds=counters.allocate_seconds,
         computes=counters.computes,
         compute_seconds=counters.compute_ms / 1e3,
         reused_tokens=counters.reused_chunk_tokens,

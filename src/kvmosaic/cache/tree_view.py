@@ -145,7 +145,7 @@ class TreeView:
             num_tokens=chunk.num_tokens,
             num_blocks=len(chunk.block_ids),
             hits=chunk.hits,
-            users=chunk.users,
+            users=chunk.ref_count,
             pinned=chunk.pinned,
             is_ready=chunk.is_ready,
             idle_seconds=self._now - chunk.last_used,
@@ -175,7 +175,7 @@ class TreeView:
             self._blocks_left -= 1
             siblings = self._prefix.behind(root, entry)
             child = next(iter(siblings)) if siblings is not None and len(siblings) == 1 else None
-            if child is None or (child.hits, child.users) != (entry.hits, entry.users):
+            if child is None or (child.hits, child.ref_count) != (entry.hits, entry.ref_count):
                 break
             entry, num_blocks, num_bytes = child, num_blocks + 1, num_bytes + len(child.tokens)
             if len(tokens) < TOKEN_BYTES * self._limits.tokens:
@@ -185,7 +185,7 @@ class TreeView:
             num_tokens=num_bytes // TOKEN_BYTES,
             num_blocks=num_blocks,
             hits=first.hits,
-            users=first.users,
+            users=first.ref_count,
             idle_seconds=self._now - first.last_used,
             token_ids=decode_tokens(tokens[: TOKEN_BYTES * self._limits.tokens]),
             children=children,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvmosaic.console.asking import Asking
-from kvmosaic.console.opening import Opening, open_llm
+from kvmosaic.console.model_options import ModelOptions, open_llm
+from kvmosaic.console.prompt_source import PromptSource
 from kvmosaic.console.reuse import reuse_strip, reuse_table
 from kvmosaic.console.text import duration_text, printable
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvmosaic.sampling import RequestOutput, SamplingParams
 
 
-def run_prompts(opening: Opening, asking: Asking, params: SamplingParams, as_json: bool) -> None:
+def run_prompts(opening: ModelOptions, asking: PromptSource, params: SamplingParams, as_json: bool) -> None:
     """Answers every prompt: the answer as it comes, then how the prompt was put together.
 
     Raises:

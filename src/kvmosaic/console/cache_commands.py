@@ -190,19 +190,19 @@ def explain(
 
     kvmosaic cache explain reader --documents notes --question "Where?" --chunk-tier disk:/var/cache/kvmosaic
     """
-    from kvmosaic.console.asking import Asking, check_model_is_not_a_prompt
+    from kvmosaic.console.prompt_source import PromptSource, check_model_is_not_a_prompt
     from kvmosaic.errors import InvalidConfig
 
     model, prompt = ("reader", "-") if model == "-" else (model, prompt)
     check_model_is_not_a_prompt("cache explain", model, separator, is_asked=bool(prompt or question))
-    asking = Asking(prompt, documents, tuple(question or ()), system, tenant)
+    asking = PromptSource(prompt, documents, tuple(question or ()), system, tenant)
     if not chunk_tier:
         raise InvalidConfig("no tier is asked; give --chunk-tier URL, such as disk:/var/cache/kvmosaic")
 
     from kvmosaic.console.cache_explaining import explain
-    from kvmosaic.console.opening import Opening
+    from kvmosaic.console.model_options import ModelOptions
 
-    opening = Opening(
+    opening = ModelOptions(
         model,
         dtype,
         device,

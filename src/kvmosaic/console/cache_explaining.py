@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvmosaic.console.asking import Asking
 from kvmosaic.console.cache_place import all_entries, header_of, opened, progress_bar, secret_from, whole_entry
-from kvmosaic.console.opening import Opening, open_llm
+from kvmosaic.console.model_options import ModelOptions, open_llm
+from kvmosaic.console.prompt_source import PromptSource
 from kvmosaic.console.text import one_line, printable, shrinking, size_text
 from kvmosaic.errors import InvalidEntry, TierError
 
@@ -43,7 +43,7 @@ class Verdict:
     """One per tier that has something to say."""
 
 
-def explain(opening: Opening, asking: Asking, urls: list[str], as_json: bool) -> None:
+def explain(opening: ModelOptions, asking: PromptSource, urls: list[str], as_json: bool) -> None:
     """Says for every segment of every prompt in which tier it is, or why in none. Nothing is computed or changed.
 
     Raises:
@@ -156,7 +156,7 @@ class _Explainer:
 
     def _plan(self, context: ChunkContext, tenant: str) -> tuple[SpanPlan, ...]:
         layout = self._llm.engine.arrange(self._prompt, chunk_context=context)
-        return self._llm.engine.planner.plan(layout, self._prompt.salt, tenant).spans
+        return self._llm.engine.kv_cache.plan(layout, self._prompt.salt, tenant).spans
 
     def _start(self, index: int) -> int:
         return self._llm.engine.arrange(self._prompt).spans[index].start

@@ -14,7 +14,14 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.memory import Claims, EntryHeader, Seal, num_claimed_bytes, num_preamble_bytes, read_claims
+from kvmosaic.memory import (
+    Checksum,
+    ClaimedHeader,
+    EntryHeader,
+    num_claimed_bytes,
+    num_file_header_bytes,
+    read_claimed_header,
+)
 from kvmosaic.tiers import MAX_ENTRY_BYTES, Deadline, Entry, EntryInfo, Tier, open_tier, parse_tier_url
 from kvmosaic.tiers.disk_names import MARKER
 from kvmosaic.tiers.peek import peek
@@ -68,13 +75,13 @@ def opened(url: str, *, to_write: bool = False) -> Iterator[Tier]:
         tier.close()
 
 
-def seal_from(variable: str | None) -> Seal:
+def seal_from(variable: str | None) -> Checksum:
     """The seal for the secret in an environment variable; without a name, in the usual one, if it is set.
 
     Raises:
         InvalidConfig: the named variable is not set, or its value is no secret.
     """
-    return Seal(secret_from(variable))
+    return Checksum(secret_from(variable))
 
 
 def secret_from(variable: str | None = None) -> str | None:
@@ -97,7 +104,7 @@ def header_of(tier: Tier, key: Key) -> EntryHeader | None:
     return None if claims is None else claims.header
 
 
-def claims_of(tier: Tier, key: Key) -> Claims | None:
+def claims_of(tier: Tier, key: Key) -> ClaimedHeader | None:
     """What an entry says at its beginning, reading no more of it than needed; None if it is gone.
 
     Raises:
@@ -106,11 +113,11 @@ def claims_of(tier: Tier, key: Key) -> Claims | None:
     start = peek(tier, key, _FIRST_BYTES, deadline=Deadline(CALL_SECONDS))
     if start is None:
         return None
-    if len(start) == _FIRST_BYTES and (needed := num_preamble_bytes(start)) > _FIRST_BYTES:
+    if len(start) == _FIRST_BYTES and (needed := num_file_header_bytes(start)) > _FIRST_BYTES:
         start = peek(tier, key, needed, deadline=Deadline(CALL_SECONDS))
         if start is None:
             return None
-    return read_claims(start)
+    return read_claimed_header(start)
 
 
 def whole_entry(tier: Tier, key: Key) -> Entry | None:

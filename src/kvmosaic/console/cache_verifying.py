@@ -16,7 +16,7 @@ from kvmosaic.cache.keys import Key
 from kvmosaic.console.cache_place import CALL_SECONDS, all_entries, opened, progress_bar, seal_from, whole_entry
 from kvmosaic.console.text import one_line, size_text
 from kvmosaic.errors import DamagedEntry, InvalidEntry, TierUnavailable
-from kvmosaic.memory import Seal, check_entry
+from kvmosaic.memory import Checksum, check_entry
 from kvmosaic.tiers import Deadline, Entry, EntryInfo, Tier
 
 MOST_LINES = 100
@@ -36,7 +36,7 @@ class Findings:
     foreign: dict[Key, str] = field(default_factory=dict)
     """Why nobody here can tell: another secret, or another version."""
 
-    def check(self, key: Key, entry: Entry, seal: Seal) -> bool:
+    def check(self, key: Key, entry: Entry, seal: Checksum) -> bool:
         """Checks one entry and writes down what it is; returns whether it is right."""
         try:
             check_entry(entry, key, seal)
@@ -110,7 +110,7 @@ def verify(url: str, variable: str | None, quarantine: bool, as_json: bool) -> b
 
 
 def good_entries(
-    tier: Tier, infos: Iterable[EntryInfo], seal: Seal, findings: Findings, notices: Console, what: str = "checking"
+    tier: Tier, infos: Iterable[EntryInfo], seal: Checksum, findings: Findings, notices: Console, what: str = "checking"
 ) -> Iterator[tuple[Key, Entry]]:
     """Reads entries one by one and gives those that are right; the others are in `findings`.
 

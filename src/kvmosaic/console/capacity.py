@@ -24,7 +24,7 @@ _MOST_KINDS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CapacityRequest:
     """What the options of a plan of a device say."""
 
     model: str
@@ -76,7 +76,7 @@ class Asked:
         return model if here == model.dtype else read_model(self.model, dtype=here, quantization=quantization)
 
 
-def show_capacity(asked: Asked, *, as_json: bool = False, plot: Path | None = None) -> None:
+def show_capacity(asked: CapacityRequest, *, as_json: bool = False, plot: Path | None = None) -> None:
     """Prints the plan of a device, and draws it if a file is given.
 
     Raises:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.console.model import layer_table
-from kvmosaic.console.opening import Opening, open_llm
+from kvmosaic.console.model_options import ModelOptions, open_llm
 from kvmosaic.console.text import printable, size_text
 from kvmosaic.errors import TierError
 
@@ -25,7 +25,7 @@ _CHECK_SECONDS = 5.0
 """For one call to a tier."""
 
 
-def show_check(opening: Opening) -> bool:
+def show_check(opening: ModelOptions) -> bool:
     """Prints what was found out about a model; returns whether its self-check passed and all tiers answer.
 
     Raises:
@@ -41,7 +41,7 @@ def show_check(opening: Opening) -> bool:
         console.print()
         assert llm.self_check is not None, "an LLM is opened with its self-check on"
         console.print(check_text(llm.self_check, llm.model.is_movable))
-        tiers = llm.engine.keeper.hierarchy.tiers if llm.engine.keeper is not None else ()
+        tiers = llm.engine.offloader.tiered_store.tiers if llm.engine.offloader is not None else ()
         answers = {tier: tier_answer(tier) for tier in tiers}
         if answers:
             console.print()

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from kvmosaic.console.answering import stream_answer
-from kvmosaic.console.asking import compose
 from kvmosaic.console.folder import read_folder
-from kvmosaic.console.opening import Opening, open_llm
+from kvmosaic.console.model_options import ModelOptions, open_llm
+from kvmosaic.console.prompt_source import compose
 from kvmosaic.console.reuse import reuse_sentence, reuse_strip
 from kvmosaic.console.statistics import TIMES_NOTE, VisitTimes, statistics_table, times_table
 from kvmosaic.console.text import one_line, printable
@@ -78,7 +78,9 @@ VISITS = (
 """Questions about the bundled documents."""
 
 
-def run_demo(opening: Opening, folder: Path, visits: Sequence[Visit] = VISITS, console: Console | None = None) -> None:
+def run_demo(
+    opening: ModelOptions, folder: Path, visits: Sequence[Visit] = VISITS, console: Console | None = None
+) -> None:
     """Asks the questions of a folder of documents and prints answers, strips, times and statistics.
 
     Raises:
@@ -110,7 +112,7 @@ def run_demo(opening: Opening, folder: Path, visits: Sequence[Visit] = VISITS, c
         console.print(Text(summary(reports)))
 
 
-def demo_heading(opening: Opening, documents: dict[str, dict[str, str]]) -> str:
+def demo_heading(opening: ModelOptions, documents: dict[str, dict[str, str]]) -> str:
     """What is asked about, and how, in one line."""
     from kvmosaic.assembly import BUNDLED_READER
 

@@ -149,20 +149,20 @@ def plan(
     documents stay in memory, how often one is found, the time to the first token, and what each tier is worth.
     """
     if not _is_of_device(context, device_memory):
-        from kvmosaic.console.asking import Asking, check_model_is_not_a_prompt
+        from kvmosaic.console.prompt_source import PromptSource, check_model_is_not_a_prompt
 
         model, prompt = ("reader", "-") if model == "-" else (model, prompt)
         check_model_is_not_a_prompt("plan", model, separator, is_asked=bool(prompt or question))
-        asking = Asking(prompt, _folder(documents), tuple(question or ()), system)
+        asking = PromptSource(prompt, _folder(documents), tuple(question or ()), system)
 
-        from kvmosaic.console.opening import Opening
+        from kvmosaic.console.model_options import ModelOptions
         from kvmosaic.console.planning import show_plans
 
-        opening = Opening(model, dtype, device, position_strategy, chunk_context, separator, long_chunks, capacity)
+        opening = ModelOptions(model, dtype, device, position_strategy, chunk_context, separator, long_chunks, capacity)
         show_plans(opening, asking)
         return
     from kvmosaic.capacity import Demand
-    from kvmosaic.console.capacity import Asked, show_capacity
+    from kvmosaic.console.capacity import CapacityRequest, show_capacity
     from kvmosaic.console.capacity_speed import SpeedAsked
 
     number = _number("--documents", documents)
@@ -176,7 +176,7 @@ def plan(
         answer_tokens,
         zipf,
     )
-    asked = Asked(
+    asked = CapacityRequest(
         config or model,
         dtype,
         quantization,

@@ -8,15 +8,15 @@ from rich.console import Console
 from rich.table import Table
 
 from kvmosaic.cache.plan import Plan, SpanPlan
-from kvmosaic.console.asking import Asking
 from kvmosaic.console.model import memory_table
-from kvmosaic.console.opening import Opening, open_llm
+from kvmosaic.console.model_options import ModelOptions, open_llm
+from kvmosaic.console.prompt_source import PromptSource
 from kvmosaic.console.reuse import MOST_ROWS
 from kvmosaic.console.strip import Field, Strip, bars_of
 from kvmosaic.console.text import ends, shrinking, size_text
 
 
-def show_plans(opening: Opening, asking: Asking) -> None:
+def show_plans(opening: ModelOptions, asking: PromptSource) -> None:
     """Prints the plan of every prompt as a strip and a table, and the memory of a token and of the prompt.
 
     Raises:

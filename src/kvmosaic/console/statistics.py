@@ -61,7 +61,7 @@ def statistics_table(statistics: ChunkCacheStats, bytes_per_block: int) -> Table
         ("chunks cached", f"{statistics.cached_chunks}, in {statistics.used_blocks} blocks ({size_text(used_bytes)})"),
         ("evictions", str(statistics.evictions)),
         ("average lookup", duration_text(statistics.average_lookup_ms / 1000)),
-        ("average attach (whole prompt)", duration_text(statistics.average_attach_ms / 1000)),
+        ("average allocate (whole prompt)", duration_text(statistics.average_allocate_ms / 1000)),
         ("average compute", duration_text(statistics.average_compute_ms / 1000)),
     ):
         table.add_row(name, value)

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from kvmosaic.console.cache_place import seal_from
 from kvmosaic.console.folder import find_documents, read_document
-from kvmosaic.console.opening import Opening, open_llm
+from kvmosaic.console.model_options import ModelOptions, open_llm
 from kvmosaic.console.warming_bar import WarmingBar
 from kvmosaic.console.warming_report import Tally, show_tally
 from kvmosaic.console.warming_stop import Interrupted, Stop
@@ -70,7 +70,7 @@ class _Batch:
     """The document of each chunk, its key, and a prompt with it alone."""
 
 
-def warm_folder(opening: Opening, warming: Warming, as_json: bool) -> int:
+def warm_folder(opening: ModelOptions, warming: Warming, as_json: bool) -> int:
     """Computes what the tiers do not have; returns the exit code: 0, 1 if something is missing, 130 if interrupted.
 
     Raises:

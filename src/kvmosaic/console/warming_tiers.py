@@ -12,10 +12,10 @@ from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
 from kvmosaic.console.cache_place import CALL_SECONDS, SECRET_VARIABLE, claims_of, whole_entry
 from kvmosaic.console.cache_verifying import Findings, good_entries
-from kvmosaic.console.opening import Opening
+from kvmosaic.console.model_options import ModelOptions
 from kvmosaic.errors import InvalidConfig, InvalidEntry
-from kvmosaic.memory import Seal, check_entry
-from kvmosaic.memory.seal import NO_LABEL
+from kvmosaic.memory import Checksum, check_entry
+from kvmosaic.memory.checksum import NO_LABEL
 from kvmosaic.tiers import Deadline, Entry, Tier
 from kvmosaic.tiers.breaker import Breaker
 from kvmosaic.tiers.bundle import BundleContents, write_bundle
@@ -32,11 +32,11 @@ _LOOK_SECONDS = 0.2
 class StoredKeys:
     """The tiers of an engine, as a place that must have every chunk in the end."""
 
-    def __init__(self, llm: LLM, opening: Opening, seal: Seal) -> None:
+    def __init__(self, llm: LLM, opening: ModelOptions, seal: Checksum) -> None:
         """Raises InvalidConfig if a tier does not outlive this process."""
-        assert llm.engine.keeper is not None, "an engine with a chunk cache and tiers has a keeper"
-        self._hierarchy = llm.engine.keeper.hierarchy
-        for tier in self._hierarchy.tiers:
+        assert llm.engine.offloader is not None, "an engine with a chunk cache and tiers has an offloader"
+        self._tiered_store = llm.engine.offloader.tiered_store
+        for tier in self._tiered_store.tiers:
             if not tier.is_persistent:
                 raise InvalidConfig(f"what a {tier.name} tier has is gone with this process; leave it out")
         self._codecs = ("none", opening.chunk_codec)
@@ -46,7 +46,7 @@ class StoredKeys:
     @property
     def tiers(self) -> Sequence[Tier]:
         """All of them, the fastest first."""
-        return self._hierarchy.tiers
+        return self._tiered_store.tiers
 
     def find(self, keys: Collection[Key]) -> set[Key]:
         """Those of the keys that every tier has, in a form that can be used; what only some have is copied.
@@ -79,13 +79,13 @@ class StoredKeys:
 
     def wait_for_room(self, num_bytes: int) -> None:
         """Waits until so many bytes more may be computed without any being dropped because too much is unwritten."""
-        while self._hierarchy.pending_bytes + num_bytes > self._most_pending:
-            if self._hierarchy.flush(_LOOK_SECONDS):
+        while self._tiered_store.pending_bytes + num_bytes > self._most_pending:
+            if self._tiered_store.flush(_LOOK_SECONDS):
                 return
 
     def wait(self, bar: WarmingBar) -> None:
         """Waits until everything is written, or has failed."""
-        while not self._hierarchy.flush(_LOOK_SECONDS):
+        while not self._tiered_store.flush(_LOOK_SECONDS):
             bar.writing()
 
     def bytes_written(self) -> int:

@@ -2,10 +2,10 @@
 
 from kvmosaic.engine.async_engine import AsyncEngine
 from kvmosaic.engine.chunk_entries import ChunkEntries
+from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.delta import AnswerDelta, RequestDelta
 from kvmosaic.engine.engine import Engine
 from kvmosaic.engine.figures import EngineFigures
-from kvmosaic.engine.keeper import Keeper
 from kvmosaic.engine.placing import not_movable
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.scheduler import Scheduler
@@ -16,9 +16,9 @@ __all__ = [
     "AnswerDelta",
     "AsyncEngine",
     "ChunkEntries",
+    "ChunkOffloader",
     "Engine",
     "EngineFigures",
-    "Keeper",
     "Request",
     "RequestDelta",
     "Scheduler",

@@ -70,7 +70,7 @@ class AsyncEngine:
         return self._thread.is_alive
 
     @property
-    def is_well(self) -> bool:
+    def is_healthy(self) -> bool:
         """Whether the thread runs and its steps do not fail again and again."""
         return self.is_alive and self.failure is None
 

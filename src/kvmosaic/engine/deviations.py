@@ -17,10 +17,10 @@ from torch import Tensor
 
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.engine.span_reads import run_reads
-from kvmosaic.layout import Layout, standing
+from kvmosaic.layout import Layout, repair_positions
 from kvmosaic.model.batch import SpanRows
 from kvmosaic.model.runner import Runner
-from kvmosaic.rope import turn
+from kvmosaic.rope import rotate
 
 LAYER = 1
 _Part = tuple[int, int, int]
@@ -38,7 +38,7 @@ def measure_deviations(sequence: Sequence, runner: Runner, most_tokens: int) -> 
     repair = sequence.request.repair
     assert repair is not None
     layout = repair.layout
-    stands = standing(layout)
+    stands = repair_positions(layout)
     deviations: dict[int, list[float]] = {index: [] for index in repair.open_chunks}
     for parts in _forwards(layout, repair.open_chunks, most_tokens):
         keys = runner.keys_of([_rows(sequence, layout, stands, part) for part in parts], LAYER)
@@ -71,8 +71,8 @@ def _forwards(layout: Layout, chunks: Iterable[int], most_tokens: int) -> Iterat
 
 def _rows(sequence: Sequence, layout: Layout, stands: Mapping[int, int], part: _Part) -> SpanRows:
     """Tokens of a chunk in their place, that see all that stands before them."""
-    attachment = sequence.attachment
-    assert attachment is not None
+    allocation = sequence.allocation
+    assert allocation is not None
     index, first, last = part
     reads = tuple(
         read
@@ -80,7 +80,7 @@ def _rows(sequence: Sequence, layout: Layout, stands: Mapping[int, int], part: _
         if view.span <= index
         for read in run_reads(
             layout.spans[view.span],
-            attachment.spans[view.span].table,
+            allocation.spans[view.span].table,
             stands[view.span] - layout.spans[view.span].start,
             first if view.span == index else layout.spans[view.span].num_tokens,
         )
@@ -96,15 +96,15 @@ def _rows(sequence: Sequence, layout: Layout, stands: Mapping[int, int], part: _
 
 def _cached_keys(sequence: Sequence, layout: Layout, stands: Mapping[int, int], runner: Runner, part: _Part) -> Tensor:
     """[T, G, D], keys of a chunk, moved to where its tokens stand when they are repaired."""
-    attachment = sequence.attachment
-    assert attachment is not None
+    allocation = sequence.allocation
+    assert allocation is not None
     index, first, last = part
     storage, rotation = runner.storages["chunk_cache"], runner.model.layers[LAYER].rotation
-    runs = attachment.spans[index].table.runs_between(first, last)
+    runs = allocation.spans[index].table.runs_between(first, last)
     keys = torch.cat([storage.run(LAYER, run.first_slot, run.num_tokens)[0] for run in runs])
     keys = keys.to(torch.promote_types(keys.dtype, torch.float32))
     distance = stands[index] - layout.spans[index].start
     if not distance or rotation is None:
         return keys
     distances = torch.full((last - first,), distance, device=keys.device)
-    return turn(keys, rotation.tables(distances, dtype=keys.dtype, device=keys.device))
+    return rotate(keys, rotation.tables(distances, dtype=keys.dtype, device=keys.device))

@@ -11,11 +11,12 @@ from itertools import count
 
 import torch
 
-from kvmosaic.cache import Chunk, Planner
+from kvmosaic.cache import Chunk, KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
+from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.deviations import measure_deviations
-from kvmosaic.engine.keeper import Keeper
 from kvmosaic.engine.placing import place
+from kvmosaic.engine.priorities import check_priority
 from kvmosaic.engine.repairing import Repair, check_model, repair_of, why_not_repaired
 from kvmosaic.engine.report import reuse_report
 from kvmosaic.engine.request import Request
@@ -25,7 +26,6 @@ from kvmosaic.engine.scoring import Scoring, scoring_of
 from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.step import Step, Work
 from kvmosaic.engine.swap_space import SwapSpace
-from kvmosaic.engine.turns import check_priority
 from kvmosaic.errors import (
     EngineAsleep,
     EngineError,
@@ -63,18 +63,18 @@ class Engine:
     def __init__(
         self,
         runner: Runner,
-        planner: Planner,
+        kv_cache: KVCache,
         chunk_config: ChunkCacheConfig,
         config: EngineConfig,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
-        self.planner = planner
+        self.kv_cache = kv_cache
         most_tokens = min(config.max_batched_tokens, runner.model.max_forward_tokens or config.max_batched_tokens)
-        self.scheduler = Scheduler(planner, replace(config, max_batched_tokens=most_tokens), clock)
+        self.scheduler = Scheduler(kv_cache, replace(config, max_batched_tokens=most_tokens), clock)
         if config.preemption != "recompute" and config.swap_bytes:
-            self.scheduler.preemption.swap = SwapSpace(runner.storages["request"], planner, config, clock)
+            self.scheduler.preemption.swap = SwapSpace(runner.storages["request"], kv_cache, config, clock)
         self.chunk_config = chunk_config
         self.repair = repair_policy(chunk_config.repair)
         """What requests do that do not say what is repaired."""
@@ -98,13 +98,13 @@ class Engine:
         self.max_positions = min(limits, default=None)
 
     @property
-    def keeper(self) -> Keeper | None:
+    def offloader(self) -> ChunkOffloader | None:
         """Keeps chunks beyond the device, if there are tiers; set it before the first request."""
-        return self.scheduler.keeper
+        return self.scheduler.offloader
 
-    @keeper.setter
-    def keeper(self, keeper: Keeper) -> None:
-        self.scheduler.keeper = keeper
+    @offloader.setter
+    def offloader(self, offloader: ChunkOffloader) -> None:
+        self.scheduler.offloader = offloader
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -155,11 +155,11 @@ class Engine:
 
     def _fall_asleep(self) -> None:
         try:
-            if self.keeper is not None:
-                self.keeper.settle()
+            if self.offloader is not None:
+                self.offloader.flush()
             if self.sleep_level == 2:
-                self.planner.reset()
-            self.runner.sleep(*self.planner.used_blocks())
+                self.kv_cache.reset()
+            self.runner.sleep(*self.kv_cache.used_blocks())
         except BaseException:
             self.wake()  # it must not try again in every step
             raise
@@ -206,7 +206,7 @@ class Engine:
         window = window_of(params, self.runner.model)
         layout, repair = self._arrange(prompt, params.repair, position_strategy, chunk_context, window)
         if window is not None:
-            check_memory(window, self.planner.request_pool)
+            check_memory(window, self.kv_cache.request_pool)
         return self._queue(prompt, layout, params, request_id, priority, note, arrival_time, window, repair)
 
     def add_score(
@@ -317,8 +317,8 @@ class Engine:
         """
         self.abort_all(self.unfinished_requests)
         self.is_stopped = True
-        if self.keeper is not None:
-            self.keeper.hierarchy.close()
+        if self.offloader is not None:
+            self.offloader.tiered_store.close()
 
     def step(self) -> list[Request]:
         """Runs one forward; returns the requests that have news (tokens, an end, or an error).
@@ -350,9 +350,9 @@ class Engine:
             self._forward(step, news)
         else:
             self.runner.copy(step.copies)
-            self.planner.end_step()
-            if self.scheduler.fetching and self.keeper is not None:
-                self.keeper.wait(_FETCH_SECONDS)
+            self.kv_cache.end_step()
+            if self.scheduler.fetching and self.offloader is not None:
+                self.offloader.wait(_FETCH_SECONDS)
         for sequence in list(self.scheduler.running):
             if sequence.request.is_warm_up and sequence.is_prefilled:
                 sequence.request.reuse = reuse_report(sequence, None)
@@ -388,7 +388,7 @@ class Engine:
 
     def check_invariants(self) -> None:
         """Checks pools, tables and caches against each other."""
-        self.planner.check_invariants()
+        self.kv_cache.check_invariants()
         if self.scheduler.preemption.swap is not None:
             self.scheduler.preemption.swap.check_invariants()
 
@@ -529,11 +529,11 @@ class Engine:
         ]
         begin = self.clock()
         logits = self.runner.run(rows, step.copies)
-        self.planner.end_step()
+        self.kv_cache.end_step()
         seconds = (self.clock() - begin) / step.num_tokens
         self.scheduler.note_step(step, seconds * step.num_tokens)
-        if self.keeper is not None:
-            self.keeper.note_step(step.num_tokens, seconds * step.num_tokens)
+        if self.offloader is not None:
+            self.offloader.note_step(step.num_tokens, seconds * step.num_tokens)
         if self.scheduler.preemption.swap is not None:
             num_prefilled = sum(work.num_tokens for work in step.works if work.num_tokens > 1)
             self.scheduler.preemption.swap.cost.note_step(step.num_tokens, num_prefilled, seconds * step.num_tokens)
@@ -542,15 +542,15 @@ class Engine:
             spent = work.sequence.span_seconds
             spent[work.span] = spent.get(work.span, 0.0) + seconds * work.num_tokens
             work.sequence.request.first_scheduled_time = work.sequence.request.first_scheduled_time or begin
-            assert work.sequence.attachment is not None
-            chunk = work.sequence.attachment.spans[work.span].chunk
+            assert work.sequence.allocation is not None
+            chunk = work.sequence.allocation.spans[work.span].chunk
             if chunk is not None and work.first + work.num_tokens == chunk.num_tokens:
-                self.planner.record_compute(chunk, spent[work.span] * 1e3)
+                self.kv_cache.record_compute(chunk, spent[work.span] * 1e3)
                 computed.append((chunk, spent[work.span]))
         self._sample(step, logits, news)
-        if self.keeper is not None:  # now that the step cannot fail any more
+        if self.offloader is not None:  # now that the step cannot fail any more
             for chunk, spent_seconds in computed:
-                self.keeper.keep(chunk, spent_seconds)
+                self.offloader.on_computed(chunk, spent_seconds)
 
     def _sample(self, step: Step, logits: torch.Tensor, news: dict[str, Request]) -> None:
         sequences: list[Sequence] = []
@@ -600,19 +600,19 @@ class Engine:
         interval, now = self.chunk_config.log_stats_seconds, self.clock()
         if interval is not None and now - self._log_time >= interval:
             self._log_time = now
-            logger.info("%s", self.planner.statistics())
+            logger.info("%s", self.kv_cache.statistics())
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:
         """The other n - 1 answers, when the first one has its prompt computed; those without a place wait for one."""
         request = sequence.request
         if sequence.answer.token_ids or len(request.answers) == request.params.n:
             return []
-        assert sequence.attachment is not None
+        assert sequence.allocation is not None
         forks = [self._new_sequence(request, index) for index in range(1, request.params.n)]
         self._sequences[request.request_id].extend(forks)
         num_places = max(self.scheduler.num_free_places, 0)
         for fork in forks[:num_places]:
-            fork.attached(self.planner.fork(sequence.attachment))
+            fork.set_allocation(self.kv_cache.fork(sequence.allocation))
             self.scheduler.start(fork)
         for fork in forks[num_places:]:
             self.scheduler.add(fork)
@@ -639,8 +639,8 @@ class Engine:
     def _give_up(self, error: BaseException) -> None:
         """After a failed step: nothing that was to be computed may be found, and no request holds a block."""
         for sequence in list(self.scheduler.running):
-            if sequence.attachment is not None:
-                self.planner.forget(sequence.attachment)
+            if sequence.allocation is not None:
+                self.kv_cache.rollback_step(sequence.allocation)
         for request in self.unfinished_requests:
             if isinstance(error, Exception) and self._only_waits(request):
                 continue

@@ -40,8 +40,8 @@ def take_figures(engine: Engine) -> EngineFigures:
     swap = preemption.swap
     return EngineFigures(
         time=time.monotonic(),
-        caches=engine.planner.statistics(),
-        usages=engine.planner.usages(),
+        caches=engine.kv_cache.statistics(),
+        usages=engine.kv_cache.usages(),
         num_running=Counter(sequence.request.prompt.tenant for sequence in engine.scheduler.running),
         preemptions={str(kind): count for kind, count in preemption.counts.items()},
         swapped_bytes={"out": 0, "in": 0} if swap is None else dict(swap.moved_bytes),

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal
 
-from kvmosaic.cache import Planner
-from kvmosaic.cache.yielding import freed_by
+from kvmosaic.cache import KVCache
+from kvmosaic.cache.freed_blocks import freed_by
 from kvmosaic.config import EngineConfig
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.engine.shares import HYSTERESIS, Shares
 from kvmosaic.engine.step import Step
 from kvmosaic.engine.swap_space import SwapSpace
-from kvmosaic.engine.victims import computes_for_others, in_order, is_resting
+from kvmosaic.engine.victims import computes_for_others, in_cooldown, in_order
 from kvmosaic.errors import OutOfBlocks, QuotaInUse
 from kvmosaic.prompt import SegmentKind
 
@@ -42,7 +42,7 @@ class Preemption:
 
     def __init__(
         self,
-        planner: Planner,
+        kv_cache: KVCache,
         config: EngineConfig,
         shares: Shares | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -51,15 +51,15 @@ class Preemption:
         """Where blocks may be moved to; None: their tokens are always computed again."""
         self.counts: dict[PreemptionKind, int] = {"recompute": 0, "swap": 0}
         """Sequences that gave way, by what became of their blocks."""
-        self._planner = planner
+        self._kv_cache = kv_cache
         self._config = config
         self._shares = shares or Shares()
         self._clock = clock
 
     def save(self, sequence: Sequence) -> None:
         """Moves what a sequence has computed to the host, if that is worth it; it holds its blocks until later."""
-        assert sequence.attachment is not None
-        is_saved = self.swap is not None and not sequence.attachment.is_stale and self.swap.save(sequence)
+        assert sequence.allocation is not None
+        is_saved = self.swap is not None and not sequence.allocation.is_stale and self.swap.save(sequence)
         self.counts["swap" if is_saved else "recompute"] += 1
 
     def victim(self, sequence: Sequence, running: Collection[Sequence], step: Step) -> Sequence | None:
@@ -68,15 +68,15 @@ class Preemption:
         others = [other for other in running if other is not sequence and id(other) not in busy]
         tenant, blocks = sequence.tenant, Counter[str]()
         if any(other.tenant != tenant for other in others):
-            blocks = self.blocks_by_tenant(running, self._planner.request_pool.name)
+            blocks = self.blocks_by_tenant(running, self._kv_cache.request_pool.name)
 
         def is_behind(other: Sequence) -> bool:
             if other.tenant == tenant or other.request.priority != sequence.request.priority:
-                return other.rank >= sequence.rank
+                return other.sort_key >= sequence.sort_key
             mine, theirs = blocks[tenant] + 1, blocks[other.tenant]
             if self._shares.is_fairer(tenant, HYSTERESIS * mine, other.tenant, theirs):
                 return True
-            return other.rank >= sequence.rank and not self._shares.is_fairer(
+            return other.sort_key >= sequence.sort_key and not self._shares.is_fairer(
                 other.tenant, HYSTERESIS * theirs, tenant, mine
             )
 
@@ -85,7 +85,7 @@ class Preemption:
             return in_order(behind, self._clock())[0]
         return None if len(running) == 1 else sequence
 
-    def make_way(
+    def select_victims(
         self,
         waiting: Sequence,
         running: Collection[Sequence],
@@ -107,11 +107,11 @@ class Preemption:
         equal, over = [], []
         if is_full or was_refused:
             equal = [other for other in running if self._may_share(waiting, other, places, is_full=is_full)]
-            over = [other for other in running if self._has_had_its_turn(waiting, other, places)]
+            over = [other for other in running if self._has_used_its_slice(waiting, other, places)]
         if not (lower or equal or over):
             return []
         prompt = waiting.request.prompt
-        error = self._planner.lacks(self._planner.plan(waiting.layout, prompt.salt, prompt.tenant))
+        error = self._kv_cache.why_blocked(self._kv_cache.plan(waiting.layout, prompt.salt, prompt.tenant))
         if error is None and not is_full:
             return []
         now = self._clock()
@@ -122,7 +122,7 @@ class Preemption:
             over.sort(key=lambda other: -self._shares.load(other.tenant, places[other.tenant]))
             chosen = self._enough(over, running, error, of_tenant=waiting.tenant)
             for other in chosen:
-                other.line_up_again(now)
+                other.requeue(now)
         return chosen
 
     def blocks_by_tenant(self, sequences: Iterable[Sequence], pool: str) -> Counter[str]:
@@ -130,10 +130,10 @@ class Preemption:
         held: dict[str, set[object]] = {}
         counts: Counter[str] = Counter()
         for sequence in sequences:
-            assert sequence.attachment is not None
+            assert sequence.allocation is not None
             blocks = held.setdefault(sequence.tenant, set())
-            for span in sequence.attachment.spans:
-                if (span.chunk is not None) == (pool != self._planner.request_pool.name):
+            for span in sequence.allocation.spans:
+                if (span.chunk is not None) == (pool != self._kv_cache.request_pool.name):
                     blocks.update(span.table.block_ids)
         for tenant, blocks in held.items():
             counts[tenant] = len(blocks)
@@ -142,19 +142,19 @@ class Preemption:
     def _is_much_lower(self, waiting: Sequence, other: Sequence) -> bool:
         """Whether a running sequence may be made to give way to one that waits, by their priorities."""
         gap = self._config.preemption_gap
-        if gap is None or waiting.request.priority - other.request.priority < gap or waiting.rank >= other.rank:
+        if gap is None or waiting.request.priority - other.request.priority < gap or waiting.sort_key >= other.sort_key:
             return False
-        return not computes_for_others(other) and not is_resting(other)
+        return not computes_for_others(other) and not in_cooldown(other)
 
-    def _has_had_its_turn(self, waiting: Sequence, other: Sequence, places: Mapping[str, int]) -> bool:
+    def _has_used_its_slice(self, waiting: Sequence, other: Sequence, places: Mapping[str, int]) -> bool:
         """Whether a running sequence may be made to give way to one that would be before it, were both to come now.
 
         If that one's tenant has a place, it must not have more than the other afterwards.
         """
         seconds, now = self._config.time_slice_seconds, self._clock()
-        if seconds is None or waiting.rank >= other.rank_from(now):
+        if seconds is None or waiting.sort_key >= other.sort_key_from(now):
             return False
-        if not other.turn.is_over(now, seconds if other.window is not None else FINITE_SLICES * seconds):
+        if not other.time_slice.is_over(now, seconds if other.window is not None else FINITE_SLICES * seconds):
             return False
         mine, theirs = waiting.tenant, other.tenant
         if (
@@ -214,7 +214,7 @@ class Preemption:
         tenant, sizes = waiting.tenant, dict.fromkeys(able, 1)
         held, wanted = Counter(places), 1
         if error is not None:
-            able = [other for other in able if not is_resting(other)]
+            able = [other for other in able if not in_cooldown(other)]
             held = self.blocks_by_tenant(running, error.pool)
             sizes = {other: self.blocks_by_tenant([other], error.pool)[other.tenant] for other in able}
             wanted = self._blocks_wanted(waiting, error.pool)
@@ -224,7 +224,7 @@ class Preemption:
             if not self._shares.may_take(tenant, held[tenant], wanted, most, held[most]):
                 return []
             candidates = [each for each in able if each.tenant == most]
-            other = max(candidates, key=lambda each: (not is_resting(each), each.rank))
+            other = max(candidates, key=lambda each: (not in_cooldown(each), each.sort_key))
             chosen.append(other)
             if error is None or self._makes_room(chosen, running, error.pool, error.num_missing or 0):
                 return chosen
@@ -234,16 +234,18 @@ class Preemption:
 
     def _blocks_wanted(self, waiting: Sequence, pool: str) -> int:
         """Blocks of a pool that a sequence holds when it is taken in."""
-        of_chunks = pool != self._planner.request_pool.name
+        of_chunks = pool != self._kv_cache.request_pool.name
         spans = (span for span in waiting.layout.spans if (span.segment.kind is SegmentKind.CHUNK) == of_chunks)
-        return sum(self._planner.request_pool.blocks_for(span.num_tokens) for span in spans)
+        return sum(self._kv_cache.request_pool.blocks_for(span.num_tokens) for span in spans)
 
     def _makes_room(
         self, chosen: Collection[Sequence], running: Collection[Sequence], pool: str, num_missing: int
     ) -> bool:
         """Whether enough blocks are free when these have left and the others have grown by the next token."""
-        if pool == self._planner.request_pool.name:
-            staying = [other.attachment for other in running if other not in chosen and other.pending is not None]
-            num_missing += sum(attached.last.table.blocks_to_append(1) for attached in staying if attached is not None)
-        leaving = [other.attachment for other in chosen if other.attachment is not None]
-        return freed_by(leaving, self._planner.request_pool)[pool] >= num_missing
+        if pool == self._kv_cache.request_pool.name:
+            staying = [other.allocation for other in running if other not in chosen and other.pending is not None]
+            num_missing += sum(
+                allocated.last.table.blocks_to_append(1) for allocated in staying if allocated is not None
+            )
+        leaving = [other.allocation for other in chosen if other.allocation is not None]
+        return freed_by(leaving, self._kv_cache.request_pool)[pool] >= num_missing

@@ -150,18 +150,18 @@ class Repair:
 
 
 @dataclass(frozen=True, slots=True)
-class QuestionWatch:
+class QuestionObserver:
     """Adds up, for a repair, what rows of its question look at."""
 
     repair: Repair
     read_tokens: tuple[tuple[int, int], ...]
     """For each read of the rows that is a span's: that span, and the number of the first token."""
 
-    def wants(self, layer_index: int) -> bool:
+    def wants_layer(self, layer_index: int) -> bool:
         """See `kvmosaic.attention.Watch`: earlier layers look at neighbours, later ones at what is asked for."""
         return layer_index >= self.repair.num_layers // 2
 
-    def see(self, layer_index: int, read_index: int, shares: Tensor) -> None:
+    def observe(self, layer_index: int, read_index: int, shares: Tensor) -> None:
         """See `kvmosaic.attention.Watch`."""
         self.repair.note_shares(*self.read_tokens[read_index], shares)
 

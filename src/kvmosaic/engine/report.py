@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmosaic.cache import AttachedSpan, Attachment
+from kvmosaic.cache import Allocation, SpanAllocation
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.layout import UNWEIGHTED, Layout
 from kvmosaic.prompt import Segment
@@ -28,17 +28,17 @@ def composition_of(layout: Layout) -> str:
 
 def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> ReuseReport:
     """Reads the report off a sequence that still holds its blocks."""
-    attachment, layout = sequence.attachment, sequence.request.layout
-    assert attachment is not None
+    allocation, layout = sequence.allocation, sequence.request.layout
+    assert allocation is not None
     num_found = sum(count > 0 for count in sequence.num_reused)
     window = sequence.window
     most_found = window.sink_tokens + window.window_tokens if window is not None else None
     segments = []
-    for index, (span, attached) in enumerate(zip(layout.spans, attachment.spans, strict=True)):
+    for index, (span, allocated) in enumerate(zip(layout.spans, allocation.spans, strict=True)):
         if span.is_repair or span.is_lead_in:
             continue
         num_reused = min(sequence.num_reused[index], span.num_tokens)
-        seconds = sequence.span_seconds.get(index) or sequence.attach_seconds / max(num_found, 1)
+        seconds = sequence.span_seconds.get(index) or sequence.allocate_seconds / max(num_found, 1)
         distance = 0 if sequence.request.is_warm_up else layout.position_of(index) - span.start
         segments.append(
             SegmentReuse(
@@ -48,10 +48,10 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
                 action=_action(num_reused, span.num_tokens, distance),
                 distance=distance,
                 reused_tokens=num_reused,
-                num_blocks=len(attached.table.block_ids),
+                num_blocks=len(allocated.table.block_ids),
                 milliseconds=seconds * 1e3,
                 tier=sequence.tier_names.get(index) or ("device" if num_reused else None),
-                note=_joined(_split_note(span.segment), _note(attached, attachment, sequence.tier_names.get(index)))
+                note=_joined(_split_note(span.segment), _note(allocated, allocation, sequence.tier_names.get(index)))
                 or _history_note(
                     num_reused, span.num_tokens, span.segment.history_tokens, bool(span.views), most_found
                 ),
@@ -124,15 +124,15 @@ def _joined(*notes: str) -> str:
     return "; ".join(note for note in notes if note)
 
 
-def _note(attached: AttachedSpan, attachment: Attachment, tier_name: str | None) -> str:
-    codec = attached.chunk.codec if attached.chunk is not None else ""
+def _note(allocated: SpanAllocation, allocation: Allocation, tier_name: str | None) -> str:
+    codec = allocated.chunk.codec if allocated.chunk is not None else ""
     if tier_name is not None:
         return f"loaded from {tier_name}, {codec}" if codec else f"loaded from {tier_name}"
     if codec:
         return f"stored as {codec}"
-    if attached.has_twin:
+    if allocated.has_twin:
         return "cached behind another system text"
-    if attached.action != "wait":
+    if allocated.action != "wait":
         return ""
-    here = any(other.is_owner and other.chunk is attached.chunk for other in attachment.spans)
+    here = any(other.is_owner and other.chunk is allocated.chunk for other in allocation.spans)
     return "same document as another one here" if here else "computed by another request"

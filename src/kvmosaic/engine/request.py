@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from kvmosaic.engine.priorities import sort_key_of
 from kvmosaic.engine.repairing import Repair
 from kvmosaic.engine.scoring import Scoring
-from kvmosaic.engine.turns import turn_of
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.layout import Layout, RollingWindow
 from kvmosaic.prompt import Prompt, SegmentKind
@@ -60,12 +60,12 @@ class Request:
     """The prompt's text, if it was given as text. Joined once: every streamed output repeats it."""
     token_ids: tuple[int, ...] = field(init=False, repr=False)
     """All tokens of the prompt, in prompt order; put together once, for the same reason."""
-    turn: float = field(init=False, repr=False)
+    sort_key: float = field(init=False, repr=False)
     """Its place in the line; see `turn_of`."""
 
     def __post_init__(self) -> None:
         self.text = self.prompt.text
-        self.turn = turn_of(self.priority, self.arrival_time, self.aging_seconds)
+        self.sort_key = sort_key_of(self.priority, self.arrival_time, self.aging_seconds)
         segments = self.prompt.segments[:-1] if self.is_warm_up else self.prompt.segments
         self.token_ids = tuple(token for segment in segments for token in segment.token_ids or ())
 

@@ -16,17 +16,17 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from itertools import groupby
 
-from kvmosaic.cache import AttachedSpan, Planner
+from kvmosaic.cache import KVCache, SpanAllocation
 from kvmosaic.config import EngineConfig
-from kvmosaic.engine.keeper import Keeper
+from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.preemption import Preemption
+from kvmosaic.engine.priorities import MAX_PRIORITY
 from kvmosaic.engine.rolling import most_at_once
 from kvmosaic.engine.scoring import MAX_LOGIT_ROWS
 from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.shares import Shares
 from kvmosaic.engine.step import Step, Work
 from kvmosaic.engine.step_budget import StepBudget
-from kvmosaic.engine.turns import MAX_PRIORITY
 from kvmosaic.engine.waiting import WaitingQueue
 from kvmosaic.errors import ChunkCacheFull, KVMosaicError, OutOfBlocks, QuotaInUse, RequestTooLarge
 
@@ -50,22 +50,22 @@ class Scheduler:
     Running sequences hold blocks; waiting ones hold nothing, or what they had computed in the memory of the host.
     """
 
-    def __init__(self, planner: Planner, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self.planner = planner
+    def __init__(self, kv_cache: KVCache, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.kv_cache = kv_cache
         self.config = config
         self.clock = clock
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.fetching: list[Sequence] = []
         """Those that wait for chunks from the tiers."""
-        self.keeper: Keeper | None = None
+        self.offloader: ChunkOffloader | None = None
         """Brings chunks back from the tiers, if there are any."""
         self.admitting: Sequence | None = None
-        """The one that is being planned and attached at this moment."""
+        """The one that is being planned and allocated at this moment."""
         self.is_paused = False
         """Whether nobody is taken in, so that those who run can end."""
         self.shares = Shares()
-        self.preemption = Preemption(planner, config, self.shares, clock)
+        self.preemption = Preemption(kv_cache, config, self.shares, clock)
         self._places: Counter[str] = Counter()
         """By tenant: sequences that run."""
         self._seen: dict[str, float] = {}
@@ -106,7 +106,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence behind those of the same priority."""
-        if self.keeper is not None and self.keeper.begin(sequence):
+        if self.offloader is not None and self.offloader.prefetch(sequence):
             self.fetching.append(sequence)
         else:
             self.waiting.add(sequence)
@@ -116,7 +116,7 @@ class Scheduler:
         self.running.append(sequence)
         self._places[sequence.tenant] += 1
         self._served[sequence.tenant] = self.clock()
-        sequence.turn.begin(self.clock())
+        sequence.time_slice.begin(self.clock())
 
     def _leave(self, sequence: Sequence) -> None:
         """Takes a running sequence out of its place, whatever becomes of it."""
@@ -132,8 +132,8 @@ class Scheduler:
         self.waiting.remove(sequence)
         if sequence in self.fetching:
             self.fetching.remove(sequence)
-        if self.keeper is not None:
-            self.keeper.drop(sequence)
+        if self.offloader is not None:
+            self.offloader.cancel(sequence)
         if self.preemption.swap is not None:
             self.preemption.swap.drop(sequence)
         self._release(sequence)
@@ -150,7 +150,7 @@ class Scheduler:
         """Chooses what the next forward computes, and makes room for it."""
         step = Step()
         self.admitting = None
-        self.planner.begin_step()
+        self.kv_cache.begin_step()
         self._collect_fetched()
         self._note_present()
         budget = StepBudget(self._most_tokens)
@@ -285,10 +285,10 @@ class Scheduler:
 
     def _in_order(self) -> list[Sequence]:
         """The running sequences by rank; where blocks are short, of one priority the tenants with least come first."""
-        ranked = sorted(self.running, key=lambda running: running.rank)
-        if len(self._places) == 1 or self.planner.num_spare_blocks >= len(ranked):
+        ranked = sorted(self.running, key=lambda running: running.sort_key)
+        if len(self._places) == 1 or self.kv_cache.num_spare_blocks >= len(ranked):
             return ranked
-        blocks = self.preemption.blocks_by_tenant(ranked, self.planner.request_pool.name)
+        blocks = self.preemption.blocks_by_tenant(ranked, self.kv_cache.request_pool.name)
         return [
             sequence
             for _, group in groupby(ranked, key=lambda running: running.request.priority)
@@ -302,7 +302,7 @@ class Scheduler:
 
     def _schedule_prompts(self, budget: StepBudget, step: Step, only: Collection[str] | None) -> None:
         """Adds what of prompts, running and waiting, may still be computed in this step."""
-        for sequence in sorted(self.running, key=lambda running: running.rank):
+        for sequence in sorted(self.running, key=lambda running: running.sort_key):
             if only is not None and sequence.tenant not in only:
                 continue
             if sequence.state is SequenceState.RUNNING and not sequence.is_prefilled:
@@ -317,8 +317,8 @@ class Scheduler:
 
     def _collect_fetched(self) -> None:
         """Queues those whose chunks have come, or are not worth waiting for any longer."""
-        if self.keeper is not None and self.fetching:
-            settled = [sequence for sequence in self.fetching if self.keeper.is_settled(sequence)]
+        if self.offloader is not None and self.fetching:
+            settled = [sequence for sequence in self.fetching if self.offloader.is_settled(sequence)]
             for sequence in settled:
                 self.fetching.remove(sequence)
                 self.waiting.add(sequence)
@@ -330,7 +330,7 @@ class Scheduler:
             waiting = self._first_waiting(passed_over)
             if waiting is None:
                 return
-            chosen = self.preemption.make_way(
+            chosen = self.preemption.select_victims(
                 waiting,
                 self.running,
                 self._places,
@@ -364,7 +364,7 @@ class Scheduler:
         spent: set[str] = set()
         while not self.is_paused and not budget.is_spent and self.num_free_places > 0 and not self._is_full:
             sequence = self._first_waiting(self._passed_over | spent)
-            if sequence is None or (before is not None and sequence.rank >= before.rank):
+            if sequence is None or (before is not None and sequence.sort_key >= before.sort_key):
                 return
             if not budget.tokens_of(sequence.tenant) or not budget.looks_of(sequence.tenant):
                 spent.add(sequence.tenant)
@@ -372,17 +372,17 @@ class Scheduler:
             self.admitting = sequence
             begin = self.clock()
             prompt = sequence.request.prompt
-            plan = self.planner.plan(sequence.layout, prompt.salt, prompt.tenant)
-            if self.keeper is not None:
-                if self.fetching and not self.keeper.has_room(sequence, plan):
+            plan = self.kv_cache.plan(sequence.layout, prompt.salt, prompt.tenant)
+            if self.offloader is not None:
+                if self.fetching and not self.offloader.has_room(sequence, plan):
                     self._is_full = True
                     return  # those who fetch go on soon, and then it has its turn
-                if self.keeper.begin(sequence, plan):
+                if self.offloader.prefetch(sequence, plan):
                     self.waiting.remove(sequence)
                     self.fetching.append(sequence)
                     continue
             try:
-                attachment = self.planner.attach(plan, again=sequence.was_replanned)
+                allocation = self.kv_cache.allocate(plan, again=sequence.was_replanned)
             except OutOfBlocks as error:
                 self._refused.add(sequence)
                 if self.running and isinstance(error, QuotaInUse):
@@ -397,11 +397,11 @@ class Scheduler:
                 self._refuse(sequence, error, step)
                 continue
             self.waiting.remove(sequence)
-            sequence.attached(attachment)
-            step.copies.extend(attachment.copies)
-            sequence.attach_seconds = self.clock() - begin
-            if self.keeper is not None:
-                self.keeper.finish(sequence)
+            sequence.set_allocation(allocation)
+            step.copies.extend(allocation.copies)
+            sequence.allocate_seconds = self.clock() - begin
+            if self.offloader is not None:
+                self.offloader.load(sequence)
             if self.preemption.swap is not None and (restore := self.preemption.swap.restore(sequence)) is not None:
                 step.restores.append(restore)
             self.start(sequence)
@@ -417,19 +417,19 @@ class Scheduler:
 
     def _schedule_spans(self, sequence: Sequence, budget: StepBudget, step: Step) -> None:
         """Adds work for the spans of a sequence, in order, as far as the budget of its tenant goes."""
-        attachment = sequence.attachment
-        assert attachment is not None
-        if attachment.is_stale:
+        allocation = sequence.allocation
+        assert allocation is not None
+        if allocation.is_stale:
             # the request that computed one of its chunks gave it up: start over
             self._preempt(sequence)
             return
-        for index, span in enumerate(attachment.spans):
+        for index, span in enumerate(allocation.spans):
             remaining = span.num_tokens - span.num_computed
             if not remaining:
                 continue
             if span.chunk is not None and not span.is_owner:
                 continue
-            seen = (attachment.spans[view.span] for view in sequence.request.layout.spans[index].views)
+            seen = (allocation.spans[view.span] for view in sequence.request.layout.spans[index].views)
             count = min(remaining, budget.tokens_of(sequence.tenant))
             if not count or not _are_computed(seen):
                 continue
@@ -437,7 +437,7 @@ class Scheduler:
             if count > 1 and sequence.window is None:
                 count = min(count, max(budget.looks_of(sequence.tenant) // num_seen, 0 if step.works else 1))
             num_logits = 0
-            if span is attachment.spans[-1] and not sequence.num_owed:
+            if span is allocation.spans[-1] and not sequence.num_owed:
                 num_logits = min(count, max(count - remaining + sequence.request.num_logits, 0))
                 if sequence.request.scoring is not None and num_logits > (room := MAX_LOGIT_ROWS - step.num_scored):
                     count, num_logits = count - num_logits + room, room  # the rest comes with a later step
@@ -445,30 +445,30 @@ class Scheduler:
                 continue
             step.works.append(Work(sequence, index, span.num_computed, count, num_logits))
             step.num_looks += count * num_seen
-            self.planner.advance(attachment, index, count)
+            self.kv_cache.advance(allocation, index, count)
             budget.spend(sequence.tenant, count, count * num_seen)
             sequence.num_worked += count
-        sequence.turn.note(sequence.num_done, self.clock())
+        sequence.time_slice.note(sequence.num_done, self.clock())
 
     def _grow(self, sequence: Sequence, step: Step, budget: int = 1) -> bool:
         """Makes room for the token sampled last, if need be by preempting others; False if it cannot run now.
 
         For a text without end, that is the next part of what it owes, and what left its window is given back first.
         """
-        attachment = sequence.attachment
-        assert attachment is not None
+        allocation = sequence.allocation
+        assert allocation is not None
         if sequence.num_left_out:
-            self.planner.skip(attachment, sequence.num_left_out)
+            self.kv_cache.skip_tokens(allocation, sequence.num_left_out)
         oldest = sequence.oldest_seen
         if sequence.window is not None and oldest is not None:
-            self.planner.roll(attachment, sequence.window.sink_tokens, oldest)
+            self.kv_cache.evict_window(allocation, sequence.window.sink_tokens, oldest)
         token_ids = sequence.next_tokens(min(budget, self._most_rolled(sequence)))
         while True:
             try:
-                step.copies.extend(self.planner.extend(attachment, token_ids, is_private=oldest is not None))
+                step.copies.extend(self.kv_cache.append_slots(allocation, token_ids, is_private=oldest is not None))
             except OutOfBlocks:
                 victim = self.preemption.victim(sequence, self.running, step)
-                if victim is None and self.planner.holds_copies(attachment):
+                if victim is None and self.kv_cache.holds_copies(allocation):
                     victim = sequence  # it comes back with fewer blocks
                 if victim is None:
                     step.ended.append(sequence)
@@ -481,12 +481,12 @@ class Scheduler:
             return True
 
     def _most_rolled(self, sequence: Sequence) -> int:
-        return most_at_once(sequence.window, self.planner.request_pool.block_size) if sequence.window else 1
+        return most_at_once(sequence.window, self.kv_cache.request_pool.block_size) if sequence.window else 1
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes the blocks of a running sequence; its tokens are brought back or computed again later."""
         self.preemption.save(sequence)
-        sequence.turn.end(sequence.num_done)
+        sequence.time_slice.end(sequence.num_done)
         sequence.num_worked_before = sequence.num_worked
         self._leave(sequence)
         self._release(sequence)
@@ -494,10 +494,10 @@ class Scheduler:
         self.add(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        if sequence.attachment is not None:
-            self.planner.release(sequence.attachment)
-            sequence.attachment = None
+        if sequence.allocation is not None:
+            self.kv_cache.release(sequence.allocation)
+            sequence.allocation = None
 
 
-def _are_computed(spans: Iterable[AttachedSpan]) -> bool:
+def _are_computed(spans: Iterable[SpanAllocation]) -> bool:
     return all(span.num_computed == span.num_tokens for span in spans)

@@ -7,13 +7,13 @@ from enum import Enum, auto
 from itertools import accumulate, pairwise
 from typing import Any
 
-from kvmosaic.attention import RunRead, Watch
-from kvmosaic.cache import Attachment, Key
-from kvmosaic.engine.repairing import QuestionWatch
+from kvmosaic.attention import AttentionObserver, RunRead
+from kvmosaic.cache import Allocation, Key
+from kvmosaic.engine.priorities import TimeSlice, sort_key_of
+from kvmosaic.engine.repairing import QuestionObserver
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.rolling import moved
 from kvmosaic.engine.span_reads import pool_of, run_reads, view_reads
-from kvmosaic.engine.turns import Turn, turn_of
 from kvmosaic.layout import Layout, RollingWindow, Span
 from kvmosaic.model.batch import SpanRows
 from kvmosaic.prompt import SegmentKind
@@ -36,7 +36,7 @@ class Sequence:
 
     The newest token is `pending` until a step makes room for it and computes its keys.
 
-    With a rolling window only the head of the text is attached (see `RollingWindow.head_tokens`). The rest is *owed*:
+    With a rolling window only the head of the text is allocated (see `RollingWindow.head_tokens`). The rest is *owed*:
     it is given room, computed, and let go in parts, like an answer, whether it was asked or answered.
     """
 
@@ -46,15 +46,15 @@ class Sequence:
         self.sampling = sampling
         self.state = SequenceState.WAITING
         self.pending: int | None = None
-        self.attachment: Attachment | None = None
-        self.attach_seconds = 0.0
-        """Time to plan and attach, of the last time."""
+        self.allocation: Allocation | None = None
+        self.allocate_seconds = 0.0
+        """Time to plan and allocate, of the last time."""
         self.span_seconds: dict[int, float] = {}
         """Time spent in forwards, by span."""
         self.num_reused: tuple[int, ...] = ()
-        """By span: tokens that were found when it was attached."""
+        """By span: tokens that were found when it was allocated."""
         self.fetches: dict[Key, Any] | None = None
-        """Chunks on their way from the tiers; None before they are asked for, and when all is attached."""
+        """Chunks on their way from the tiers; None before they are asked for, and when all is allocated."""
         self.fetching_since = 0.0
         """When the last of them were asked for, on the engine's clock."""
         self.tier_names: dict[int, str] = {}
@@ -65,13 +65,13 @@ class Sequence:
         """The same when it last gave way."""
         self.last_step = 0
         """Number of the last step that had a token of its answer."""
-        self.turn = Turn()
+        self.time_slice = TimeSlice()
         """How long it has run."""
-        self._in_line = (request.turn, request.arrival_time)
+        self._in_line = (request.sort_key, request.arrival_time)
         """Its place in the line."""
         self.window = request.window
         self._num_head = 0
-        """Tokens that were attached first."""
+        """Tokens that were allocated first."""
         self._first_kept = 0
         """The first token behind the sinks that was not left out."""
         self._view_reads: dict[int, tuple[RunRead, ...]] = {}
@@ -81,18 +81,18 @@ class Sequence:
         """By span: tokens that were found before the request was planned again, repaired."""
 
     @property
-    def rank(self) -> tuple[float, float, int]:
+    def sort_key(self) -> tuple[float, float, int]:
         """Smaller runs first."""
         return (*self._in_line, self.answer.index)
 
-    def rank_from(self, time: float) -> tuple[float, float, int]:
+    def sort_key_from(self, time: float) -> tuple[float, float, int]:
         """Its rank if it had come at a time, or when it came, whichever is later."""
         request, came = self.request, max(self._in_line[1], time)
-        return (turn_of(request.priority, came, request.aging_seconds), came, self.answer.index)
+        return (sort_key_of(request.priority, came, request.aging_seconds), came, self.answer.index)
 
-    def line_up_again(self, now: float) -> None:
+    def requeue(self, now: float) -> None:
         """Puts it behind all that have come so far, as if it came now."""
-        self._in_line = self.rank_from(now)[:2]
+        self._in_line = self.sort_key_from(now)[:2]
 
     @property
     def tenant(self) -> str:
@@ -102,18 +102,18 @@ class Sequence:
     @property
     def is_stale(self) -> bool:
         """Whether something that it reads was given up."""
-        assert self.attachment is not None
-        return self.attachment.is_stale
+        assert self.allocation is not None
+        return self.allocation.is_stale
 
     @property
     def num_done(self) -> int:
         """Tokens that are computed, and those that have left a rolling window since, or were left out."""
-        assert self.attachment is not None
-        return sum(span.num_computed for span in self.attachment.spans) + self.attachment.last.num_left
+        assert self.allocation is not None
+        return sum(span.num_computed for span in self.allocation.spans) + self.allocation.last.num_left
 
     @property
     def was_replanned(self) -> bool:
-        """Whether its layout has changed since it was attached first."""
+        """Whether its layout has changed since it was allocated first."""
         return bool(self._found_before)
 
     @property
@@ -123,7 +123,7 @@ class Sequence:
 
     @property
     def layout(self) -> Layout:
-        """What to attach: the request's layout, its last span grown by the answer so far (after a preemption).
+        """What to allocate: the request's layout, its last span grown by the answer so far (after a preemption).
 
         With a rolling window, only the head of that.
         """
@@ -139,7 +139,7 @@ class Sequence:
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether all tokens of the attached spans are computed, and none are owed."""
+        """Whether all tokens of the allocated spans are computed, and none are owed."""
         return self._is_computed and not self.num_owed
 
     @property
@@ -149,15 +149,15 @@ class Sequence:
 
     @property
     def _is_computed(self) -> bool:
-        assert self.attachment is not None
-        return all(span.num_computed == span.num_tokens for span in self.attachment.spans)
+        assert self.allocation is not None
+        return all(span.num_computed == span.num_tokens for span in self.allocation.spans)
 
     @property
     def num_owed(self) -> int:
         """Tokens of a text with a rolling window that have no room yet; 0 without one."""
         if self.window is None:
             return 0
-        return self._num_text - self._num_attached
+        return self._num_text - self._num_allocated
 
     @property
     def must_roll(self) -> bool:
@@ -170,10 +170,10 @@ class Sequence:
         return self.request.layout.last.num_tokens + len(self.answer.token_ids)
 
     @property
-    def _num_attached(self) -> int:
+    def _num_allocated(self) -> int:
         """Tokens of these that have, or had, room; those that were left out count as well."""
-        assert self.attachment is not None
-        return self.attachment.last.num_tokens + self.attachment.last.num_left
+        assert self.allocation is not None
+        return self.allocation.last.num_tokens + self.allocation.last.num_left
 
     def next_tokens(self, most: int) -> tuple[int, ...]:
         """What is given room next: the pending token, or the next part of what is owed.
@@ -183,7 +183,7 @@ class Sequence:
         if self.window is None:
             assert self.pending is not None
             return (self.pending,)
-        first = self._num_attached
+        first = self._num_allocated
         return self._tokens(
             self.request.layout.last, first, min(self.num_owed, most, self.window.lap_end(first) - first)
         )
@@ -191,26 +191,26 @@ class Sequence:
     @property
     def oldest_seen(self) -> int | None:
         """The oldest token behind the sinks that the next one sees; None while the text fits into sinks and window."""
-        if self.window is None or self._num_attached < self.window.num_places:
+        if self.window is None or self._num_allocated < self.window.num_places:
             return None
-        return max(self.window.oldest(self._num_attached), self._first_kept)
+        return max(self.window.oldest(self._num_allocated), self._first_kept)
 
     @property
     def num_left_out(self) -> int:
         """Tokens that need not be computed, at the moment when they are next; otherwise 0."""
-        if self.window is None or self._num_attached != self._num_head or self._first_kept < self.window.num_places:
+        if self.window is None or self._num_allocated != self._num_head or self._first_kept < self.window.num_places:
             return 0
         return self._first_kept - self._num_head
 
-    def attached(self, attachment: Attachment) -> None:
-        """Takes the blocks that the planner has attached."""
-        self.attachment = attachment
+    def set_allocation(self, allocation: Allocation) -> None:
+        """Takes the blocks that the KV cache has allocated."""
+        self.allocation = allocation
         self.state = SequenceState.RUNNING
         self.pending = None
         self.num_reused = tuple(
-            0 if span.is_owner else span.num_tokens if span.chunk else span.num_computed for span in attachment.spans
+            0 if span.is_owner else span.num_tokens if span.chunk else span.num_computed for span in allocation.spans
         )
-        kept = [span.chunk is not None or span.kind is SegmentKind.SYSTEM for span in attachment.spans]
+        kept = [span.chunk is not None or span.kind is SegmentKind.SYSTEM for span in allocation.spans]
         self.num_reused = tuple(
             min(count, self._found_before[index]) if index < len(self._found_before) and kept[index] else count
             for index, count in enumerate(self.num_reused)
@@ -223,7 +223,7 @@ class Sequence:
         self._forget_reads()
 
     def loaded(self, span_index: int, tier_name: str, seconds: float) -> None:
-        """Notes that the chunk of a span was copied from a tier after it was attached."""
+        """Notes that the chunk of a span was copied from a tier after it was allocated."""
         num_tokens = self.request.layout.spans[span_index].num_tokens
         self.num_reused = (*self.num_reused[:span_index], num_tokens, *self.num_reused[span_index + 1 :])
         self.tier_names[span_index] = tier_name
@@ -253,22 +253,22 @@ class Sequence:
         return [self._rows(span_index, start, stop - start, num_logits) for start, stop in pairwise(cuts)]
 
     def _rows(self, span_index: int, first: int, num_tokens: int, num_logits: int) -> SpanRows:
-        assert self.attachment is not None
-        span, attached = self.request.layout.spans[span_index], self.attachment.spans[span_index]
-        token, reads_itself = first + attached.num_left, num_tokens == 1
+        assert self.allocation is not None
+        span, allocated = self.request.layout.spans[span_index], self.allocation.spans[span_index]
+        token, reads_itself = first + allocated.num_left, num_tokens == 1
         place, limit = token, 0
         if self.window is not None and span is self.request.layout.last and token >= self.window.num_places:
             place, limit = self.window.place(token), self.window.window_tokens
             reads = (*self._kept_reads(self.window, token), *self._window_reads(self.window, token, reads_itself))
         else:
             seen = self._seen_by_rows(span, first, num_tokens) if span.is_repair else self._seen(span_index)
-            reads = (*seen, *run_reads(span, attached.table, 0, first + reads_itself))
+            reads = (*seen, *run_reads(span, allocated.table, 0, first + reads_itself))
         places = span.places[first : first + num_tokens]
         return SpanRows(
             token_ids=self._tokens(span, token, num_tokens),
             position=places[0] if places else span.start + place,
             pool=pool_of(span),
-            slots=attached.table.slots(first, num_tokens),
+            slots=allocated.table.slots(first, num_tokens),
             reads=reads,
             reads_itself=reads_itself,
             num_logits=num_logits,
@@ -277,12 +277,12 @@ class Sequence:
             watch=self._watch(span_index),
         )
 
-    def _watch(self, span_index: int) -> Watch | None:
+    def _watch(self, span_index: int) -> AttentionObserver | None:
         """Who is told what the rows of a span look at: the repair that still measures, if they are the question's."""
         repair = self.request.repair
         if repair is None or not repair.is_measuring or self.layout.spans[span_index].segment.kind != "question":
             return None
-        return QuestionWatch(repair, self._read_tokens[span_index])
+        return QuestionObserver(repair, self._read_tokens[span_index])
 
     def _tokens(self, span: Span, first: int, num_tokens: int) -> tuple[int, ...]:
         """Tokens of a span; those of the last one go on with the answer."""
@@ -300,12 +300,12 @@ class Sequence:
         """
         reads = self._view_reads.get(span_index)
         if reads is None:
-            assert self.attachment is not None
+            assert self.allocation is not None
             parts = []
             for view in self.request.layout.spans[span_index].views:
-                seen, attached = self.request.layout.spans[view.span], self.attachment.spans[view.span]
-                runs = view_reads(seen, attached.table, view)
-                parts.append((attached.chunk.key if attached.chunk else b"", view.distance, view.span, runs))
+                seen, allocated = self.request.layout.spans[view.span], self.allocation.spans[view.span]
+                runs = view_reads(seen, allocated.table, view)
+                parts.append((allocated.chunk.key if allocated.chunk else b"", view.distance, view.span, runs))
             parts.sort(key=lambda part: part[:3])
             reads = self._view_reads[span_index] = tuple(read for *_, runs in parts for read in runs)
             self._read_tokens[span_index] = tuple(
@@ -319,26 +319,26 @@ class Sequence:
 
     def _seen_by_rows(self, span: Span, first: int, num_tokens: int) -> tuple[RunRead, ...]:
         """Reads of what repaired tokens see, each of them as far as it stands."""
-        assert self.attachment is not None
+        assert self.allocation is not None
         return tuple(
             read
             for view in span.views
             for read in view_reads(
-                self.request.layout.spans[view.span], self.attachment.spans[view.span].table, view, first, num_tokens
+                self.request.layout.spans[view.span], self.allocation.spans[view.span].table, view, first, num_tokens
             )
         )
 
     def _kept_reads(self, window: RollingWindow, token: int) -> tuple[RunRead, ...]:
         """Reads of all that never leaves, for a token behind the first S + W: earlier spans, and the sinks."""
-        assert self.attachment is not None
+        assert self.allocation is not None
         layout, shift = self.request.layout, window.shift(token)
-        sinks = run_reads(layout.last, self.attachment.last.table, 0, window.sink_tokens)
+        sinks = run_reads(layout.last, self.allocation.last.table, 0, window.sink_tokens)
         return moved((*self._seen(len(layout.spans) - 1), *sinks), shift)
 
     def _window_reads(self, window: RollingWindow, token: int, reads_itself: bool) -> tuple[RunRead, ...]:
         """Reads of the window of such a token; keys of the lap before stand W places before where they were made."""
-        assert self.attachment is not None
-        span, attached = self.request.layout.last, self.attachment.last
+        assert self.allocation is not None
+        span, allocated = self.request.layout.last, self.allocation.last
         oldest, lap = max(window.oldest(token), self._first_kept), window.lap_start(token)
         reads: list[RunRead] = []
         for first, last, distance in (
@@ -347,7 +347,7 @@ class Sequence:
         ):
             if first < last:
                 position = span.start + window.place(first) + distance
-                runs = attached.table.runs_between(first - attached.num_left, last - attached.num_left)
+                runs = allocated.table.runs_between(first - allocated.num_left, last - allocated.num_left)
                 for run in runs:
                     reads.append(RunRead(pool_of(span), run.first_slot, run.num_tokens, position, distance))
                     position += run.num_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmosaic.tiers.cost import Average, ComputeCost
+from kvmosaic.tiers.cost import EMA, ComputeCost
 
 _LOOK_AGAIN = 32
 """After so many refusals a copy is measured anew: the first ones of a process are slow."""
@@ -17,7 +17,7 @@ class SwapCost:
 
     def __init__(self) -> None:
         self._compute = ComputeCost()
-        self._out, self._in = Average(), Average()
+        self._out, self._in = EMA(), EMA()
         self._num_refused = 0
 
     def note_step(self, num_tokens: int, num_prefilled: int, seconds: float) -> None:
@@ -52,5 +52,5 @@ class SwapCost:
             return True
         self._num_refused += 1
         if self._num_refused >= _LOOK_AGAIN:
-            self._num_refused, self._out, self._in = 0, Average(), Average()
+            self._num_refused, self._out, self._in = 0, EMA(), EMA()
         return False

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from kvmosaic.cache import BlockId, Planner
-from kvmosaic.cache.yielding import own_blocks
+from kvmosaic.cache import BlockId, KVCache
+from kvmosaic.cache.freed_blocks import own_blocks
 from kvmosaic.config import EngineConfig
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.engine.swap_cost import SwapCost
@@ -56,7 +56,7 @@ class SwapSpace:
     def __init__(
         self,
         storage: BlockStorage,
-        planner: Planner,
+        kv_cache: KVCache,
         config: EngineConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -66,7 +66,7 @@ class SwapSpace:
         """Copied to the host, and back, so far."""
         self.cost = SwapCost()
         self._storage = storage
-        self._planner = planner
+        self._kv_cache = kv_cache
         self._choice = config.preemption
         self._most_bytes = config.swap_bytes
         self._clock = clock
@@ -78,14 +78,14 @@ class SwapSpace:
 
         It still holds its blocks. What cannot be copied is computed again, so nothing that goes wrong here matters.
         """
-        attachment = sequence.attachment
-        assert attachment is not None and sequence not in self._saved
-        span = attachment.last
+        allocation = sequence.allocation
+        assert allocation is not None and sequence not in self._saved
+        span = allocation.last
         if self._choice == "recompute" or span.chunk is not None or sequence.request.window is not None:
             return False
         if sequence.request.is_measuring:
             return False  # it is watched while it is computed
-        first_block, size = own_blocks(attachment), self._storage.block_size
+        first_block, size = own_blocks(allocation), self._storage.block_size
         first = first_block * size
         num_tokens = span.computed - first
         num_bytes = num_tokens * self._bytes_per_token
@@ -108,21 +108,21 @@ class SwapSpace:
         return True
 
     def restore(self, sequence: Sequence) -> Restore | None:
-        """What is to be written into the blocks of a sequence that was just attached; its tokens count as computed.
+        """What is to be written into the blocks of a sequence that was just allocated; its tokens count as computed.
 
         None if nothing was saved, or it is of no use any more: what lies before it is gone, or all of it was found.
         """
-        saved, attachment = self._saved.get(sequence), sequence.attachment
-        assert attachment is not None
+        saved, allocation = self._saved.get(sequence), sequence.allocation
+        assert allocation is not None
         self.drop(sequence)
-        span, size = attachment.last, self._storage.block_size
+        span, size = allocation.last, self._storage.block_size
         if saved is None or not saved.first <= span.computed < saved.first + saved.num_tokens:
             return None
         end = saved.first + saved.num_tokens
         first_block = span.computed // size
         skipped = first_block * size - saved.first
         layers = [(keys[skipped:], None if values is None else values[skipped:]) for keys, values in saved.layers]
-        self._planner.advance(attachment, len(attachment.spans) - 1, end - span.computed)
+        self._kv_cache.advance(allocation, len(allocation.spans) - 1, end - span.computed)
         num_bytes = (saved.num_tokens - skipped) * self._bytes_per_token
         return Restore(span.table.block_ids[first_block:], layers, num_bytes)
 

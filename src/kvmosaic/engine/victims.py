@@ -12,7 +12,7 @@ SIZE_TOKENS = 4_096
 """Tokens of its own from which a sequence counts as large as can be."""
 
 
-def worth(sequence: Sequence, now: float) -> float:
+def preemption_score(sequence: Sequence, now: float) -> float:
     """How much a running sequence should stay; the lowest gives way first.
 
         worth = 0.4 priority + 0.3 progress + 0.2 age - 0.1 size          each from 0 to 1
@@ -25,14 +25,14 @@ def worth(sequence: Sequence, now: float) -> float:
 
     It weighs what the eviction policy `priority` weighs for chunks. There, age is time without use.
     """
-    attachment = sequence.attachment
-    assert attachment is not None
+    allocation = sequence.allocation
+    assert allocation is not None
     priority = sequence.request.priority
     wanted = 0.5 + 0.5 * priority / (1 + abs(priority))
-    computed = sum(span.num_computed for span in attachment.spans)
-    total = sum(span.num_tokens for span in attachment.spans) + sequence.num_tokens_left
+    computed = sum(span.num_computed for span in allocation.spans)
+    total = sum(span.num_tokens for span in allocation.spans) + sequence.num_tokens_left
     waited = max(now - sequence.request.arrival_time, 0.0)
-    size = min(attachment.last.num_tokens / SIZE_TOKENS, 1.0)
+    size = min(allocation.last.num_tokens / SIZE_TOKENS, 1.0)
     return 0.4 * wanted + 0.3 * computed / total + 0.2 * waited / (waited + AGE_SECONDS) - 0.1 * size
 
 
@@ -43,21 +43,21 @@ def in_order(sequences: Iterable[Sequence], now: float) -> list[Sequence]:
     """
 
     def place(sequence: Sequence) -> tuple[float, ...]:
-        return (computes_for_others(sequence), worth(sequence, now), *(-part for part in sequence.rank))
+        return (computes_for_others(sequence), preemption_score(sequence, now), *(-part for part in sequence.sort_key))
 
     return sorted(sequences, key=place)
 
 
 def computes_for_others(sequence: Sequence) -> bool:
     """Whether a running sequence computes a chunk that another one waits for."""
-    assert sequence.attachment is not None
+    assert sequence.allocation is not None
     return any(
-        span.is_owner and span.chunk is not None and not span.chunk.is_ready and span.chunk.users > 1
-        for span in sequence.attachment.spans
+        span.is_owner and span.chunk is not None and not span.chunk.is_ready and span.chunk.ref_count > 1
+        for span in sequence.allocation.spans
     )
 
 
-def is_resting(sequence: Sequence) -> bool:
+def in_cooldown(sequence: Sequence) -> bool:
     """Whether a sequence may not be made to give way to a higher priority now.
 
     It may when it has been computed for twice as many tokens as at the last time, all of its computing counted. So

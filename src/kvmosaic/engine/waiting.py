@@ -42,7 +42,7 @@ class WaitingQueue:
         assert sequence not in self._numbers, "a sequence waits once"
         number = self._numbers[sequence] = next(self._count)
         heap = self._heaps.setdefault(sequence.request.prompt.tenant, [])
-        heapq.heappush(heap, (sequence.rank, number, sequence))
+        heapq.heappush(heap, (sequence.sort_key, number, sequence))
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out; one that does not wait is left alone."""
@@ -85,9 +85,9 @@ class WaitingQueue:
         if len(waiting) < 2:
             return waiting[0] if waiting else None
         since = served or {}
-        best = min(waiting, key=lambda sequence: sequence.rank_from(since.get(sequence.tenant, -math.inf)))
+        best = min(waiting, key=lambda sequence: sequence.sort_key_from(since.get(sequence.tenant, -math.inf)))
         equals = (sequence for sequence in waiting if sequence.request.priority == best.request.priority)
-        return min(equals, key=lambda sequence: (load(sequence.tenant), sequence.rank, self._numbers[sequence]))
+        return min(equals, key=lambda sequence: (load(sequence.tenant), sequence.sort_key, self._numbers[sequence]))
 
     def _first_of(self, tenant: str) -> _Entry | None:
         heap = self._heaps[tenant]

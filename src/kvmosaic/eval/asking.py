@@ -18,7 +18,7 @@ from kvmosaic.eval.composing import accepted_tokens
 from kvmosaic.eval.recalling import Recalled
 from kvmosaic.eval.rows import Reading
 from kvmosaic.eval.scores import score
-from kvmosaic.eval.ways import FULL, Way
+from kvmosaic.eval.variants import FULL, Variant
 from kvmosaic.llm import LLM
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import RequestOutput, SamplingParams
@@ -38,14 +38,14 @@ class _Reference:
 
 
 def ask(
-    engine_of: Callable[[Way], LLM],
+    engine_of: Callable[[Variant], LLM],
     case: Case,
     prompt: Prompt,
-    ways: Iterable[Way],
+    ways: Iterable[Variant],
     progress: Callable[[int], None],
     *,
     is_scored: bool = True,
-) -> dict[Way, Reading]:
+) -> dict[Variant, Reading]:
     """The readings of one case, full attention's first.
 
     Args:
@@ -57,7 +57,7 @@ def ask(
         is_scored: whether answers of labelled cases are scored; otherwise ways other than full
             attention are measured and do not answer.
     """
-    readings: dict[Way, Reading] = {}
+    readings: dict[Variant, Reading] = {}
     reference, readings[FULL] = _ask_full(engine_of(FULL), case, prompt)
     progress(1)
     for number, way in enumerate(ways, start=2):
@@ -66,7 +66,7 @@ def ask(
     return readings
 
 
-def try_way(llm: LLM, way: Way, prompt: Prompt) -> None:
+def try_way(llm: LLM, way: Variant, prompt: Prompt) -> None:
     """Asks for one token.
 
     Raises:
@@ -90,7 +90,7 @@ def _ask_full(llm: LLM, case: Case, prompt: Prompt) -> tuple[_Reference, Reading
     return reference, replace(reading, loss=None if gold is None else gold.score().loss)
 
 
-def _ask_way(llm: LLM, way: Way, case: Case, prompt: Prompt, reference: _Reference, *, is_scored: bool) -> Reading:
+def _ask_way(llm: LLM, way: Variant, case: Case, prompt: Prompt, reference: _Reference, *, is_scored: bool) -> Reading:
     recalled = Recalled.of(way.repair)
     output = _answer(llm, way, prompt, 1, recalled)
     own, gold = _scores(llm, way, prompt, reference.token_ids, reference.accepted, recalled)
@@ -116,13 +116,13 @@ def divergence(full: Tensor, other: Tensor) -> float:
     return max(float((full.exp() * (full - other)).sum(-1).mean()), 0.0)
 
 
-def _answer(llm: LLM, way: Way, prompt: Prompt, max_tokens: int, recalled: Recalled | None) -> RequestOutput:
+def _answer(llm: LLM, way: Variant, prompt: Prompt, max_tokens: int, recalled: Recalled | None) -> RequestOutput:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, repair=recalled or way.repair)
     return llm.generate([prompt], params, position_strategy=way.strategy)[0]
 
 
 def _scores(
-    llm: LLM, way: Way, prompt: Prompt, own: tuple[int, ...], accepted: tuple[int, ...], recalled: Recalled | None
+    llm: LLM, way: Variant, prompt: Prompt, own: tuple[int, ...], accepted: tuple[int, ...], recalled: Recalled | None
 ) -> tuple[Request, Request | None]:
     """Scores of full attention's answer, with distributions, and of the accepted one."""
     engine, repair = llm.engine, recalled or way.repair

@@ -13,14 +13,14 @@ from kvmosaic.bench.plots import can_plot
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.measure import EvalModel, measure
 from kvmosaic.eval.report import EvalReport
-from kvmosaic.eval.ways import Way
+from kvmosaic.eval.variants import Variant
 from kvmosaic.model import LoadedModel
 
 
 def run_evaluation(
     opening: EvalModel,
     cases: Sequence[Case],
-    ways: Sequence[Way],
+    ways: Sequence[Variant],
     seed: int,
     output: Path | None = None,
     *,

@@ -73,9 +73,11 @@ def eval_command(
     """
     from kvmosaic.eval.gathering import gather, own_questions, parts_of
     from kvmosaic.eval.tasks import TASKS
-    from kvmosaic.eval.ways import ways
+    from kvmosaic.eval.variants import variants
 
-    chosen = ways(parts_of("--repair", repair), parts_of("--strategies", strategies), parts_of("--contexts", contexts))
+    chosen = variants(
+        parts_of("--repair", repair), parts_of("--strategies", strategies), parts_of("--contexts", contexts)
+    )
     own = own_questions(documents, questions)
     names = parts_of("--tasks", tasks) if tasks is not None else () if data or own else tuple(TASKS)
     asked = gather(

@@ -19,13 +19,13 @@ from typing import IO, Any
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.rows import Reading
-from kvmosaic.eval.ways import Way
+from kvmosaic.eval.variants import Variant
 from kvmosaic.prompt import Prompt
 
 FORMAT = 1
 _FORMAT_FIELD = "kvmosaic_eval_log"
 MAX_LOG_BYTES = 2**32
-Readings = dict[Way, Reading]
+Readings = dict[Variant, Reading]
 
 
 class RunLog:
@@ -58,7 +58,7 @@ class RunLog:
         """Closes the file; closing it again is safe."""
         self._file.close()
 
-    def find(self, digest: str, ways: Iterable[Way]) -> Readings | None:
+    def find(self, digest: str, ways: Iterable[Variant]) -> Readings | None:
         """What was found of a case, if all of these ways were asked."""
         known = self._known.get(digest, {})
         return {way: known[way] for way in ways} if all(way in known for way in ways) else None
@@ -114,10 +114,10 @@ def digest_of(case: Case, prompt: Prompt, *, is_scored: bool) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
-def _written(way: Way, reading: Reading) -> dict[str, Any]:
+def _written(way: Variant, reading: Reading) -> dict[str, Any]:
     return {"strategy": way.strategy, "context": way.context, "repair": way.repair, "reading": reading.to_dict()}
 
 
-def _read_back(content: dict[str, Any]) -> tuple[Way, Reading]:
-    way = Way(content["strategy"], content["context"], content["repair"])
+def _read_back(content: dict[str, Any]) -> tuple[Variant, Reading]:
+    way = Variant(content["strategy"], content["context"], content["repair"])
     return way, Reading.from_dict(content["reading"])

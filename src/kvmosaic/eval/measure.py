@@ -19,7 +19,7 @@ from kvmosaic.eval.case import Case
 from kvmosaic.eval.display import Display
 from kvmosaic.eval.run import Evaluation, evaluate
 from kvmosaic.eval.scores import check_metrics
-from kvmosaic.eval.ways import Way
+from kvmosaic.eval.variants import Variant
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.int8 import Quantization
 from kvmosaic.model.quiet import quiet_libraries
@@ -65,7 +65,7 @@ class Measured:
 def measure(
     opening: EvalModel,
     cases: Sequence[Case],
-    ways: Sequence[Way],
+    ways: Sequence[Variant],
     notices: Console,
     *,
     log: Path | None = None,

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case, Metric
-from kvmosaic.eval.ways import FULL, Way
+from kvmosaic.eval.variants import FULL, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Reading:
 class Row:
     """One task answered in one way."""
 
-    way: Way
+    way: Variant
     task: str
     metric: Metric
     readings: tuple[Reading, ...]
@@ -163,7 +163,7 @@ class Row:
         }
 
 
-def rows_of(cases: Sequence[Case], found: Mapping[str, Mapping[Way, Reading]]) -> tuple[Row, ...]:
+def rows_of(cases: Sequence[Case], found: Mapping[str, Mapping[Variant, Reading]]) -> tuple[Row, ...]:
     """Rows of the cases that were asked, by task in the order of the cases, then by way; full attention first.
 
     Args:

@@ -23,7 +23,7 @@ from kvmosaic.eval.case import Case
 from kvmosaic.eval.composing import prompt_of
 from kvmosaic.eval.log import Readings, RunLog, digest_of
 from kvmosaic.eval.rows import Row, rows_of
-from kvmosaic.eval.ways import FULL, Way
+from kvmosaic.eval.variants import FULL, Variant
 from kvmosaic.llm import LLM
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
@@ -50,7 +50,7 @@ class Evaluation:
 def evaluate(
     model: LoadedModel,
     cases: Sequence[Case],
-    ways: Sequence[Way],
+    ways: Sequence[Variant],
     *,
     capacity: int | str = "1GiB",
     progress: Progress | None = None,
@@ -108,7 +108,7 @@ class _Run:
     """One engine for each chunk context, and what they answered."""
 
     def __init__(
-        self, model: LoadedModel, ways: Mapping[Way, None], capacity: int | str, log: RunLog | None, is_scored: bool
+        self, model: LoadedModel, ways: Mapping[Variant, None], capacity: int | str, log: RunLog | None, is_scored: bool
     ) -> None:
         self._log = log
         self._is_scored = is_scored
@@ -116,7 +116,7 @@ class _Run:
         self._engines: dict[str, LLM] = {}
         for context in dict.fromkeys(way.context for way in ways):
             try:
-                self._engines[context] = _open(model, Way(context=context), capacity)
+                self._engines[context] = _open(model, Variant(context=context), capacity)
             except NotMovable as error:
                 if context == FULL.context:
                     raise
@@ -209,7 +209,7 @@ class _Run:
                 self._notes.append(f"Left out: {way}, since {error}.")
 
 
-def _open(model: LoadedModel, way: Way, capacity: int | str) -> LLM:
+def _open(model: LoadedModel, way: Variant, capacity: int | str) -> LLM:
     config = ChunkCacheConfig(capacity=capacity, chunk_context=way.context, long_chunks="split")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the chunk cache is off")  # said below

@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from kvmosaic.eval.rows import Row, percentile
-from kvmosaic.eval.ways import Way
+from kvmosaic.eval.variants import Variant
 
 BUDGET = 0.15
 """Share of the documents' tokens that a policy of the budget repairs at most."""
@@ -21,7 +21,7 @@ _UNKNOWN, _MANY = 0.5, 100
 class Summary:
     """One way of answering, over all tasks."""
 
-    way: Way
+    way: Variant
     accuracy: float | None
     """The mean over the tasks whose answers are known and were scored; None if there are none."""
     ratio: float | None
@@ -63,7 +63,7 @@ def summarize(rows: Sequence[Row]) -> list[Summary]:
     return [_summary(way, [row for row in rows if row.way == way]) for way in dict.fromkeys(row.way for row in rows)]
 
 
-def _summary(way: Way, rows: list[Row]) -> Summary:
+def _summary(way: Variant, rows: list[Row]) -> Summary:
     accuracy, full = _mean(row.accuracy for row in rows), _mean(row.full_accuracy for row in rows)
     worst = min((row for row in rows if row.ratio is not None), key=lambda row: row.ratio or 0.0, default=None)
     readings = [reading for row in rows for reading in row.readings]
@@ -146,7 +146,7 @@ def _preference(summary: Summary) -> tuple[bool, float, float, float]:
     return (False, summary.work, -ratio, -worst) if summary.is_good else (True, -ratio, -worst, summary.work)
 
 
-def _missed(rows: Sequence[Row], best: Summary, ways: list[Way]) -> list[str]:
+def _missed(rows: Sequence[Row], best: Summary, ways: list[Variant]) -> list[str]:
     said = []
     for row in rows:
         if row.way == best.way and row.ratio is not None and row.ratio < TASK_WANTED:

@@ -9,7 +9,7 @@ from rich.table import Table
 from kvmosaic.console.text import duration_text, printable
 from kvmosaic.eval.rows import Row
 from kvmosaic.eval.summary import Summary
-from kvmosaic.eval.ways import Way
+from kvmosaic.eval.variants import Variant
 
 SUMMARY_HEADINGS = (
     "strategy",
@@ -124,7 +124,7 @@ def increase(nats: float | None) -> str:
     return "–" if nats is None else f"{nats:+.3f}"
 
 
-def way_text(way: Way, *, with_context: bool) -> str:
+def way_text(way: Variant, *, with_context: bool) -> str:
     """A way in a few words: "query(0.15), shared" or, with the chunk context, "query(0.15), shared/none"."""
     if way.is_full:
         return "full attention"
@@ -139,5 +139,5 @@ def _nearness_cells(found: Summary | Row) -> tuple[str, str, str]:
     return f"{found.divergence:.4f}", percent(found.agreement), loss
 
 
-def _way_cells(way: Way) -> tuple[str, str, str]:
+def _way_cells(way: Variant) -> tuple[str, str, str]:
     return ("–", "–", "full attention") if way.is_full else (way.strategy, way.context, way.repair)

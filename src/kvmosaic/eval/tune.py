@@ -23,8 +23,8 @@ from kvmosaic.eval.rows import Row
 from kvmosaic.eval.summary import Summary, doubts, summarize
 from kvmosaic.eval.table import increase, percent, terminal_table, way_text
 from kvmosaic.eval.tuning import Tuned, choose
-from kvmosaic.eval.ways import FULL, Way
-from kvmosaic.profile import Goal, Profile, TaskResult, write_profile
+from kvmosaic.eval.variants import FULL, Variant
+from kvmosaic.tuned_settings import Goal, Profile, TaskResult, write_profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Tuning:
 
     opening: EvalModel
     cases: Sequence[Case]
-    ways: tuple[Way, ...]
+    ways: tuple[Variant, ...]
     goal: Goal
     seed: int
     file: Path | None = None

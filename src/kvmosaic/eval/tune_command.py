@@ -111,11 +111,11 @@ def tune_command(
     """
     from kvmosaic.eval.gathering import gather, own_questions, parts_of
     from kvmosaic.eval.tuning import LADDER, goal_of
-    from kvmosaic.eval.ways import FULL, ways
+    from kvmosaic.eval.variants import FULL, variants
     from kvmosaic.repair import repair_policy
 
     repairs = LADDER if repair is None else parts_of("--repair", repair)
-    chosen = ways(repairs, parts_of("--strategies", strategies), parts_of("--contexts", contexts))
+    chosen = variants(repairs, parts_of("--strategies", strategies), parts_of("--contexts", contexts))
     own = own_questions(documents, questions)
     names = parts_of("--tasks", tasks) if tasks is not None else () if data or own else ("two-hop", "story")
     count = 64 if cases is None and not data and own is None else cases

@@ -9,7 +9,7 @@ from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.rows import Row
 from kvmosaic.eval.summary import Summary, nearness_text, summarize
 from kvmosaic.eval.table import percent
-from kvmosaic.profile import Goal
+from kvmosaic.tuned_settings import Goal
 
 LADDER = (
     "none",

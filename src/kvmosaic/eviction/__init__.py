@@ -1,4 +1,4 @@
-"""Who leaves first when a pool is full."""
+"""Eviction policies."""
 
 from kvmosaic.eviction.choose import POLICIES, choose
 from kvmosaic.eviction.line import EvictionLine

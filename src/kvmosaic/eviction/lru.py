@@ -6,7 +6,7 @@ from kvmosaic.eviction.policy import Candidate
 
 
 class LRU:
-    """Whatever was not used for the longest time leaves first."""
+    """Evicts the least recently used block first."""
 
     name = "lru"
 

@@ -11,7 +11,7 @@ class Candidate:
     """What a policy may know of a block or a chunk that nobody uses."""
 
     last_used: float
-    """Seconds on the planner's clock when it was last attached or released."""
+    """Seconds on the KV cache's clock when it was last allocated or released."""
     num_tokens: int
     """Tokens that leaving would free."""
     priority: float = 0.5
@@ -22,7 +22,7 @@ class Candidate:
 
 @runtime_checkable
 class EvictionPolicy(Protocol):
-    """Decides who leaves first.
+    """Eviction policy: orders unreferenced blocks.
 
     A policy is one method without state, so one instance serves any number of pools. A rank is asked for once, when
     something becomes idle, and stands until it is used again: it must not depend on the time of asking. Time enters as

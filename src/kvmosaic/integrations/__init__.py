@@ -1,1 +1,1 @@
-"""Our planner and store inside other engines."""
+"""Our KV cache and store inside other engines."""

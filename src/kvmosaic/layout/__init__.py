@@ -2,7 +2,7 @@
 
 from kvmosaic.layout.arrange import arrange, choose_strategy
 from kvmosaic.layout.dense import DenseLayout, dense
-from kvmosaic.layout.repaired import exact_spans, repaired, standing
+from kvmosaic.layout.repaired import exact_spans, repair_positions, repaired
 from kvmosaic.layout.rolling import RollingWindow
 from kvmosaic.layout.span import (
     UNWEIGHTED,
@@ -32,6 +32,6 @@ __all__ = [
     "choose_strategy",
     "dense",
     "exact_spans",
+    "repair_positions",
     "repaired",
-    "standing",
 ]

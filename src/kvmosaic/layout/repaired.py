@@ -35,7 +35,7 @@ def exact_spans(layout: Layout) -> set[int]:
     return exact
 
 
-def standing(layout: Layout) -> dict[int, int]:
+def repair_positions(layout: Layout) -> dict[int, int]:
     """By index of a span before the last: the position of its first token for repaired tokens.
 
     That is where the question sees it. In `shared` positions documents overlap there, and a token that sees others must
@@ -68,7 +68,7 @@ def repaired(layout: Layout, chosen: Mapping[int, Sequence[int]], weight: Weight
     ]
     if not hidden:
         return replace(layout, spans=(*layout.spans[:-1], replace(question, views=tuple(views))))
-    stands = standing(layout)
+    stands = repair_positions(layout)
     span = _repair_span(layout, hidden, stands)
     views += _views_of_parts(layout, span, sorted(hidden), stands)
     spans = (*layout.spans[:-1], span, replace(question, views=tuple(views)))

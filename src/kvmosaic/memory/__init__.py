@@ -7,6 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvmosaic.memory.budget import blocks_within, check_fits, device_memory_bytes
+    from kvmosaic.memory.checksum import Checksum
+    from kvmosaic.memory.claimed_header import (
+        ClaimedHeader,
+        check_entry,
+        num_claimed_bytes,
+        num_file_header_bytes,
+        read_claimed_header,
+    )
     from kvmosaic.memory.codec import choose_codec
     from kvmosaic.memory.entry import (
         DecodedEntry,
@@ -17,15 +25,14 @@ if TYPE_CHECKING:
         read_header,
     )
     from kvmosaic.memory.geometry import LayerGeometry, geometry_of
-    from kvmosaic.memory.glance import Claims, check_entry, num_claimed_bytes, num_preamble_bytes, read_claims
     from kvmosaic.memory.header import CodecName, Compression, DtypeName, EntryHeader
-    from kvmosaic.memory.seal import Seal
     from kvmosaic.memory.storage import BlockStorage, ChunkTensors, StoredLayer
 
 __all__ = [
     "BlockStorage",
+    "Checksum",
     "ChunkTensors",
-    "Claims",
+    "ClaimedHeader",
     "CodecName",
     "Compression",
     "DecodedEntry",
@@ -34,7 +41,6 @@ __all__ = [
     "EntryExpectation",
     "EntryHeader",
     "LayerGeometry",
-    "Seal",
     "StoredLayer",
     "blocks_within",
     "check_entry",
@@ -45,8 +51,8 @@ __all__ = [
     "encode_entry",
     "geometry_of",
     "num_claimed_bytes",
-    "num_preamble_bytes",
-    "read_claims",
+    "num_file_header_bytes",
+    "read_claimed_header",
     "read_header",
 ]
 

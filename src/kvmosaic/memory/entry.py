@@ -17,10 +17,12 @@ from torch import Tensor
 from kvmosaic.cache.keys import TOKEN_BYTES, Key
 from kvmosaic.errors import DamagedEntry, ForeignEntry, InvalidConfig
 from kvmosaic.memory.buffer import memory_of, new_bytes, view_of
+from kvmosaic.memory.checksum import Bytes, Checksum, check_magic
+from kvmosaic.memory.claimed_header import MAX_PREAMBLE_BYTES
 from kvmosaic.memory.codec import choose_codec
 from kvmosaic.memory.codec.squeeze import expanded, squeezed
+from kvmosaic.memory.file_header import read_file_header, write_file_header
 from kvmosaic.memory.geometry import LayerGeometry
-from kvmosaic.memory.glance import MAX_PREAMBLE_BYTES
 from kvmosaic.memory.header import CodecName, DtypeName, EntryHeader, check_header
 from kvmosaic.memory.payload import (
     DTYPES,
@@ -33,8 +35,6 @@ from kvmosaic.memory.payload import (
     sources,
     unpack,
 )
-from kvmosaic.memory.preamble import read_preamble, write_preamble
-from kvmosaic.memory.seal import Bytes, Seal, check_opening
 from kvmosaic.memory.storage import ChunkTensors
 from kvmosaic.tiers import MAX_ENTRY_BYTES
 
@@ -86,7 +86,7 @@ def encode_entry(
     Raises:
         InvalidConfig: a codec that the dtype does not allow, zstandard is missing, or a chunk too large for an entry.
     """
-    seal = Seal(secret)
+    seal = Checksum(secret)
     check_header(header)
     choose_codec(header.codec, DTYPES[header.dtype])
     tensors = flattened(layers)
@@ -99,11 +99,11 @@ def encode_entry(
         frame = squeezed(payload)
         header = header if frame is not None else replace(header, compression="none")
         payload = frame if frame is not None else payload
-        preamble = write_preamble(header, seal.label, len(payload) if frame is not None else None)
+        preamble = write_file_header(header, seal.label, len(payload) if frame is not None else None)
         entry = new_bytes(len(preamble) + len(payload))
         entry[len(preamble) :] = payload
     else:
-        preamble = write_preamble(header, seal.label)
+        preamble = write_file_header(header, seal.label)
         entry = new_bytes(len(preamble) + num_payload_bytes(places_of(header)))
         if pack(header, tensors, entry[len(preamble) :]) is None:
             return encode_entry(replace(header, codec="none"), layers, secret)
@@ -140,7 +140,7 @@ def read_header(start: Bytes) -> EntryHeader:
         ForeignEntry: another version of the format.
         DamagedEntry: not the beginning of an entry.
     """
-    return read_preamble(start).header
+    return read_file_header(start).header
 
 
 def decode_entry(entry: Bytes, expected: EntryExpectation, secret: str | None = None) -> DecodedEntry:
@@ -151,10 +151,10 @@ def decode_entry(entry: Bytes, expected: EntryExpectation, secret: str | None = 
         ForeignEntry: written by another version, with another secret, or not what is expected.
     """
     entry = memoryview(entry)
-    check_opening(entry)
+    check_magic(entry)
     _check_length(len(entry), MAX_ENTRY_BYTES)
-    Seal(secret).check(entry)
-    preamble = read_preamble(entry)
+    Checksum(secret).check(entry)
+    preamble = read_file_header(entry)
     header = preamble.header
     if len(entry) != preamble.num_bytes + preamble.payload_bytes:
         raise DamagedEntry(

@@ -46,7 +46,9 @@ CHUNK_LOOKUP_SECONDS = _family(
     "chunk_lookup_seconds", "summary", "To find one document: hash its tokens and look into the index."
 )
 CHUNK_ATTACH_SECONDS = _family(
-    "chunk_attach_seconds", "summary", "To attach one prompt with all of its segments: hold what is reused, make room."
+    "chunk_allocate_seconds",
+    "summary",
+    "To allocate one prompt with all of its segments: hold what is reused, make room.",
 )
 CHUNK_COMPUTE_SECONDS = _family(
     "chunk_compute_seconds", "summary", "To compute one missing document: its share of the steps it was in."
@@ -234,4 +236,4 @@ TIER_COUNTERS = {
 }
 """What one tier counts, by the fields of its `TierStat`."""
 TIER_OUTCOMES = {TIER_STORES: STORED, TIER_FETCHES: FETCHED}
-"""What all tiers together count, by the fields of their `HierarchyStats`."""
+"""What all tiers together count, by the fields of their `TieredStoreStats`."""

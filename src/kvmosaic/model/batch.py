@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvmosaic.attention import PoolName, RowGroup, RunRead, Watch, Write
+from kvmosaic.attention import AttentionObserver, PoolName, RowGroup, RunRead, Write
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class SpanRows:
     num_logits: int = 0
     window: int = 0
     places: tuple[int, ...] = ()
-    watch: Watch | None = None
+    watch: AttentionObserver | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The door into a transformers model's attention: one registered function, one receiver per forward.
+"""The attention function registered with transformers: one registered function, one receiver per forward.
 
 transformers calls the function of the model's `attn_implementation` in every layer, with queries and keys that are
 normed and rotated already. Ours hands the call to the receiver of the current `attention_scope`. The receiver travels

@@ -15,7 +15,7 @@ from kvmosaic.errors import UnsupportedModel
 from kvmosaic.model.hook import AttentionCall, attention_scope
 from kvmosaic.model.layers import LayerSpec
 from kvmosaic.model.masks import expected_mask
-from kvmosaic.model.opening import OpenedAttention
+from kvmosaic.model.opening import AttentionAdapter
 
 _NUM_TOKENS = 48
 """Tokens on which an opened layer is compared with its own code."""
@@ -28,7 +28,7 @@ _ROUNDED = "its bias by distance is rounded to {}, so that it is not the same ev
 
 
 def with_biases(
-    module: Any, opened: list[OpenedAttention], layers: list[LayerSpec], max_positions: int | None
+    module: Any, opened: list[AttentionAdapter], layers: list[LayerSpec], max_positions: int | None
 ) -> list[LayerSpec]:
     """Finds the bias of every opened layer, and checks each against its module's own code.
 
@@ -103,7 +103,7 @@ def _slopes_before_rounding(
     return None
 
 
-def _find_bias(module: Any, opened: OpenedAttention, max_positions: int | None) -> DistanceBias | None:
+def _find_bias(module: Any, opened: AttentionAdapter, max_positions: int | None) -> DistanceBias | None:
     """The bias that the model hands to its attention modules; None if it hands them none."""
     if not opened.bias_name:
         return None
@@ -125,7 +125,7 @@ class _Enough(Exception):
     """The first attention module was reached: the rest of the forward is not needed."""
 
 
-def _handed_over(module: Any, opened: OpenedAttention, num_tokens: int) -> Tensor | None:
+def _handed_over(module: Any, opened: AttentionAdapter, num_tokens: int) -> Tensor | None:
     """The bias argument of the first attention module in a forward of so many tokens."""
     found: list[Tensor | None] = []
     signature = inspect.signature(type(opened.module).forward)
@@ -146,7 +146,7 @@ def _handed_over(module: Any, opened: OpenedAttention, num_tokens: int) -> Tenso
 
 def check_against_own_code(
     module: Any,
-    opened: list[OpenedAttention],
+    opened: list[AttentionAdapter],
     layers: list[LayerSpec],
     max_positions: int | None,
     num_tokens: int = _NUM_TOKENS,
@@ -156,11 +156,11 @@ def check_against_own_code(
     Raises:
         UnsupportedModel: a layer that gives something else when opened.
     """
-    recorded: list[tuple[OpenedAttention, Any, Any, Tensor]] = []
+    recorded: list[tuple[AttentionAdapter, Any, Any, Tensor]] = []
     handles = []
     for part in opened:
 
-        def keep(_: Any, arguments: Any, named: Any, output: Any, part: OpenedAttention = part) -> None:
+        def keep(_: Any, arguments: Any, named: Any, output: Any, part: AttentionAdapter = part) -> None:
             recorded.append((part, arguments, named, output[0]))
 
         handles.append(part.module.register_forward_hook(keep, with_kwargs=True))

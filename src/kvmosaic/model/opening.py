@@ -17,7 +17,7 @@ from kvmosaic.model.hook import AttentionCall, current_receiver, is_in_scope
 _OPENED_ATTRIBUTE = "kvmosaic_opened"
 
 
-class OpenedAttention:
+class AttentionAdapter:
     """One attention module and the seam at which it is opened: a method that is replaced in this module only."""
 
     seam: ClassVar[str] = "forward"
@@ -64,7 +64,7 @@ class OpenedAttention:
         return receiver(call).to(value.dtype).unsqueeze(0)
 
 
-class _Bloom(OpenedAttention):
+class _Bloom(AttentionAdapter):
     bias_name = "alibi"
 
     def run(self, hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any) -> Any:
@@ -74,7 +74,7 @@ class _Bloom(OpenedAttention):
         return residual + module.dense(attended.flatten(2)), None
 
 
-class _Mpt(OpenedAttention):
+class _Mpt(AttentionAdapter):
     bias_name = "position_bias"
 
     def run(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
@@ -86,7 +86,7 @@ class _Mpt(OpenedAttention):
         return module.out_proj(self.attend(query, key, value, module.softmax_scale).flatten(2)), None
 
 
-class _Falcon(OpenedAttention):
+class _Falcon(AttentionAdapter):
     bias_name = "alibi"
 
     @property
@@ -110,7 +110,7 @@ class _Falcon(OpenedAttention):
         return module.dense(self.attend(query, key, value, module.inv_norm_factor).flatten(2)), None
 
 
-class _Xglm(OpenedAttention):
+class _Xglm(AttentionAdapter):
     def run(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
         module = self.module
         query, key, value = (
@@ -120,7 +120,7 @@ class _Xglm(OpenedAttention):
         return module.out_proj(self.attend(query, key, value, module.scaling).flatten(2)), None
 
 
-class _GptJ(OpenedAttention):
+class _GptJ(AttentionAdapter):
     """GPT-J and CodeGen: a method of its own is given queries and keys that are turned already."""
 
     seam = "_attn"
@@ -129,7 +129,7 @@ class _GptJ(OpenedAttention):
         return self.attend(query, key, value, 1.0 / self.module.scale_attn).transpose(1, 2), None
 
 
-class _GptNeo(OpenedAttention):
+class _GptNeo(AttentionAdapter):
     seam = "_attn"
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
@@ -142,7 +142,7 @@ def _heads(x: Tensor, num_heads: int) -> Tensor:
     return x.view(*x.shape[:2], num_heads, -1).transpose(1, 2)
 
 
-_FORMS: dict[str, type[OpenedAttention]] = {
+_FORMS: dict[str, type[AttentionAdapter]] = {
     "BloomAttention": _Bloom,
     "MptAttention": _Mpt,
     "FalconAttention": _Falcon,
@@ -153,7 +153,7 @@ _FORMS: dict[str, type[OpenedAttention]] = {
 }
 
 
-def open_attention(model: nn.Module) -> list[OpenedAttention]:
+def open_attention(model: nn.Module) -> list[AttentionAdapter]:
     """Opens every attention module of a transformers model that can be opened; again and again changes nothing."""
     opened = []
     for part in model.modules():
@@ -165,7 +165,7 @@ def open_attention(model: nn.Module) -> list[OpenedAttention]:
     return opened
 
 
-def opened_parts(model: nn.Module) -> list[OpenedAttention]:
+def opened_parts(model: nn.Module) -> list[AttentionAdapter]:
     """The attention modules that are open."""
     found = (part.__dict__.get(_OPENED_ATTRIBUTE) for part in model.modules())
     return [opened for opened in found if opened is not None]

@@ -108,7 +108,7 @@ class FirstTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class MostDeviating:
+class KeyDeviation:
     """The tokens whose keys are furthest from what they would be if they saw everything before them (CacheBlend)."""
 
     fraction: float = 0.15
@@ -126,7 +126,7 @@ class MostDeviating:
 
 
 @dataclass(frozen=True, slots=True)
-class MostAsked:
+class QueryAttention:
     """The tokens that the question looks at most (ProphetKV)."""
 
     fraction: float = 0.15
@@ -144,7 +144,7 @@ class MostAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class MostAskedAndDeviating:
+class Combined:
     """The tokens that the question looks at, and those whose keys are wrong (both signals, as in QCFuse).
 
     A token's score is the root of its share of all attention, plus half the root of its share of all deviation. One

@@ -9,12 +9,12 @@ from typing import get_args
 
 from kvmosaic.errors import InvalidRepair
 from kvmosaic.repair.policy import (
+    Combined,
     FirstTokens,
     FullRepair,
-    MostAsked,
-    MostAskedAndDeviating,
-    MostDeviating,
+    KeyDeviation,
     NoRepair,
+    QueryAttention,
     RepairPolicy,
     Signal,
     Temperature,
@@ -28,9 +28,9 @@ _POLICIES: Mapping[str, tuple[Callable[..., RepairPolicy], int]] = MappingProxyT
     {
         "none": (NoRepair, 0),
         "first": (FirstTokens, 1),
-        "deviation": (MostDeviating, 1),
-        "query": (MostAsked, 1),
-        "combined": (MostAskedAndDeviating, 1),
+        "deviation": (KeyDeviation, 1),
+        "query": (QueryAttention, 1),
+        "combined": (Combined, 1),
         "temperature": (Temperature, 2),
         "full": (FullRepair, 0),
     }

@@ -10,7 +10,7 @@ from kvmosaic.rope.detect import (
     relative_error,
     turned_error,
 )
-from kvmosaic.rope.rotation import Rotation, RotationLayout, RotationTables, turn
+from kvmosaic.rope.rotation import Rotation, RotationLayout, RotationTables, rotate
 from kvmosaic.rope.table_cache import TableCache
 
 __all__ = [
@@ -25,6 +25,6 @@ __all__ = [
     "detect_rotation",
     "of_equal_length",
     "relative_error",
-    "turn",
+    "rotate",
     "turned_error",
 ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvmosaic.rope.rotation import Rotation, turn
+from kvmosaic.rope.rotation import Rotation, rotate
 
 PROBE_POSITIONS = (0, 1, 7, 64, 500)
 
@@ -126,7 +126,7 @@ def turned_error(x: Tensor, home: Tensor, positions: Tensor, rotation: Rotation 
         return relative_error(x, home).amax(dim=-1)
     tables = rotation.tables(positions, dtype=torch.float64)
     pair = (home.square() + rotation.partners(home).square()).sqrt()
-    return relative_error(x, turn(home, tables), pair).amax(dim=-1)
+    return relative_error(x, rotate(home, tables), pair).amax(dim=-1)
 
 
 def _candidates(frequencies: Sequence[Tensor], head_dim: int) -> Iterator[Rotation]:

@@ -119,7 +119,7 @@ class Rotation:
         return self.offset + 2 * number, self.offset + 2 * number + 1
 
 
-def turn(x: Tensor, tables: RotationTables) -> Tensor:
+def rotate(x: Tensor, tables: RotationTables) -> Tensor:
     """Turns heads by the distances of the tables.
 
     `turn(query, rotation.tables(-d))` is R(-d) q: the query that reads a key moved by d.

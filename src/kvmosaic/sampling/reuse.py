@@ -24,7 +24,7 @@ class SegmentReuse:
     num_blocks: int = 0
     milliseconds: float = 0.0
     """Computed, in whole or in part: its share, by tokens, of the steps it was in, which other requests may share.
-    Found in the cache: an equal share of the time to plan and attach the whole prompt, since that is done at once."""
+    Found in the cache: an equal share of the time to plan and allocate the whole prompt, since that is done at once."""
     note: str = ""
     """What a reader should know, for example an approximation."""
     tier: str | None = None

@@ -9,11 +9,11 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 
 from kvmosaic import __version__
-from kvmosaic.server import cache_tree, dashboard, documents, exposition, health, openai, sleeping
-from kvmosaic.server.access import OPEN_PATHS, Access
-from kvmosaic.server.envelope import Envelope
+from kvmosaic.server import cache_tree, dashboard, documents, health, openai, prometheus, sleeping
 from kvmosaic.server.errors import add_error_replies
-from kvmosaic.server.intake import Intake
+from kvmosaic.server.middleware.authentication import OPEN_PATHS, AuthenticationMiddleware
+from kvmosaic.server.middleware.request_body import RequestBodyMiddleware
+from kvmosaic.server.middleware.response_headers import ResponseHeadersMiddleware
 from kvmosaic.server.services import Services
 
 DESCRIPTION = (
@@ -41,11 +41,11 @@ def build_app(services: Services) -> FastAPI:
     )
     app.state.services = services
     add_error_replies(app)
-    for part in (health, exposition, openai, documents, cache_tree, sleeping, dashboard):
+    for part in (health, prometheus, openai, documents, cache_tree, sleeping, dashboard):
         app.include_router(part.router(services))
     app.openapi = lambda: _document(app, services.tenants.needs_key)  # type: ignore[method-assign]
-    app.add_middleware(Intake, services=services)  # the last one added is the first one asked
-    app.add_middleware(Access, services=services)
+    app.add_middleware(RequestBodyMiddleware, services=services)  # the last one added is the first one asked
+    app.add_middleware(AuthenticationMiddleware, services=services)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -54,8 +54,8 @@ def build_app(services: Services) -> FastAPI:
             allow_headers=["Authorization", "Content-Type", "If-Match", "X-Request-Id"],
             expose_headers=["ETag", "Retry-After", "X-Request-Id"],
         )
-    app.add_middleware(exposition.CountReplies, metrics=services.metrics)
-    app.add_middleware(Envelope)
+    app.add_middleware(prometheus.CountReplies, metrics=services.metrics)
+    app.add_middleware(ResponseHeadersMiddleware)
     return app
 
 

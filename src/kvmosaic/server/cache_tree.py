@@ -55,7 +55,7 @@ def router(services: Services) -> APIRouter:
 
 
 def _look(engine: Engine, *, limits: TreeLimits, tenant: str | None) -> PrefixTree:
-    return engine.planner.prefix_tree(limits, tenant)
+    return engine.kv_cache.prefix_tree(limits, tenant)
 
 
 def _written(services: Services, tree: PrefixTree, name: str) -> str:

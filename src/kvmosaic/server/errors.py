@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from kvmosaic import errors
 from kvmosaic.prompt.ways_out import for_clients
-from kvmosaic.server.wording import fault_of
+from kvmosaic.server.validation_message import validation_message
 
 logger = logging.getLogger("kvmosaic.server")
 
@@ -126,7 +126,7 @@ def _invalid_body(error: RequestValidationError) -> ApiError:
     faults = error.errors()
     if faults and faults[0]["type"] == "json_invalid":
         return ApiError(400, "the body is not JSON", code="invalid_json")
-    fault = fault_of(faults, error.body)
+    fault = validation_message(faults, error.body)
     return ApiError(400, fault.told, param=fault.where or None)
 
 

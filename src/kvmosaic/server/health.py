@@ -24,7 +24,7 @@ def router(services: Services) -> APIRouter:
     routes = APIRouter(tags=["health"])
 
     def status_now() -> Literal["ok", "asleep", "draining", "failed"]:
-        if not services.engine.is_well:
+        if not services.engine.is_healthy:
             return "failed"
         if services.admission.is_draining:
             return "draining"

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from kvmosaic.server.doorway import Doorway
 from kvmosaic.server.keys import is_open_to_all
 from kvmosaic.server.listening import CLOSING_SECONDS, address_of, listen, listener_for
 from kvmosaic.server.loading import close_places, load_in_thread, open_places
 from kvmosaic.server.logs import set_up_logs
+from kvmosaic.server.middleware.startup import StartupMiddleware
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.watchdog import Watchdog
 from kvmosaic.tiers import Tier, TierStat
@@ -73,9 +73,9 @@ class _Launch:
         self._watchdog = watchdog
         self._tiers = tiers
         self._notices = Console(stderr=True)
-        self._doorway = Doorway()
+        self._startup = StartupMiddleware()
         self._told_to_stop = asyncio.Event()
-        self._listener = listener_for(self._doorway, settings)
+        self._listener = listener_for(self._startup, settings)
 
     async def run(self) -> bool:
         """Lives; False if a thread is still busy in the end, which would keep the process from ending."""
@@ -115,7 +115,7 @@ class _Launch:
             loading.cancel()
             return None
         services, app = loading.result()
-        self._doorway.open(app, services.tenants)
+        self._startup.open(app, services.tenants)
         return services
 
     async def _drain(self, services: Services) -> None:
@@ -143,8 +143,8 @@ class _Launch:
         if llm.has_chunk_cache:
             origin = f"by the profile of {llm.profile.date}" if llm.profile is not None else _UNMEASURED
             self._say(f"repair     {config.repair}, {origin}")
-        if llm.engine.keeper is not None:
-            stats = llm.engine.keeper.hierarchy.tier_stats()
+        if llm.engine.offloader is not None:
+            stats = llm.engine.offloader.tiered_store.tier_stats()
             self._say(f"tiers      {' ▸ '.join(_shown_tier(stat) for stat in stats)}")
         self._say(f"API key    {'needed' if services.tenants.needs_key else 'not needed'}")
         if settings.keys_file is not None and is_open_to_all(settings.keys_file):

@@ -71,7 +71,7 @@ def load_llm(settings: ServerSettings, tiers: Sequence[Tier] | None = None) -> L
             profile=settings.profile_choice(),
             trust_remote_code=settings.trust_remote_code,
         )
-    if llm.engine.keeper is None and tiers:  # the model has no chunks that could be kept
+    if llm.engine.offloader is None and tiers:  # the model has no chunks that could be kept
         close_places(tiers)
     return llm
 

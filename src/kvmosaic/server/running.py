@@ -7,14 +7,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from kvmosaic.engine import AnswerDelta, RequestDelta
-from kvmosaic.engine.turns import class_of
+from kvmosaic.engine.priorities import class_of
 from kvmosaic.errors import EngineAsleep, KVMosaicError
 from kvmosaic.layout import ChunkContext, PositionStrategy
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import RequestMetrics, ReuseReport, SamplingParams
 from kvmosaic.server.documents import with_shown_names
 from kvmosaic.server.errors import ApiError
-from kvmosaic.server.record import MAX_INTER_TOKEN_SECONDS, RequestRecord, RequestStatus
+from kvmosaic.server.request_log import MAX_INTER_TOKEN_SECONDS, RequestRecord, RequestStatus
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
 

@@ -15,7 +15,7 @@ from kvmosaic.server.admission import Admission
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.fair_threads import FairThreads
 from kvmosaic.server.lifetimes import lifetime_clock
-from kvmosaic.server.record import Records
+from kvmosaic.server.request_log import RequestLog
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenants
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvmosaic.engine import AsyncEngine
     from kvmosaic.llm import LLM
     from kvmosaic.server.documents import DocumentStore
-    from kvmosaic.server.exposition import ServerMetrics
+    from kvmosaic.server.prometheus import ServerMetrics
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Services:
     tenants: Tenants
     documents: DocumentStore
     admission: Admission
-    records: Records
+    records: RequestLog
     clock: Callable[[], float] = time.time
     metrics: ServerMetrics = field(init=False)
     threads: FairThreads = field(init=False)
@@ -120,13 +120,13 @@ def build_services(settings: ServerSettings, llm: LLM, *, clock: Callable[[], fl
     """
     from kvmosaic.engine import AsyncEngine
     from kvmosaic.server.documents import DocumentStore, StoreLimits
-    from kvmosaic.server.exposition import ServerMetrics
+    from kvmosaic.server.prometheus import ServerMetrics
 
     engine = AsyncEngine(llm.engine)
     tenants = Tenants(settings.access_keys())
     for tenant in tenants:
         if tenant.quota_bytes is not None:
-            llm.engine.planner.set_quota(tenant.name, tenant.quota_bytes)
+            llm.engine.kv_cache.set_quota(tenant.name, tenant.quota_bytes)
         llm.engine.scheduler.shares.set_weight(tenant.name, tenant.weight)
     admission = Admission(
         max_running=settings.max_num_seqs,
@@ -138,7 +138,7 @@ def build_services(settings: ServerSettings, llm: LLM, *, clock: Callable[[], fl
         limits=StoreLimits(max_documents=settings.max_documents, max_bytes=settings.max_documents_bytes),
         clock=clock or lifetime_clock(),
     )
-    services = Services(settings, llm, engine, tenants, documents, admission, Records(), clock or time.time)
+    services = Services(settings, llm, engine, tenants, documents, admission, RequestLog(), clock or time.time)
     services.metrics = ServerMetrics(services)
     engine.start()
     return services

@@ -17,13 +17,13 @@ from pydantic_settings import (
 )
 
 from kvmosaic.config import MAX_TIERS, ChunkCacheConfig, EngineConfig, TierConfig, parse_bytes
-from kvmosaic.profile import ProfileChoice, profile_choice
 from kvmosaic.prompt.separator import read_separator
 from kvmosaic.repair import DEFAULT_REPAIR, FORMS, repair_policy
 from kvmosaic.repair.reading import MAX_POLICY_CHARACTERS
 from kvmosaic.server.config_file import read_config_file
 from kvmosaic.server.key_text import KEY_RULE, is_key_text
 from kvmosaic.tiers import Tier, parse_tier_url
+from kvmosaic.tuned_settings import ProfileChoice, profile_choice
 
 if TYPE_CHECKING:
     from kvmosaic.server.tenants import AccessKey
@@ -164,7 +164,7 @@ class ServerSettings(BaseSettings):
     long_chunks: Literal["error", "split"] = _setting(
         "error", "Chunk cache", "A document that is too long for one chunk: refuse it, or split it."
     )
-    eviction: Literal["lru", "priority"] = _setting("lru", "Chunk cache", "Who leaves first when the cache is full.")
+    eviction: Literal["lru", "priority"] = _setting("lru", "Chunk cache", "Eviction policy of the chunk cache.")
 
     chunk_tier: Secrets = _setting(
         (),

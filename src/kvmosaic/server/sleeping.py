@@ -89,7 +89,7 @@ def router(services: Services) -> APIRouter:
     @routes.post(ROUTE + ":sleep", responses=NO_TIERS)
     async def sleep_cold_chunks(body: ColdChunks | None = None) -> SleepingChunks:
         """Moves chunks of all tenants from the device to the tiers that are idle and were seldom used."""
-        if services.llm.engine.keeper is None:
+        if services.llm.engine.offloader is None:
             raise ApiError(409, "chunks sleep in tiers, and there are none; see --chunk-tier", code="no_tiers")
         cold = body or ColdChunks()
         move = partial(_move, min_accesses=cold.min_accesses, idle_seconds=cold.idle_seconds)
@@ -107,7 +107,7 @@ async def _no_query(request: Request) -> None:
 def _move(engine: Engine, min_accesses: int, idle_seconds: float) -> int:
     if engine.is_asleep:
         raise EngineAsleep("the engine sleeps, and its chunks cannot be moved now; wake it first")
-    return engine.planner.evict_cold(min_accesses, idle_seconds)
+    return engine.kv_cache.evict_cold(min_accesses, idle_seconds)
 
 
 def _unavailable(services: Services, error: EngineError) -> ApiError:

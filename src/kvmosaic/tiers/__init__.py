@@ -4,12 +4,12 @@ from kvmosaic.tiers.cost import ComputeCost, LoadCost
 from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.disk import DiskTier
 from kvmosaic.tiers.fetch import Fetch, Rank
-from kvmosaic.tiers.hierarchy import Hierarchy
-from kvmosaic.tiers.hierarchy_stats import HierarchyStats
+from kvmosaic.tiers.fetch_policy import FetchPolicy
 from kvmosaic.tiers.host import HostTier
 from kvmosaic.tiers.opening import open_tiers
-from kvmosaic.tiers.prospects import Prospects
 from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Entry, EntryInfo, Tier, TierStat
+from kvmosaic.tiers.tiered_store import TieredStore
+from kvmosaic.tiers.tiered_store_stats import TieredStoreStats
 from kvmosaic.tiers.url import TierSpec, open_tier, parse_tier_url
 
 __all__ = [
@@ -21,15 +21,15 @@ __all__ = [
     "Entry",
     "EntryInfo",
     "Fetch",
-    "Hierarchy",
-    "HierarchyStats",
+    "FetchPolicy",
     "HostTier",
     "LoadCost",
-    "Prospects",
     "Rank",
     "Tier",
     "TierSpec",
     "TierStat",
+    "TieredStore",
+    "TieredStoreStats",
     "open_tier",
     "open_tiers",
     "parse_tier_url",

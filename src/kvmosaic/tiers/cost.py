@@ -9,7 +9,7 @@ _WEIGHT = 0.3
 _RATE_WEIGHT = 0.05
 """The same for hits and misses, which tell little one by one."""
 LEAST_HIT_RATE = 0.02
-"""What a tier is believed to have even if it never has anything: asking in vain may cost a fiftieth of computing."""
+"""Floor for the estimated hit rate: a probe that misses may cost a fiftieth of computing."""
 _MARGIN = 0.9
 """Of computing, what loading may take: measurements vary, and being wrong costs more than it could have saved."""
 _FIRST_HITS = 4
@@ -20,7 +20,7 @@ _LEAST_SPREAD = 0.1
 """Sizes of entries must differ so much, by their mean, to tell a latency from a bandwidth."""
 
 
-class Average:
+class EMA:
     """A mean that forgets: the newest number counts most."""
 
     def __init__(self) -> None:
@@ -31,14 +31,14 @@ class Average:
         self.value = number if self.value is None else self.value + _WEIGHT * (number - self.value)
 
 
-class Line:
+class LatencyBandwidthFit:
     """A straight line through points that forgets: seconds = latency + bytes * pace, neither of them negative.
 
     Points of one size alone do not tell the two apart; then the latency is the least that is known of it.
     """
 
     def __init__(self) -> None:
-        self._x, self._y, self._xx, self._xy = (Average() for _ in range(4))
+        self._x, self._y, self._xx, self._xy = (EMA() for _ in range(4))
 
     @property
     def is_known(self) -> bool:
@@ -64,16 +64,16 @@ class LoadCost:
     """What asking one tier takes: seconds of a hit by its size, seconds of a miss, and how often it is a hit."""
 
     def __init__(self) -> None:
-        self._hits = Line()
+        self._hits = LatencyBandwidthFit()
         self._num_hits = 0
         self._fastest = math.inf
-        self._miss = Average()
+        self._miss = EMA()
         self.hit_rate = 1.0
         """Of late; a tier that was never asked is believed to have everything."""
 
     def forget_times(self) -> None:
         """The tier was not asked for long: the next hit tells all that is known of its speed."""
-        self._hits, self._miss, self._num_hits = Line(), Average(), _FIRST_HITS
+        self._hits, self._miss, self._num_hits = LatencyBandwidthFit(), EMA(), _FIRST_HITS
 
     @property
     def miss_seconds(self) -> float:
@@ -102,7 +102,7 @@ class LoadCost:
         if self.is_sure:
             self._hits.add(num_bytes, seconds)
         elif (pace := seconds / max(num_bytes, 1)) < self._fastest:
-            self._fastest, self._hits = pace, Line()
+            self._fastest, self._hits = pace, LatencyBandwidthFit()
             self._hits.add(num_bytes, seconds)
 
     def estimate(self, num_bytes: int) -> float | None:
@@ -137,7 +137,7 @@ class ComputeCost:
     """
 
     def __init__(self) -> None:
-        self._measured = Average()
+        self._measured = EMA()
         self._told: float | None = None
         self._most = math.inf
 

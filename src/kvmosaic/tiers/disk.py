@@ -13,11 +13,11 @@ from pathlib import Path
 from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
 from kvmosaic.errors import TierFull, TierUnavailable
+from kvmosaic.tiers.counters import TierCounters
 from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.disk_files import FileSystem, RealFiles
 from kvmosaic.tiers.disk_folder import EntryFolder
 from kvmosaic.tiers.disk_store import DiskStore
-from kvmosaic.tiers.tally import Tally
 from kvmosaic.tiers.tier import Entry, EntryInfo, TierStat
 
 logger = logging.getLogger("kvmosaic.tiers")
@@ -28,7 +28,7 @@ _TRIMMING_SECONDS = 1.0
 
 
 class DiskTier:
-    """Entries as files, at most `quota_bytes` of them; whoever was not used for the longest time leaves first.
+    """Entries as files, at most `quota_bytes` of them; least recently used entries are evicted first.
 
     What is stored outlives the process, however it ends. What several processes may expect of each other is said in
     `DiskStore`, what is in the folder in `EntryFolder`. Nothing is kept open between calls.
@@ -55,7 +55,7 @@ class DiskTier:
         """`durable`: wait for the disk with each entry, so that what is stored also outlives a power failure."""
         self._quota = parse_bytes(quota_bytes)
         self._path = Path(os.path.abspath(folder))  # noqa: PTH100  resolve() would follow links
-        self._tally = Tally()
+        self._tally = TierCounters()
         self._is_closed = False
         with self._failing():
             entries = EntryFolder(self._path, files or RealFiles(), durable=durable)
@@ -111,7 +111,7 @@ class DiskTier:
     def quarantine(self, key: Key, reason: str, deadline: Deadline) -> None:
         """Moves the entry to the folder `quarantine`, or removes it if it cannot go there."""
         with self._failing():
-            if self._store.put_aside(key):
+            if self._store.quarantine(key):
                 logger.warning("%s: entry %s was put aside: %s", self._path, key.hex(), reason)
 
     def scan(self, deadline: Deadline) -> Iterator[EntryInfo]:

@@ -157,7 +157,7 @@ class EntryFolder:
                 return True
         return False
 
-    def put_aside(self, key: Key, moment: int, most_bytes: int) -> bool:
+    def quarantine(self, key: Key, moment: int, most_bytes: int) -> bool:
         """Moves an entry to the quarantine, or removes it if it cannot go there; returns whether there was one.
 
         Of the quarantine, the latest files stay: at most `MAX_ASIDE`, and at most so many bytes.

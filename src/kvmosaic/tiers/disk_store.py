@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterable
 
 from kvmosaic.cache.keys import Key
+from kvmosaic.tiers.counters import TierCounters
 from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.disk_folder import EntryFolder, FileFacts
 from kvmosaic.tiers.disk_names import shard_of
-from kvmosaic.tiers.ledger import Ledger
+from kvmosaic.tiers.lru_index import LRUIndex
 from kvmosaic.tiers.notices import Notices
-from kvmosaic.tiers.tally import Tally
 from kvmosaic.tiers.tier import MAX_ENTRY_BYTES
 
 logger = logging.getLogger("kvmosaic.tiers")
@@ -29,15 +29,15 @@ _DRAFTS = 1 / 4
 
 
 class DiskStore:
-    """Entries in a folder, and a ledger that says who leaves.
+    """Entries in a folder, and an LRU index that gives the eviction order.
 
         put:  [ lock: oldest leave until it fits ] ──▶ draft ──written──▶ [ lock: it gets its name ] ──▶ sync
-        ledger: what is known of the folder        files: what is true, for every process
+        LRU index: what is known of the folder     files: what is true, for every process
 
     Whether an entry is there is asked of the folder each time. So what another process writes is found, and what it
     removes is a miss. Before an entry leaves, its file tells when it was last used, by whomever.
 
-    Other processes: each keeps to the quota by its own ledger, and lists the folder again before it has written more
+    Other processes: each keeps to the quota by its own index, and lists the folder again before it has written more
     than a sixteenth of the quota since it last did. With N of them, entries and drafts take at most 1 + N / 16 times
     the quota, and what they have begun to write since they last listed. All should have the same quota; otherwise the
     smallest counts.
@@ -47,7 +47,7 @@ class DiskStore:
     of dead writers are removed. An entry that is larger than the quota is removed when it is seen.
 
     Reading, writing and waiting for the disk happen outside the lock; renaming, removing and listing one shard
-    inside. So the ledger is exact for what only this process writes.
+    inside. So the index is exact for what only this process writes.
 
     Everything raises `OSError`.
     """
@@ -56,7 +56,7 @@ class DiskStore:
         self,
         folder: EntryFolder,
         quota_bytes: int,
-        tally: Tally,
+        tally: TierCounters,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
         self._folder = folder
@@ -65,7 +65,7 @@ class DiskStore:
         self._clock = clock
         self._lock = threading.Lock()
         self._looking = threading.Lock()
-        self._ledger = Ledger(clock)
+        self._lru_index = LRUIndex(clock)
         self._unseen_bytes = 0
         self._must_look = True
         self._to_see: dict[str, list[Key]] = {}
@@ -77,13 +77,13 @@ class DiskStore:
 
     @property
     def num_entries(self) -> int:
-        """Entries in the ledger. Never waits: the lock may be held by a call that waits for the disk."""
-        return len(self._ledger)
+        """Entries in the index. Never waits: the lock may be held by a call that waits for the disk."""
+        return len(self._lru_index)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all entries in the ledger."""
-        return self._ledger.num_bytes
+        """Bytes of all entries in the index."""
+        return self._lru_index.num_bytes
 
     @property
     def most_bytes(self) -> int:
@@ -96,7 +96,7 @@ class DiskStore:
         if not self.see_others(num_bytes, deadline):
             return False
         with self._lock:
-            now = self._ledger.now()
+            now = self._lru_index.now()
             if not self._reserve(key, num_bytes, now, deadline):
                 return False
         draft, is_placed = None, False
@@ -109,7 +109,7 @@ class DiskStore:
                     if draft is not None and self._make_room(key, num_bytes, deadline):
                         self._folder.place(key, draft)
                         is_placed = True
-                        self._ledger.add(key, num_bytes, now)
+                        self._lru_index.add(key, num_bytes, now)
                         self._unseen_bytes += num_bytes
                 except IsADirectoryError:
                     self._note_blocked(key)
@@ -123,7 +123,7 @@ class DiskStore:
         """Makes what was put safe from a power failure; returns what is still there."""
         self._folder.sync(keys)
         with self._lock:
-            return {key for key in keys if key in self._ledger}
+            return {key for key in keys if key in self._lru_index}
 
     def get(self, key: Key, max_bytes: int | None = None) -> bytes | None:
         """The entry, whole. One that the disk cannot read any more is put aside.
@@ -132,18 +132,18 @@ class DiskStore:
             DamagedEntry: it is larger than `max_bytes`, and was not read.
         """
         with self._lock:
-            now = self._ledger.now()
+            now = self._lru_index.now()
         try:
             entry = self._folder.read(key, self.most_bytes, now, max_bytes)
         except OSError as error:
             if error.errno == errno.EIO:  # once: one bad spot must not make the whole tier fail again and again
                 with contextlib.suppress(OSError):
-                    self.put_aside(key)
+                    self.quarantine(key)
             raise
         with self._lock:
-            if entry is not None and self._ledger.size(key) == len(entry):
-                self._ledger.use(key, now)
-            elif entry is not None or key in self._ledger:
+            if entry is not None and self._lru_index.size(key) == len(entry):
+                self._lru_index.use(key, now)
+            elif entry is not None or key in self._lru_index:
                 self._refresh(key)
         return entry
 
@@ -159,21 +159,21 @@ class DiskStore:
     def touch(self, key: Key) -> None:
         """Counts as a use."""
         with self._lock:
-            self._folder.touch(key, self._ledger.now())
+            self._folder.touch(key, self._lru_index.now())
             self._refresh(key)
 
     def remove(self, key: Key) -> bool:
         """Removes an entry; returns whether there was one."""
         with self._lock:
             was_there = self._folder.remove(key)
-            self._ledger.drop(key)
+            self._lru_index.drop(key)
         return was_there
 
-    def put_aside(self, key: Key) -> bool:
+    def quarantine(self, key: Key) -> bool:
         """Moves an entry to the quarantine; returns whether there was one."""
         with self._lock:
-            was_there = self._folder.put_aside(key, self._ledger.now(), int(self._quota * _ASIDE))
-            self._ledger.drop(key)
+            was_there = self._folder.quarantine(key, self._lru_index.now(), int(self._quota * _ASIDE))
+            self._lru_index.drop(key)
         self._tally.count(quarantined=was_there)
         return was_there
 
@@ -212,18 +212,18 @@ class DiskStore:
         """All shards, each with the keys that are known of it."""
         with self._lock:
             known: dict[str, list[Key]] = {}
-            for key in self._ledger:
+            for key in self._lru_index:
                 known.setdefault(shard_of(key), []).append(key)
             drafts = set(self._draft_bytes)
         return {shard: known.get(shard, []) for shard in sorted(self._folder.shards() | known.keys() | drafts)}
 
     def look_into(self, shard: str, known: Iterable[Key]) -> dict[Key, FileFacts]:
-        """Lists a shard. What was known before and is still in the ledger, but not there, has gone."""
+        """Lists a shard. What was known before and is still in the index, but not there, has gone."""
         with self._lock:
             found = self._list(shard)
             for key in known:
                 if key not in found:
-                    self._ledger.drop(key)
+                    self._lru_index.drop(key)
             for key, facts in found.items():
                 self._write_down(key, facts)
         return found
@@ -231,7 +231,7 @@ class DiskStore:
     def check_invariants(self) -> None:
         """Asserts what the class promises; for tests."""
         with self._lock:
-            self._ledger.check_invariants()
+            self._lru_index.check_invariants()
 
     def _list(self, shard: str) -> dict[Key, FileFacts]:
         """The entries of a shard, those that stay; what others are writing there is noted."""
@@ -245,24 +245,24 @@ class DiskStore:
 
     def _reserve(self, key: Key, num_bytes: int, now: int, deadline: Deadline) -> bool:
         """Takes room for a draft; False if there is none, or it took too long."""
-        self._ledger.use(key, now)  # what is replaced must not leave to make room for itself
+        self._lru_index.use(key, now)  # what is replaced must not leave to make room for itself
         if not self._make_room(key, num_bytes, deadline):
             return False
-        if self._ledger.size(key) and self._taken(None) + num_bytes > self._quota:
+        if self._lru_index.size(key) and self._taken(None) + num_bytes > self._quota:
             self._folder.remove(key)
-            self._ledger.drop(key)
+            self._lru_index.drop(key)
         self._staged_bytes += num_bytes
         return True
 
     def _taken(self, key: Key | None) -> float:
         """Bytes of entries, without the one that is to be replaced, and of drafts."""
-        replaced = self._ledger.size(key) if key else 0
+        replaced = self._lru_index.size(key) if key else 0
         drafts = min(sum(self._draft_bytes.values()), self._quota * _DRAFTS)
-        return self._ledger.num_bytes - replaced + self._staged_bytes + drafts
+        return self._lru_index.num_bytes - replaced + self._staged_bytes + drafts
 
     def _make_room(self, key: Key | None, num_bytes: int, deadline: Deadline) -> bool:
         """Lets entries leave until so many bytes fit in place of what is under the key; False if there is no room."""
-        reprieves, has_listed = len(self._ledger), False
+        reprieves, has_listed = len(self._lru_index), False
         while self._taken(key) + num_bytes > self._quota:
             if self._draft_bytes and not has_listed:  # whoever wrote them may be done, or dead
                 has_listed = True
@@ -278,17 +278,17 @@ class DiskStore:
                     "left goes ten minutes after its last write; raise the quota if they are alive",
                 )
                 return False
-            oldest = self._ledger.oldest()
+            oldest = self._lru_index.oldest()
             if deadline.has_passed or oldest is None:
                 return False
-            line, facts = self._ledger.get(oldest), self._folder.facts(oldest)
+            line, facts = self._lru_index.get(oldest), self._folder.facts(oldest)
             assert line is not None
             if facts is not None and facts.last_used > line.last_used and reprieves > 0:  # used by another process
                 reprieves -= 1
-                self._ledger.add(oldest, facts.num_bytes, facts.last_used)
+                self._lru_index.add(oldest, facts.num_bytes, facts.last_used)
                 continue
             self._tally.count(evictions=self._folder.remove(oldest))
-            self._ledger.drop(oldest)
+            self._lru_index.drop(oldest)
         return True
 
     def _refresh(self, key: Key) -> bool:
@@ -297,15 +297,15 @@ class DiskStore:
         return self._write_down(key, facts)
 
     def _write_down(self, key: Key, facts: FileFacts | None) -> bool:
-        line = self._ledger.get(key)
+        line = self._lru_index.get(key)
         if facts is not None and facts.num_bytes > self._quota:  # counted, it would make all others leave
             with contextlib.suppress(OSError):
                 self._tally.count(evictions=self._folder.remove(key))
             facts = None
         if facts is None:
-            self._ledger.drop(key)
+            self._lru_index.drop(key)
         elif line is None or line.num_bytes != facts.num_bytes or line.last_used < facts.last_used:
-            self._ledger.add(key, facts.num_bytes, facts.last_used)
+            self._lru_index.add(key, facts.num_bytes, facts.last_used)
         return facts is not None
 
     def _note_blocked(self, key: Key) -> None:

@@ -33,7 +33,7 @@ class Fetch(Generic[T]):
     compute_seconds: float | None
     """What computing it would take; None if nobody knows."""
     started: float
-    patience: float
+    timeout: float
     """Seconds after which nobody waits any longer: from the moment it begins, or, while it is queued, from the last
     time that any fetch ended."""
     rank: Rank = ()
@@ -49,4 +49,4 @@ class Fetch(Generic[T]):
     def is_settled(self, now: float, last_ended: float) -> bool:
         """Whether waiting has ended, with a value or without; `last_ended` tells when some fetch was over."""
         since = max(self.started, last_ended) if self.begun is None else self.begun
-        return self.is_over or now >= since + self.patience
+        return self.is_over or now >= since + self.timeout

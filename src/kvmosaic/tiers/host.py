@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
 from kvmosaic.errors import TierFull, TierUnavailable
+from kvmosaic.tiers.counters import TierCounters
 from kvmosaic.tiers.deadline import Deadline
-from kvmosaic.tiers.ledger import Ledger
-from kvmosaic.tiers.tally import Tally
+from kvmosaic.tiers.lru_index import LRUIndex
 from kvmosaic.tiers.tier import Entry, EntryInfo, TierStat, check_size
 
 Allocate = Callable[[int], memoryview]
@@ -19,7 +19,7 @@ Allocate = Callable[[int], memoryview]
 
 
 class HostTier:
-    """Entries in memory, at most `quota_bytes` of them; whoever was not used for the longest time leaves first.
+    """Entries in memory, at most `quota_bytes` of them; least recently used entries are evicted first.
 
     Nothing that was put can be changed from outside: what is not `bytes` is copied on its way in, and what `allocate`
     gave goes out as a view that cannot be written. An entry that leaves while somebody still reads it is no longer
@@ -39,8 +39,8 @@ class HostTier:
         self._allocate = allocate
         self._lock = threading.Lock()
         self._entries: dict[Key, Entry] = {}
-        self._ledger = Ledger(clock)
-        self._tally = Tally()
+        self._lru_index = LRUIndex(clock)
+        self._tally = TierCounters()
         self._is_closed = False
 
     def put_many(self, entries: Mapping[Key, Entry], deadline: Deadline) -> set[Key]:
@@ -74,9 +74,9 @@ class HostTier:
             with self._lock:
                 entry = self._entries.get(key)
                 if entry is not None:
-                    check_size(key, self._ledger.size(key), max_bytes)
+                    check_size(key, self._lru_index.size(key), max_bytes)
                     found[key] = entry
-                    self._ledger.use(key, self._ledger.now())
+                    self._lru_index.use(key, self._lru_index.now())
             num_bytes = 0 if entry is None else memoryview(entry).nbytes
             self._tally.count(hits=entry is not None, misses=entry is None, get_bytes=num_bytes)
         return found
@@ -95,7 +95,7 @@ class HostTier:
         """See `Tier.touch`."""
         with self._lock:
             for key in keys:
-                self._ledger.use(key, self._ledger.now())
+                self._lru_index.use(key, self._lru_index.now())
 
     def quarantine(self, key: Key, reason: str, deadline: Deadline) -> None:
         """Forgets the entry: nobody could look at it afterwards."""
@@ -106,7 +106,7 @@ class HostTier:
     def scan(self, deadline: Deadline) -> Iterator[EntryInfo]:
         """See `Tier.scan`."""
         with self._lock:
-            lines = [(key, self._ledger.get(key)) for key in self._ledger]
+            lines = [(key, self._lru_index.get(key)) for key in self._lru_index]
         for key, line in lines:
             if deadline.has_passed:
                 return
@@ -116,7 +116,7 @@ class HostTier:
     def stat(self) -> TierStat:
         """See `Tier.stat`."""
         with self._lock:
-            num_entries, num_bytes = len(self._ledger), self._ledger.num_bytes
+            num_entries, num_bytes = len(self._lru_index), self._lru_index.num_bytes
         return TierStat(
             name=self.name,
             address="",
@@ -131,15 +131,15 @@ class HostTier:
         with self._lock:
             self._is_closed = True
             self._entries.clear()
-            self._ledger.clear()
+            self._lru_index.clear()
 
     def check_invariants(self) -> None:
         """Asserts what the class promises; for tests."""
         with self._lock:
-            self._ledger.check_invariants()
-            assert self._entries.keys() == set(self._ledger)
-            assert all(memoryview(entry).nbytes == self._ledger.size(key) for key, entry in self._entries.items())
-            assert self._ledger.num_bytes <= self._quota
+            self._lru_index.check_invariants()
+            assert self._entries.keys() == set(self._lru_index)
+            assert all(memoryview(entry).nbytes == self._lru_index.size(key) for key, entry in self._entries.items())
+            assert self._lru_index.num_bytes <= self._quota
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -155,18 +155,18 @@ class HostTier:
         return room.toreadonly()
 
     def _put(self, key: Key, entry: Entry, num_bytes: int) -> None:
-        now = self._ledger.now()
-        self._ledger.use(key, now)  # what is replaced must not leave to make room for itself
+        now = self._lru_index.now()
+        self._lru_index.use(key, now)  # what is replaced must not leave to make room for itself
         num_evicted = 0
-        while self._ledger.num_bytes - self._ledger.size(key) + num_bytes > self._quota:
-            oldest = self._ledger.oldest()
+        while self._lru_index.num_bytes - self._lru_index.size(key) + num_bytes > self._quota:
+            oldest = self._lru_index.oldest()
             assert oldest is not None
             self._drop(oldest)
             num_evicted += 1
         self._entries[key] = entry
-        self._ledger.add(key, num_bytes, now)
+        self._lru_index.add(key, num_bytes, now)
         self._tally.count(puts=1, put_bytes=num_bytes, evictions=num_evicted)
 
     def _drop(self, key: Key) -> bool:
-        self._ledger.drop(key)
+        self._lru_index.drop(key)
         return self._entries.pop(key, None) is not None

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import InvalidConfig, TierError, TierFull, TierUnavailable
+from kvmosaic.tiers.counters import TierCounters
 from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.notices import Notices
 from kvmosaic.tiers.object_store_settings import ObjectSettings
-from kvmosaic.tiers.tally import Tally
 from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Entry, EntryInfo, TierStat, check_size
 
 try:
@@ -66,7 +66,7 @@ class ObjectTier:
             self._store = from_url(settings.address, **settings.store_options)
         except (BaseError, ValueError, TypeError, OSError) as error:
             raise InvalidConfig(f"no object tier at {settings.address}: {_first_line(error)}") from error
-        self._tally = Tally()
+        self._tally = TierCounters()
         self._notices = Notices(logger)
         self._lock = threading.Lock()
         self._num_entries = self._num_bytes = 0

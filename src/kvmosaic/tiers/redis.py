@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import TierError, TierFull, TierUnavailable
 from kvmosaic.tiers import redis_scripts as scripts
+from kvmosaic.tiers.counters import TierCounters
 from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.redis_link import Command, OutOfTime, RedisLink, Refused, Session
 from kvmosaic.tiers.redis_parts import Parts, slices
 from kvmosaic.tiers.redis_replies import cursor_and_names, integers, items, size_and_moment
 from kvmosaic.tiers.redis_settings import RedisSettings
-from kvmosaic.tiers.tally import Tally
 from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Entry, EntryInfo, TierStat, check_size
 
 logger = logging.getLogger("kvmosaic")
@@ -58,7 +58,7 @@ class RedisTier:
         self.settings = settings or RedisSettings()
         self._link = RedisLink(self.settings)
         self._quota = self.settings.quota_bytes or 0
-        self._tally = Tally()
+        self._tally = TierCounters()
         self._lock = threading.Lock()
         self._num_entries = self._num_bytes = 0
         self._unfinished: deque[Parts] = deque(maxlen=1024)

@@ -56,7 +56,7 @@ class TierStat:
 
 @runtime_checkable
 class Tier(Protocol):
-    """Keeps entries between device and oblivion.
+    """A key-value store for serialized chunks.
 
         put_many ──▶ [ key -> entry, at most quota_bytes, least recently used leaves first ] ──▶ get_many
 

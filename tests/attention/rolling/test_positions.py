@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from kvmosaic import BlockKVCache, Piece, composed_attention
 from kvmosaic.attention import sink_distance
-from kvmosaic.rope import Rotation, turn
+from kvmosaic.rope import Rotation, rotate
 
 DIM, HEADS, KV_HEADS = 8, 4, 2
 ROTATION = Rotation("half", 0, DIM, 1, tuple(100.0 ** (-2 * i / DIM) for i in range(DIM // 2)), DIM)
 
 
 def at(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    return turn(x, ROTATION.tables(positions, dtype=x.dtype))
+    return rotate(x, ROTATION.tables(positions, dtype=x.dtype))
 
 
 @settings(max_examples=60, deadline=None)

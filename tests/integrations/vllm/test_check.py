@@ -28,11 +28,11 @@ def checked(model: str, *, turn_wrongly: bool = False) -> dict[str, Any]:
     def main(end: Any) -> None:
         from kvmosaic.integrations.vllm.checking import check_engine
         from kvmosaic.integrations.vllm.worker import composing_worker
-        from kvmosaic.integrations.vllm.worker.turning import Turning
+        from kvmosaic.integrations.vllm.worker.key_rotation import KeyRotation
 
         if turn_wrongly:
-            factors = Turning.factors
-            Turning.factors = lambda self, old, new, dtype: factors(self, new, old, dtype)
+            factors = KeyRotation.factors
+            KeyRotation.factors = lambda self, old, new, dtype: factors(self, new, old, dtype)
             composing_worker.check = lambda *arguments: ""  # would find it first
         found = check_engine(model, [*OPTIONS, "--num-gpu-blocks-override", "64"])
         end.sendall(json.dumps({**asdict(found), "passed": found.passed}).encode() + b"\n")

@@ -9,8 +9,8 @@ import torch
 from support.vllm.asking import documents
 
 from kvmosaic.integrations.vllm.operations import Move
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.integrations.vllm.worker.moving import Mover
-from kvmosaic.integrations.vllm.worker.places import Places
 
 CHUNK, SHORT, LONG = 150, 37, 301
 DTYPES = {"float32": 1e-6, "bfloat16": 2**-5}
@@ -30,11 +30,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 """Model, options of the engine, and what is found of its layers."""
 
 
-def places_of(engine: Any) -> Places:
+def places_of(engine: Any) -> KVLayout:
     worker = engine.core.model_executor.driver_worker.worker
     layers = worker.vllm_config.compilation_config.static_forward_context
     caches = {name: layer.kv_cache for name, layer in layers.items() if hasattr(layer, "kv_cache")}
-    return Places.of(worker.vllm_config, caches)
+    return KVLayout.of(worker.vllm_config, caches)
 
 
 def written(engine: Any, token_ids: list[int]) -> list[Any]:
@@ -65,9 +65,9 @@ def look(engine: Any) -> dict[str, Any]:
     return {
         "root": type(places.root).__name__,
         "layouts": [type(place.layout).__name__ for place in places.layers],
-        "turned": [place.turning and [place.turning.first, place.turning.rotary_dim] for place in places.layers],
-        "interleaved": [place.turning and place.turning.is_interleaved for place in places.layers],
-        "shared": len({place.turning for place in places.layers}),
+        "turned": [place.rotation and [place.rotation.first, place.rotation.rotary_dim] for place in places.layers],
+        "interleaved": [place.rotation and place.rotation.is_interleaved for place in places.layers],
+        "shared": len({place.rotation for place in places.layers}),
     }
 
 
@@ -89,7 +89,7 @@ def moved(engine: Any, before: int, after: int) -> dict[str, Any]:
     Mover(places, part_tokens=64).move([Move(source, before, target, 5, CHUNK, before, after - before)])
 
     keys, values = places.layers[0].layout.read(places.slots(target, 5, CHUNK))
-    unturned = keys if places.layers[0].turning is None else here[0][0][before:]
+    unturned = keys if places.layers[0].rotation is None else here[0][0][before:]
     return {
         "difference": (keys.double() - wanted_keys.double()).abs().max().item(),
         "without": (unturned.double() - wanted_keys.double()).abs().max().item(),

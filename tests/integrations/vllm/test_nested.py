@@ -11,9 +11,9 @@ import torch
 from support.vllm.asking import documents
 
 from kvmosaic.integrations.vllm.operations import Operations, Repair, Shift
+from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward, can_run
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.integrations.vllm.worker.metadata import AttentionRows
-from kvmosaic.integrations.vllm.worker.nested import Nested, can_run
-from kvmosaic.integrations.vllm.worker.places import Places
 from kvmosaic.integrations.vllm.worker.repairing import Repairer
 from kvmosaic.integrations.vllm.worker.shifting import PositionShift, can_shift, step_slots
 
@@ -40,10 +40,10 @@ class Parts:
         self.configurations = worker.vllm_config, worker.model_runner.kv_cache_config
         layers = worker.vllm_config.compilation_config.static_forward_context
         caches = {name: layer.kv_cache for name, layer in layers.items() if hasattr(layer, "kv_cache")}
-        self.places = Places.of(worker.vllm_config, caches)
+        self.places = KVLayout.of(worker.vllm_config, caches)
 
-    def nested(self) -> Nested:
-        return Nested(*self.configurations, self.places.root)
+    def nested(self) -> ExtraForward:
+        return ExtraForward(*self.configurations, self.places.root)
 
     def read(self, blocks: Sequence[int], start: int, end: int) -> list[torch.Tensor]:
         slots = self.places.slots(blocks, start, end - start)

@@ -10,9 +10,9 @@ import torch
 from support.vllm import faults
 from support.vllm.faults import places_of
 
-from kvmosaic.integrations.vllm.worker.places import Places
+from kvmosaic.integrations.vllm.worker.key_rotation import Factors, KeyRotation
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.integrations.vllm.worker.self_check import check, check_rotations
-from kvmosaic.integrations.vllm.worker.turning import Factors, Turning
 
 LENGTH = {"max_model_len": 4096}
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -41,7 +41,7 @@ def llama(request, vllm_engine):
 
 
 @dataclass(frozen=True, eq=False)
-class Backwards(Turning):
+class Backwards(KeyRotation):
     """Turns the other way."""
 
     def factors(self, old: Any, new: Any, dtype: torch.dtype = torch.float32) -> Factors:
@@ -50,7 +50,7 @@ class Backwards(Turning):
 
 
 @dataclass(frozen=True, eq=False)
-class Larger(Turning):
+class Larger(KeyRotation):
     """Turns by the right angles, and makes keys larger on the way."""
 
     def factors(self, old: Any, new: Any, dtype: torch.dtype = torch.float32) -> Factors:
@@ -59,7 +59,7 @@ class Larger(Turning):
 
 
 @dataclass(frozen=True, eq=False)
-class Slower(Turning):
+class Slower(KeyRotation):
     """Turns by angles of another base."""
 
     def factors(self, old: Any, new: Any, dtype: torch.dtype = torch.float32) -> Factors:
@@ -67,13 +67,13 @@ class Slower(Turning):
 
 
 @dataclass(frozen=True, eq=False)
-class Partly(Turning):
+class Partly(KeyRotation):
     """Leaves a quarter of what turns."""
 
     def turn(self, keys: Any, factors: Factors) -> None:
         part = slice(self.first + self.rotary_dim // 4, self.first + self.rotary_dim // 2)
         kept = keys[..., part].clone()
-        super().turn(keys, factors)
+        super().rotate(keys, factors)
         keys[..., part] = kept
 
 
@@ -98,19 +98,19 @@ class Displaced:
         self._layout.write(self._at(slots), keys, values)
 
 
-def _turning(turning: Turning, kind: type[Turning]) -> Turning:
-    return kind(**{field.name: getattr(turning, field.name) for field in fields(turning)})
+def _turning(rotation: KeyRotation, kind: type[KeyRotation]) -> KeyRotation:
+    return kind(**{field.name: getattr(rotation, field.name) for field in fields(rotation)})
 
 
 MISTAKES: dict[str, Any] = {
-    "taken for unturned": lambda place: replace(place, turning=None),
-    "backwards": lambda place: replace(place, turning=_turning(place.turning, Backwards)),
-    "larger": lambda place: replace(place, turning=_turning(place.turning, Larger)),
-    "slower": lambda place: replace(place, turning=_turning(place.turning, Slower)),
+    "taken for unturned": lambda place: replace(place, rotation=None),
+    "backwards": lambda place: replace(place, rotation=_turning(place.rotation, Backwards)),
+    "larger": lambda place: replace(place, rotation=_turning(place.rotation, Larger)),
+    "slower": lambda place: replace(place, rotation=_turning(place.rotation, Slower)),
     "other pairs": lambda place: replace(
-        place, turning=replace(place.turning, is_interleaved=not place.turning.is_interleaved)
+        place, rotation=replace(place.rotation, is_interleaved=not place.rotation.is_interleaved)
     ),
-    "only partly": lambda place: replace(place, turning=_turning(place.turning, Partly)),
+    "only partly": lambda place: replace(place, rotation=_turning(place.rotation, Partly)),
     "flipped blocks": lambda place: replace(place, layout=Displaced(place.layout, flipped=True)),
     "written too far": lambda place: replace(place, layout=Displaced(place.layout, flipped=False)),
 }
@@ -125,7 +125,7 @@ ROTATED = [each.__name__ for each in faults.ROTATIONS]
 STORED = ["stored_elsewhere", "stored_values_smaller"]
 
 
-def left(places: Places) -> float:
+def left(places: KVLayout) -> float:
     """The largest number in the blocks that a check uses."""
     slots = torch.arange(min(places.num_blocks, 100) * places.block_size)
     parts = [part for place in places.layers for part in place.layout.read(slots) if part is not None]
@@ -202,7 +202,7 @@ def constant(engine: Any) -> str:
     """The check of a layer whose keys do not turn, taken for one that does."""
     places, nested = places_of(engine)
     with faults.rotation(places, 1, lambda positions, query, key, original: (query, key)):
-        unturned = replace(places.layers[1], turning=None)
+        unturned = replace(places.layers[1], rotation=None)
         fine = check(replace(places, layers=(places.layers[0], unturned, places.layers[2])), nested)
         return fine or check(places, nested)
 

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from kvmosaic.errors import NotMovable
 from kvmosaic.integrations.vllm.operations import Move
-from kvmosaic.integrations.vllm.worker import nested, shifting
+from kvmosaic.integrations.vllm.worker import extra_forward, shifting
 from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.integrations.vllm.worker.layouts import find_layout
 from kvmosaic.integrations.vllm.worker.layouts.ascend import AscendLatentLayout, AscendLayout
 from kvmosaic.integrations.vllm.worker.moving import Mover
-from kvmosaic.integrations.vllm.worker.places import Places
 
 BLOCKS, SIZE, HEADS, HEAD_SIZE, LATENT, TURNING = 6, 8, 2, 16, 24, 8
 DTYPES = [torch.float32, torch.bfloat16]
@@ -113,7 +113,7 @@ def test_moved_keys_are_those_computed_at_the_new_place(kind: str) -> None:
     # DeepSeek's models pair neighbours
     rotary = RecordedRotary(size, is_neox_style=not is_latent, dtype=torch.float32, head_size=size)
     module = Module(layer, rotary)
-    places = Places.of(config_of({"layer": layer}, SIZE, torch.float32), {"layer": cache})
+    places = KVLayout.of(config_of({"layer": layer}, SIZE, torch.float32), {"layer": cache})
     tokens = torch.randn(11, LATENT + TURNING if is_latent else 2 * HEADS * HEAD_SIZE)
     as_computed(kind, layer, cache, rotary, tokens, start=3, slot=3)
     Mover(places).move([Move((0, 1), 3, (3, 2, 5), 5, 11, position=3, distance=101)])
@@ -236,9 +236,9 @@ def test_repair_and_shared_positions_are_said_to_be_impossible_on_an_npu() -> No
     groups = SimpleNamespace(kv_cache_groups=[object()])
     for device_type, said in (("npu", "vLLM-Ascend"), ("cpu", "")):
         config.device_config.device_type = device_type
-        assert nested.can_run(config, groups).startswith(said)
+        assert extra_forward.can_run(config, groups).startswith(said)
         assert shifting.can_shift(config, groups, torch.nn.Linear(1, 1)).startswith(said)
-        assert bool(nested.can_run(config, groups)) == bool(said)
+        assert bool(extra_forward.can_run(config, groups)) == bool(said)
 
 
 SOURCE = os.environ.get("KVMOSAIC_ASCEND_SOURCE", "")

@@ -21,16 +21,16 @@ from integrations.worker.stand_ins import (
 from torch import nn
 
 from kvmosaic.errors import NotMovable
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.integrations.vllm.worker.modules import ModuleTree
-from kvmosaic.integrations.vllm.worker.places import Places
 
 
-def places_of(module: nn.Module, layer: Layer, cache: Any, **changes: Any) -> Places:
+def places_of(module: nn.Module, layer: Layer, cache: Any, **changes: Any) -> KVLayout:
     config = config_of({"model.layers.0": layer})
     for name, value in changes.items():
         setattr(config.parallel_config if "parallel" in name else config.cache_config, name, value)
     assert module is not None, "kept alive while its children are looked for"
-    return Places.of(config, {"model.layers.0": cache})
+    return KVLayout.of(config, {"model.layers.0": cache})
 
 
 def test_the_rotation_is_found_beside_the_layer_and_the_model_around_it() -> None:
@@ -38,8 +38,8 @@ def test_the_rotation_is_found_beside_the_layer_and_the_model_around_it() -> Non
     rotary = Rotary(4)
     model = Model(AttentionModule(layer, rotary))
     (place,) = places_of(model, layer, cache).layers
-    assert place.turning is not None and place.turning.rotary is rotary
-    assert (place.turning.first, place.turning.rotary_dim) == (0, 4)
+    assert place.rotation is not None and place.rotation.rotary is rotary
+    assert (place.rotation.first, place.rotation.rotary_dim) == (0, 4)
     assert places_of(model, layer, cache).root is model
 
 
@@ -49,14 +49,14 @@ def test_a_wrapper_between_the_layer_and_its_rotation_is_climbed_over() -> None:
     wrapper = AttentionModule(layer, None)
     model = Model(AttentionModule(wrapper, rotary))
     (place,) = places_of(model, layer, cache).layers
-    assert place.turning is not None and place.turning.first == LATENT and place.turning.is_interleaved
+    assert place.rotation is not None and place.rotation.first == LATENT and place.rotation.is_interleaved
 
 
 def test_a_rotary_part_that_is_joined_to_the_rest_of_the_key_is_its_end() -> None:
     layer, cache = cache_of("joined by head")
     model = Model(AttentionModule(layer, Rotary(4, head_size=4)))
     (place,) = places_of(model, layer, cache).layers
-    assert place.turning is not None and place.turning.first == KEY - 4
+    assert place.rotation is not None and place.rotation.first == KEY - 4
 
 
 @pytest.mark.parametrize("says", [{"use_rope": False}, {"nope": True}])
@@ -65,23 +65,23 @@ def test_a_layer_that_says_it_does_not_turn_is_believed(says: dict[str, bool]) -
     rotary = Rotary()
     model = Model(AttentionModule(layers["one"][0], rotary), AttentionModule(layers["two"][0], rotary, **says))
     config = config_of({name: layer for name, (layer, _) in layers.items()})
-    places = Places.of(config, {name: cache for name, (_, cache) in layers.items()})
-    assert [place.turning is None for place in places.layers] == [False, True] and places.root is model
+    places = KVLayout.of(config, {name: cache for name, (_, cache) in layers.items()})
+    assert [place.rotation is None for place in places.layers] == [False, True] and places.root is model
 
 
 def test_the_rotation_of_another_layer_is_not_taken() -> None:
     with_one, without = cache_of("cpu vector"), cache_of("cpu vector")
     tower = Model(AttentionModule(with_one[0], Rotary()), AttentionModule(without[0], None))
     config = config_of({"one": with_one[0], "two": without[0]})
-    places = Places.of(config, {"one": with_one[1], "two": without[1]})
-    assert places.layers[1].turning is None and places.root is tower
+    places = KVLayout.of(config, {"one": with_one[1], "two": without[1]})
+    assert places.layers[1].rotation is None and places.root is tower
 
 
 def test_of_several_embeddings_the_one_named_so_is_taken() -> None:
     layer, cache = cache_of("cpu vector")
     rotary = Rotary()
     module = AttentionModule(layer, rotary, indexer_rope_emb=Rotary())
-    assert places_of(module, layer, cache).layers[0].turning.rotary is rotary  # type: ignore[union-attr]
+    assert places_of(module, layer, cache).layers[0].rotation.rotary is rotary  # type: ignore[union-attr]
     module.rotary_emb = None
     module.other_emb = Rotary()
     with pytest.raises(NotMovable, match="several rotary embeddings"):
@@ -157,10 +157,10 @@ def test_the_scheduler_says_how_large_its_blocks_are() -> None:
     model = Model(AttentionModule(layer, Rotary()))
     config = config_of({"one": layer})
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
-    places = Places.of(config, {"one": cache}, SimpleNamespace(kv_cache_groups=[group]))
+    places = KVLayout.of(config, {"one": cache}, SimpleNamespace(kv_cache_groups=[group]))
     assert (places.block_size, places.num_blocks, places.root) == (16, 3, model)
     with pytest.raises(NotMovable, match="2 groups with blocks of their own"):
-        Places.of(config, {"one": cache}, SimpleNamespace(kv_cache_groups=[group, group]))
+        KVLayout.of(config, {"one": cache}, SimpleNamespace(kv_cache_groups=[group, group]))
 
 
 def test_blocks_that_do_not_fill_those_of_the_scheduler_are_refused() -> None:
@@ -171,6 +171,6 @@ def test_blocks_that_do_not_fill_those_of_the_scheduler_are_refused() -> None:
 
 def test_caches_without_a_layer_and_no_caches_are_refused() -> None:
     with pytest.raises(NotMovable, match="ALL_LAYERS belongs to no attention layer"):
-        Places.of(config_of({}), {"ALL_LAYERS": torch.zeros(1)})
+        KVLayout.of(config_of({}), {"ALL_LAYERS": torch.zeros(1)})
     with pytest.raises(NotMovable, match="no layer with a cache"):
-        Places.of(config_of({}), {})
+        KVLayout.of(config_of({}), {})

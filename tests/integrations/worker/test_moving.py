@@ -24,8 +24,8 @@ from torch import Tensor
 
 from kvmosaic.errors import PromptTooLong
 from kvmosaic.integrations.vllm.operations import Move
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.integrations.vllm.worker.moving import Mover
-from kvmosaic.integrations.vllm.worker.places import Places
 
 
 class Share:
@@ -41,7 +41,7 @@ class Share:
             modules.append(AttentionModule(layer, None if i and i == len(made) - 1 else rotary))
         self.model = Model(*modules)
         config = config_of({name: layer for name, (layer, _) in made.items()}, block_size, dtype)
-        self.places = Places.of(config, {name: cache for name, (_, cache) in made.items()})
+        self.places = KVLayout.of(config, {name: cache for name, (_, cache) in made.items()})
         self.everything = torch.arange(BLOCKS * SIZE)
         generator = torch.Generator().manual_seed(0)
         for place in self.places.layers:
@@ -67,7 +67,7 @@ def moved_by_hand(share: Share, moves: list[Move]) -> list[tuple[Tensor, Tensor 
                 new_keys[target] = keys[source]
                 if values is not None and new_values is not None:
                     new_values[target] = values[source]
-                if place.turning is not None and move.distance:
+                if place.rotation is not None and move.distance:
                     new_keys[target] = turned_by_hand(share, keys[source], move.position + i, move)
     return after
 
@@ -147,8 +147,8 @@ def test_a_move_by_nothing_copies_bytes(kind: str) -> None:
     keys, values = layout.read(torch.arange(SIZE))
     keys[...] = odd[: keys.shape[-1]]
     layout.write(torch.arange(SIZE), keys, values)
-    turning = Move((1,), 0, (5,), 0, SIZE, 0, 7)
-    Mover(share.places).move([turning, Move((0,), 0, (4,), 0, SIZE, 9, 0), replace(turning, target_blocks=(3,))])
+    rotation = Move((1,), 0, (5,), 0, SIZE, 0, 7)
+    Mover(share.places).move([rotation, Move((0,), 0, (4,), 0, SIZE, 9, 0), replace(rotation, target_blocks=(3,))])
     copied = layout.read(torch.arange(4 * SIZE, 5 * SIZE))[0]
     assert torch.equal(copied.view(torch.int32), keys.view(torch.int32))
 
@@ -210,6 +210,6 @@ def test_copies_are_made_of_a_bounded_number_of_tokens(monkeypatch: pytest.Monke
 def test_layers_that_turn_alike_share_their_turning() -> None:
     share = Share(("cpu vector", "joined by head", "latent", "latent", "separate"))
     one, two, three, four, last = share.places.layers
-    assert one.turning is two.turning is not None and three.turning is four.turning is not None
-    assert last.turning is None
-    assert (one.turning.first, three.turning.first) == (0, LATENT)
+    assert one.rotation is two.rotation is not None and three.rotation is four.rotation is not None
+    assert last.rotation is None
+    assert (one.rotation.first, three.rotation.first) == (0, LATENT)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvmosaic.integrations.vllm.worker.nested import can_run, find_nested
+from kvmosaic.integrations.vllm.worker.extra_forward import can_run, find_nested
 
 
 def configuration(model: Any = None, parallel: Any = None, cache: Any = None, **fields: Any) -> Any:

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from integrations.worker.stand_ins import KEY, Rotary
 
+from kvmosaic.integrations.vllm.worker.key_rotation import KeyRotation, find_key_rotation
 from kvmosaic.integrations.vllm.worker.trial.plan import HEAD_TOKENS, MAX_CONTEXT, Plan, far_positions
 from kvmosaic.integrations.vllm.worker.trial.rotation import allowed, apart, direct_trouble, turned
 from kvmosaic.integrations.vllm.worker.trial.rounding import noise_ratio, perturbed, unit
-from kvmosaic.integrations.vllm.worker.turning import Turning, find_turning
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -58,21 +58,21 @@ def test_positions_are_near_and_far_and_end_where_a_run_still_fits() -> None:
     assert far_positions(40) == (0, 1, 7, 37, 40)
 
 
-def _turning(dtype: torch.dtype, **fields: Any) -> Turning:
-    return find_turning("layer", Rotary(KEY, dtype=dtype, **fields), dtype, KEY, at_end=False)
+def _turning(dtype: torch.dtype, **fields: Any) -> KeyRotation:
+    return find_key_rotation("layer", Rotary(KEY, dtype=dtype, **fields), dtype, KEY, at_end=False)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_one_large_number_hides_no_fault_and_makes_none(dtype: torch.dtype) -> None:
-    turning = _turning(dtype)
+    rotation = _turning(dtype)
     keys = torch.randn(17, 2, KEY, generator=torch.Generator().manual_seed(0))
     keys[..., 1] *= 1000
-    moved = turned(turning, keys.to(dtype), 0, 90)
-    assert apart(turning, moved.to(dtype), moved) <= allowed(dtype)
+    moved = turned(rotation, keys.to(dtype), 0, 90)
+    assert apart(rotation, moved.to(dtype), moved) <= allowed(dtype)
     for number in range(KEY):
         wrong = moved.clone()
         wrong[..., number] += 0.1 * moved[..., [number, (number + KEY // 2) % KEY]].norm(dim=-1)
-        assert apart(turning, wrong, moved) > allowed(dtype)
+        assert apart(rotation, wrong, moved) > allowed(dtype)
 
 
 class Called:
@@ -93,8 +93,8 @@ class Called:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_an_embedding_called_directly_is_compared_near_and_far(dtype: torch.dtype) -> None:
     for slower_from, words in ((10_000, ""), (100, "rotation was not understood")):
-        turning = find_turning("layer", Called(dtype, slower_from), dtype, KEY, at_end=False)
-        place: Any = SimpleNamespace(turning=turning, layout=SimpleNamespace(is_latent=False, key_size=KEY))
+        rotation = find_key_rotation("layer", Called(dtype, slower_from), dtype, KEY, at_end=False)
+        place: Any = SimpleNamespace(rotation=rotation, layout=SimpleNamespace(is_latent=False, key_size=KEY))
         assert direct_trouble(place, (0, 1, 7, 64)) == ""
         found = direct_trouble(place, (0, 1, 7, 64, 200))
         assert words in found and bool(words) == bool(found)

@@ -24,8 +24,8 @@ def server(own_server: RunningServer) -> RunningServer:
         services = own_server.services
         for document in services.documents.documents("default"):
             services.documents.delete("default", document.id)
-        services.documents.take_retired()
-        await services.engine.call(lambda engine: engine.planner.reset())
+        services.documents.take_superseded()
+        await services.engine.call(lambda engine: engine.kv_cache.reset())
 
     own_server.call(empty)
     return own_server

@@ -154,7 +154,7 @@ def test_a_tenant_is_told_what_its_own_requests_hold(locked: RunningServer) -> N
                 while not (held := held_in(statistics := await of_zenith("statistics"))):
                     assert not asked.done()
             assert statistics["running"] == 1 and statistics["waiting"] == 0
-            assert held < locked.llm.engine.planner.request_pool.num_blocks
+            assert held < locked.llm.engine.kv_cache.request_pool.num_blocks
             others = await of_acme("statistics")
             assert (others["running"], others["waiting"]) == (0, 0) and not held_in(others)
             await asked

@@ -10,8 +10,8 @@ import pytest
 from server.documents.world import KEYS, DocumentServer
 
 from kvmosaic.prompt.document_id import VERBS
-from kvmosaic.server.access import OPEN_PATHS
 from kvmosaic.server.keys import read_keys_file
+from kvmosaic.server.middleware.authentication import OPEN_PATHS
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenants
 

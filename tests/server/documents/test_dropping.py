@@ -125,7 +125,7 @@ def test_sweep_drops_what_a_request_from_before_computed_afterwards(
     server.call(sweep, server.services)
     assert server.chunks() == []
     clock.ahead += 601
-    assert server.services.documents.lingering() == []
+    assert server.services.documents.in_grace_period() == []
 
 
 def test_sweep_goes_on_with_what_could_not_be_dropped(alpha: Client, server: DocumentServer) -> None:
@@ -161,7 +161,7 @@ def test_sweeping_runs_by_itself_and_ends_with_the_server(server: DocumentServer
     async def live() -> None:
         async with swept(server.services, seconds=0.01):
             async with asyncio.timeout(10):
-                while server.llm.engine.planner.chunks():
+                while server.llm.engine.kv_cache.chunks():
                     await asyncio.sleep(0.01)
             assert any(task.get_name() == "document-sweep" for task in asyncio.all_tasks())
         assert not any(task.get_name() == "document-sweep" for task in asyncio.all_tasks())

@@ -54,7 +54,7 @@ def test_deleting_a_pinned_document_leaves_no_pin(alpha: Client, server: Documen
     alpha.ask({"id": "x"})
     alpha.delete("/v1/documents/x")
     assert server.chunks() == []
-    assert server.llm.engine.planner.statistics().pinned_chunks == 0
+    assert server.llm.engine.kv_cache.statistics().pinned_chunks == 0
     alpha.store("x")
     alpha.ask({"id": "x"})
     assert [chunk.pinned for chunk in server.chunks()] == [False]
@@ -67,4 +67,4 @@ def test_pinned_document_survives_what_evicts_others(small: Client, server: Docu
     for number in range(8):
         small.ask({"text": f"{number} " + text * 3})
     assert small.ask({"id": "kept"})["kvmosaic"]["documents"][0]["action"] == "reused"
-    assert server.llm.engine.planner.tenant_usage("small").num_bytes <= 640 * 1024
+    assert server.llm.engine.kv_cache.tenant_usage("small").num_bytes <= 640 * 1024

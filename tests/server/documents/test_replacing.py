@@ -75,9 +75,9 @@ def test_storm_of_replacements_never_serves_a_replaced_text(alpha: Client, serve
     last = max(versions, key=lambda number: versions[number])
     assert alpha.get("/v1/documents/x").json()["text"] == text_of(last)
     assert {chunk.num_tokens for chunk in server.chunks()} <= {num_tokens[last]}
-    assert all(chunk.pinned and not chunk.users for chunk in server.chunks())
+    assert all(chunk.pinned and not chunk.ref_count for chunk in server.chunks())
     alpha.delete("/v1/documents/x")
-    assert server.llm.engine.planner.tenant_usage("alpha").num_blocks == 0
+    assert server.llm.engine.kv_cache.tenant_usage("alpha").num_blocks == 0
 
 
 def test_request_that_reads_the_old_text_ends_on_it(alpha: Client, server: DocumentServer) -> None:
@@ -97,7 +97,7 @@ def test_request_that_reads_the_old_text_ends_on_it(alpha: Client, server: Docum
         pieces = [next(line for line in lines if line)]
         assert alpha.store("x", "The mayor of Fenbury is Salla Gridin. " * 3)["version"] == 2
         assert server.chunks() == [], "nobody new finds the old chunk"
-        was_used = old.users
+        was_used = old.ref_count
         fresh = alpha.ask({"id": "x"}, question="Who is the mayor of Fenbury?", max_tokens=8)
         pieces += [line for line in lines if line]
     assert was_used == 1, "the request still read it"
@@ -105,5 +105,5 @@ def test_request_that_reads_the_old_text_ends_on_it(alpha: Client, server: Docum
     chunks = [json.loads(line[6:]) for line in pieces if line.startswith("data: {")]
     text = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
     assert text == expected
-    wait_until(lambda: old.users == 0)
-    assert server.llm.engine.planner.tenant_usage("alpha").num_chunks == 1
+    wait_until(lambda: old.ref_count == 0)
+    assert server.llm.engine.kv_cache.tenant_usage("alpha").num_chunks == 1

@@ -193,7 +193,7 @@ def test_prompt_reads_stored_document_by_id_and_the_report_names_it(alpha: Clien
     (chunk,) = described["chunks"]
     assert (chunk["tier"], chunk["state"], chunk["tokens"]) == ("device", "ready", line["tokens"])
     assert chunk["blocks"] == -(-line["tokens"] // 16)
-    assert chunk["bytes"] == chunk["blocks"] * server.llm.engine.planner.bytes_per_block
+    assert chunk["bytes"] == chunk["blocks"] * server.llm.engine.kv_cache.bytes_per_block
     assert not chunk["pinned"] and not chunk["salted"] and chunk["part"] is None
 
 

@@ -91,7 +91,7 @@ def test_client_that_goes_away_in_the_middle_of_a_change_leaves_it_to_the_sweep(
     with client_of(splitting) as client:
         for document_id in [each["id"] for each in client.get("/v1/documents").json()["data"]]:
             client.delete(f"/v1/documents/{document_id}")
-        splitting.call(splitting.services.engine.call, lambda engine: engine.planner.reset())
+        splitting.call(splitting.services.engine.call, lambda engine: engine.kv_cache.reset())
         client.store("z", "a text", pinned=True)
         client.ask({"id": "z"})
         splitting.call(delete_and_go)

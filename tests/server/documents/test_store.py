@@ -38,7 +38,7 @@ def make_store(**limits: int) -> tuple[DocumentStore, Clock]:
 
 
 def labels_of(store: DocumentStore) -> list[str]:
-    return [retired.label for retired in store.take_retired()]
+    return [superseded.label for superseded in store.take_superseded()]
 
 
 def test_created_document_is_read_back_with_its_text_stripped() -> None:
@@ -108,7 +108,7 @@ def test_replacing_counts_versions_and_keeps_hits_place_and_pin() -> None:
     assert not store.put("a", "x", Draft("two", pinned=False))[0].pinned
 
 
-def test_replaced_text_has_another_label_and_its_old_one_is_retired_once() -> None:
+def test_replaced_text_has_another_label_and_its_old_one_is_superseded_once() -> None:
     store, _ = make_store()
     first = store.create("a", Draft("one"), "x").content
     second = store.put("a", "x", Draft("two"))[0].content
@@ -253,7 +253,7 @@ def test_many_replacements_keep_the_line_of_expiry_short() -> None:
     store, clock = make_store()
     for number in range(1_000):
         store.put("a", "x", Draft("text", ttl_seconds=100_000 - number))
-    assert len(store._shelf("a").line) < 100
+    assert len(store._documents("a").line) < 100
     clock.now += 100_000 - 999
     assert store.expire() == 1
 

@@ -23,7 +23,7 @@ class TieredServer(DocumentServer):
         """Lets every chunk leave the device."""
 
         def evict(engine: Engine) -> None:
-            assert engine.planner.evict_cold(2**20, 0.0) == num_chunks
+            assert engine.kv_cache.evict_cold(2**20, 0.0) == num_chunks
             engine.check_invariants()
 
         num_chunks = len(self.chunks("alpha")) + len(self.chunks("beta"))
@@ -33,7 +33,7 @@ class TieredServer(DocumentServer):
 
     def settle(self) -> None:
         """Waits until the tier has everything, and has lost everything, that it should."""
-        assert self.llm.engine.keeper is not None and self.llm.engine.keeper.hierarchy.flush(10)
+        assert self.llm.engine.offloader is not None and self.llm.engine.offloader.tiered_store.flush(10)
 
     @property
     def num_kept(self) -> int:
@@ -151,6 +151,6 @@ def test_a_long_document_leaves_with_all_of_its_parts() -> None:
             client.store("x", TEXT * 10)
             client.ask({"id": "x"})
             assert server.num_kept > 3
-            server.call(server.services.engine.call, lambda engine: engine.planner.evict_cold(2**20, 0.0))
+            server.call(server.services.engine.call, lambda engine: engine.kv_cache.evict_cold(2**20, 0.0))
             client.delete("/v1/documents/x")
             assert server.num_kept == 0

@@ -196,7 +196,7 @@ def test_reader_that_goes_away_aborts_the_rest(alpha: Client, server: DocumentSe
     assert server.call(num_warming) == 0
     wait_until(lambda: not server.llm.engine.has_unfinished_requests)
     assert 0 < len(server.chunks()) < 40
-    assert not [chunk for chunk in server.chunks() if chunk.users]
+    assert not [chunk for chunk in server.chunks() if chunk.ref_count]
 
 
 def test_client_that_gives_up_on_a_whole_reply_aborts_the_rest(alpha: Client, server: DocumentServer) -> None:

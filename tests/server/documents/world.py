@@ -33,7 +33,7 @@ class DocumentServer(RunningServer):
         """All chunks of a tenant."""
 
         def read(engine: Engine) -> list[Chunk]:
-            return [chunk for chunk in engine.planner.chunks() if chunk.tenant == tenant]
+            return [chunk for chunk in engine.kv_cache.chunks() if chunk.tenant == tenant]
 
         found: list[Chunk] = self.call(self.services.engine.call, read)
         return found
@@ -49,11 +49,11 @@ class DocumentServer(RunningServer):
         self.call(old.__dict__.update, store.__dict__)
 
         def empty(engine: Engine) -> None:
-            engine.planner.reset()
+            engine.kv_cache.reset()
             engine.check_invariants()
-            assert not engine.planner.chunks() and not engine.has_unfinished_requests
-            assert engine.planner.chunk_pool.num_used == 0
-            assert not any(len(engine.planner._chunks.account(tenant).kept) for tenant in KEYS)
+            assert not engine.kv_cache.chunks() and not engine.has_unfinished_requests
+            assert engine.kv_cache.chunk_pool.num_used == 0
+            assert not any(len(engine.kv_cache._chunks.account(tenant).kept) for tenant in KEYS)
 
         self.call(self.services.engine.call, empty)
 

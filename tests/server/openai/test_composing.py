@@ -57,9 +57,9 @@ def test_documents_that_saw_nothing_serve_under_any_system_text(http, salt, rout
         return post(http, route, **asked, **sizes, temperature=0, documents=DOCUMENTS, cache_salt=salt, **fields)
 
     assert actions(ask("Be brief.", chunk_context="none")) == ["computed"] * 3
-    blind = ask("Be verbose.", chunk_context="none")
-    assert {*actions(blind)} <= {"reused", "moved"}
-    assert "documents did not see the system prompt" in blind["kvmosaic"]["composition"]
+    context_free = ask("Be verbose.", chunk_context="none")
+    assert {*actions(context_free)} <= {"reused", "moved"}
+    assert "documents did not see the system prompt" in context_free["kvmosaic"]["composition"]
     seeing = ask("Be verbose.", chunk_context="system")
     if route != "/v1/completions":  # there is nothing to see in a completion but the token that begins it
         assert actions(seeing) == ["computed"] * 3

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvmosaic.integrations.vllm.worker.nested import Nested
-from kvmosaic.integrations.vllm.worker.places import Places
+from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 
 FAR = 600
 BACK = 64
 
 
-def places_of(engine: Any) -> tuple[Places, Nested]:
+def places_of(engine: Any) -> tuple[KVLayout, ExtraForward]:
     """What the plugin finds of a model, and its nested forward."""
     worker = engine.core.model_executor.driver_worker.worker
     layers = worker.vllm_config.compilation_config.static_forward_context
     caches = {name: each.kv_cache for name, each in layers.items() if hasattr(each, "kv_cache")}
-    places = Places.of(worker.vllm_config, caches)
-    return places, Nested(worker.vllm_config, worker.model_runner.kv_cache_config, places.root)
+    places = KVLayout.of(worker.vllm_config, caches)
+    return places, ExtraForward(worker.vllm_config, worker.model_runner.kv_cache_config, places.root)
 
 
 class Rotation(nn.Module):
@@ -83,7 +83,7 @@ ROTATIONS = (
 
 
 @contextmanager
-def rotation(places: Places, layer: int, change: Any) -> Iterator[None]:
+def rotation(places: KVLayout, layer: int, change: Any) -> Iterator[None]:
     """A layer's rotary embedding with a fault of its own."""
     module = _holder(places, layer)
     original = module.rotary_emb
@@ -106,7 +106,7 @@ def _method(owner: Any, name: str, change: Callable[..., Any]) -> Iterator[None]
 
 
 @contextmanager
-def window(places: Places, layer: int) -> Iterator[None]:
+def window(places: KVLayout, layer: int) -> Iterator[None]:
     """The kernel of a layer sees the last tokens only."""
     implementation = places.layers[layer].layer.impl
     original = implementation.sliding_window
@@ -117,7 +117,7 @@ def window(places: Places, layer: int) -> Iterator[None]:
         implementation.sliding_window = original
 
 
-def kernel_scale(places: Places, layer: int) -> Any:
+def kernel_scale(places: KVLayout, layer: int) -> Any:
     """The kernel of a layer multiplies its scores once more."""
 
     def change(original: Any, **given: Any) -> Any:
@@ -126,7 +126,7 @@ def kernel_scale(places: Places, layer: int) -> Any:
     return _named(places, layer, change)
 
 
-def longer_is_sharper(places: Places, layer: int) -> Any:
+def longer_is_sharper(places: KVLayout, layer: int) -> Any:
     """The kernel of a layer multiplies its scores by the log of how many tokens there are, from `FAR` on."""
 
     def change(original: Any, **given: Any) -> Any:
@@ -140,7 +140,7 @@ def longer_is_sharper(places: Places, layer: int) -> Any:
     return _named(places, layer, change)
 
 
-def _named(places: Places, layer: int, change: Any) -> Any:
+def _named(places: KVLayout, layer: int, change: Any) -> Any:
     names = ("layer", "query", "key", "value", "kv_cache", "attn_metadata")
 
     def by_name(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,17 +149,17 @@ def _named(places: Places, layer: int, change: Any) -> Any:
     return _method(places.layers[layer].layer.impl, "forward", by_name)
 
 
-def stored_elsewhere(places: Places, layer: int) -> Any:
+def stored_elsewhere(places: KVLayout, layer: int) -> Any:
     """The kernel of a layer writes neighbouring tokens into each other's slots."""
     return _stored(places, layer, lambda key, value, slots: (key, value, slots ^ 1))
 
 
-def stored_values_smaller(places: Places, layer: int) -> Any:
+def stored_values_smaller(places: KVLayout, layer: int) -> Any:
     """The kernel of a layer writes other values than it was given."""
     return _stored(places, layer, lambda key, value, slots: (key, value * 0.95, slots))
 
 
-def _stored(places: Places, layer: int, change: Any) -> Any:
+def _stored(places: KVLayout, layer: int, change: Any) -> Any:
     def write(original: Any, layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
         key, value, slots = change(key, value, slots)
         original(layer, key.contiguous(), value.contiguous(), cache, slots)
@@ -167,7 +167,7 @@ def _stored(places: Places, layer: int, change: Any) -> Any:
     return _method(places.layers[layer].layer.impl, "do_kv_cache_update", write)
 
 
-def mixed_input(places: Places, layer: int) -> Any:
+def mixed_input(places: KVLayout, layer: int) -> Any:
     """A layer is also given a part of what stands 64 tokens back."""
 
     def change(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ def mixed_input(places: Places, layer: int) -> Any:
     return _method(_holder(places, layer), "forward", change)
 
 
-def far_output_smaller(places: Places, layer: int) -> Any:
+def far_output_smaller(places: KVLayout, layer: int) -> Any:
     """What a layer's attention gives is scaled far out."""
 
     def change(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +186,7 @@ def far_output_smaller(places: Places, layer: int) -> Any:
     return _method(_holder(places, layer), "forward", change)
 
 
-def mixed_embeddings(places: Places, layer: int) -> Any:
+def mixed_embeddings(places: KVLayout, layer: int) -> Any:
     """The model is given a part of what stands 64 tokens back."""
     embedding = next(module for name, module in places.root.named_modules() if name.endswith("embed_tokens"))
     return _method(embedding, "forward", lambda original, *args: _mixed(original(*args)))
@@ -209,7 +209,7 @@ OTHERS = (
 )
 
 
-def _holder(places: Places, layer: int) -> Any:
+def _holder(places: KVLayout, layer: int) -> Any:
     """The attention module around an attention layer."""
     wanted = places.layers[layer].layer
     return next(module for module in places.root.modules() if any(child is wanted for child in module.children()))

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvmosaic.config import TierConfig
 from kvmosaic.integrations.vllm.operations import Fetch, Load, Operations, Store, StoredRun
-from kvmosaic.integrations.vllm.worker.places import Places
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.integrations.vllm.worker.stored_entries import Share
 from kvmosaic.integrations.vllm.worker.tiering import WorkerTiers
 from kvmosaic.tiers import Deadline
@@ -28,12 +28,12 @@ def tiering(engine: Any) -> Any:
 def settle(engine: Any) -> dict[str, Any]:
     """Steps until nothing is left to do and everything is written; what the tiers did so far, and what is left."""
     state = inside.settle(engine)
-    hierarchy = worker_tiers().hierarchy
-    assert hierarchy.flush(60)
+    tiered_store = worker_tiers().tiered_store
+    assert tiered_store.flush(60)
     tiering(engine).check_invariants()
-    stats = {name: getattr(hierarchy.stats, name) for name in hierarchy.stats.__dataclass_fields__}
+    stats = {name: getattr(tiered_store.stats, name) for name in tiered_store.stats.__dataclass_fields__}
     leaked = state["num_blocks"] - 1 - state["free"] + len(state["requests"])
-    entries = {stat.name: stat.num_entries for stat in hierarchy.tier_stats()}
+    entries = {stat.name: stat.num_entries for stat in tiered_store.tier_stats()}
     return {"stats": stats, "entries": entries, "leaked": leaked, "staged": len(worker_tiers())}
 
 
@@ -41,7 +41,7 @@ def forget(engine: Any, tiers: list[str], connector: bool = False) -> None:
     """vLLM forgets its prefix cache, and these tiers all that they have."""
     settle(engine)
     assert engine.llm.reset_prefix_cache(reset_connector=connector)
-    for tier in worker_tiers().hierarchy.tiers:
+    for tier in worker_tiers().tiered_store.tiers:
         if tier.name in tiers:
             tier.delete_many([info.key for info in tier.scan(Deadline(10))], Deadline(10))
 
@@ -74,7 +74,7 @@ def change_weights(engine: Any, factor: float) -> None:
 def play_while_hanging(engine: Any, asks: list[dict[str, Any]], plain: int) -> list[Any]:
     """All at once, while no tier answers until number `plain` has: which ones ended before that, and the answers."""
     goes_on = threading.Event()
-    for tier in worker_tiers().hierarchy.tiers:
+    for tier in worker_tiers().tiered_store.tiers:
         get = tier.get_many
 
         def hanging(keys: Any, deadline: Any, get: Any = get, **more: Any) -> Any:
@@ -95,7 +95,7 @@ def play_while_hanging(engine: Any, asks: list[dict[str, Any]], plain: int) -> l
                     early.append(index)
                 if index == plain:
                     goes_on.set()
-    for tier in worker_tiers().hierarchy.tiers:
+    for tier in worker_tiers().tiered_store.tiers:
         del tier.get_many
     return [early, [ended[index] for index in range(len(asks))]]
 
@@ -105,7 +105,7 @@ def stored_and_loaded(engine: Any) -> list[bool]:
     worker = engine.core.model_executor.driver_worker.worker
     layers = worker.vllm_config.compilation_config.static_forward_context
     caches = {name: layer.kv_cache for name, layer in layers.items() if hasattr(layer, "kv_cache")}
-    places = Places.of(worker.vllm_config, caches)
+    places = KVLayout.of(worker.vllm_config, caches)
     size = places.block_size
     run = StoredRun("model", bytes(32), bytes(range(32)), 5, bytes(4 * (size + 3)))
     source, target = (1, 2), (3, 4)
@@ -118,13 +118,13 @@ def stored_and_loaded(engine: Any) -> list[bool]:
     def fetched(number: int, run: StoredRun) -> str:
         tiers.run(Operations(fetches=[Fetch(number, run, None)]))
         while not (reports := tiers.told()):
-            tiers.hierarchy.wait(1.0)
+            tiers.tiered_store.wait(1.0)
         (report,) = reports
         return str(report.tier)
 
     tiers = WorkerTiers(places, Share(0, 1, 1, 2), TierConfig(("host:64MiB",), loading="always"), 0, lambda: "weights")
     tiers.save([Store(run, source, 0.1)])
-    assert tiers.hierarchy.flush(60)
+    assert tiers.tiered_store.flush(60)
     found = fetched(1, run)
     tiers.run(Operations(loads=[Load(1, 2, target, 7, run.num_tokens - 2)], drops=[1]))
     same = True

@@ -135,14 +135,14 @@ class TritonReader:
         num_heads, key_dim = query.shape[1:]
         num_kv_heads, value_dim = next(iter(used.values()))[1].shape[1:]
         is_turned = tables is not None and not tables.is_identity
-        turning = (tables.cos, tables.sin, tables.permutation) if tables is not None else (query, query, query)
+        rotation = (tables.cos, tables.sin, tables.permutation) if tables is not None else (query, query, query)
         masks = self._mask_bytes(query.device)
         for tile, units in work.units.items():
             shape = KernelShape.of(key_dim, value_dim, tile, query.dtype)
             attend_walks[len(units), num_kv_heads](
                 query,
                 *query.stride()[:2],
-                *turning,
+                *rotation,
                 # a pool that nobody reads has no tensors: any of the right type will do
                 *(argument for pool in POOLS for argument in _arguments(*used.get(pool, (query, query)))),
                 sums if masks is None else masks,

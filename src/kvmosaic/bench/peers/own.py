@@ -34,7 +34,7 @@ class OwnPeer:
 
     def reset(self) -> None:
         """See `Peer.reset`."""
-        self.llm.engine.planner.reset()
+        self.llm.engine.kv_cache.reset()
 
     def answer(self, prompts: Sequence[Prompt], num_answer: int) -> Batch:
         """See `Peer.answer`."""

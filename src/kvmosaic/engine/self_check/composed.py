@@ -51,7 +51,7 @@ class _Answered:
 
 def check_composed(model: LoadedModel, prompts: Sequence[Prompt], backend: AttentionBackend | None) -> list[Finding]:
     """Four findings: on positions, on storage and attention (of the first prompt), and on logits."""
-    # blind documents in sequence are moved the most, and still one dense forward says what they must give
+    # context-free documents in sequence are moved the most, and still one dense forward says what they must give
     strategy: FixedStrategy = "sequential" if moves(model) else "shared"
     context: ChunkContext = "none" if moves(model) else "system"
     engine = RecordingEngine(model, backend, strategy, context)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvmosaic.attention import AttentionBackend
-from kvmosaic.cache import BlockCopy, Planner
+from kvmosaic.cache import BlockCopy, KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.engine import Engine
 from kvmosaic.engine.request import Request
@@ -98,8 +98,8 @@ class RecordingEngine(Engine):
         config = ChunkCacheConfig(
             position_strategy=strategy, chunk_context=context, block_size=BLOCK_SIZE, repair="none"
         )
-        planner = Planner(model.fingerprint, config, request_blocks=_NUM_BLOCKS, chunk_blocks=_NUM_BLOCKS)
-        super().__init__(RecordingRunner(model, backend), planner, config, EngineConfig(max_batched_tokens=512))
+        kv_cache = KVCache(model.fingerprint, config, request_blocks=_NUM_BLOCKS, chunk_blocks=_NUM_BLOCKS)
+        super().__init__(RecordingRunner(model, backend), kv_cache, config, EngineConfig(max_batched_tokens=512))
 
     def answer(self, prompts: Sequence[Prompt]) -> list[Request]:
         """Answers prompts together, greedily, with `NUM_ANSWER` tokens each.

@@ -14,7 +14,7 @@ from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.contract import FIELD, Composition
 from kvmosaic.integrations.vllm.operations import Move
 from kvmosaic.integrations.vllm.plugin import NAME
-from kvmosaic.integrations.vllm.worker.telling import KeyDifference, WorkerStory, compare_keys, tell
+from kvmosaic.integrations.vllm.worker.diagnostics import KeyDifference, WorkerDiagnostics, compare_keys, diagnose
 from kvmosaic.integrations.vllm.worker.trial.text import ordinary_tokens
 
 _MOST_LOGPROBS = 20
@@ -44,7 +44,7 @@ class EngineCheck:
     block_size: int
     trouble: str
     """Why no request is composed here; empty: they are."""
-    workers: tuple[WorkerStory, ...]
+    workers: tuple[WorkerDiagnostics, ...]
     findings: tuple[Finding, ...]
 
     @property
@@ -80,7 +80,7 @@ def check_engine(model: str, options: Sequence[str] = ()) -> EngineCheck:
         raise InvalidConfig(f"vLLM does not start with {model!r:.200}: {said[0][:400]}") from error
     try:
         engine = _Engine(llm)
-        workers = tuple(llm.collective_rpc(tell))
+        workers = tuple(llm.collective_rpc(diagnose))
         findings: list[Finding] = []
         if not engine.trouble:
             findings += engine.moved_keys()

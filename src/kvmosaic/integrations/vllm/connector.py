@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvmosaic.integrations.vllm.metrics import ComposingPromMetrics, ComposingStats
 from kvmosaic.integrations.vllm.operations import FetchReport, FingerprintReport, Operations, WorkerFacts
 from kvmosaic.integrations.vllm.scheduler.access import calling_scheduler
-from kvmosaic.integrations.vllm.scheduler.composer import Composer
+from kvmosaic.integrations.vllm.scheduler.scheduler_side import SchedulerSide
 from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
 from kvmosaic.integrations.vllm.worker.tiering import WorkerTiers, open_worker_tiers
 
@@ -57,11 +57,11 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._composer: Composer | None = None
+        self._composer: SchedulerSide | None = None
         self._worker: ComposingWorker | None = None
         self._tiers: WorkerTiers | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._composer = Composer(vllm_config, kv_cache_config, calling_scheduler())
+            self._composer = SchedulerSide(vllm_config, kv_cache_config, calling_scheduler())
         else:
             self._worker = ComposingWorker(vllm_config, kv_cache_config)
 
@@ -96,57 +96,57 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """What the workers found out, by (pipeline rank, tensor rank)."""
-        self._planner.hear({rank: said.facts for rank, said in metadata.items()})
+        self._kv_cache.on_handshake({rank: said.facts for rank, said in metadata.items()})
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """The same by rank, of versions of vLLM that know no pipeline here."""
-        self._planner.hear({rank: said.facts for rank, said in metadata.items()})
+        self._kv_cache.on_handshake({rank: said.facts for rank, said in metadata.items()})
 
     def on_new_request(self, request: Any) -> None:
         """A request was added to the scheduler."""
-        self._planner.arrived(request)
+        self._kv_cache.on_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens can be moved in; None while a chunk is being computed."""
-        return self._planner.matched(request, num_computed_tokens), False
+        return self._kv_cache.match(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request was given blocks."""
-        self._planner.admitted(request, blocks, num_external_tokens)
+        self._kv_cache.on_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """A step is scheduled."""
-        return StepMetadata(self._planner.operations(scheduler_output))
+        return StepMetadata(self._kv_cache.operations(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """A step is over, and workers told something."""
         told = connector_output.kv_connector_worker_meta
-        if self._planner.tiering is not None and isinstance(told, StepReports):
-            self._planner.tiering.told(told.reports)
+        if self._kv_cache.tiering is not None and isinstance(told, StepReports):
+            self._kv_cache.tiering.on_reports(told.reports)
 
     def reset_cache(self) -> bool:
         """What tiers have is of use again when the weights turn out to be the same."""
-        if self._planner.tiering is not None:
-            self._planner.tiering.reset()
+        if self._kv_cache.tiering is not None:
+            self._kv_cache.tiering.reset()
         return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; its blocks are free at once, and its answer carries the report."""
-        return False, self._planner.finished(request)
+        return False, self._kv_cache.finished(request)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The same where layers are in groups."""
-        return False, self._planner.finished(request)
+        return False, self._kv_cache.finished(request)
 
     @property
     def trouble(self) -> str:
         """Why nothing is composed here; empty: it is."""
-        return self._planner.trouble
+        return self._kv_cache.trouble
 
     @property
-    def _planner(self) -> Composer:
+    def _kv_cache(self) -> SchedulerSide:
         assert self._composer is not None
         return self._composer
 

@@ -13,7 +13,7 @@ from typing import Any
 from kvmosaic.cache import TenantUsage
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.server.dashboard.examples import example_questions
-from kvmosaic.server.dashboard.glance import Glance, look
+from kvmosaic.server.dashboard.snapshot import EngineSnapshot, take_snapshot
 from kvmosaic.server.dashboard.viewer import NUM_RECORDS, News, NumberedRecord, Viewer
 from kvmosaic.server.dashboard.views import (
     blocks_view,
@@ -26,10 +26,10 @@ from kvmosaic.server.dashboard.views import (
 )
 from kvmosaic.server.documents import StoredDocument
 from kvmosaic.server.errors import ApiError
-from kvmosaic.server.record import MAX_RECORDS, RequestRecord
+from kvmosaic.server.request_log import MAX_RECORDS, RequestRecord
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
-from kvmosaic.server.tier_readings import look_at_tiers
+from kvmosaic.server.tier_gauges import look_at_tiers
 
 logger = logging.getLogger("kvmosaic.server")
 
@@ -68,9 +68,9 @@ class Feed:
         self._num_records = 0
         self._num_records_of: Counter[str] = Counter()
         """By tenant."""
-        self._glance: Glance | None = None
+        self._glance: EngineSnapshot | None = None
         self._last_look = float("-inf")
-        self._looking: asyncio.Task[Glance] | None = None
+        self._looking: asyncio.Task[EngineSnapshot] | None = None
         self._telling: asyncio.Task[None] | None = None
         self._started = services.clock()
         services.records.listen(self._note)
@@ -151,7 +151,7 @@ class Feed:
         """Looks at the engine. One that is busy with a long step is waited for in the next seconds, not asked again."""
         if self._looking is None:
             with_blocks = any(viewer.tenant.is_admin for viewer in self._viewers)
-            call = partial(look, wanted=self._wanted(), with_blocks=with_blocks)
+            call = partial(take_snapshot, wanted=self._wanted(), with_blocks=with_blocks)
             self._looking = asyncio.create_task(self._services.engine.call(call), name="dashboard-look")
         done, _ = await asyncio.wait({self._looking}, timeout=self._seconds)
         if not done:
@@ -216,7 +216,7 @@ class Feed:
         usage = figures.usages.get(tenant.name) or TenantUsage(0, 0, 0, tenant.quota_bytes, 0, 0)
         shared = {
             "uptime_seconds": int(services.clock() - self._started),
-            "is_alive": services.engine.is_well,
+            "is_alive": services.engine.is_healthy,
             "is_asleep": services.engine.is_asleep,
             "tenant": usage_view(usage),
         }
@@ -226,7 +226,7 @@ class Feed:
                 "waiting": services.engine.num_waiting,
                 "chunks": chunks_view(figures.caches),
                 "pools": pools_view(figures),
-                "tiers": [tier_view(tier) for tier in look_at_tiers(services.llm.engine.keeper)],
+                "tiers": [tier_view(tier) for tier in look_at_tiers(services.llm.engine.offloader)],
             }
         num_running = figures.num_running.get(tenant.name, 0)
         held_blocks = self._glance.held_blocks.get(tenant.name) if self._glance else None

@@ -10,10 +10,10 @@ from kvmosaic.cache import BlockMap, BlockState, ChunkCacheStats, TenantUsage
 from kvmosaic.engine import EngineFigures
 from kvmosaic.sampling import SegmentAction, SegmentReuse
 from kvmosaic.sampling.reuse import RepairUse
-from kvmosaic.server.dashboard.glance import CachedText
+from kvmosaic.server.dashboard.snapshot import CachedText
 from kvmosaic.server.documents import StoredDocument, shown_name
-from kvmosaic.server.record import RequestRecord
-from kvmosaic.server.tier_readings import TierMoment
+from kvmosaic.server.request_log import RequestRecord
+from kvmosaic.server.tier_gauges import TierMoment
 
 MAX_SEGMENTS = 256
 """Segments of one record that are sent; the rest are summed up."""
@@ -63,7 +63,7 @@ def chunks_view(statistics: ChunkCacheStats) -> dict[str, Any]:
         "hits": statistics.hits,
         "evictions": statistics.evictions,
         "lookup_ms": statistics.average_lookup_ms,
-        "attach_ms": statistics.average_attach_ms,
+        "allocate_ms": statistics.average_allocate_ms,
         "compute_ms": statistics.average_compute_ms,
     }
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvmosaic.server.documents.names import shown_name, with_shown_names
-from kvmosaic.server.documents.shelf import DocumentPage
 from kvmosaic.server.documents.store import DocumentStore, StoreLimits, StoreUsage
 from kvmosaic.server.documents.stored import Draft, Match, StoredDocument, StoredText
+from kvmosaic.server.documents.tenant_documents import DocumentPage
 
 if TYPE_CHECKING:
     from fastapi import APIRouter

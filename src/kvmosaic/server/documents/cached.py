@@ -86,7 +86,7 @@ async def set_cached_priority(services: Services, tenant: str, document: StoredD
     await services.engine.call(partial(_set_priority, tenant=tenant, label=document.content.label, priority=priority))
 
 
-async def drop_retired(services: Services, *, lingering: bool = False) -> None:
+async def drop_superseded(services: Services, *, lingering: bool = False) -> None:
     """Drops the chunks of texts that nobody can ask for any more, under all system texts and salts.
 
     Requests that read one end on it. A chunk that another stored document of the tenant shares stays; a prompt that
@@ -97,8 +97,8 @@ async def drop_retired(services: Services, *, lingering: bool = False) -> None:
         services: the server.
         lingering: also what requests from before have computed since.
     """
-    retired = services.documents.take_retired()
-    texts = [*services.documents.lingering(), *retired] if lingering else retired
+    superseded = services.documents.take_superseded()
+    texts = [*services.documents.in_grace_period(), *superseded] if lingering else superseded
     labels: dict[str, list[str]] = {}
     for text in texts:
         labels.setdefault(text.tenant, []).append(text.label)
@@ -106,7 +106,7 @@ async def drop_retired(services: Services, *, lingering: bool = False) -> None:
         for tenant, names in labels.items():
             await _drop(services, tenant, names)
     except EngineError:
-        logger.warning("the chunks of %d replaced or deleted documents could not be dropped now", len(retired))
+        logger.warning("the chunks of %d replaced or deleted documents could not be dropped now", len(superseded))
 
 
 async def _drop(services: Services, tenant: str, labels: Iterable[str]) -> None:
@@ -137,13 +137,13 @@ def _look(
     engine: Engine, *, tenant: str, labels: Sequence[str], keep: bool | None = None
 ) -> dict[str, list[CachedChunk]]:
     """The chunks named by labels; on the engine's thread. `keep`: whether chunks computed later are pinned as well."""
-    planner = engine.planner
+    kv_cache = engine.kv_cache
     found: dict[str, list[CachedChunk]] = {label: [] for label in labels}
     if keep is not None:
         for label in labels:
-            planner.keep(label, tenant, keep)
+            kv_cache.pin_when_ready(label, tenant, keep)
     if engine.chunk_config.long_chunks == "split":
-        for chunk in planner.chunks():
+        for chunk in kv_cache.chunks():
             if chunk.tenant == tenant:
                 for name in chunk.names:
                     if (label := label_in(name)[0]) in found:
@@ -151,7 +151,7 @@ def _look(
         return found
     for label in labels:
         try:
-            found[label] = [_view(engine, chunk, label) for chunk in planner.find_chunks(label, None, tenant)]
+            found[label] = [_view(engine, chunk, label) for chunk in kv_cache.find_chunks(label, None, tenant)]
         except UnknownChunk:
             continue
     return found
@@ -159,13 +159,13 @@ def _look(
 
 def _kept(engine: Engine, *, tenant: str, labels: Sequence[str]) -> dict[Key, tuple[str, ...]]:
     """The names of chunks with these labels that are in tiers, as far as they are known; on the engine's thread."""
-    if engine.keeper is None:
+    if engine.offloader is None:
         return {}
-    kept = engine.keeper.kept
+    kept = engine.offloader.kept
     found: dict[Key, tuple[str, ...]] = {}
     for key in (key for label in labels for key in kept.named(label, None, tenant, with_parts=True)):
         try:
-            present = engine.planner.find_chunks(key, None, tenant)[0].names
+            present = engine.kv_cache.find_chunks(key, None, tenant)[0].names
         except UnknownChunk:
             present = ()
         found[key] = (*kept.names(key), *present)
@@ -174,24 +174,24 @@ def _kept(engine: Engine, *, tenant: str, labels: Sequence[str]) -> dict[Key, tu
 
 def _settle(engine: Engine, *, tenant: str, changes: Mapping[Key, Change]) -> None:
     """Deletes, pins and unpins chunks, on the engine's thread. What has gone meanwhile has gone."""
-    planner = engine.planner
+    kv_cache = engine.kv_cache
     for key, change in changes.items():
         try:
             if change == "delete":
-                planner.delete(key, None, tenant, when_idle=True)
+                kv_cache.delete(key, None, tenant, when_idle=True)
             elif change == "pin":
-                planner.pin(key, None, tenant)
+                kv_cache.pin(key, None, tenant)
             else:
-                planner.unpin(key, None, tenant)
+                kv_cache.unpin(key, None, tenant)
         except UnknownChunk:
-            if change == "delete" and engine.keeper is not None:  # only tiers have it
-                engine.keeper.delete([key])
+            if change == "delete" and engine.offloader is not None:  # only tiers have it
+                engine.offloader.delete([key])
 
 
 def _set_priority(engine: Engine, *, tenant: str, label: str, priority: float) -> None:
     """Gives all chunks with a label a priority; on the engine's thread."""
     for chunk in _look(engine, tenant=tenant, labels=[label])[label]:
-        engine.planner.set_priority(chunk.key, priority, None, tenant)
+        engine.kv_cache.set_priority(chunk.key, priority, None, tenant)
 
 
 def _view(engine: Engine, chunk: Chunk, name: str) -> CachedChunk:
@@ -203,9 +203,9 @@ def _view(engine: Engine, chunk: Chunk, name: str) -> CachedChunk:
         is_ready=chunk.is_ready,
         num_tokens=chunk.num_tokens,
         num_blocks=num_blocks,
-        num_bytes=num_blocks * engine.planner.bytes_per_block,
+        num_bytes=num_blocks * engine.kv_cache.bytes_per_block,
         hits=chunk.hits,
-        num_users=chunk.users,
+        num_users=chunk.ref_count,
         pinned=chunk.pinned,
         is_salted=bool(chunk.salt),
         compute_ms=chunk.compute_ms,

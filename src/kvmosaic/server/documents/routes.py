@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Request, Response
 
 from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS
-from kvmosaic.server.documents.cached import CachedChunk, drop_retired, find_cached, pin_cached, set_cached_priority
+from kvmosaic.server.documents.cached import CachedChunk, drop_superseded, find_cached, pin_cached, set_cached_priority
 from kvmosaic.server.documents.schemas import (
     MAX_LIST,
     ChunkObject,
@@ -127,7 +127,7 @@ def router(services: Services) -> APIRouter:
     async def delete_document(document_id: IdInPath, tenant: Asker, if_match: IfMatch = None) -> DeletedDocument:
         """Deletes a document and its chunks; a request that reads it ends on it."""
         store.delete(tenant.name, document_id, _match(if_match))
-        await drop_retired(services)
+        await drop_superseded(services)
         return DeletedDocument(id=document_id, object="document.deleted", deleted=True)
 
     @routes.post(ROUTE + "/{document_id}:pin", response_model_exclude_unset=True)
@@ -159,7 +159,7 @@ async def _stored(
         await asyncio.shield(pin_cached(services, tenant.name, document))
     if draft.priority is not None:
         await asyncio.shield(set_cached_priority(services, tenant.name, document))
-    await drop_retired(services)
+    await drop_superseded(services)
     return DocumentObject.of(document)
 
 

@@ -9,7 +9,6 @@ from pydantic import Field
 from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS, REFUSED_ID_PATTERN
 from kvmosaic.server.documents.cached import CachedChunk
 from kvmosaic.server.documents.names import shown_name
-from kvmosaic.server.documents.shelf import DocumentPage
 from kvmosaic.server.documents.store import DocumentStore
 from kvmosaic.server.documents.stored import (
     MAX_METADATA_KEY,
@@ -19,6 +18,7 @@ from kvmosaic.server.documents.stored import (
     Draft,
     StoredDocument,
 )
+from kvmosaic.server.documents.tenant_documents import DocumentPage
 from kvmosaic.server.documents.warming import WarmedDocument
 from kvmosaic.server.openai.documents import DocumentFields
 from kvmosaic.server.openai.fields import Body, Name, Reply, Text

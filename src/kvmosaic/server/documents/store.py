@@ -20,14 +20,14 @@ from kvmosaic.errors import (
 from kvmosaic.prompt.document import MAX_DOCUMENT_CHARACTERS
 from kvmosaic.prompt.document_id import check_id
 from kvmosaic.server.documents.names import label_in, label_of
-from kvmosaic.server.documents.shelf import DocumentPage, Order, Shelf
 from kvmosaic.server.documents.stored import Draft, Match, StoredDocument, StoredText
+from kvmosaic.server.documents.tenant_documents import DocumentPage, Order, TenantDocuments
 
-MAX_RETIRED = 100_000
+MAX_SUPERSEDED = 100_000
 """Texts whose chunks wait to be dropped; beyond that, eviction takes the chunks in its own time."""
-MAX_LINGERING = 10_000
-LINGER_SECONDS = 600.0
-"""So long, a request that began before may still compute a retired text."""
+MAX_IN_GRACE_PERIOD = 10_000
+GRACE_SECONDS = 600.0
+"""So long, a request that began before may still compute a superseded text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class StoreUsage:
 
 
 @dataclass(frozen=True, slots=True)
-class RetiredText:
+class SupersededText:
     """A text that nobody can ask for any more; its chunks may go."""
 
     tenant: str
@@ -61,7 +61,7 @@ class DocumentStore:
     """The stored documents of all tenants, in memory.
 
     Only texts are here. What was computed from them is in the chunk cache, found by the `label` of each text; texts
-    that are replaced, deleted or expired are listed by `take_retired` for whoever drops their chunks.
+    that are replaced, deleted or expired are listed by `take_superseded` for whoever drops their chunks.
 
     Every call sees and leaves a whole state, on whatever thread: bodies with long lists are read beside the event loop.
     A replaced text is gone from the store before `put` returns: `resolve` can only find the new one.
@@ -88,10 +88,10 @@ class DocumentStore:
         self._clock = clock
         self._make_id = make_id
         self._lock = RLock()
-        self._shelves: dict[str, Shelf] = {}
+        self._by_tenant: dict[str, TenantDocuments] = {}
         self._text_numbers = count(1)
-        self._retired: deque[RetiredText] = deque(maxlen=MAX_RETIRED)
-        self._lingering: deque[tuple[float, RetiredText]] = deque(maxlen=MAX_LINGERING)
+        self._superseded: deque[SupersededText] = deque(maxlen=MAX_SUPERSEDED)
+        self._in_grace_period: deque[tuple[float, SupersededText]] = deque(maxlen=MAX_IN_GRACE_PERIOD)
 
     def create(self, tenant: str, draft: Draft, document_id: str | None = None) -> StoredDocument:
         """Stores a new document.
@@ -162,18 +162,18 @@ class DocumentStore:
         """All documents of a tenant, oldest first."""
         with self._lock:
             self.expire(tenant)
-            shelf = self._shelf(tenant)
-            return [shelf.documents[shelf.ids[number]] for number in shelf.numbers]
+            documents = self._documents(tenant)
+            return [documents.documents[documents.ids[number]] for number in documents.numbers]
 
     def page(self, tenant: str, *, limit: int = 20, after: str | None = None, order: Order = "desc") -> DocumentPage:
-        """Some documents of a tenant in the order of creation; see `Shelf.part`.
+        """Some documents of a tenant in the order of creation; see `TenantDocuments.part`.
 
         Raises:
             UnknownDocument: `after` is no place in this list.
         """
         with self._lock:
             self.expire(tenant)
-            return self._shelf(tenant).part(limit, after, order)
+            return self._documents(tenant).part(limit, after, order)
 
     def delete(self, tenant: str, document_id: str, match: Match | None = None) -> None:
         """Drops a document.
@@ -198,7 +198,7 @@ class DocumentStore:
             if document.pinned and not pinned:
                 document.ttl_started_at = self._clock()
             document.pinned = pinned
-            self._shelf(tenant).line_up(document)
+            self._documents(tenant).push(document)
             return document
 
     def set_priority(
@@ -221,8 +221,8 @@ class DocumentStore:
         """Drops the documents whose time is over, of one tenant or of all; returns how many."""
         with self._lock:
             now, num_dropped = self._clock(), 0
-            for name in [tenant] if tenant is not None else list(self._shelves):
-                for document in self._shelf(name).take_expired(now):
+            for name in [tenant] if tenant is not None else list(self._by_tenant):
+                for document in self._documents(name).take_expired(now):
                     self._retire(name, document)
                     num_dropped += 1
             return num_dropped
@@ -231,58 +231,60 @@ class DocumentStore:
         """How much a tenant stores, or (None) all of them together."""
         with self._lock:
             self.expire(tenant)
-            shelves = self._shelves.values() if tenant is None else (self._shelf(tenant),)
-            num_documents = sum(len(shelf.documents) for shelf in shelves)
-            return StoreUsage(num_documents, sum(shelf.num_bytes for shelf in shelves))
+            tenant_documents = self._by_tenant.values() if tenant is None else (self._documents(tenant),)
+            num_documents = sum(len(documents.documents) for documents in tenant_documents)
+            return StoreUsage(num_documents, sum(documents.num_bytes for documents in tenant_documents))
 
     def owner(self, tenant: str, chunk_name: str) -> StoredDocument | None:
         """The document whose present text a chunk is named by, if there is one."""
         with self._lock:
             label, document_id = label_in(chunk_name)
-            document = self._shelf(tenant).documents.get(document_id)
+            document = self._documents(tenant).documents.get(document_id)
             return document if document is not None and document.content.label == label else None
 
-    def take_retired(self) -> list[RetiredText]:
+    def take_superseded(self) -> list[SupersededText]:
         """Texts that were replaced, deleted or expired since the last call."""
         with self._lock:
-            retired, now = list(self._retired), self._clock()
-            self._retired.clear()
-            self._lingering.extend((now, text) for text in retired)
-            return retired
+            superseded, now = list(self._superseded), self._clock()
+            self._superseded.clear()
+            self._in_grace_period.extend((now, text) for text in superseded)
+            return superseded
 
-    def lingering(self) -> list[RetiredText]:
+    def in_grace_period(self) -> list[SupersededText]:
         """Texts that were taken in the last ten minutes: requests that began before may have computed them since."""
         with self._lock:
-            while self._lingering and self._lingering[0][0] + LINGER_SECONDS <= self._clock():
-                self._lingering.popleft()
-            return [text for _, text in self._lingering]
+            while self._in_grace_period and self._in_grace_period[0][0] + GRACE_SECONDS <= self._clock():
+                self._in_grace_period.popleft()
+            return [text for _, text in self._in_grace_period]
 
     def check_invariants(self) -> None:
-        """Checks every shelf (for tests)."""
-        for shelf in self._shelves.values():
-            shelf.check_invariants()
-            assert len(shelf.documents) <= self.limits.max_documents and shelf.num_bytes <= self.limits.max_bytes
+        """Checks the documents of every tenant (for tests)."""
+        for documents in self._by_tenant.values():
+            documents.check_invariants()
+            assert (
+                len(documents.documents) <= self.limits.max_documents and documents.num_bytes <= self.limits.max_bytes
+            )
 
-    def _shelf(self, tenant: str) -> Shelf:
-        return self._shelves.get(tenant) or self._shelves.setdefault(tenant, Shelf())
+    def _documents(self, tenant: str) -> TenantDocuments:
+        return self._by_tenant.get(tenant) or self._by_tenant.setdefault(tenant, TenantDocuments())
 
     def _find(self, tenant: str, document_id: str) -> StoredDocument | None:
-        document = self._shelf(tenant).documents.get(document_id)
+        document = self._documents(tenant).documents.get(document_id)
         if document is not None and document.has_expired(self._clock()):
             self._drop(tenant, document)
             return None
         return document
 
     def _drop(self, tenant: str, document: StoredDocument) -> None:
-        self._shelf(tenant).remove(document)
+        self._documents(tenant).remove(document)
         self._retire(tenant, document)
 
     def _retire(self, tenant: str, document: StoredDocument) -> None:
-        self._retired.append(RetiredText(tenant, document.content.label))
+        self._superseded.append(SupersededText(tenant, document.content.label))
 
     def _put(self, tenant: str, document_id: str, draft: Draft) -> StoredDocument:
-        shelf, now = self._shelf(tenant), self._clock()
-        before = shelf.documents.get(document_id)
+        documents, now = self._documents(tenant), self._clock()
+        before = documents.documents.get(document_id)
         priority = before.content.priority if draft.priority is None and before is not None else draft.priority
         content = StoredText(draft.text, draft.title, document_id, priority)
         num_bytes = content.count_bytes()
@@ -295,8 +297,8 @@ class DocumentStore:
         was_pinned = before is not None and before.pinned
         document = StoredDocument(
             id=document_id,
-            number=before.number if before else next(shelf.new_numbers),
-            version=shelf.next_version(document_id),
+            number=before.number if before else next(documents.new_numbers),
+            version=documents.next_version(document_id),
             content=content,
             metadata=dict(draft.metadata),
             created_at=before.created_at if before else now,
@@ -309,7 +311,7 @@ class DocumentStore:
             hits=before.hits if before else 0,
             last_used_at=before.last_used_at if before else None,
         )
-        shelf.put(document)
+        documents.put(document)
         if before is not None and before.content.label != content.label:
             self._retire(tenant, before)
         return document

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from kvmosaic.server.documents.cached import drop_retired
+from kvmosaic.server.documents.cached import drop_superseded
 from kvmosaic.server.services import Services
 
 SWEEP_SECONDS = 5.0
@@ -29,7 +29,7 @@ async def swept(services: Services, seconds: float = SWEEP_SECONDS) -> AsyncIter
 async def sweep(services: Services) -> None:
     """Drops expired documents, and the chunks of all texts that nobody can ask for any more."""
     services.documents.expire()
-    await drop_retired(services, lingering=True)
+    await drop_superseded(services, lingering=True)
 
 
 async def _sweep_always(services: Services, seconds: float) -> None:

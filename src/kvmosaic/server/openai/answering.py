@@ -16,7 +16,7 @@ from kvmosaic.engine import AnswerDelta, RequestDelta
 from kvmosaic.layout import ChunkContext, PositionStrategy
 from kvmosaic.sampling import Logprob, SamplingParams
 from kvmosaic.server.errors import request_id_of
-from kvmosaic.server.openai.prompts import Composed
+from kvmosaic.server.openai.prompts import EncodedPrompt
 from kvmosaic.server.openai.sampling import SharedFields
 from kvmosaic.server.openai.usage import Tally
 from kvmosaic.server.running import run
@@ -31,14 +31,14 @@ MAX_WRITTEN_AT_ONCE = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class GenerationRequest:
     """What one HTTP request asks of the engine."""
 
     services: Services
     tenant: Tenant
     route: str
     request_id: str
-    prompts: Sequence[Composed]
+    prompts: Sequence[EncodedPrompt]
     params: SamplingParams
     priority: int = 0
     position_strategy: PositionStrategy | None = None
@@ -52,8 +52,8 @@ class Asked:
         route: str,
         request: Request,
         body: SharedFields,
-        read: tuple[Sequence[Composed], SamplingParams],
-    ) -> Asked:
+        read: tuple[Sequence[EncodedPrompt], SamplingParams],
+    ) -> GenerationRequest:
         """What an HTTP request asks, once its body is read into prompts and sampling parameters."""
         prompts, params = read
         return cls(
@@ -103,7 +103,7 @@ def ending_of(answer: AnswerDelta) -> Ending | None:
     return "length" if answer.finish_reason == "length" else "stop" if answer.finish_reason else None
 
 
-async def deltas(asked: Asked) -> AsyncGenerator[tuple[int, RequestDelta], None]:
+async def deltas(asked: GenerationRequest) -> AsyncGenerator[tuple[int, RequestDelta], None]:
     """The deltas of all prompts as they come, each with the number of its prompt.
 
     Raises:
@@ -134,7 +134,7 @@ async def deltas(asked: Asked) -> AsyncGenerator[tuple[int, RequestDelta], None]
             yield index, delta
 
 
-async def whole_answers(asked: Asked) -> tuple[list[WholeAnswer], Tally]:
+async def whole_answers(asked: GenerationRequest) -> tuple[list[WholeAnswer], Tally]:
     """All answers, by the number of their choice, and what they cost."""
     answers = [WholeAnswer() for _ in range(len(asked.prompts) * asked.params.n)]
     tally = asked.tally()

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from kvmosaic.engine import AnswerDelta
 from kvmosaic.sampling import SamplingParams
 from kvmosaic.server.openai.answering import (
-    Asked,
+    GenerationRequest,
     WholeAnswer,
     deltas,
     ending_of,
@@ -23,7 +23,7 @@ from kvmosaic.server.openai.answering import (
 from kvmosaic.server.openai.chat_request import ChatRequest
 from kvmosaic.server.openai.logprobs import ChatLogprobs, TokenBytes, chat_logprobs
 from kvmosaic.server.openai.models import served_model
-from kvmosaic.server.openai.prompts import Composed, chat_prompt
+from kvmosaic.server.openai.prompts import EncodedPrompt, chat_prompt
 from kvmosaic.server.openai.replies import (
     AnswerMessage,
     ChatChoice,
@@ -68,7 +68,7 @@ def router(services: Services) -> APIRouter:
         check_stream_options(body.stream, body.stream_options)
         services.admission.check(tenant)
         read = await services.in_thread(tenant.name, _read, services, tenant, body)
-        asked = Asked.by(services, tenant, ROUTE, request, body, read)
+        asked = GenerationRequest.by(services, tenant, ROUTE, request, body, read)
         writer = ChatWriter(asked, model, token_bytes)
         if body.stream:
             return await open_stream(request, writer.chunks(body.stream_options or StreamOptions()))
@@ -78,7 +78,7 @@ def router(services: Services) -> APIRouter:
     return routes
 
 
-def _read(services: Services, tenant: Tenant, body: ChatRequest) -> tuple[list[Composed], SamplingParams]:
+def _read(services: Services, tenant: Tenant, body: ChatRequest) -> tuple[list[EncodedPrompt], SamplingParams]:
     params = prepared(services, body.sampling_params(defaults_of(services)))
     return [chat_prompt(services, tenant, body, body.plain_messages(), body.rendering())], params
 
@@ -86,7 +86,7 @@ def _read(services: Services, tenant: Tenant, body: ChatRequest) -> tuple[list[C
 class ChatWriter:
     """Writes the answers of one request in the shape of /v1/chat/completions."""
 
-    def __init__(self, asked: Asked, model: str, token_bytes: TokenBytes) -> None:
+    def __init__(self, asked: GenerationRequest, model: str, token_bytes: TokenBytes) -> None:
         self._asked = asked
         self._token_bytes = token_bytes
         self._head: dict[str, Any] = {

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from kvmosaic.engine import AnswerDelta
 from kvmosaic.sampling import Logprob, SamplingParams
 from kvmosaic.server.openai.answering import (
-    Asked,
+    GenerationRequest,
     WholeAnswer,
     deltas,
     ending_of,
@@ -23,7 +23,7 @@ from kvmosaic.server.openai.answering import (
 from kvmosaic.server.openai.completion_request import CompletionRequest
 from kvmosaic.server.openai.logprobs import TextLogprobs, text_logprobs
 from kvmosaic.server.openai.models import served_model
-from kvmosaic.server.openai.prompts import Composed, text_prompt
+from kvmosaic.server.openai.prompts import EncodedPrompt, text_prompt
 from kvmosaic.server.openai.replies import Completion, TextChoice, error_replies, streamed
 from kvmosaic.server.openai.sampling import (
     StreamOptions,
@@ -57,7 +57,7 @@ def router(services: Services) -> APIRouter:
         body.check(services.admission.most_at_once)
         services.admission.check(tenant)
         read = await services.in_thread(tenant.name, _read, services, tenant, body)
-        asked = Asked.by(services, tenant, ROUTE, request, body, read)
+        asked = GenerationRequest.by(services, tenant, ROUTE, request, body, read)
         writer = CompletionWriter(asked, model, [str(text) for text in body.prompts] if body.echo else [])
         if body.stream:
             return await open_stream(request, writer.chunks(body.stream_options or StreamOptions()))
@@ -67,7 +67,7 @@ def router(services: Services) -> APIRouter:
     return routes
 
 
-def _read(services: Services, tenant: Tenant, body: CompletionRequest) -> tuple[list[Composed], SamplingParams]:
+def _read(services: Services, tenant: Tenant, body: CompletionRequest) -> tuple[list[EncodedPrompt], SamplingParams]:
     params = prepared(services, body.sampling_params(defaults_of(services)), len(body.prompts))
     return [text_prompt(services, tenant, body, prompt) for prompt in body.prompts], params
 
@@ -75,7 +75,7 @@ def _read(services: Services, tenant: Tenant, body: CompletionRequest) -> tuple[
 class CompletionWriter:
     """Writes the answers of one request in the shape of /v1/completions."""
 
-    def __init__(self, asked: Asked, model: str, echoes: Sequence[str]) -> None:
+    def __init__(self, asked: GenerationRequest, model: str, echoes: Sequence[str]) -> None:
         """Takes what was asked, the served name, and the prompts to repeat before their answers, if any."""
         self._asked = asked
         self._echoes = echoes

@@ -18,7 +18,7 @@ from kvmosaic.server.tenants import Tenant
 
 
 @dataclass(frozen=True, slots=True)
-class Composed:
+class EncodedPrompt:
     """A prompt that is ready to run."""
 
     prompt: Prompt
@@ -47,7 +47,7 @@ def chat_prompt(
     body: DocumentFields,
     messages: Sequence[Mapping[str, Any]],
     rendering: Rendering,
-) -> Composed:
+) -> EncodedPrompt:
     """Renders a conversation over its documents: those of the body, marked parts, and parts between separators.
 
     Raises:
@@ -64,7 +64,7 @@ def chat_prompt(
     return replace(composed, notes=notes_of(services, tenant, documents, composed.prompt))
 
 
-def text_prompt(services: Services, tenant: Tenant, body: DocumentFields, text: str | Sequence[int]) -> Composed:
+def text_prompt(services: Services, tenant: Tenant, body: DocumentFields, text: str | Sequence[int]) -> EncodedPrompt:
     """Reads a text (split at separators where the server does so) or a list of token ids, with documents before it.
 
     Raises:
@@ -90,10 +90,10 @@ def text_prompt(services: Services, tenant: Tenant, body: DocumentFields, text: 
     return replace(composed, notes=notes_of(services, tenant, documents, composed.prompt))
 
 
-def _told(llm: LLM, prompt: Prompt, documents: Sequence[Document]) -> Composed:
+def _told(llm: LLM, prompt: Prompt, documents: Sequence[Document]) -> EncodedPrompt:
     """A prompt with what its report says: the encoder has joined its segments if there is no chunk cache."""
     ids = frozenset(document.id for document in documents if document.id is not None)
-    return Composed(prompt, f"not composed: {llm.chunk_cache_off_reason}" if prompt.is_joined else "", ids)
+    return EncodedPrompt(prompt, f"not composed: {llm.chunk_cache_off_reason}" if prompt.is_joined else "", ids)
 
 
 def _encode_chat(

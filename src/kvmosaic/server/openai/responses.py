@@ -14,10 +14,10 @@ from fastapi import Response as HttpResponse
 from kvmosaic.engine import AnswerDelta
 from kvmosaic.sampling import Logprob, SamplingParams
 from kvmosaic.server.errors import as_api_error
-from kvmosaic.server.openai.answering import Asked, WholeAnswer, deltas, pieces_of, reply_of, whole_answers
+from kvmosaic.server.openai.answering import GenerationRequest, WholeAnswer, deltas, pieces_of, reply_of, whole_answers
 from kvmosaic.server.openai.logprobs import TokenBytes, TokenLogprob, chat_logprobs
 from kvmosaic.server.openai.models import served_model
-from kvmosaic.server.openai.prompts import Composed, chat_prompt
+from kvmosaic.server.openai.prompts import EncodedPrompt, chat_prompt
 from kvmosaic.server.openai.replies import error_replies, streamed
 from kvmosaic.server.openai.response_reply import (
     IncompleteDetails,
@@ -58,7 +58,7 @@ def router(services: Services) -> APIRouter:
         model = served_model(services, body.model)
         services.admission.check(tenant)
         read = await services.in_thread(tenant.name, _read, services, tenant, body)
-        asked = Asked.by(services, tenant, ROUTE, request, body, read)
+        asked = GenerationRequest.by(services, tenant, ROUTE, request, body, read)
         writer = ResponseWriter(asked, body, model, token_bytes)
         if body.stream:
             return await open_stream(request, writer.events())
@@ -68,7 +68,7 @@ def router(services: Services) -> APIRouter:
     return routes
 
 
-def _read(services: Services, tenant: Tenant, body: ResponseRequest) -> tuple[list[Composed], SamplingParams]:
+def _read(services: Services, tenant: Tenant, body: ResponseRequest) -> tuple[list[EncodedPrompt], SamplingParams]:
     params = prepared(services, body.sampling_params(defaults_of(services)))
     return [chat_prompt(services, tenant, body, body.messages(), body.rendering())], params
 
@@ -76,7 +76,7 @@ def _read(services: Services, tenant: Tenant, body: ResponseRequest) -> tuple[li
 class ResponseWriter:
     """Writes the answer of one request in the shape of /v1/responses."""
 
-    def __init__(self, asked: Asked, body: ResponseRequest, model: str, token_bytes: TokenBytes) -> None:
+    def __init__(self, asked: GenerationRequest, body: ResponseRequest, model: str, token_bytes: TokenBytes) -> None:
         self._asked = asked
         self._token_bytes = token_bytes
         self._item_id = f"msg_{asked.request_id}"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from kvmosaic.engine.turns import MAX_PRIORITY
+from kvmosaic.engine.priorities import MAX_PRIORITY
 from kvmosaic.errors import InvalidRepair, InvalidSampling
 from kvmosaic.repair import FORMS, repair_policy
 from kvmosaic.repair.reading import MAX_POLICY_CHARACTERS

@@ -16,7 +16,7 @@ from kvmosaic.server.openai.chat_request import ChatFields
 from kvmosaic.server.openai.documents import DocumentFields
 from kvmosaic.server.openai.fields import MAX_PROMPT_TOKENS, Body, Reply, Text, TokenId, example
 from kvmosaic.server.openai.models import served_model
-from kvmosaic.server.openai.prompts import Composed, chat_prompt, text_prompt
+from kvmosaic.server.openai.prompts import EncodedPrompt, chat_prompt, text_prompt
 from kvmosaic.server.openai.replies import error_replies
 from kvmosaic.server.parsed import ParsedRoute
 from kvmosaic.server.services import Services
@@ -114,7 +114,7 @@ def _json(reply: bytes) -> Response:
     return Response(reply, media_type="application/json")
 
 
-def _read(services: Services, tenant: Tenant, body: TokenizeText | TokenizeChat) -> Composed:
+def _read(services: Services, tenant: Tenant, body: TokenizeText | TokenizeChat) -> EncodedPrompt:
     if isinstance(body, TokenizeChat):
         if body.add_special_tokens:
             raise InvalidPrompt("add_special_tokens=true would write them twice: the chat template does so already")

@@ -47,7 +47,7 @@ class BlockStore:
                 return number
         return len(hashes)
 
-    def hold(self, blocks: Iterable[Any]) -> None:
+    def acquire(self, blocks: Iterable[Any]) -> None:
         """Keeps blocks from being taken by others until `release`."""
         blocks = list(blocks)
         self._pool.touch(blocks)

@@ -65,14 +65,14 @@ class ChunkRequests:
             self.tiering.begin(request, prompt)
         self._submit(request)
 
-    def matched(self, request: Any, num_local: int) -> int | None:
+    def match(self, request: Any, num_local: int) -> int | None:
         """How many tokens after the first `num_local` can be loaded; None: wait."""
-        return 0 if self.tiering is None else self.tiering.matched(request, num_local)
+        return 0 if self.tiering is None else self.tiering.match(request, num_local)
 
-    def admitted(self, request: Any, blocks: Any, num_external: int) -> None:
+    def on_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
         """A request of ours was given its blocks."""
         if self.tiering is not None:
-            self.tiering.admitted(request, blocks, num_external)
+            self.tiering.on_alloc(request, blocks, num_external)
 
     def finished(self, request: Any) -> tuple[Any, LoadedChunk | None]:
         """Forgets a request that ended, in whatever way; its name, and where its chunk came from if from a tier."""

@@ -13,7 +13,7 @@ from kvmosaic.integrations.vllm.scheduler.trouble import Bypass
 
 
 @dataclass(slots=True)
-class Sighting:
+class SeenBlocks:
     """Blocks of a piece that were found cached, and the last step that was scheduled before they were."""
 
     blocks: tuple[Any, ...]
@@ -39,9 +39,9 @@ class ComposedRequest:
     hashes: tuple[tuple[Any, ...], ...] = ()
     """Of each chunk prompt, its blocks'."""
     pieces: tuple[Piece, ...] = ()
-    sightings: dict[int, Sighting] = field(default_factory=dict)
+    sightings: dict[int, SeenBlocks] = field(default_factory=dict)
     """By number of the piece."""
-    prefix: Sighting | None = None
+    prefix: SeenBlocks | None = None
     """Of what vLLM's prefix cache has of the request itself."""
     asked: dict[int, int] = field(default_factory=dict)
     """How often each chunk prompt was asked to be computed for this request."""

@@ -95,7 +95,7 @@ class Staging:
                 self._of_request.setdefault(request_id, []).append(each)
         return found
 
-    def hear(self, report: FetchReport) -> StagedRun | None:
+    def on_report(self, report: FetchReport) -> StagedRun | None:
         """A worker tells what became of a fetch; the run, if it was the last one to do so."""
         staged = self._by_number.get(report.number)
         if staged is None or staged.is_over:

@@ -114,7 +114,7 @@ class Tiering:
         bytes_per_token = group.kv_cache_spec.page_size_bytes * len(group.layer_names) // block_size
         return cls(num_workers, block_size, bytes_per_token, parse_bytes(tiers.staged), find_store)
 
-    def hear(self, fingerprints: Mapping[int, str]) -> None:
+    def on_handshake(self, fingerprints: Mapping[int, str]) -> None:
         """The workers' fingerprints, by rank; without all of them nothing is stored or loaded."""
         ordered = [fingerprints[rank] for rank in sorted(fingerprints)]
         self._fingerprint = engine_fingerprint(ordered) if len(ordered) == self._num_workers else ""
@@ -126,7 +126,7 @@ class Tiering:
         if self._is_on and request.lora_request is None:
             self._prompts[request.request_id] = _Prompt(prompt, request.cache_salt or "")
 
-    def matched(self, request: Any, num_local: int) -> int | None:
+    def match(self, request: Any, num_local: int) -> int | None:
         """How many tokens after the first `num_local` can be loaded into a chunk prompt's blocks; None: wait."""
         entry = self._prompts.get(request.request_id)
         self._watch()
@@ -154,7 +154,7 @@ class Tiering:
         entry.num_local = num_local
         return stop - num_local
 
-    def admitted(self, request: Any, blocks: Any, num_external: int) -> None:
+    def on_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
         """A chunk prompt was given its blocks; so many tokens behind the cached ones are to be loaded."""
         entry = self._prompts.get(request.request_id)
         if entry is None:
@@ -202,18 +202,18 @@ class Tiering:
         done.fetches, self._staging.fetches = self._staging.fetches, []
         done.drops, self._staging.drops = self._staging.drops, []
 
-    def told(self, reports: Iterable[FetchReport | FingerprintReport]) -> None:
+    def on_reports(self, reports: Iterable[FetchReport | FingerprintReport]) -> None:
         """What workers had to tell after a step."""
         for report in reports:
             if isinstance(report, FetchReport):
-                staged = self._staging.hear(report)
+                staged = self._staging.on_report(report)
                 if staged is not None and not staged.tier:
                     self._stored.pop(staged.run.key, None)
             elif self._is_refreshing and report.number == self._round:
                 self._told[report.rank] = report.fingerprint
                 if len(self._told) == self._num_workers:
                     self._is_refreshing = False
-                    self.hear(self._told)
+                    self.on_handshake(self._told)
 
     def reset(self) -> None:
         """What was computed before is not used any more, unless the weights turn out to be the same."""

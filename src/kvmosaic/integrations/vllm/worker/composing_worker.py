@@ -10,10 +10,10 @@ from kvmosaic.errors import KVMosaicError
 from kvmosaic.integrations.vllm.operations import Operations, WorkerFacts
 from kvmosaic.integrations.vllm.tally import Tally
 from kvmosaic.integrations.vllm.worker import shifting
+from kvmosaic.integrations.vllm.worker.extra_forward import find_nested
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.integrations.vllm.worker.layouts.ascend import is_npu
 from kvmosaic.integrations.vllm.worker.moving import Mover
-from kvmosaic.integrations.vllm.worker.nested import find_nested
-from kvmosaic.integrations.vllm.worker.places import Places
 from kvmosaic.integrations.vllm.worker.repairing import Repairer
 from kvmosaic.integrations.vllm.worker.self_check import check, check_rotations
 from kvmosaic.integrations.vllm.worker.shifting import PositionShift
@@ -50,14 +50,14 @@ class ComposingWorker:
         return self._mover
 
     @property
-    def places(self) -> Places | None:
+    def places(self) -> KVLayout | None:
         """Where keys and values lie; None: that is not known."""
         return None if self._mover is None else self._mover.places
 
     def register(self, kv_caches: dict[str, Any]) -> None:
         """Finds out where keys and values lie and how they are turned; what is impossible becomes a fact."""
         try:
-            places = Places.of(self._config, kv_caches, self._kv_cache_config)
+            places = KVLayout.of(self._config, kv_caches, self._kv_cache_config)
         except KVMosaicError as error:
             self.facts = WorkerFacts(trouble=str(error))
             return

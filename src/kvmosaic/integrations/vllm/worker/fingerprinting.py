@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvmosaic.integrations.vllm.worker.places import Places
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.model.fingerprint import fingerprint
 
 _PROBES = 4
@@ -20,7 +20,7 @@ _TABLE_ROWS = 64
 _log = logging.getLogger(__name__)
 
 
-def worker_fingerprint(vllm_config: Any, places: Places) -> str:
+def worker_fingerprint(vllm_config: Any, places: KVLayout) -> str:
     """SHA-256 (hex) of this worker's configuration, weights and rotation tables; empty if they cannot be read.
 
     The same weights in the same split over workers give the same fingerprint on every machine. What counts is in

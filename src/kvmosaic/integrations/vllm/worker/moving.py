@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvmosaic.integrations.vllm.operations import Move
-from kvmosaic.integrations.vllm.worker.places import Places
-from kvmosaic.integrations.vllm.worker.turning import Factors, Turning, arithmetic
+from kvmosaic.integrations.vllm.worker.key_rotation import Factors, KeyRotation, arithmetic
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 
 
 class Mover:
@@ -22,7 +22,7 @@ class Mover:
     possible. A move by distance 0 copies bytes.
     """
 
-    def __init__(self, places: Places, part_tokens: int = 2048) -> None:
+    def __init__(self, places: KVLayout, part_tokens: int = 2048) -> None:
         """Keeps copies of at most `part_tokens` tokens of one layer at a time."""
         assert part_tokens > 0
         self.places = places
@@ -62,12 +62,12 @@ class Mover:
                 yield start, min(start + self.part_tokens, last)
 
     def _move_part(self, sources: Tensor, targets: Tensor, positions: tuple[Tensor, Tensor], is_turned: bool) -> None:
-        known: dict[tuple[Turning, torch.dtype], Factors] = {}
+        known: dict[tuple[KeyRotation, torch.dtype], Factors] = {}
         for place in self.places.layers:
             keys, values = place.layout.read(sources)
-            if is_turned and place.turning is not None:
-                which = place.turning, arithmetic(keys.dtype)
+            if is_turned and place.rotation is not None:
+                which = place.rotation, arithmetic(keys.dtype)
                 if which not in known:
-                    known[which] = place.turning.factors(*positions, dtype=which[1])
-                place.turning.turn(keys, known[which])
+                    known[which] = place.rotation.factors(*positions, dtype=which[1])
+                place.rotation.rotate(keys, known[which])
             place.layout.write(targets, keys, values)

@@ -6,8 +6,8 @@ import logging
 
 import torch
 
-from kvmosaic.integrations.vllm.worker.nested import Nested
-from kvmosaic.integrations.vllm.worker.places import Places
+from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.integrations.vllm.worker.trial.model_trial import ModelTrial
 from kvmosaic.integrations.vllm.worker.trial.plan import HEAD_TOKENS, NUM_TOKENS, Plan, far_positions
 from kvmosaic.integrations.vllm.worker.trial.rotation import direct_trouble
@@ -17,13 +17,13 @@ _log = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
-def check(places: Places, nested: Nested) -> str:
+def check(places: KVLayout, nested: ExtraForward) -> str:
     """Why moved chunks would not be what the model computes; empty: they are.
 
     Runs before anything is served: its blocks are in nobody's use, and it leaves zeros in them. Every worker runs the
     same forwards whatever it finds, so that workers that compute together stay together.
     """
-    length = min([nested.max_length, *(place.turning.num_positions for place in places.layers if place.turning)])
+    length = min([nested.max_length, *(place.rotation.num_positions for place in places.layers if place.rotation)])
     num_tokens = min(NUM_TOKENS, nested.max_tokens, length - 1)
     last = length - min(HEAD_TOKENS, num_tokens) - 1
     if num_tokens < 4 or last < 1:
@@ -46,11 +46,11 @@ def check(places: Places, nested: Nested) -> str:
 
 
 @torch.inference_mode()
-def check_rotations(places: Places, max_length: int) -> str:
+def check_rotations(places: KVLayout, max_length: int) -> str:
     """The same as far as it can be found out without a forward: every rotary embedding is called directly."""
-    turnings = {place.turning: place for place in places.layers if place.turning is not None}
-    for turning, place in turnings.items():
-        last = min(max_length, turning.num_positions) - HEAD_TOKENS - 1
+    turnings = {place.rotation: place for place in places.layers if place.rotation is not None}
+    for rotation, place in turnings.items():
+        last = min(max_length, rotation.num_positions) - HEAD_TOKENS - 1
         try:
             found = direct_trouble(place, far_positions(last))
         except Exception as error:  # it is called in another way, or not outside a forward: nothing is known of it
@@ -61,7 +61,7 @@ def check_rotations(places: Places, max_length: int) -> str:
     return ""
 
 
-def _clear(places: Places, blocks: tuple[int, ...]) -> None:
+def _clear(places: KVLayout, blocks: tuple[int, ...]) -> None:
     """Leaves zeros, as vLLM's own allocation does."""
     slots = places.slots(blocks, 0, len(blocks) * places.block_size).to(places.device)
     for place in places.layers:

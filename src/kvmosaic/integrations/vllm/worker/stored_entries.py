@@ -16,7 +16,7 @@ from kvmosaic.cache.keys import Key
 from kvmosaic.config import TierConfig
 from kvmosaic.errors import InvalidConfig, NotMovable
 from kvmosaic.integrations.vllm.operations import StoredRun
-from kvmosaic.integrations.vllm.worker.places import Places
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.memory import (
     ChunkTensors,
     DtypeName,
@@ -48,7 +48,7 @@ class Share:
 class StoredEntries:
     """Makes entries of runs, and runs of entries; layers are numbered from 0 on every worker."""
 
-    def __init__(self, places: Places, share: Share, config: TierConfig) -> None:
+    def __init__(self, places: KVLayout, share: Share, config: TierConfig) -> None:
         """Describes the layers of `places`.
 
         Raises:

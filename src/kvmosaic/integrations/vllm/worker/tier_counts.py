@@ -9,16 +9,16 @@ from typing import Any
 from kvmosaic.integrations.vllm.tally import Tally
 from kvmosaic.metrics.family import Family
 from kvmosaic.metrics.own_names import TIER_COUNTERS, TIER_OUTCOMES
-from kvmosaic.tiers import Hierarchy
+from kvmosaic.tiers import TieredStore
 
 _EVERY_SECONDS = 1.0
 
 
 class TierCounts:
-    """Tells a tally by how much the counters of a hierarchy have grown since the last time."""
+    """Tells a tally by how much the counters of a tiered store have grown since the last time."""
 
-    def __init__(self, hierarchy: Hierarchy[Any], clock: Callable[[], float] = time.monotonic) -> None:
-        self._hierarchy, self._clock = hierarchy, clock
+    def __init__(self, tiered_store: TieredStore[Any], clock: Callable[[], float] = time.monotonic) -> None:
+        self._tiered_store, self._clock = tiered_store, clock
         self._before: dict[tuple[Family, str], float] = {}
         self._next = 0.0
 
@@ -28,11 +28,11 @@ class TierCounts:
             return
         self._next = self._clock() + _EVERY_SECONDS
         now: dict[tuple[Family, str], float] = {}
-        for stat in self._hierarchy.tier_stats():
+        for stat in self._tiered_store.tier_stats():
             for family, name in TIER_COUNTERS.items():
                 now[family, stat.name] = now.get((family, stat.name), 0) + getattr(stat, name)
         for family, outcomes in TIER_OUTCOMES.items():
-            now |= {(family, outcome): getattr(self._hierarchy.stats, outcome) for outcome in outcomes}
+            now |= {(family, outcome): getattr(self._tiered_store.stats, outcome) for outcome in outcomes}
         for (family, label), number in now.items():
             tally.counted(family, number - self._before.get((family, label), 0), label)
         self._before = now

@@ -25,13 +25,13 @@ from kvmosaic.integrations.vllm.operations import (
 from kvmosaic.integrations.vllm.tally import Tally
 from kvmosaic.integrations.vllm.tier_settings import tier_config
 from kvmosaic.integrations.vllm.worker.fingerprinting import worker_fingerprint
-from kvmosaic.integrations.vllm.worker.places import Places
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.integrations.vllm.worker.stored_entries import Share, StoredEntries
 from kvmosaic.integrations.vllm.worker.tier_counts import TierCounts
 from kvmosaic.memory import ChunkTensors
 from kvmosaic.memory.buffer import pinned_bytes
 from kvmosaic.tiers import Fetch as TierFetch
-from kvmosaic.tiers import Hierarchy, open_tiers
+from kvmosaic.tiers import TieredStore, open_tiers
 
 CLOSE_SECONDS = 5.0
 
@@ -52,15 +52,15 @@ class WorkerTiers:
     """Does what the scheduler's `Tiering` plans.
 
         run     before a step's forward, or after one that loads nothing: loads, drops, fetches begin
-        save    after every forward: runs to be stored are copied to the host; a thread of the hierarchy writes them
+        save    after every forward: runs to be stored are copied to the host; a thread of the tiered store writes them
         told    what became of fetches since the last time
 
-    Tiers are asked and entries are verified on threads of the hierarchy; a step only copies. A run that was reported as
-    fetched stays in memory until it is dropped, so its load needs no tier any more.
+    Tiers are read and entries are verified on threads of the tiered store; a step only copies. A run that was reported
+    as fetched stays in memory until it is dropped, so its load needs no tier.
     """
 
     def __init__(
-        self, places: Places, share: Share, config: TierConfig, rank: int, take_fingerprint: Callable[[], str]
+        self, places: KVLayout, share: Share, config: TierConfig, rank: int, take_fingerprint: Callable[[], str]
     ) -> None:
         """Opens the tiers.
 
@@ -77,7 +77,7 @@ class WorkerTiers:
         self._places, self._rank, self._take_fingerprint = places, rank, take_fingerprint
         self._entries = StoredEntries(places, share, config)
         allocate = pinned_bytes if places.device.type == "cuda" else None
-        self.hierarchy: Hierarchy[ChunkTensors] = Hierarchy(
+        self.tiered_store: TieredStore[ChunkTensors] = TieredStore(
             open_tiers(config.tiers, allocate=allocate),
             most_pending_bytes=parse_bytes(config.pending),
             loading=config.loading,
@@ -86,7 +86,7 @@ class WorkerTiers:
         self._reports: list[FetchReport | FingerprintReport] = []
         self.failed_blocks: set[int] = set()
         """Blocks into which nothing could be loaded; vLLM computes them."""
-        self._counts = TierCounts(self.hierarchy)
+        self._counts = TierCounts(self.tiered_store)
         self.fingerprint = take_fingerprint()
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class WorkerTiers:
         for number in operations.drops:
             staged = self._staged.pop(number, None)
             if staged is not None and not staged.is_told:
-                self.hierarchy.cancel(staged.fetch)
+                self.tiered_store.cancel(staged.fetch)
         for fetch in operations.fetches:
             self._begin(fetch)
         if operations.fingerprint_round is not None:
@@ -125,15 +125,15 @@ class WorkerTiers:
         now = time.monotonic()
         for number, staged in self._staged.items():
             fetch = staged.fetch
-            if staged.is_told or not (fetch.is_settled(now, self.hierarchy.last_ended) or now >= staged.until):
+            if staged.is_told or not (fetch.is_settled(now, self.tiered_store.last_ended) or now >= staged.until):
                 continue
             staged.is_told, staged.tensors = True, fetch.value
             self._reports.append(
                 FetchReport(number, self._rank, "" if fetch.value is None else fetch.tier_name or "memory")
             )
             if fetch.value is None:
-                self.hierarchy.cancel(fetch)
-            elif fetch.is_persistent and self.hierarchy.has_volatile:
+                self.tiered_store.cancel(fetch)
+            elif fetch.is_persistent and self.tiered_store.has_volatile:
                 self._promote(staged.run, fetch.value)
         reports, self._reports = self._reports, []
         return reports
@@ -145,11 +145,11 @@ class WorkerTiers:
     def close(self) -> None:
         """Writes what is queued, as far as that is possible in a moment, and closes the tiers."""
         self._staged.clear()
-        self.hierarchy.close(CLOSE_SECONDS)
+        self.tiered_store.close(CLOSE_SECONDS)
 
     def _begin(self, asked: Fetch) -> None:
         num_bytes = asked.run.num_tokens * self._entries.bytes_per_token
-        fetch = self.hierarchy.fetch(
+        fetch = self.tiered_store.fetch(
             self._entries.key(asked.run),
             num_bytes,
             self._entries.accept(asked.run),
@@ -161,7 +161,7 @@ class WorkerTiers:
             return
         waiting = [staged.fetch for staged in self._staged.values() if not staged.is_told] + [fetch]
         seconds = [each.compute_seconds for each in waiting if each.compute_seconds is not None]
-        most = self.hierarchy.longest_wait(
+        most = self.tiered_store.longest_wait(
             sum(each.num_bytes for each in waiting), sum(seconds) if len(seconds) == len(waiting) else None
         )
         self._staged[asked.number] = _Staged(asked.run, fetch, time.monotonic() + most)
@@ -179,7 +179,7 @@ class WorkerTiers:
     def _store(self, store: Store) -> None:
         run = store.run
         num_bytes = run.num_tokens * self._entries.bytes_per_token
-        if not self.hierarchy.has_room(num_bytes):
+        if not self.tiered_store.has_room(num_bytes):
             return
         slots = self._places.slots(store.blocks, run.start, run.num_tokens).to(self._places.device)
         tensors: ChunkTensors = []
@@ -187,13 +187,13 @@ class WorkerTiers:
             keys, values = place.layout.read(slots)
             tensors.append((keys.cpu(), None if values is None else values.cpu()))
         encode = self._entries.encode(run, store.compute_seconds)
-        self.hierarchy.store(self._entries.key(run), tensors, num_bytes, encode, persistent=True, volatile=True)
+        self.tiered_store.store(self._entries.key(run), tensors, num_bytes, encode, persistent=True, volatile=True)
 
     def _promote(self, run: StoredRun, tensors: ChunkTensors) -> None:
         """What came from a slow tier is kept in the faster ones of this process, too."""
         num_bytes = run.num_tokens * self._entries.bytes_per_token
         encode = self._entries.encode(run, 0.0)
-        self.hierarchy.store(self._entries.key(run), tensors, num_bytes, encode, persistent=False, volatile=True)
+        self.tiered_store.store(self._entries.key(run), tensors, num_bytes, encode, persistent=False, volatile=True)
 
 
 def _on(device: object, rows: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def _on(device: object, rows: Tensor) -> Tensor:
     return rows.clone() if device == rows.device else rows.to(device)  # type: ignore[call-overload]
 
 
-def open_worker_tiers(vllm_config: Any, places: Places | None) -> WorkerTiers | None:
+def open_worker_tiers(vllm_config: Any, places: KVLayout | None) -> WorkerTiers | None:
     """The tiers of this worker; None if none are configured, or its cache cannot be read.
 
     Raises:

@@ -89,10 +89,10 @@ class AscendLatentLayout:
     is_sorted_apart = True
     """The turning part is stored in halves, also where the model pairs neighbours."""
 
-    def __init__(self, latent: Tensor, turning: Tensor) -> None:
-        self.latent, self.turning = latent, turning
+    def __init__(self, latent: Tensor, rotation: Tensor) -> None:
+        self.latent, self.rotation = latent, rotation
         num_blocks, self.block_size, _, self.latent_size = latent.shape
-        self.key_size = self.latent_size + turning.shape[-1]
+        self.key_size = self.latent_size + rotation.shape[-1]
         self.num_slots = num_blocks * self.block_size
 
     @classmethod
@@ -113,23 +113,23 @@ class AscendLatentLayout:
             raise NotMovable(f"{layer_name} keeps rows in the chip's own order; start without enable_kv_nz")
         if getattr(impl, "fa_quant_layer", False):
             raise NotMovable(f"{layer_name} quantizes its latent rows; only unquantized caches can be moved")
-        latent, turning = _pair(layer_name, layer, kv_cache)
+        latent, rotation = _pair(layer_name, layer, kv_cache)
         _require_shape(layer_name, "latent rows", latent, (1, int(layer.kv_lora_rank)))
-        _require_shape(layer_name, "turning rows", turning, (1, int(layer.qk_rope_head_dim)))
-        _confirm_rows(layer_name, impl, cls(stand_in(latent, 0), stand_in(turning, 0)))
-        return cls(latent, turning)
+        _require_shape(layer_name, "turning rows", rotation, (1, int(layer.qk_rope_head_dim)))
+        _confirm_rows(layer_name, impl, cls(stand_in(latent, 0), stand_in(rotation, 0)))
+        return cls(latent, rotation)
 
     def read(self, slots: Tensor) -> tuple[Tensor, None]:
         """See `KeyValueLayout.read`."""
         blocks, offsets = slots // self.block_size, slots % self.block_size
-        return torch.cat((self.latent[blocks, offsets], self.turning[blocks, offsets]), dim=-1), None
+        return torch.cat((self.latent[blocks, offsets], self.rotation[blocks, offsets]), dim=-1), None
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
         """See `KeyValueLayout.write`."""
         assert values is None
         blocks, offsets = slots // self.block_size, slots % self.block_size
         self.latent[blocks, offsets] = keys[..., : self.latent_size]
-        self.turning[blocks, offsets] = keys[..., self.latent_size :]
+        self.rotation[blocks, offsets] = keys[..., self.latent_size :]
 
 
 def _pair(layer_name: str, layer: Any, kv_cache: Any) -> tuple[Tensor, Tensor]:
@@ -171,15 +171,15 @@ def _confirm_rows(layer_name: str, impl: Any, layout: AscendLatentLayout) -> Non
     write = getattr(impl, "exec_kv_prefill", None)
     if write is None:
         raise NotMovable(f"{layer_name}: {type(impl).__name__} has no exec_kv_prefill, so its order cannot be tried")
-    size = layout.turning.shape[-1]
-    slot = torch.tensor([layout.num_slots - 2], device=layout.turning.device)
-    row = numbered(1, 1, layout.key_size, like=layout.turning, first=1)[:, 0]
+    size = layout.rotation.shape[-1]
+    slot = torch.tensor([layout.num_slots - 2], device=layout.rotation.device)
+    row = numbered(1, 1, layout.key_size, like=layout.rotation, first=1)[:, 0]
     unturned = torch.ones(1, 1, 1, size).to(row), torch.zeros(1, 1, 1, size).to(row)
-    write(row, *unturned, (layout.latent, layout.turning), slot)
+    write(row, *unturned, (layout.latent, layout.rotation), slot)
     part = row[0, layout.latent_size :]
-    wanted = torch.zeros_like(layout.turning).flatten(0, 2)
+    wanted = torch.zeros_like(layout.rotation).flatten(0, 2)
     wanted[slot] = torch.cat((part[0::2], part[1::2]))
     is_written = layout.latent.flatten(0, 2).count_nonzero(dim=-1) > 0
     is_slot = torch.arange(layout.num_slots, device=slot.device) == slot
-    if not torch.equal(layout.turning.flatten(0, 2), wanted) or not torch.equal(is_written, is_slot):
+    if not torch.equal(layout.rotation.flatten(0, 2), wanted) or not torch.equal(is_written, is_slot):
         raise NotMovable(f"{layer_name}: the row that the kernel wrote is not found in its cache, or in another order")

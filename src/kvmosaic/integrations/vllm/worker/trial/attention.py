@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvmosaic.integrations.vllm.operations import Repair
-from kvmosaic.integrations.vllm.worker.places import LayerPlace, Places
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
 from kvmosaic.integrations.vllm.worker.trial.rounding import unit, wide
 
 ROUNDINGS = 3
@@ -91,7 +91,7 @@ def _attended(place: LayerPlace, queries: Tensor, keys: Tensor, values: Tensor, 
     )
 
 
-def attention_error(places: Places, place: LayerPlace, run: Repair, seen: Attended) -> float:
+def attention_error(places: KVLayout, place: LayerPlace, run: Repair, seen: Attended) -> float:
     """How far a layer's output for a run lies from a softmax over all that its blocks hold, in parts of what may be.
 
     What may be follows from the numbers: weights and values rounded once, and scores that are off by the rounding of

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from kvmosaic.integrations.vllm.operations import Repair
-from kvmosaic.integrations.vllm.worker.nested import Nested
+from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward
 from kvmosaic.integrations.vllm.worker.trial.rounding import perturbed
 
 
@@ -49,7 +49,9 @@ class LayerCall:
         """Its arguments of floating point with a row for each token."""
         return [each for each in tree_leaves((self.args, self.kwargs)) if _is_numbers(each, len(self.positions))]
 
-    def again(self, nested: Nested, runs: list[Repair], tokens: list[int], *, noisy: bool = False) -> list[Tensor]:
+    def again(
+        self, nested: ExtraForward, runs: list[Repair], tokens: list[int], *, noisy: bool = False
+    ) -> list[Tensor]:
         """Calls it with the rows of these tokens, at the positions of these runs and with their blocks.
 
         Args:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.integrations.vllm.operations import Repair
+from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
 from kvmosaic.integrations.vllm.worker.moving import Mover
-from kvmosaic.integrations.vllm.worker.nested import Nested
-from kvmosaic.integrations.vllm.worker.places import LayerPlace, Places
 from kvmosaic.integrations.vllm.worker.trial.attention import Attended, AttentionRecorder, attention_error
 from kvmosaic.integrations.vllm.worker.trial.layer_call import LayerCall
 from kvmosaic.integrations.vllm.worker.trial.plan import Plan
@@ -32,8 +32,8 @@ class LayerTrial:
     some of them alone, later. So nothing here depends on what the layers before it make of rounding.
     """
 
-    places: Places
-    nested: Nested
+    places: KVLayout
+    nested: ExtraForward
     plan: Plan
     recorder: AttentionRecorder
 
@@ -89,8 +89,8 @@ class LayerTrial:
         """Keys and queries turn, values do not."""
         most = allowed(self.nested.dtype, seen.keys.dtype)
         for name, old, new in (("keys", still.keys, seen.keys), ("queries", still.queries, seen.queries)):
-            turning = fitted(place.turning, place, new.shape[-1])
-            far = apart(turning, turned(turning, old, 0, run.position), new)
+            rotation = fitted(place.rotation, place, new.shape[-1])
+            far = apart(rotation, turned(rotation, old, 0, run.position), new)
             if not far <= most:
                 return f"{place.name}: {misunderstood(name, 0, run.position, far, most)}"
         if seen.values is not None and still.values is not None:
@@ -109,8 +109,8 @@ class LayerTrial:
         computed = self._read(place, run.blocks, run.start)
         moved = self._read(place, self.plan.moved_blocks, run.start % self.plan.block_size)
         most = 1.5 * allowed(self.nested.dtype, moved[0].dtype)  # it is rounded once more
-        for name, one, other, turning in zip(("keys", "values"), moved, computed, (place.turning, None), strict=True):
-            if one is not None and other is not None and not (far := apart(turning, one, other)) <= most:
+        for name, one, other, rotation in zip(("keys", "values"), moved, computed, (place.rotation, None), strict=True):
+            if one is not None and other is not None and not (far := apart(rotation, one, other)) <= most:
                 return (
                     f"{place.name}: {name} moved to position {run.position} are {far:.2g} of their size away from "
                     f"those computed there (at most {most:.2g}): its cache was not understood"

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from kvmosaic.integrations.vllm.operations import Repair
-from kvmosaic.integrations.vllm.worker.nested import Nested
-from kvmosaic.integrations.vllm.worker.places import LayerPlace, Places
+from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
 from kvmosaic.integrations.vllm.worker.trial.attention import AttentionRecorder
 from kvmosaic.integrations.vllm.worker.trial.layer_call import LayerCall, outputs
 from kvmosaic.integrations.vllm.worker.trial.layer_trial import LayerTrial
@@ -30,7 +30,7 @@ class ModelTrial:
     each layer again, with what it was given   └ try it    └ try it
     """
 
-    def __init__(self, places: Places, nested: Nested, plan: Plan) -> None:
+    def __init__(self, places: KVLayout, nested: ExtraForward, plan: Plan) -> None:
         self._places, self._nested, self._plan = places, nested, plan
         self._recorder = AttentionRecorder(places.layers)
         self._trial = LayerTrial(places, nested, plan, self._recorder)
@@ -141,7 +141,7 @@ def _add_noise(module: nn.Module, args: Any, kwargs: Any, positions: Tensor) -> 
     return args, kwargs
 
 
-def _units(places: Places) -> dict[nn.Module, tuple[str, ...]]:
+def _units(places: KVLayout) -> dict[nn.Module, tuple[str, ...]]:
     """The modules around each attention layer, from the layer of the model that it is in to the one that holds it."""
     modules = dict(places.root.named_modules())
     names = {id(module): name for name, module in modules.items()}

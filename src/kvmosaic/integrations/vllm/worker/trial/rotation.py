@@ -8,38 +8,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvmosaic.integrations.vllm.worker.places import LayerPlace
+from kvmosaic.integrations.vllm.worker.key_rotation import KeyRotation, arithmetic
+from kvmosaic.integrations.vllm.worker.kv_layout import LayerPlace
 from kvmosaic.integrations.vllm.worker.trial.rounding import unit, wide
-from kvmosaic.integrations.vllm.worker.turning import Turning, arithmetic
 
 ROUNDINGS = 4
 """Of the table, two products and their sum: an error of this many roundings is allowed."""
 
 
-def fitted(turning: Turning | None, place: LayerPlace, size: int) -> Turning | None:
+def fitted(rotation: KeyRotation | None, place: LayerPlace, size: int) -> KeyRotation | None:
     """The turning of a layer for vectors of another size than its keys: queries of a layer with a latent cache."""
-    if turning is None or size == place.layout.key_size:
-        return turning
-    return replace(turning, first=size - turning.rotary_dim)
+    if rotation is None or size == place.layout.key_size:
+        return rotation
+    return replace(rotation, first=size - rotation.rotary_dim)
 
 
-def turned(turning: Turning | None, vectors: Tensor, old: int, new: int) -> Tensor:
+def turned(rotation: KeyRotation | None, vectors: Tensor, old: int, new: int) -> Tensor:
     """[T, H, D] vectors of neighbouring tokens, the first at position `old`, as they are from position `new` on."""
     vectors = wide(vectors).clone()
-    if turning is not None and old != new:
+    if rotation is not None and old != new:
         tokens = torch.arange(len(vectors), device=vectors.device)
-        turning.turn(vectors, turning.factors(old + tokens, new + tokens, arithmetic(vectors.dtype)))
+        rotation.rotate(vectors, rotation.factors(old + tokens, new + tokens, arithmetic(vectors.dtype)))
     return vectors
 
 
-def apart(turning: Turning | None, found: Tensor, wanted: Tensor) -> float:
+def apart(rotation: KeyRotation | None, found: Tensor, wanted: Tensor) -> float:
     """How far [T, H, D] vectors lie apart: of all D numbers the worst, in parts of the pair that it turns in.
 
     Rounding the larger number of a pair moves the smaller one by as much, so the pair is the measure. All tokens and
     heads are taken together, so that it is the mean of many roundings.
     """
     found, wanted = wide(found), wide(wanted)
-    size = (_pair_size(turning, found) + _pair_size(turning, wanted)).square().mean((0, 1)).sqrt() / 2
+    size = (_pair_size(rotation, found) + _pair_size(rotation, wanted)).square().mean((0, 1)).sqrt() / 2
     error = (found - wanted).square().mean((0, 1)).sqrt()
     far = error / size.clamp(min=float(size.mean()) * 1e-6 + 1e-30)
     return float(far.max()) if far.isfinite().all() else float("inf")
@@ -50,15 +50,15 @@ def allowed(*dtypes: torch.dtype) -> float:
     return ROUNDINGS * unit(*dtypes)
 
 
-def _pair_size(turning: Turning | None, vectors: Tensor) -> Tensor:
+def _pair_size(rotation: KeyRotation | None, vectors: Tensor) -> Tensor:
     """[T, H, D]: the length of the pair in which each number turns; of a number that does not turn, its own size."""
     sizes = vectors.abs()
-    if turning is None:
+    if rotation is None:
         return sizes
-    part = sizes[..., turning.first : turning.first + turning.rotary_dim]
-    half = turning.rotary_dim // 2
-    pairs = part.view(*part.shape[:-1], *((half, 2) if turning.is_interleaved else (2, half)))
-    dim = -1 if turning.is_interleaved else -2
+    part = sizes[..., rotation.first : rotation.first + rotation.rotary_dim]
+    half = rotation.rotary_dim // 2
+    pairs = part.view(*part.shape[:-1], *((half, 2) if rotation.is_interleaved else (2, half)))
+    dim = -1 if rotation.is_interleaved else -2
     part.copy_(pairs.norm(dim=dim, keepdim=True).expand_as(pairs).flatten(-2))
     return sizes
 
@@ -73,20 +73,20 @@ def direct_trouble(place: LayerPlace, positions: tuple[int, ...]) -> str:
     Returns:
         Empty: nothing.
     """
-    turning, num_tokens = place.turning, 8
-    assert turning is not None
-    rotary: Any = turning.rotary
-    size = int(getattr(rotary, "head_size", 0)) or turning.rotary_dim
-    bare = replace(turning, first=size - turning.rotary_dim if turning.first else 0)
+    rotation, num_tokens = place.rotation, 8
+    assert rotation is not None
+    rotary: Any = rotation.rotary
+    size = int(getattr(rotary, "head_size", 0)) or rotation.rotary_dim
+    bare = replace(rotation, first=size - rotation.rotary_dim if rotation.first else 0)
     generator = torch.Generator().manual_seed(0)
-    given = torch.randn(num_tokens, size, generator=generator).to(turning.table.device, turning.dtype)
+    given = torch.randn(num_tokens, size, generator=generator).to(rotation.table.device, rotation.dtype)
     shape = (num_tokens, 1, size) if place.layout.is_latent else (num_tokens, size)
     seen = {}
     for position in positions:
         at = torch.arange(position, position + num_tokens, device=given.device)
         query, key = rotary(at, given.clone().view(shape), given.clone().flip(0).contiguous().view(shape))
         seen[position] = query.view(num_tokens, -1, size), key.view(num_tokens, -1, size)
-    most = allowed(turning.dtype)
+    most = allowed(rotation.dtype)
     for position in positions[1:]:
         for name, still, wanted in zip(("queries", "keys"), seen[positions[0]], seen[position], strict=True):
             far = apart(bare, turned(bare, still, positions[0], position), wanted)

@@ -1,0 +1,166 @@
+"""An allocation: a plan made true, with everything that one running sequence holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvmosaic.cache.block_table import BlockCopy, BlockTable
+from kvmosaic.cache.chunk import Chunk
+from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain
+from kvmosaic.cache.plan import Action
+from kvmosaic.cache.prefix_cache import PrefixCache, PrefixEntry
+from kvmosaic.layout import Layout
+from kvmosaic.prompt import SegmentKind
+
+
+@dataclass(slots=True, eq=False)
+class SpanAllocation:
+    """One span of an allocation.
+
+    Its table has room for all of its tokens; the first `num_computed` of them hold keys and values, or will after the
+    step being assembled.
+    """
+
+    index: int
+    kind: SegmentKind
+    action: Action
+    """As finally done, which may differ from the plan: something was evicted, or came to be cached, in between."""
+    table: BlockTable
+    """Where its tokens lie; a chunk's table belongs to the chunk and is shared by all who read it."""
+    root: Key = field(repr=False)
+    tokens: bytearray = field(repr=False)
+    """Encoded token ids, answer included; empty for chunks."""
+    chunk: Chunk | None = None
+    is_owner: bool = False
+    """Chunks: this span must compute it."""
+    has_twin: bool = False
+    """Its owner, when allocated: equal tokens were ready behind another system text of this tenant and salt."""
+    is_closed: bool = True
+    """Nothing will be written behind its tokens."""
+    computed: int = 0
+    """Tokens computed, for spans that are not chunks; read `num_computed`."""
+    computed_step: int = -1
+    """The step that computes the last of them; -1: none did."""
+    entries: list[PrefixEntry] = field(default_factory=list, repr=False)
+    """The prefix entries of its first blocks, all held."""
+    registered: list[PrefixEntry] = field(default_factory=list, repr=False)
+    """Of these, new ones by this span in the step `registered_step`."""
+    registered_step: int = -1
+    is_unregistrable: bool = False
+    """A block could not or may not be made known, so those after it cannot either."""
+    num_left: int = 0
+    """Tokens of a rolling window's text that are not in the table any more: see `KVCache.roll`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, the answer included."""
+        return self.table.num_tokens
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that hold keys and values, or will after the step being assembled."""
+        return self.chunk.num_computed if self.chunk is not None else self.computed
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all tokens are computed, or will be by the step being assembled."""
+        return self.num_computed == self.num_tokens
+
+    def register(self, prefix: PrefixCache, chain: KeyChain, step: int) -> None:
+        """Makes its newly computed blocks known: full ones, and the last one of a closed span that is complete."""
+        size = self.table.pool.block_size
+        is_whole = self.is_closed and self.is_ready
+        num_blocks = len(self.table.block_ids) if is_whole else self.computed // size
+        if self.is_unregistrable or num_blocks == len(self.entries):
+            return
+        if self.registered_step != step:
+            self.registered, self.registered_step = [], step
+        width = size * TOKEN_BYTES
+        for index in range(len(self.entries), num_blocks):
+            tokens = bytes(self.tokens[index * width : (index + 1) * width])
+            parent = self.entries[-1] if self.entries else None
+            key = chain.extend_encoded(parent.key if parent else self.root, tokens)
+            entry, is_new = prefix.register(key, self.root, parent, tokens, self.table.block_ids[index], step)
+            if entry is None:
+                self.is_unregistrable = True
+                return
+            self.entries.append(entry)
+            if is_new:
+                self.registered.append(entry)
+
+    def register_tail(self, prefix: PrefixCache, chain: KeyChain, step: int) -> None:
+        """Makes the partly filled last block of a span that grows no further known, with the tokens that are computed.
+
+        A conversation that goes on finds it; one that goes on in another way takes a copy of what is alike. A block
+        that somebody else still reads (another answer to the same prompt) is left to the last of them.
+        """
+        pool = self.table.pool
+        size = pool.block_size
+        first = len(self.entries) * size
+        is_known_before = not self.is_unregistrable and not (self.entries and self.entries[-1].is_dropped)
+        if not is_known_before or not first < self.computed < first + size:
+            return
+        block_id = self.table.block_ids[len(self.entries)]
+        if pool.reference_count(block_id) > 1:
+            return
+        tokens = bytes(self.tokens[first * TOKEN_BYTES : self.computed * TOKEN_BYTES])
+        parent = self.entries[-1] if self.entries else None
+        key = chain.extend_encoded(parent.key if parent else self.root, tokens)
+        entry, _ = prefix.register(key, self.root, parent, tokens, block_id, step)
+        if entry is not None:
+            self.entries.append(entry)
+
+    def fork(self, prefix: PrefixCache) -> SpanAllocation:
+        """The same span for a second holder; a chunk's user is counted by the caller."""
+        prefix.acquire(self.entries)
+        return SpanAllocation(
+            index=self.index,
+            kind=self.kind,
+            action="reuse",
+            table=self.table if self.chunk is not None else self.table.fork(),
+            root=self.root,
+            tokens=self.tokens.copy(),
+            chunk=self.chunk,
+            is_closed=self.is_closed,
+            computed=self.computed,
+            computed_step=self.computed_step,
+            entries=self.entries.copy(),
+            is_unregistrable=self.is_unregistrable,
+            num_left=self.num_left,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Allocation:
+    """Everything one sequence holds: one allocated span per span of its layout, in order."""
+
+    layout: Layout
+    salt: str
+    tenant: str
+    spans: list[SpanAllocation]
+    chain: KeyChain = field(repr=False)
+    copies: list[BlockCopy] = field(default_factory=list)
+    """Blocks to copy before anything of the step in which it was allocated is written."""
+    is_released: bool = False
+    is_forgotten: bool = False
+    """A step failed with it: `release` is all that is left to do."""
+
+    @property
+    def last(self) -> SpanAllocation:
+        """The span that grows with the answer."""
+        return self.spans[-1]
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether something it reads was given up: release it and plan again.
+
+        That is a chunk which was abandoned, or a prefix block whose step failed.
+        """
+        return self.is_forgotten or any(
+            (span.chunk is not None and span.chunk.is_abandoned) or (span.entries and span.entries[-1].is_dropped)
+            for span in self.spans
+        )
+
+    def held_chunks(self) -> list[Chunk]:
+        """Its chunks, each once."""
+        return list({span.chunk.key: span.chunk for span in self.spans if span.chunk is not None}.values())

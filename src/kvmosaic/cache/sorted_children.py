@@ -1,0 +1,129 @@
+"""Siblings: prefix entries with the same parent, found by how they begin."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kvmosaic.cache.keys import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from kvmosaic.cache.prefix_cache import PrefixEntry
+
+_MOST_IN_A_BUCKET = 1_024
+
+
+class SortedChildren:
+    """Entries in the order of their encoded tokens, cut into buckets so that a thousand or a million cost the same.
+
+        [[aa, ab, ad], [ba, bbc, bbd], …]         nearest("abc") is ab or ad: the neighbours of where it would stand
+
+    Whatever begins most like some tokens stands right before or right behind them in this order, so one binary search
+    finds it. No two siblings have equal tokens.
+
+    Invariants:
+        no bucket is empty; all tokens are in ascending order, across buckets too
+    Always safe: discarding an entry that is not there.
+    """
+
+    __slots__ = ("_buckets",)
+
+    def __init__(self, first: PrefixEntry) -> None:
+        self._buckets = [[first]]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._buckets))
+
+    def __bool__(self) -> bool:
+        return bool(self._buckets)
+
+    def __iter__(self) -> Iterator[PrefixEntry]:
+        return (entry for bucket in self._buckets for entry in bucket)
+
+    def add(self, entry: PrefixEntry) -> None:
+        """Puts an entry in its place."""
+        if not self._buckets:
+            self._buckets = [[]]
+        number = self._bucket_of(entry.tokens)
+        bucket = self._buckets[number]
+        bucket.insert(bisect_left(bucket, entry.tokens, key=_tokens_of), entry)
+        if len(bucket) > _MOST_IN_A_BUCKET:
+            half = len(bucket) // 2
+            self._buckets[number : number + 1] = [bucket[:half], bucket[half:]]
+
+    def discard(self, entry: PrefixEntry) -> None:
+        """Takes an entry out."""
+        if not self._buckets:
+            return
+        number = self._bucket_of(entry.tokens)
+        bucket = self._buckets[number]
+        index = bisect_left(bucket, entry.tokens, key=_tokens_of)
+        if index < len(bucket) and bucket[index] is entry:
+            del bucket[index]
+            if not bucket:
+                del self._buckets[number]
+
+    def neighbours(self, tokens: bytes) -> tuple[PrefixEntry | None, PrefixEntry | None]:
+        """The last entry before some tokens, and the first one that is equal or behind them."""
+        return next(self.before(tokens), None), next(self.behind(tokens), None)
+
+    def before(self, tokens: bytes) -> Iterator[PrefixEntry]:
+        """The entries before some tokens, the next one first."""
+        number, index = self._place_of(tokens)
+        while number >= 0:
+            bucket = self._buckets[number]
+            yield from (bucket[place] for place in range(index - 1, -1, -1))
+            number -= 1
+            index = len(self._buckets[number])
+
+    def behind(self, tokens: bytes) -> Iterator[PrefixEntry]:
+        """The entries that are equal to some tokens or behind them, the next one first."""
+        number, index = self._place_of(tokens)
+        while 0 <= number < len(self._buckets):
+            bucket = self._buckets[number]
+            yield from (bucket[place] for place in range(index, len(bucket)))
+            number, index = number + 1, 0
+
+    def packed(self) -> PrefixEntry | SortedChildren | None:
+        """What is kept of them: nothing of none, and a lone entry as it is, since most entries have no siblings."""
+        if len(self._buckets) == 1 and len(self._buckets[0]) == 1:
+            return self._buckets[0][0]
+        return self if self._buckets else None
+
+    def check_invariants(self) -> None:
+        """Checks the order."""
+        assert all(self._buckets)
+        tokens = [entry.tokens for entry in self]
+        assert tokens == sorted(set(tokens))
+
+    def _place_of(self, tokens: bytes) -> tuple[int, int]:
+        """The bucket where some tokens are or would be, and the place in it; bucket -1 if there are none."""
+        if not self._buckets:
+            return -1, 0
+        number = self._bucket_of(tokens)
+        return number, bisect_left(self._buckets[number], tokens, key=_tokens_of)
+
+    def _bucket_of(self, tokens: bytes) -> int:
+        """The bucket where some tokens are, or would be put."""
+        return max(bisect_right(self._buckets, tokens, lo=1, key=_first_tokens_of) - 1, 0)
+
+
+def unpacked(kept: PrefixEntry | SortedChildren | None) -> SortedChildren | None:
+    """Siblings again, from what `packed` gave; changes to a lone entry's are to be packed anew."""
+    return kept if kept is None or isinstance(kept, SortedChildren) else SortedChildren(kept)
+
+
+def num_alike(one: bytes, other: bytes) -> int:
+    """How many encoded tokens two runs have in common from the beginning."""
+    length = min(len(one), len(other))
+    difference = int.from_bytes(one[:length], "big") ^ int.from_bytes(other[:length], "big")
+    return (length - (difference.bit_length() + 7) // 8) // TOKEN_BYTES
+
+
+def _tokens_of(entry: PrefixEntry) -> bytes:
+    return entry.tokens
+
+
+def _first_tokens_of(bucket: list[PrefixEntry]) -> bytes:
+    return bucket[0].tokens

@@ -1,0 +1,111 @@
+"""Opening a model for a command, with a sign of life while it loads."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+
+from kvmosaic.console.text import printable
+
+if TYPE_CHECKING:
+    from kvmosaic.layout import ChunkContext, PositionStrategy
+    from kvmosaic.llm import LLM
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Which model a command opens, and how."""
+
+    model: str = "reader"
+    dtype: str = "auto"
+    device: str = "auto"
+    position_strategy: PositionStrategy | None = None
+    """None, here and below: as the model's profile says, or the default."""
+    chunk_context: ChunkContext | None = None
+    separator: str | None = None
+    long_chunks: Literal["error", "split"] = "error"
+    capacity: str = "2GiB"
+    enable_chunk_cache: bool = True
+    num_threads: int | None = None
+    prepack: Literal["auto", "always", "never"] = "auto"
+    quantization: Literal["none", "int8"] = "none"
+    chunk_tiers: tuple[str, ...] = ()
+    chunk_codec: Literal["none", "fp8", "int8", "int4"] = "none"
+    chunk_compression: Literal["none", "zstd"] = "none"
+    chunk_loading: Literal["auto", "always"] = "auto"
+    chunk_pending: str = "512MiB"
+    """Most memory for chunks that wait to be written to the tiers."""
+    repair: str | None = None
+    profile: str = "auto"
+    """Which profile of the model is followed: auto, none, or a file."""
+
+    def said(self) -> dict[str, Any]:
+        """The settings that a profile must not change."""
+        settings = {
+            "position_strategy": self.position_strategy,
+            "chunk_context": self.chunk_context,
+            "repair": self.repair,
+        }
+        return {name: value for name, value in settings.items() if value is not None}
+
+
+def loading_text(model: str) -> str:
+    """What happens while a model loads; of a file also how large it is, as dequantizing takes some seconds per GB."""
+    try:
+        num_bytes = file.stat().st_size if (file := Path(model).expanduser()).is_file() else 0
+    except (OSError, ValueError, RuntimeError):  # a name that no file can have
+        num_bytes = 0
+    size = f", dequantizing {num_bytes / 1e6:,.1f} MB" if num_bytes else ""
+    return printable(f"loading {model}{size}")
+
+
+def open_llm(opening: ModelOptions, notices: Console) -> LLM:
+    """Loads the model; `notices` shows that something happens.
+
+    Raises:
+        KVMosaicError: the model cannot be loaded, or a setting cannot work.
+    """
+    with notices.status(loading_text(opening.model)), warnings.catch_warnings():
+        from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
+        from kvmosaic.console.cache_place import secret_from
+        from kvmosaic.llm import LLM
+        from kvmosaic.model.quiet import quiet_libraries
+        from kvmosaic.tuned_settings import profile_choice
+
+        quiet_libraries()
+        warnings.filterwarnings("ignore", "the chunk cache is off")  # said below, in one line
+        llm = LLM(
+            opening.model,
+            dtype=opening.dtype,
+            device=opening.device,
+            prepack=opening.prepack,
+            quantization=opening.quantization,
+            enable_chunk_cache=opening.enable_chunk_cache,
+            chunk_cache_config=ChunkCacheConfig(
+                separator=opening.separator,
+                long_chunks=opening.long_chunks,
+                capacity=opening.capacity,
+                **opening.said(),
+            ),
+            engine_config=EngineConfig(num_threads=opening.num_threads),
+            tier_config=TierConfig(
+                tiers=opening.chunk_tiers,
+                codec=opening.chunk_codec,
+                compression=opening.chunk_compression,
+                secret=secret_from() if opening.chunk_tiers else None,
+                pending=opening.chunk_pending,
+                loading=opening.chunk_loading,
+            ),
+            profile=profile_choice(opening.profile),
+        )
+    if llm.model.weights_note:
+        notices.print(llm.model.weights_note, style="dim", markup=False, highlight=False)
+    if llm.profile is not None:
+        notices.print(llm.profile_note, style="dim", markup=False, highlight=False)
+    if opening.enable_chunk_cache and not llm.has_chunk_cache:
+        notices.print(f"the chunk cache is off: {llm.chunk_cache_off_reason}", style="yellow", markup=False)
+    return llm

@@ -1,0 +1,304 @@
+"""ChunkOffloader: keeps chunks beyond the device, and brings them back."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+from kvmosaic.cache import Chunk, Key, KVCache, Plan, SpanPlan
+from kvmosaic.engine.chunk_entries import ChunkEntries
+from kvmosaic.engine.chunk_source import ChunkSource
+from kvmosaic.engine.offloaded_keys import OffloadedKeys
+from kvmosaic.engine.sequence import Sequence
+from kvmosaic.errors import UnknownChunk
+from kvmosaic.memory import BlockStorage
+from kvmosaic.tiers import ComputeCost, Fetch, Rank, TieredStore
+
+logger = logging.getLogger("kvmosaic")
+
+
+@dataclass(slots=True, eq=False)
+class StagedChunk:
+    """A chunk on its way, or here already, for sequences that wait."""
+
+    fetch: Fetch[ChunkSource]
+    num_holders: int = 0
+
+
+class ChunkOffloader:
+    """Stands between the KV cache and the tiers.
+
+        a chunk is complete      keep ──▶ written behind to the tiers that outlive the process
+        a chunk is evicted      leave ──▶ copied, written behind to the others
+        a request is queued     begin ──▶ fetches what it misses, if that is faster than computing it
+        it is allocated         finish ──▶ what came is copied into its blocks, the rest is computed
+
+    A complete chunk is read where it lies, by the thread that writes it. Only if its blocks are wanted before that, it
+    is copied on the engine's thread, between two steps. Everything slower happens on the threads of the tiered store.
+    Nothing in here fails a request: what cannot be kept is computed again one day.
+    """
+
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        storage: BlockStorage,
+        tiered_store: TieredStore[ChunkSource],
+        entries: ChunkEntries,
+        *,
+        most_staged_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begins to be told of evictions.
+
+        Args:
+            kv_cache: of the engine.
+            storage: of the chunk pool.
+            tiered_store: of the tiers.
+            entries: makes entries.
+            most_staged_bytes: of chunks that were fetched for requests that wait; beyond that a fetch begins when its
+                request is next.
+            clock: the engine's.
+        """
+        self.tiered_store = tiered_store
+        self.kept = OffloadedKeys()
+        """What the chunks are called that are in the tiers, as far as it is known here."""
+        self._kv_cache = kv_cache
+        self._storage = storage
+        self._entries = entries
+        self._most_staged_bytes = most_staged_bytes
+        self._staged_bytes = 0
+        self._staged: dict[Key, StagedChunk] = {}
+        self._sources: WeakValueDictionary[Chunk, ChunkSource] = WeakValueDictionary()
+        """Chunks still to be written, which may lie in their blocks; the tiered store holds them until then."""
+        self._crowded_out: Sequence | None = None
+        """It is next and found no room to stage its chunks: until it does, no later one begins to."""
+        self._num_ended = 0
+        """Fetches that were over when it was last looked who need not wait any longer."""
+        self._clock = clock
+        self._compute = ComputeCost()
+        self._bytes_per_token = storage.bytes_per_block // storage.block_size
+        kv_cache.notify(evicted=self.on_evict, deleted=self.on_delete, freed=self.on_free)
+        weakref.finalize(self, tiered_store.orphan).atexit = False
+
+    def has_room(self, sequence: Sequence, plan: Plan) -> bool:
+        """Whether what a sequence misses, which is next, can be staged beside what was fetched for others.
+
+        If not, those that come later do not begin until it can, so that it has its turn.
+        """
+        num_bytes = self._new_bytes(sequence, self._missing(sequence, plan))
+        has_room = not num_bytes or not self._staged_bytes or self._staged_bytes + num_bytes <= self._most_staged_bytes
+        self._crowded_out = None if has_room else sequence
+        return has_room
+
+    def prefetch(self, sequence: Sequence, plan: Plan | None = None) -> bool:
+        """Begins to fetch what a sequence misses; returns whether it should wait.
+
+        Args:
+            sequence: one that waits; what was fetched for it already is not fetched again.
+            plan: its newest plan, if it is to run next. Without one it is only a good time to begin, and nothing
+                happens if too much was fetched for others.
+        """
+        is_next = plan is not None
+        if not is_next and (self._crowded_out is not None or self._staged_bytes >= self._most_staged_bytes):
+            return False
+        if plan is None:
+            prompt = sequence.request.prompt
+            plan = self._kv_cache.plan(sequence.layout, prompt.salt, prompt.tenant)
+        missing = self._missing(sequence, plan)
+        if not is_next and self._staged_bytes + self._new_bytes(sequence, missing) > self._most_staged_bytes:
+            return False
+        fetches: dict[Key, StagedChunk] = sequence.fetches or {}
+        sequence.fetches = fetches  # at once, so that whatever happens from here on, `drop` finds them
+        for key, span in missing.items():
+            fetch = self._fetch(span, plan.layout.spans[span.index].start, sequence.sort_key)
+            if fetch is None:
+                continue
+            staged = self._staged.get(key)
+            if staged is None or staged.fetch is not fetch:
+                staged = self._staged[key] = StagedChunk(fetch)
+                self._staged_bytes += fetch.num_bytes
+            fetches[key] = staged
+            staged.num_holders += 1
+            sequence.fetching_since = self._clock()
+        return not self.is_settled(sequence)
+
+    def is_settled(self, sequence: Sequence) -> bool:
+        """Whether a sequence need not wait for fetches any longer.
+
+        It never waits longer than computing all of them takes: what has come by then is used, the rest is computed.
+        """
+        now, last_ended = self._clock(), self.tiered_store.last_ended
+        self._num_ended = self.tiered_store.num_ended
+        fetches = [staged.fetch for staged in (sequence.fetches or {}).values()]
+        if all(fetch.is_settled(now, last_ended) for fetch in fetches):
+            return True
+        num_bytes = sum(fetch.num_bytes for fetch in fetches)
+        compute_seconds = self._compute.estimate(num_bytes // self._bytes_per_token)
+        return now >= sequence.fetching_since + self.tiered_store.longest_wait(num_bytes, compute_seconds)
+
+    def load(self, sequence: Sequence) -> None:
+        """Copies what was fetched into the blocks of a sequence that was just allocated."""
+        fetches, allocation = sequence.fetches or {}, sequence.allocation
+        assert allocation is not None
+        for index, span in enumerate(allocation.spans):
+            chunk = span.chunk
+            if chunk is None or not span.is_owner or chunk.num_computed:
+                continue
+            fetch = fetches[chunk.key].fetch if chunk.key in fetches else None
+            tensors = None if fetch is None or fetch.value is None else fetch.value.tensors()
+            if fetch is None or tensors is None:
+                continue
+            begin = self._clock()
+            try:
+                self._storage.write_chunk(chunk.block_ids, tensors)
+            except Exception:  # its blocks are written again, by computing it
+                logger.exception("a chunk from the tier %s could not be copied to the device", fetch.tier_name)
+                continue
+            self._kv_cache.load(allocation, index)
+            chunk.is_stored, chunk.codec = fetch.is_persistent, self._entries.lossy_codec
+            self.kept.note(chunk)
+            sequence.loaded(index, fetch.tier_name, self._clock() - begin)
+        self.cancel(sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Lets go of what was fetched for a sequence; safe for one that has nothing."""
+        for key, staged in (sequence.fetches or {}).items():
+            staged.num_holders -= 1
+            if not staged.num_holders:
+                self._staged_bytes -= staged.fetch.num_bytes
+                if self._staged.get(key) is staged:
+                    del self._staged[key]
+                if not staged.fetch.is_over:
+                    self.tiered_store.cancel(staged.fetch)
+        sequence.fetches = None
+        if self._crowded_out is sequence:
+            self._crowded_out = None
+
+    def note_step(self, num_tokens: int, seconds: float) -> None:
+        """Learns how fast this machine computes, from any step."""
+        self._compute.note_step(num_tokens, seconds)
+
+    def on_computed(self, chunk: Chunk, seconds: float) -> None:
+        """Stores a chunk that was just computed, in so many seconds."""
+        self._compute.note(chunk.num_tokens, seconds)
+        if self._is_deleted(chunk):
+            return
+        self.kept.note(chunk)
+        if self.tiered_store.has_persistent and not chunk.is_stored:
+            self._store(chunk, volatile=False)
+
+    def on_evict(self, chunk: Chunk) -> None:
+        """Stores a chunk that leaves the device."""
+        self.kept.note(chunk)  # it may have got more names
+        if chunk.is_ready and (self.tiered_store.has_volatile or not chunk.is_stored):
+            self._store(chunk, volatile=True)
+
+    def on_free(self, chunk: Chunk) -> None:
+        """Copies what a chunk holds, if it is to be written and was not copied yet: its blocks are given back."""
+        if (source := self._sources.get(chunk)) is not None:
+            self._copy(source)
+
+    def on_delete(self, chunk: Chunk) -> None:
+        """Removes a chunk from the tiers that was deleted from the device."""
+        if (source := self._sources.get(chunk)) is not None:
+            source.drop()
+        self.delete([chunk.key])
+
+    def delete(self, keys: Collection[Key]) -> None:
+        """Removes chunks from all tiers, whether or not the device has them."""
+        for key in keys:
+            self.kept.discard(key)
+            if (staged := self._staged.pop(key, None)) is not None:
+                staged.fetch.value = None
+        self.tiered_store.delete(keys)
+
+    def delete_named(self, name: str, salt: str | None = "", tenant: str = "") -> int:
+        """Removes the chunks with this name that only the tiers have; returns how many are known."""
+        keys = self.kept.named(name, salt, tenant)
+        self.delete(keys)
+        return len(keys)
+
+    def flush(self) -> None:
+        """Copies whatever still lies in blocks and is to be written; all blocks may be given back then."""
+        for source in list(self._sources.values()):
+            self._copy(source)
+
+    def wait(self, seconds: float) -> None:
+        """Sleeps until a fetch is over, but no longer than this."""
+        self.tiered_store.wait(seconds, self._num_ended)
+
+    def _is_deleted(self, chunk: Chunk) -> bool:
+        """Whether a chunk was deleted while a request went on computing it: then nobody may find it again."""
+        try:
+            return self._kv_cache.find_chunks(chunk.key, None, chunk.tenant)[0] is not chunk
+        except UnknownChunk:
+            return True
+
+    def _missing(self, sequence: Sequence, plan: Plan) -> dict[Key, SpanPlan]:
+        """Chunks that a plan computes and that were not fetched for this sequence yet."""
+        known = sequence.fetches or {}
+        return {
+            span.key: span
+            for span in plan.spans
+            if span.is_chunk and span.action == "compute" and span.key not in known
+        }
+
+    def _new_bytes(self, sequence: Sequence, missing: dict[Key, SpanPlan]) -> int:
+        """What fetching them adds to what is staged."""
+        new = (span.num_tokens for key, span in missing.items() if key not in self._staged)
+        return sum(new) * self._bytes_per_token
+
+    def _copy(self, source: ChunkSource) -> bool:
+        try:
+            source.tensors()
+        except BaseException as error:  # then it is not stored; its blocks must not be read later
+            source.drop()
+            if not isinstance(error, Exception):
+                raise
+            logger.exception("a chunk could not be copied to be stored")
+            return False
+        return True
+
+    def _fetch(self, span: SpanPlan, start: int, rank: Rank) -> Fetch[ChunkSource] | None:
+        staged = self._staged.get(span.key)
+        known = None if staged is None else staged.fetch
+        num_bytes = span.num_tokens * self._bytes_per_token
+        accept = self._entries.accept(span, start, self._compute.tell)
+        compute_seconds = self._compute.estimate(span.num_tokens)
+        max_bytes = self._entries.max_bytes(span.num_tokens)
+        return self.tiered_store.fetch(span.key, num_bytes, accept, compute_seconds, rank, known, max_bytes=max_bytes)
+
+    def _store(self, chunk: Chunk, *, volatile: bool) -> None:
+        persistent = not chunk.is_stored
+
+        def done(is_stored: bool) -> None:
+            chunk.is_stored = is_stored
+
+        num_bytes = chunk.num_tokens * self._bytes_per_token
+        if not self.tiered_store.has_room(num_bytes):
+            return
+        # without `self`: an unreferenced offloader is collected, whatever is still to be written
+        storage, block_ids, num_tokens = self._storage, tuple(chunk.block_ids), chunk.num_tokens
+        source = self._sources.get(chunk) or ChunkSource(lambda: storage.read_chunk(block_ids, num_tokens))
+        if volatile and not self._copy(source):
+            return
+        try:
+            chunk.is_stored = True  # before anybody can say that it was not
+            self._sources[chunk] = source
+            is_queued = self.tiered_store.store(
+                chunk.key,
+                source,
+                num_bytes,
+                self._entries.encode(chunk),
+                persistent=persistent,
+                volatile=volatile,
+                done=done if persistent else lambda _: None,
+            )
+            if not is_queued:
+                chunk.is_stored = not persistent
+        except Exception:
+            logger.exception("a chunk could not be stored")

@@ -1,0 +1,97 @@
+"""Kept keys: what documents are called whose chunks are in the tiers."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from kvmosaic.cache import Chunk, Key
+from kvmosaic.cache.groups import Groups
+
+MOST_KEYS = 1_000_000
+"""More are forgotten, the oldest first; each takes a few hundred bytes."""
+MOST_NAMES = 64
+"""Of one chunk; the oldest are forgotten."""
+_PART = re.compile(r" \([0-9]+/[0-9]+\)$")
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    tenant: str
+    salt: str
+    names: tuple[str, ...]
+
+
+class OffloadedKeys:
+    """Names of the chunks that this process gave to the tiers, or got from there.
+
+        (tenant, name without its part) -> keys        "guide (2/3)" is found by "guide", too
+        key -> tenant, salt, names                      at most `most_keys`
+
+    The device forgets the names of a chunk when it leaves, and a tier knows keys only; so that a document can be
+    deleted everywhere by its name, they are kept here. What another process stored is not known.
+    """
+
+    def __init__(self, most_keys: int = MOST_KEYS) -> None:
+        self._most_keys = most_keys
+        self._known: OrderedDict[Key, _Known] = OrderedDict()
+        """A plain dictionary would walk over those that left before, to find the oldest."""
+        self._keys: Groups[tuple[str, str], Key] = Groups()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def note(self, chunk: Chunk) -> None:
+        """Keeps what a chunk is called; names that it had before stay."""
+        before = self._known.get(chunk.key)
+        names = tuple(dict.fromkeys((*(before.names if before else ()), *chunk.names)))[-MOST_NAMES:]
+        if not names or (before is not None and before.names == names):
+            return
+        self.discard(chunk.key)
+        self._known[chunk.key] = _Known(chunk.tenant, chunk.salt, names)
+        for place in _places(chunk.tenant, names):
+            self._keys.add(place, chunk.key)
+        if len(self._known) > self._most_keys:
+            self.discard(next(iter(self._known)))
+
+    def discard(self, key: Key) -> None:
+        """Forgets a key; safe for one that is not known."""
+        if (known := self._known.pop(key, None)) is None:
+            return
+        for place in _places(known.tenant, known.names):
+            self._keys.discard(place, key)
+
+    def named(self, name: str, salt: str | None, tenant: str, *, with_parts: bool = False) -> list[Key]:
+        """The keys of a tenant's chunks with this name, under one salt or (None) any.
+
+        `with_parts`: also those of the parts of a split document.
+        """
+        found = []
+        for key in self._keys.members((tenant, _whole(name))):
+            known = self._known[key]
+            is_named = name in known.names or (with_parts and any(_whole(other) == name for other in known.names))
+            if is_named and salt in (None, known.salt):
+                found.append(key)
+        return found
+
+    def names(self, key: Key) -> tuple[str, ...]:
+        """What a chunk is called, oldest first; nothing if its key is not known."""
+        known = self._known.get(key)
+        return () if known is None else known.names
+
+    def check_invariants(self) -> None:
+        """Holds both maps against each other (for tests)."""
+        assert len(self._known) <= self._most_keys
+        pairs = {(place, key) for key, known in self._known.items() for place in _places(known.tenant, known.names)}
+        assert pairs == {(place, key) for place in self._keys for key in self._keys.members(place)}
+        assert all(self._keys.members(place) for place in self._keys)
+
+
+def _places(tenant: str, names: tuple[str, ...]) -> set[tuple[str, str]]:
+    return {(tenant, _whole(name)) for name in names}
+
+
+def _whole(name: str) -> str:
+    """The name of a document without the part that a chunk is of it."""
+    return _PART.sub("", name)

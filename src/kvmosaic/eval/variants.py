@@ -1,0 +1,70 @@
+"""Ways to answer a prompt from cached documents: where they stand, what they saw, and what is computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.layout import ChunkContext
+from kvmosaic.repair import FullRepair, repair_policy
+
+Strategy = Literal["sequential", "shared"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+CONTEXTS: tuple[ChunkContext, ...] = get_args(ChunkContext)
+MAX_POLICIES = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to answer."""
+
+    strategy: Strategy = "sequential"
+    context: ChunkContext = "system"
+    repair: str = "none"
+    """The text of a policy, such as "query(0.15)"."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is full attention, with which all others are compared."""
+        return self == FULL
+
+    def __str__(self) -> str:
+        return "full attention" if self.is_full else f"{self.strategy}, {self.context}, {self.repair}"
+
+
+FULL = Variant("sequential", "system", str(FullRepair()))
+"""Ordinary causal reading of the whole prompt. It uses nothing of the documents, so there is only one."""
+
+
+def variants(
+    repairs: Sequence[str],
+    strategies: Sequence[str] = STRATEGIES,
+    contexts: Sequence[str] = CONTEXTS,
+) -> tuple[Variant, ...]:
+    """Full attention, then every combination that makes sense, each once.
+
+    Raises:
+        InvalidConfig: an unknown strategy or context, none of one of them, or too many policies.
+        InvalidRepair: a policy that does not exist.
+    """
+    for name, given, known in (("strategy", strategies, STRATEGIES), ("context", contexts, CONTEXTS)):
+        for value in given:
+            if value not in known:
+                raise InvalidConfig(f"the {name} {value!r:.80} is none of {', '.join(known)}")
+    if not repairs or not strategies or not contexts:
+        raise InvalidConfig(
+            "give at least one policy, one strategy and one context; leave an option out for its default"
+        )
+    if len(repairs) > MAX_POLICIES:
+        raise InvalidConfig(f"{len(repairs)} policies are too many for one table; give at most {MAX_POLICIES}")
+    texts = [str(repair_policy(repair)) for repair in repairs]
+    combined = [
+        Variant(strategy, context, repair)  # type: ignore[arg-type]  # checked above
+        for strategy in strategies
+        for context in contexts
+        for repair in texts
+        if repair != FULL.repair
+    ]
+    return tuple(dict.fromkeys([FULL, *combined]))

@@ -1,0 +1,358 @@
+"""The scheduler's half: finds chunks, asks for those that are missing, and plans what a step moves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from vllm.utils.hashing import get_hash_fn_by_name
+
+from kvmosaic.errors import KVMosaicError
+from kvmosaic.integrations.vllm.contract import FIELD, Composition
+from kvmosaic.integrations.vllm.operations import Move, Operations, Repair, Shift, WorkerFacts
+from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP, BlockStore
+from kvmosaic.integrations.vllm.scheduler.chunk_requests import ChunkRequests
+from kvmosaic.integrations.vllm.scheduler.composed import ComposedRequest, SeenBlocks
+from kvmosaic.integrations.vllm.scheduler.hashing import ComposedHasher
+from kvmosaic.integrations.vllm.scheduler.pieces import Piece, repaired_runs, take_apart
+from kvmosaic.integrations.vllm.scheduler.reporting import report_of
+from kvmosaic.integrations.vllm.scheduler.tiering import LoadedChunk, Tiering
+from kvmosaic.integrations.vllm.scheduler.trouble import (
+    Bypass,
+    default_repair,
+    engine_trouble,
+    request_trouble,
+    workers_trouble,
+)
+from kvmosaic.integrations.vllm.scheduler.write_log import WriteLog
+from kvmosaic.integrations.vllm.strategy import trained_positions
+from kvmosaic.integrations.vllm.tally import Tally
+
+_MAX_ASKED = 8
+"""How often a chunk is computed for one request, if it is evicted each time before all others are there."""
+
+_log = logging.getLogger(__name__)
+
+
+class SchedulerSide:
+    """Follows every request with segments from its arrival to its end.
+
+        arrival          borders are read; chunks are looked up; missing ones are asked for
+        being scheduled  waits (`matched` gives None) until every piece was seen before this step; then its blocks are
+                         held until the step is complete
+        admitted         its pieces become moves into its own blocks
+        step complete    `operations` for the workers
+
+    Nothing here raises: vLLM's engine would end. What cannot be composed is bypassed, with the reason in its report.
+    """
+
+    def __init__(self, config: Any, kv_cache_config: Any, scheduler: Any) -> None:
+        self._config = config
+        self._scheduler = scheduler
+        self._trouble = engine_trouble(config, kv_cache_config)
+        self._facts: tuple[WorkerFacts, ...] = ()
+        self._default_repair = 0
+        self._num_workers = config.parallel_config.tensor_parallel_size * config.parallel_config.pipeline_parallel_size
+        self._block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        self._digest = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        self._requests: dict[str, ComposedRequest] = {}
+        self._invalid: dict[str, str] = {}
+        """Requests whose borders cannot be used, and why."""
+        self.tiering = Tiering.of(config, kv_cache_config, self._num_workers, lambda: self.store)
+        self._chunks = ChunkRequests(scheduler.add_request, self.tiering)
+        self._waiters: dict[Any, set[str]] = {}
+        """Chunk prompts under way, and the composed requests that wait for them."""
+        self._admitted: list[str] = []
+        self._moved: dict[str, int] = {}
+        """Tokens that are moved or loaded into requests that begin in the step that is being scheduled."""
+        self._written = WriteLog(self._block_size)
+        self._again: str | None = None
+        """The one request that may ask for a chunk it asked for before: if all did, they would evict each other's."""
+        self._step = 0
+        self._num_asked = 0
+        self.tally = Tally()
+        self._store: BlockStore | None = None
+
+    @property
+    def store(self) -> BlockStore:
+        """The scheduler's block pool; it is made after the connector."""
+        if self._store is None:
+            self._store = BlockStore(self._scheduler.kv_cache_manager.block_pool)
+        return self._store
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing is composed here; empty: it is."""
+        return self._trouble.reason if self._trouble else ""
+
+    def on_handshake(self, facts: Mapping[Any, WorkerFacts]) -> None:
+        """What the workers can do, told once at the start."""
+        self._facts = tuple(facts[rank] for rank in sorted(facts))
+        self._trouble = self._trouble or workers_trouble(self._facts, self._num_workers)
+        if self._trouble:
+            _log.warning("kvmosaic: documents are not composed: %s", self._trouble.reason)
+            return
+        self._default_repair = default_repair(self._facts)
+        _log.info(
+            "kvmosaic: documents are composed, %s by default; answers may differ from full attention: kvmosaic tune "
+            "measures how much, and which repair the model needs",
+            f"with the first {self._default_repair} tokens of each repaired" if self._default_repair else "unrepaired",
+        )
+        if self.tiering is not None:
+            self.tiering.on_handshake(dict(enumerate(fact.fingerprint for fact in self._facts)))
+
+    # Arrival and end
+
+    def on_request(self, request: Any) -> None:
+        """A request was added; if it has segments, they are looked up, and asked for."""
+        if request.request_id in self._chunks:
+            return
+        try:
+            composition = Composition.from_params(
+                request.kv_transfer_params,
+                request.num_prompt_tokens,
+                trained_positions=trained_positions(self._config.model_config),
+                default_repair=self._default_repair,
+            )
+        except KVMosaicError as error:
+            _log.debug("kvmosaic: request %s is answered as an ordinary prompt: %s", request.request_id, error)
+            self._invalid[request.request_id] = str(error)
+            self.tally.bypassed("invalid")
+            return
+        if composition is None:
+            return
+        composed = ComposedRequest(request, composition, request._block_hasher)
+        self._requests[request.request_id] = composed
+        composed.bypass = self._trouble or request_trouble(request, composition, self._facts)
+        if composed.bypass is None:
+            self._take_apart(composed)
+        if composed.bypass is not None:
+            self.tally.bypassed(composed.bypass.code, report_of(composed), request.request_id)
+        else:
+            self._rehash(composed, ComposedHasher(composition, self._block_size, self._digest))
+            composed.num_cached = self.store.num_leading(request.block_hashes) * self._block_size
+            self._look(composed, range(len(composed.pieces)), self._step - 1)
+            self._has_seen_prefix(composed, composed.num_cached, self._step - 1)
+            self._ask(composed, range(len(composed.pieces)))
+
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """A request ended; what its answer says of it."""
+        if request.request_id in self._chunks:
+            self._chunk_finished(*self._chunks.finished(request))
+            return None
+        if (reason := self._invalid.pop(request.request_id, None)) is not None:
+            return {FIELD: {"bypass": reason}}
+        composed = self._requests.pop(request.request_id, None)
+        if composed is None:
+            return None
+        self._had_its_turn(composed)
+        for waiters in self._waiters.values():
+            waiters.discard(request.request_id)
+        return {FIELD: report_of(composed).to_json()}
+
+    def _chunk_finished(self, name: Any, loaded: LoadedChunk | None) -> None:
+        for request_id in self._waiters.pop(name, ()):
+            composed = self._requests[request_id]
+            pieces = [i for i, piece in enumerate(composed.pieces) if composed.hashes[piece.prompt][-1] == name]
+            self._look(composed, pieces, self._step - 1)
+            if loaded is not None:
+                composed.loaded[composed.pieces[pieces[-1]].prompt] = loaded
+
+    def _take_apart(self, composed: ComposedRequest) -> None:
+        """Finds pieces and hashes of a request, or the reason why there is no room for them."""
+        request, size = composed.request, self._block_size
+        composed.prompts, composed.pieces = take_apart(composed.composition, request.prompt_token_ids, size)
+        longest = max(len(prompt.token_ids) for prompt in composed.prompts)
+        if longest + 1 > self._config.model_config.max_model_len:
+            composed.bypass = Bypass(
+                "too_long",
+                f"system text, its longest document and padding are {longest} tokens; the model takes "
+                f"{self._config.model_config.max_model_len - 1}",
+            )
+            return
+        needed = sum(len(prompt.token_ids) // size for prompt in composed.prompts) + request.num_tokens // size + 1
+        if needed > self.store.num_blocks:
+            composed.bypass = Bypass(
+                "no_room",
+                f"its documents and their copies need {needed} blocks of KV cache at once; there are "
+                f"{self.store.num_blocks}",
+            )
+            return
+        built = [self._chunks.build(composed, prompt) for prompt in composed.prompts]
+        composed.hashes = tuple(tuple(chunk.block_hashes) for chunk in built)
+
+    def _rehash(self, composed: ComposedRequest, hasher: Any) -> None:
+        request = composed.request
+        request._block_hasher = hasher
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+    # Looking and asking
+
+    def _look(self, composed: ComposedRequest, pieces: Any, step: int) -> None:
+        """Finds the blocks of pieces; they may be moved by steps after `step`."""
+        for index in pieces:
+            piece = composed.pieces[index]
+            blocks = self.store.find(self._hashes(composed, piece))
+            sighting = composed.sightings.get(index)
+            if blocks is None:
+                composed.sightings.pop(index, None)
+            elif sighting is None or sighting.blocks != blocks or self._written.since(blocks, sighting.num_steps):
+                composed.sightings[index] = SeenBlocks(blocks, step, self._step)
+
+    def _hashes(self, composed: ComposedRequest, piece: Piece) -> tuple[Any, ...]:
+        first = piece.offset // self._block_size
+        stop = piece.offset + piece.stop - piece.start
+        return composed.hashes[piece.prompt][first : -(-stop // self._block_size)]
+
+    def _ask(self, composed: ComposedRequest, pieces: Any) -> None:
+        """Has the chunk prompts of missing pieces computed, and waits for them."""
+        missing = {composed.pieces[index].prompt for index in pieces if index not in composed.sightings}
+        for number in sorted(missing):
+            name = composed.hashes[number][-1]
+            if composed.asked.get(number, 0) >= _MAX_ASKED:
+                reason = f"a document was evicted {_MAX_ASKED} times before the others were there"
+                self._give_up(composed, Bypass("evicted", reason))
+                return
+            if composed.asked.setdefault(number, 0):
+                if self._again not in (None, composed.request.request_id):
+                    continue
+                self._again = composed.request.request_id
+            if not self._chunks.is_under_way(name):
+                composed.asked[number] += 1
+                self._num_asked += 1
+                prompt = composed.prompts[number]
+                self._chunks.ask(self._chunks.build(composed, prompt), prompt)
+            self._waiters.setdefault(name, set()).add(composed.request.request_id)
+
+    def _give_up(self, composed: ComposedRequest, bypass: Bypass) -> None:
+        composed.bypass = bypass
+        self._had_its_turn(composed)
+        self._rehash(composed, composed.ordinary_hasher)
+        composed.num_cached = 0
+        self.tally.bypassed(bypass.code, report_of(composed), composed.request.request_id)
+
+    def _had_its_turn(self, composed: ComposedRequest) -> None:
+        if self._again == composed.request.request_id:
+            self._again = None
+
+    # Scheduling
+
+    def match(self, request: Any, num_local: int) -> int | None:
+        """How many tokens after the first `num_local` this step can move into the request's blocks; None: wait."""
+        if request.request_id in self._chunks:
+            return self._chunks.match(request, num_local)
+        composed = self._requests.get(request.request_id)
+        if composed is not None and composed.bypass is not None and not request.num_preemptions:
+            composed.num_cached = num_local
+        if composed is None or composed.bypass is not None or num_local >= composed.composition.end:
+            return 0
+        needed = [index for index, piece in enumerate(composed.pieces) if piece.stop > num_local]
+        if any(self._chunks.is_under_way(composed.hashes[composed.pieces[i].prompt][-1]) for i in needed):
+            return None
+        self._look(composed, needed, self._step)
+        if any(index not in composed.sightings for index in needed):
+            self._ask(composed, needed)
+            return None  # given up: the first tokens are to be looked up again, as those of an ordinary prompt
+        if any(composed.sightings[index].step >= self._step for index in needed):
+            return None
+        if composed.composition.repair and not self._has_seen_prefix(composed, num_local, self._step):
+            return None
+        composed.planned = [self._remainder(composed, index, num_local) for index in needed]
+        for _, blocks in composed.planned:
+            self.store.acquire(blocks)
+        return composed.composition.end - num_local
+
+    def _has_seen_prefix(self, composed: ComposedRequest, num_local: int, step: int) -> bool:
+        """Whether the blocks of the first `num_local` tokens were seen before this step.
+
+        Repairs read them before the step's forward, while vLLM hands out blocks that only this forward writes.
+        """
+        blocks = self.store.find(composed.request.block_hashes[: num_local // self._block_size])
+        if blocks is None:
+            return False
+        seen = composed.prefix
+        is_known = seen is not None and seen.step < self._step and seen.blocks[: len(blocks)] == blocks
+        if seen is not None and is_known and not self._written.since(blocks, seen.num_steps):
+            return True
+        composed.prefix = SeenBlocks(blocks, step, self._step)
+        return not blocks
+
+    def _remainder(self, composed: ComposedRequest, index: int, num_local: int) -> tuple[Piece, tuple[Any, ...]]:
+        """What is left of a piece behind the first `num_local` tokens, and the blocks that hold it."""
+        piece, blocks = composed.pieces[index], composed.sightings[index].blocks
+        cut = max(num_local - piece.start, 0)
+        left = replace(piece, start=piece.start + cut, offset=piece.offset + cut)
+        return left, blocks[left.offset // self._block_size - piece.offset // self._block_size :]
+
+    def on_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
+        """A request was given its blocks; the last `num_external` tokens of what it has are to be moved in."""
+        if num_external:
+            self._moved[request.request_id] = num_external
+        if request.request_id in self._chunks:
+            self._chunks.on_alloc(request, blocks, num_external)
+        composed = self._requests.get(request.request_id)
+        if composed is None or composed.bypass is not None:
+            return
+        self._had_its_turn(composed)
+        if not composed.is_told:
+            composed.is_told = True
+            self.tally.composed(report_of(composed), request.request_id)
+        own, size = tuple(blocks.get_block_ids()[KV_GROUP]), self._block_size
+        if not num_external:
+            return
+        composed.moves, composed.repairs = [], []
+        for piece, held in composed.planned:
+            first, last = piece.start // size, -(-piece.stop // size)
+            composed.moves.append(
+                Move(
+                    source_blocks=tuple(block.block_id for block in held),
+                    source_start=piece.offset % size,
+                    target_blocks=own[first:last],
+                    target_start=piece.start % size,
+                    num_tokens=piece.stop - piece.start,
+                    position=piece.offset,
+                    distance=piece.distance,
+                )
+            )
+        if composed.composition.repair:
+            composed.repairs = self._repairs(composed, own, composed.planned[0][0].start)
+        self._admitted.append(request.request_id)
+
+    def _repairs(self, composed: ComposedRequest, blocks: tuple[int, ...], num_cached: int) -> list[Repair]:
+        shape = composed.composition
+        repairs = []
+        for start, stop in repaired_runs(shape, num_cached):
+            chunk = next(i for i, begin in enumerate(shape.starts) if begin <= start < begin + shape.chunks[i])
+            position = shape.position_of(chunk) + start - shape.starts[chunk]
+            tokens = tuple(composed.request.prompt_token_ids[start:stop])
+            repairs.append(Repair(blocks[: -(-stop // self._block_size)], start, tokens, position))
+        return repairs
+
+    def operations(self, scheduled: Any) -> Operations:
+        """What the workers do in the step that has just been scheduled; held blocks are free again after it."""
+        done = Operations()
+        for request_id in self._admitted:
+            composed = self._requests.get(request_id)
+            if composed is not None and request_id in scheduled.num_scheduled_tokens:
+                done.moves += composed.moves
+                done.repairs += composed.repairs
+        self._admitted.clear()
+        self._written.note(scheduled, self._step, self._moved)
+        self._moved.clear()
+        for request_id in scheduled.num_scheduled_tokens:
+            composed = self._requests.get(request_id)
+            if composed is not None and composed.position_shift:
+                blocks = self._scheduler.kv_cache_manager.get_blocks(request_id).get_block_ids()[KV_GROUP]
+                first = composed.composition.end // self._block_size
+                done.shifts.append(Shift(tuple(blocks[first:]), composed.position_shift))
+        if self.tiering is not None:
+            self.tiering.operations(done, scheduled, bool(getattr(self._scheduler, "pause_state", 0)))
+        self.store.release()
+        self._step += 1
+        self.tally.moved(sum(move.num_tokens for move in done.moves))
+        self.tally.chunk_prompts(self._num_asked, len(self._chunks))
+        self._num_asked = 0
+        return done

@@ -1,0 +1,133 @@
+"""What a worker tells whoever checks it: what it found out, and whether its moved keys are those it would compute."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvmosaic.integrations.vllm.operations import Move
+from kvmosaic.integrations.vllm.worker import extra_forward, shifting
+from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDiagnostics:
+    """One worker, in words and numbers."""
+
+    rank: str
+    device: str
+    num_layers: int
+    layouts: tuple[str, ...]
+    """Kinds of caches, each with the number of layers that have it."""
+    rotations: tuple[str, ...]
+    trouble: str
+    no_repair: str
+    no_shift: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeyDifference:
+    """Keys and values of the first layer, moved and computed, in parts of the largest computed one."""
+
+    keys: float
+    unturned: float
+    """The same without turning the keys: what a wrong rotation would look like."""
+    values: float | None
+    """None: a latent cache has none of their own."""
+    allowed: float
+
+
+def diagnose(worker: Any) -> WorkerDiagnostics:
+    """What the worker found out about its share of the model. Called in every worker, with vLLM's own."""
+    from vllm.distributed import get_pp_group, get_tp_group
+
+    composing = _composing()
+    places = composing.places
+    config, kv_cache_config = composing.configuration
+    layers = places.layers if places else ()
+    return WorkerDiagnostics(
+        rank=f"{get_pp_group().rank_in_group}.{get_tp_group().rank_in_group}",
+        device=str(places.device) if places else str(getattr(worker, "device", "?")),
+        num_layers=len(layers),
+        layouts=_counted(f"{_words(place.layout)}, blocks of {place.layout.block_size}" for place in layers),
+        rotations=_counted(_rotation(place) for place in layers),
+        trouble=composing.facts.trouble,
+        no_repair="" if composing.facts.can_repair else extra_forward.can_run(config, kv_cache_config) or "it failed",
+        no_shift=""
+        if composing.facts.can_shift
+        else (shifting.can_shift(config, kv_cache_config, places.root) if places else "") or "it failed",
+    )
+
+
+def compare_keys(worker: Any, move: Move, computed_blocks: Sequence[int], computed_start: int) -> KeyDifference | None:
+    """Carries out a move and compares what it wrote with what the model computed at that place.
+
+    Args:
+        worker: vLLM's own.
+        move: into blocks that are in nobody's use.
+        computed_blocks: hold the same tokens, computed `move.distance` positions further on.
+        computed_start: the slot of the first of them.
+
+    Returns:
+        None on a worker that does not have the model's first layer.
+    """
+    from vllm.distributed import get_pp_group
+
+    places, mover = _composing().places, _composing().mover
+    if not get_pp_group().is_first_rank or places is None or mover is None:
+        return None
+    place = min(places.layers, key=lambda place: int((re.findall(r"\d+", place.name) or ["0"])[0]))
+    mover.move([move])
+    moved = _read(places, place, move.target_blocks, move.target_start, move.num_tokens)
+    source = _read(places, place, move.source_blocks, move.source_start, move.num_tokens)
+    computed = _read(places, place, computed_blocks, computed_start, move.num_tokens)
+    dtype = computed[0].dtype
+    return KeyDifference(
+        keys=_difference(moved[0], computed[0]),
+        unturned=_difference(source[0], computed[0]),
+        values=None if moved[1] is None or computed[1] is None else _difference(moved[1], computed[1]),
+        allowed=8 * torch.finfo(dtype).eps,
+    )
+
+
+def _composing() -> ComposingWorker:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from kvmosaic.integrations.vllm.connector import ComposingConnector
+
+    connector = get_kv_transfer_group()
+    assert isinstance(connector, ComposingConnector) and connector._worker is not None
+    return connector._worker
+
+
+def _read(
+    places: KVLayout, place: LayerPlace, blocks: Sequence[int], start: int, num_tokens: int
+) -> tuple[Tensor, Tensor | None]:
+    return place.layout.read(places.slots(blocks, start, num_tokens).to(places.device))
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).abs().max() / other.double().abs().max())
+
+
+def _counted(said: Any) -> tuple[str, ...]:
+    return tuple(f"{count} x {what}" for what, count in Counter(said).items())
+
+
+def _words(layout: Any) -> str:
+    return " ".join(re.findall("[A-Z][a-z0-9]*", type(layout).__name__.removesuffix("Layout"))).lower()
+
+
+def _rotation(place: LayerPlace) -> str:
+    rotation = place.rotation
+    if rotation is None:
+        return "not turned"
+    pairs = "neighbours" if rotation.is_interleaved else "halves"
+    return f"{rotation.rotary_dim} of {place.layout.key_size} numbers from {rotation.first} on, paired by {pairs}"

@@ -1,0 +1,143 @@
+"""A forward of our own inside a worker: tokens are computed once more, and only their keys and values are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvmosaic.integrations.vllm.operations import Repair
+from kvmosaic.integrations.vllm.worker.layouts.ascend import is_npu
+from kvmosaic.integrations.vllm.worker.metadata import AttentionRows, layer_groups
+
+
+class ExtraForward:
+    """Runs of tokens through the model, each seeing what its blocks hold before it.
+
+    Every run becomes a row of its own, with the block table of its request. A layer writes the keys and values of all
+    rows before any row reads them, so rows of one request see each other as in an ordinary prefill:
+
+        blocks of a request   │ s s s s │ a a a a │ a b b b │ b b q q │
+        two runs                          a a             b b             the second sees the first as just computed
+    """
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, root_module: nn.Module) -> None:
+        """Takes the module that vLLM's runner calls, after the paged caches were bound to its layers."""
+        self.block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        self.num_blocks = int(kv_cache_config.num_blocks)
+        self.max_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
+        """Of one forward: what vLLM's own buffers were made for."""
+        self.max_runs = int(vllm_config.scheduler_config.max_num_seqs)
+        self.max_length = int(vllm_config.model_config.max_model_len)
+        self.model_config = vllm_config.model_config
+        self.dtype: torch.dtype = vllm_config.model_config.dtype
+        self._config = vllm_config
+        self._root = root_module
+        self._device = next(root_module.parameters()).device
+        self._groups = layer_groups(vllm_config, kv_cache_config, self._device)
+
+    @torch.inference_mode()
+    def forward(self, runs: Sequence[Repair], *, compiled: bool = True) -> Any:
+        """Computes the runs in one forward and leaves their keys and values in their blocks.
+
+        Args:
+            runs: at most `max_runs`, of at most `max_tokens` tokens together.
+            compiled: False: without the compiled graph, as long as it may not be there.
+
+        Returns:
+            What the model's root module gives: hidden states, in the order of the runs' lengths.
+        """
+        # backends want rows that look like a decode before longer ones
+        with self.step(sorted(runs, key=lambda run: len(run.token_ids)), compiled=compiled) as rows:
+            return self._root(
+                input_ids=rows.token_ids, positions=rows.positions, intermediate_tensors=None, inputs_embeds=None
+            )
+
+    @contextmanager
+    def step(self, runs: Sequence[Repair], *, compiled: bool) -> Iterator[AttentionRows]:
+        """The surroundings in which vLLM's layers compute these runs, in this order; see `forward`."""
+        from vllm.forward_context import set_forward_context
+
+        assert 0 < len(runs) <= self.max_runs, f"{len(runs)} runs in one forward; at most {self.max_runs}"
+        num_tokens = sum(len(run.token_ids) for run in runs)
+        assert num_tokens <= self.max_tokens, f"{num_tokens} tokens in one forward; at most {self.max_tokens}"
+        rows = AttentionRows.of(runs, self.block_size, self._device)
+        metadata = self._metadata(rows)
+        with (
+            _unseen_by_the_connector(),
+            set_forward_context(
+                metadata,
+                self._config,
+                num_tokens=num_tokens,
+                slot_mapping=dict.fromkeys(metadata, rows.slots),
+                skip_compiled=not compiled,
+            ),
+        ):
+            yield rows
+
+    def resume(self, runs: Sequence[Repair]) -> None:
+        """Goes on with the forward of these runs, in the midst of which there were other steps.
+
+        Builders and the kernels behind them keep parts of the metadata that they made last.
+        """
+        from vllm.forward_context import get_forward_context
+
+        get_forward_context().attn_metadata = self._metadata(AttentionRows.of(runs, self.block_size, self._device))
+
+    def _metadata(self, rows: AttentionRows) -> dict[str, Any]:
+        return {name: made for group in self._groups for name, made in group.metadata(rows).items()}
+
+
+@contextmanager
+def _unseen_by_the_connector() -> Iterator[None]:
+    """Hides the step's metadata: layers then leave the connector alone, ours and any other beside it."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if not has_kv_transfer_group():
+        yield
+        return
+    # not bind and clear, which would begin and end the step of every connector inside
+    connector = get_kv_transfer_group()
+    metadata, connector._connector_metadata = connector._connector_metadata, None
+    try:
+        yield
+    finally:
+        connector._connector_metadata = metadata
+
+
+def find_nested(vllm_config: Any, kv_cache_config: Any, root_module: nn.Module) -> ExtraForward | str:
+    """A nested forward, or why there is none."""
+    if reason := can_run(vllm_config, kv_cache_config):
+        return reason
+    try:
+        return ExtraForward(vllm_config, kv_cache_config, root_module)
+    except Exception as error:  # vLLM comes up without it, whatever its backends say to being asked
+        return f"an attention backend was not made a second time: {type(error).__name__}: {error}"[:400]
+
+
+def can_run(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Why a nested forward must not run under this configuration; empty: it may."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    groups = kv_cache_config.kv_cache_groups
+    reasons = {
+        f"{len(groups)} groups of layers with blocks of their own": len(groups) != 1,
+        "pipeline parallel: hidden states go from stage to stage": parallel.pipeline_parallel_size > 1,
+        "data parallel with experts: the other replicas would have to run as well": (
+            parallel.data_parallel_size > 1 and getattr(parallel, "is_moe_model", None) is not False
+        ),
+        "vLLM-Ascend: its attention takes metadata of its own, which is not made here": is_npu(vllm_config),
+        "prefill context parallel": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "decode context parallel": getattr(parallel, "decode_context_parallel_size", 1) > 1,
+        "experts are balanced by what a step ran": getattr(parallel, "enable_eplb", False),
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "LoRA: which rows use which adapter is known for the step's own rows only": vllm_config.lora_config is not None,
+        "an encoder-decoder model": model.is_encoder_decoder,
+        "a model that also takes images or sound": model.is_multimodal_model,
+        "prompts given as embeddings": getattr(model, "enable_prompt_embeds", False),
+        "a model that answers nothing": getattr(model, "runner_type", "generate") != "generate",
+        "kv_sharing_fast_prefill": getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False),
+    }
+    return "; ".join(reason for reason, holds in reasons.items() if holds)

@@ -1,0 +1,141 @@
+"""Keys turned from the positions they were computed at to others, with the model's own table of angles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvmosaic.errors import NotMovable, PromptTooLong
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """What turns T keys: cosines and sines of the angle between two positions, [T, 1, R/2] each."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class KeyRotation:
+    """How a layer's keys turn with their position.
+
+        key:    │ … unturned … │ first … first + R │ … unturned … │        R = rotary_dim
+        half           pairs (0, R/2), (1, R/2 + 1), …      interleaved    pairs (0, 1), (2, 3), …
+
+    Every position has a row of cosines and sines in the model's table. Turning by the old row's inverse and then by the
+    new row gives what the model would have computed at the new position, whatever scaling made the table. The rows are
+    rounded, so their squares add up to nearly 1 only: the inverse divides by what they add up to.
+    """
+
+    rotary: Any
+    """The model's rotary embedding. Its table is read again each time: vLLM replaces it when it changes the type."""
+    dtype: torch.dtype
+    """Of the model's activations, to which vLLM casts the table."""
+    first: int
+    rotary_dim: int
+    is_interleaved: bool
+
+    @property
+    def table(self) -> Tensor:
+        """[positions, R], cosines then sines; the forward uses them in the type of `rows`."""
+        rotary = self.rotary
+        both = getattr(rotary, "long_short_cos_sin_cache", None)
+        if both is not None:  # short rows, then long ones; the forward uses one of the two for every position
+            short = rotary.original_max_position_embeddings
+            rows: Tensor = both[short:] if rotary.use_long_rope else both[:short]
+            return rows
+        table: Tensor = rotary.cos_sin_cache
+        return table
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that the table has."""
+        return len(self.table)
+
+    def rows(self, positions: Tensor) -> Tensor:
+        """[T, R], the rows of T positions, rounded as the forward rounds them."""
+        rows = self.table[positions]
+        return rows if getattr(self.rotary, "use_flashinfer", False) else rows.to(self.dtype)
+
+    def require(self, position: int) -> None:
+        """Raises `PromptTooLong` if the table has no such position."""
+        if not 0 <= position < self.num_positions:
+            raise PromptTooLong(
+                f"a key is moved to position {position}; the model's rotary table has {self.num_positions} positions: "
+                "send a shorter prompt, or start vLLM with a larger --max-model-len"
+            )
+
+    def factors(self, old: Tensor, new: Tensor, dtype: torch.dtype = torch.float32) -> Factors:
+        """The factors of T keys.
+
+        Args:
+            old: [T] positions at which the keys were computed.
+            new: [T] positions to which they go; both inside the table (`require`).
+            dtype: of the arithmetic.
+        """
+        half = self.rotary_dim // 2
+        before, after = self.rows(old).to(dtype)[:, None], self.rows(new).to(dtype)[:, None]
+        cos0, sin0, cos1, sin1 = before[..., :half], before[..., half:], after[..., :half], after[..., half:]
+        size = cos0 * cos0 + sin0 * sin0
+        return Factors((cos1 * cos0 + sin1 * sin0) / size, (sin1 * cos0 - cos1 * sin0) / size)
+
+    def rotate(self, keys: Tensor, factors: Factors) -> None:
+        """Turns keys in place.
+
+        Args:
+            keys: [T, G, D]; not a view of the cache.
+            factors: of T keys. The arithmetic is done in their type and rounded once, to that of the keys.
+        """
+        part = keys[..., self.first : self.first + self.rotary_dim]
+        if self.is_interleaved:
+            one, other = part[..., 0::2], part[..., 1::2]
+        else:
+            one, other = part[..., : self.rotary_dim // 2], part[..., self.rotary_dim // 2 :]
+        x, y = one.to(factors.cos.dtype), other.to(factors.cos.dtype)
+        turned_x = x * factors.cos - y * factors.sin
+        other.copy_(torch.addcmul(y * factors.cos, x, factors.sin))
+        one.copy_(turned_x)
+
+
+def arithmetic(dtype: torch.dtype) -> torch.dtype:
+    """The type in which keys of this type are turned."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def find_key_rotation(layer_name: str, rotary: Any, dtype: torch.dtype, key_size: int, *, at_end: bool) -> KeyRotation:
+    """How a rotary embedding of vLLM turns keys.
+
+    Args:
+        layer_name: for the message of an error.
+        rotary: a module of `vllm.model_executor.layers.rotary_embedding`.
+        dtype: of the model's activations.
+        key_size: D, the numbers of a key.
+        at_end: the rotary part is the last of the key, not the first.
+
+    Raises:
+        NotMovable: an embedding whose turn is not one row of cosines and sines per position.
+    """
+    kind = type(rotary).__name__
+    if getattr(rotary, "mrope_section", None) is not None:
+        raise NotMovable(f"{layer_name} turns keys by several positions per token ({kind}); moving knows one")
+    table = getattr(rotary, "long_short_cos_sin_cache", None)
+    table = getattr(rotary, "cos_sin_cache", None) if table is None else table
+    rotary_dim = int(getattr(rotary, "rotary_dim", 0))
+    if not isinstance(table, Tensor) or not table.is_floating_point() or table.dim() != 2:
+        raise NotMovable(f"{layer_name} turns keys by {kind}, which has no table of one row per position")
+    if table.shape[1] != rotary_dim or not 0 < rotary_dim <= key_size or rotary_dim % 2:
+        raise NotMovable(
+            f"{layer_name}: {kind} has rows of {table.shape[1]} numbers for {rotary_dim} rotary dimensions of a key of "
+            f"{key_size}; expected as many numbers as rotary dimensions"
+        )
+    return KeyRotation(
+        rotary,
+        dtype,
+        first=key_size - rotary_dim if at_end else 0,
+        rotary_dim=rotary_dim,
+        is_interleaved=not getattr(rotary, "is_neox_style", True),
+    )

@@ -1,0 +1,122 @@
+"""A glance at an entry: what it says of itself, and whether its seal is right. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from kvmosaic.cache.keys import Key
+from kvmosaic.errors import DamagedEntry
+from kvmosaic.memory.checksum import SMALLEST_ENTRY, Bytes, Checksum, check_magic
+from kvmosaic.memory.header import EntryHeader, from_texts
+
+MAX_PREAMBLE_BYTES = 2**24
+_MAX_MARKS = 2**18
+"""Most brackets and commas: what bounds the number of objects that a text can become."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedHeader:
+    """The texts at the beginning of an entry, each well formed; whether they are true is not known yet."""
+
+    header: EntryHeader
+    digest: str
+    label: str
+    """Of the secret that it was sealed with."""
+    table: dict[str, Any]
+    """Of tensors; anything that JSON can say."""
+
+
+def num_file_header_bytes(start: Bytes) -> int:
+    """Bytes up to the payload, from the first 128 bytes of an entry.
+
+    Raises:
+        DamagedEntry: not the first bytes of an entry.
+    """
+    check_magic(start)
+    (length,) = struct.unpack_from("<Q", start)
+    if not SMALLEST_ENTRY <= 8 + length <= MAX_PREAMBLE_BYTES:
+        raise DamagedEntry(
+            f"the entry has a header of {length} bytes, expected {SMALLEST_ENTRY - 8} to {MAX_PREAMBLE_BYTES - 8}; "
+            "it is left out and computed again"
+        )
+    return 8 + int(length)
+
+
+def read_claimed_header(start: Bytes) -> ClaimedHeader:
+    """Reads the beginning of an entry, of which `start` has at least that. Good for lists only.
+
+    Raises:
+        ForeignEntry: another version of the format.
+        DamagedEntry: not the beginning of an entry.
+    """
+    num_bytes = num_file_header_bytes(start)
+    if len(start) < num_bytes:
+        raise DamagedEntry(
+            f"the entry has a header of {num_bytes} bytes, but only {len(start)} bytes are there: it was cut short; "
+            "it is left out and computed again"
+        )
+    table = _parsed(bytes(memoryview(start)[8:num_bytes]))
+    metadata = table.pop("__metadata__", None)
+    if not isinstance(metadata, dict):
+        raise unreadable("no metadata")
+    digest, label = metadata.pop("blake3", None), metadata.pop("secret", None)
+    if not isinstance(digest, str) or not isinstance(label, str):
+        raise unreadable("no checksum")
+    return ClaimedHeader(from_texts(metadata), digest, label, table)
+
+
+def num_claimed_bytes(start: Bytes) -> int:
+    """Bytes of a whole entry, as its beginning says, of which `start` has at least `num_preamble_bytes`.
+
+    An entry of another size is damaged, and more of it need not be read.
+
+    Raises:
+        ForeignEntry: another version of the format.
+        DamagedEntry: not the beginning of an entry.
+    """
+    ends = []
+    for place in read_claimed_header(start).table.values():
+        offsets = place.get("data_offsets") if isinstance(place, dict) else None
+        if not isinstance(offsets, list) or len(offsets) != 2 or any(type(number) is not int for number in offsets):
+            raise unreadable("a tensor without a place")
+        ends.append(offsets[1])
+    return num_file_header_bytes(start) + max(ends, default=0)
+
+
+def check_entry(entry: Bytes, key: Key, seal: Checksum) -> EntryHeader:
+    """Checks every byte of an entry against its seal, and that it lies under its own key; returns what it is.
+
+    Raises:
+        ForeignEntry: sealed with another secret, or another version of the format.
+        DamagedEntry: not the bytes that were sealed, or those of another key.
+    """
+    check_magic(entry)
+    seal.check(entry)
+    header = read_claimed_header(entry).header
+    if header.key != key:
+        raise DamagedEntry(
+            f"the entry under the key {key.hex()} is that of {header.key.hex()}: was a file renamed or swapped? "
+            "It is left out and computed again"
+        )
+    return header
+
+
+def unreadable(reason: str) -> DamagedEntry:
+    """The error for a header that cannot be read."""
+    return DamagedEntry(f"the header of the entry cannot be read ({reason}); it is left out and computed again")
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    marks = sum(text.count(mark) for mark in (b"{", b"[", b","))
+    if marks > _MAX_MARKS:
+        raise unreadable(f"{marks} brackets and commas, at most {_MAX_MARKS} are read")
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise unreadable(str(error)[:80]) from error
+    if not isinstance(table, dict):
+        raise unreadable("no table")
+    return table

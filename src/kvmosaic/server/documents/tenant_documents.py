@@ -1,0 +1,148 @@
+"""Tenant documents: the stored documents of one tenant, by id and in the order of creation."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Literal
+
+from kvmosaic.errors import UnknownDocument
+from kvmosaic.server.documents.stored import StoredDocument
+
+Order = Literal["asc", "desc"]
+MAX_REMEMBERED = 10_000
+"""Deleted ids of one tenant whose place and version are still known."""
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentPage:
+    """Some documents of a list, and how to go on."""
+
+    documents: tuple[StoredDocument, ...]
+    has_more: bool
+
+    @property
+    def next_after(self) -> str | None:
+        """The `after` of the next part of the list; None: this was the last."""
+        return f"~{self.documents[-1].number}" if self.has_more else None
+
+
+@dataclass(slots=True)
+class TenantDocuments:
+    """Documents by id, and their numbers in order, so that a part of a long list is found by bisection.
+
+        documents   id -> document
+        numbers     ascending, the number of each document once; they are the tenant's own, since lists show them
+        line        heap of (time, number): each document that can expire stands there at its time or earlier
+
+    An entry of the line may be out of date; it is looked at when its time has come, and put back or left out.
+    """
+
+    documents: dict[str, StoredDocument] = field(default_factory=dict)
+    numbers: list[int] = field(default_factory=list)
+    new_numbers: Iterator[int] = field(default_factory=lambda: count(1))
+    """Those of documents to come."""
+    ids: dict[int, str] = field(default_factory=dict)
+    num_bytes: int = 0
+    remembered: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Number and version that the last deleted ids had, oldest first."""
+    line: list[tuple[float, int]] = field(default_factory=list)
+
+    def put(self, document: StoredDocument) -> None:
+        """Adds a document with a higher number than any before, or replaces the one with its id and number."""
+        before = self.documents.get(document.id)
+        if before is None:
+            assert not self.numbers or self.numbers[-1] < document.number
+            self.numbers.append(document.number)
+            self.ids[document.number] = document.id
+        self.num_bytes += document.num_bytes - (before.num_bytes if before else 0)
+        self.documents[document.id] = document
+        self.push(document)
+
+    def remove(self, document: StoredDocument) -> None:
+        """Takes a document out; its id, number and version are remembered for a while."""
+        del self.documents[document.id], self.ids[document.number]
+        del self.numbers[bisect_left(self.numbers, document.number)]
+        self.num_bytes -= document.num_bytes
+        self.remembered.pop(document.id, None)
+        self.remembered[document.id] = (document.number, document.version)
+        if len(self.remembered) > MAX_REMEMBERED:
+            del self.remembered[next(iter(self.remembered))]
+
+    def push(self, document: StoredDocument) -> None:
+        """Notes when a document expires; to be called whenever that may be earlier than before."""
+        if document.expires_at is None:
+            return
+        heappush(self.line, (document.expires_at, document.number))
+        if len(self.line) > 2 * len(self.documents) + 64:
+            times = ((other.expires_at, other.number) for other in self.documents.values())
+            self.line = [(time, number) for time, number in times if time is not None]
+            heapify(self.line)
+
+    def take_expired(self, now: float) -> list[StoredDocument]:
+        """Removes the documents whose time is over and returns them."""
+        expired = []
+        while self.line and self.line[0][0] <= now:
+            _, number = heappop(self.line)
+            document = self.documents.get(self.ids.get(number, ""))
+            if document is None:
+                continue
+            if document.has_expired(now):
+                self.remove(document)
+                expired.append(document)
+            else:
+                self.push(document)
+        return expired
+
+    def next_version(self, document_id: str) -> int:
+        """The version of what is stored next under an id: an ETag of a deleted document must not fit a new one."""
+        if (document := self.documents.get(document_id)) is not None:
+            return document.version + 1
+        return self.remembered.get(document_id, (0, 0))[1] + 1
+
+    def part(self, limit: int, after: str | None, order: Order) -> DocumentPage:
+        """The next documents of the list, whatever was created or deleted since the last ones were read.
+
+        Args:
+            limit: most documents.
+            after: the id of the last document seen (it may have been deleted since), or a `next_after`.
+            order: by creation.
+
+        Raises:
+            UnknownDocument: `after` is no place in this list.
+        """
+        if order == "asc":
+            first = 0 if after is None else bisect_right(self.numbers, self._place(after))
+            chosen = self.numbers[first : first + limit]
+            has_more = first + limit < len(self.numbers)
+        else:
+            last = len(self.numbers) if after is None else bisect_left(self.numbers, self._place(after))
+            chosen = self.numbers[max(0, last - limit) : last][::-1]
+            has_more = last > limit
+        return DocumentPage(tuple(self.documents[self.ids[number]] for number in chosen), has_more)
+
+    def check_invariants(self) -> None:
+        """Checks ids, numbers and sizes against each other (for tests)."""
+        assert self.numbers == sorted(document.number for document in self.documents.values())
+        assert self.ids == {document.number: document.id for document in self.documents.values()}
+        assert all(document_id == document.id for document_id, document in self.documents.items())
+        assert self.num_bytes == sum(document.num_bytes for document in self.documents.values())
+        lined = {number: time for time, number in sorted(self.line, reverse=True)}
+        for document in self.documents.values():
+            assert document.expires_at is None or lined[document.number] <= document.expires_at
+
+    def _place(self, after: str) -> int:
+        digits = after[1:]
+        if after.startswith("~") and digits.isascii() and digits.isdigit() and len(digits) <= 18:
+            return int(digits)
+        if (document := self.documents.get(after)) is not None:
+            return document.number
+        if after in self.remembered:
+            return self.remembered[after][0]
+        raise UnknownDocument(
+            f"after={after!r:.80} is no document of this list; use the last_id or next_after of the reply before, or "
+            "start again without it"
+        )

@@ -1,0 +1,86 @@
+"""Access: nothing is answered without a key, but what is on a short list."""
+
+from __future__ import annotations
+
+import re
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvmosaic.server.errors import ApiError
+from kvmosaic.server.logs import PROBES
+from kvmosaic.server.services import Services
+
+OPEN_PATHS = frozenset({*PROBES, "/"})
+"""What needs no key: whether the server lives, and the dashboard's page, which holds no data."""
+READING = frozenset({"GET", "HEAD"})
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class AuthenticationMiddleware:
+    """Finds out who asks before any route is looked for, so that no route can be forgotten."""
+
+    def __init__(self, app: ASGIApp, services: Services) -> None:
+        self._app = app
+        self._services = services
+        settings = services.settings
+        self._names = LOOPBACK_NAMES | {name.lower() for name in (settings.host, *settings.allowed_hosts)}
+        self._checks_host = (
+            _is_loopback(settings.host) and not services.tenants.needs_key and "*" not in settings.allowed_hosts
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets a request through, or answers it with 401 or 403."""
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except ApiError as refusal:
+                return await refusal.reply()(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        connection = HTTPConnection(scope)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if scope["method"] in READING and path in OPEN_PATHS:
+            return
+        connection.state.tenant = self._services.tenants.identify(connection.headers.get("authorization"))
+        if self._checks_host:
+            self._check_host(connection)
+        if scope["method"] not in READING:
+            self._check_origin(connection)
+
+    def _check_host(self, connection: HTTPConnection) -> None:
+        """Without keys, a page could give its own name this address, and would then be one of our pages."""
+        host = connection.headers.get("host")
+        if host is None or _name_of(host) in self._names:  # browsers always send it
+            return
+        names = f"this server answers to localhost and {self._services.settings.host}, not to {host[:255]!r}"
+        raise ApiError(403, f"{names}; see --allowed-hosts, or set a key", code="host")
+
+    def _check_origin(self, connection: HTTPConnection) -> None:
+        """Without keys, a page of any site could make a visitor's browser change what is stored here."""
+        origin = connection.headers.get("origin")
+        if origin is None or self._services.tenants.needs_key:
+            return
+        allowed = self._services.settings.allowed_origins
+        if "*" in allowed or origin in allowed or urlsplit(origin).netloc == connection.headers.get("host"):
+            return
+        raise ApiError(403, "pages of other sites may not use this server; see --allowed-origins", code="origin")
+
+
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9._-]{1,255}))(?::[0-9]{1,5})?")
+
+
+def _name_of(host: str) -> str | None:
+    """The name in a Host header, without its port; None if it is no such header."""
+    match = _HOST.fullmatch(host)
+    return None if match is None else (match[1] or match[2]).lower()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

@@ -1,0 +1,179 @@
+"""RequestBodyMiddleware: reads a request's body within its limits, and stops the work when the client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import nullcontext
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvmosaic.server.errors import ApiError, as_api_error, request_id_of
+from kvmosaic.server.json_text import check_json
+from kvmosaic.server.middleware.authentication import READING
+from kvmosaic.server.parsed import PARSED, parse_long
+from kvmosaic.server.services import Services
+
+BODY_SECONDS = 60.0
+"""A body that takes longer is not read to its end."""
+MAX_BODIES = 16
+"""So many bodies of the greatest length may be in memory at once, or more that are shorter.
+
+A tenant may have as much as it leaves free: half of it if it is alone, and a third of it each if there are two. However
+many hold theirs open, one who comes new finds room.
+"""
+SMALL_BODY_BYTES = 2**16
+"""Checked on the spot; longer ones are checked and parsed in a thread."""
+
+ASKING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""Routes whose requests keep the engine busy."""
+
+logger = logging.getLogger("kvmosaic.server")
+
+
+class RequestBodyMiddleware:
+    """Between the door and the routes.
+
+        receive ──▶ whole body, counted while it comes ──▶ route
+                └─▶ afterwards: the client has gone ──▶ the route is cancelled, and with it its request in the engine
+
+    A route that fails before its reply has begun answers in OpenAI's shape; what it failed with goes to the log.
+    """
+
+    def __init__(self, app: ASGIApp, services: Services) -> None:
+        self._app = app
+        self._services = services
+        self._num_bytes: dict[str, int] = {}
+        """By tenant: bytes of bodies that are in memory."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        if scope["method"] in READING:  # what such a request carries is never looked at, so nobody can hide in it
+            return await _Conversation(self._app, scope, receive, send).run(b"")
+        tenant = Request(scope).state.tenant
+        body = bytearray()
+        num_bytes = 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                if not await self._read(receive, body, tenant.name):
+                    return None
+            if body:
+                _check_type(Headers(scope=scope).get("content-type", ""))
+            asks = scope["method"] == "POST" and scope["path"].endswith(ASKING)
+            admission = self._services.admission
+            with admission.asking(tenant) if asks else nullcontext():
+                content, num_bytes = bytes(body), len(body)
+                body.clear()  # one of the two is enough
+                scope[PARSED] = await self._check(tenant.name, content)
+                return await _Conversation(self._app, scope, receive, send).run(content)
+        except TimeoutError:
+            refusal = ApiError(408, f"the body did not come within {BODY_SECONDS:g} s", code="body_timeout")
+            return await refusal.reply()(scope, receive, send)
+        except ApiError as refusal:
+            return await refusal.reply()(scope, receive, send)
+        finally:
+            self._add(tenant.name, -(len(body) or num_bytes))
+
+    def _add(self, tenant: str, num_bytes: int) -> None:
+        self._num_bytes[tenant] = self._num_bytes.get(tenant, 0) + num_bytes
+        if not self._num_bytes[tenant]:
+            del self._num_bytes[tenant]
+
+    async def _read(self, receive: Receive, body: bytearray, tenant: str) -> bool:
+        """Fills `body`; False if the client went away before its end. What a header says of its length is not used."""
+        most = self._services.settings.max_body_bytes
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return False
+            part = message.get("body", b"")
+            if len(body) + len(part) > most:
+                raise ApiError(
+                    413,
+                    f"the body is longer than {most} bytes (--max-body-bytes); send less at once",
+                    code="body_too_large",
+                    headers={"Connection": "close"},
+                )
+            num_free = MAX_BODIES * most - sum(self._num_bytes.values()) - len(part)
+            if self._num_bytes.get(tenant, 0) + len(part) > max(num_free, 0):
+                raise self._services.admission.full(
+                    f"requests of {tenant!r} that are being read are too large together", "bodies_full"
+                )
+            self._add(tenant, len(part))
+            body += part
+            if not message.get("more_body", False):
+                return True
+
+    async def _check(self, tenant: str, body: bytes) -> list[Any] | None:
+        """The body as Python, if that was made of it already."""
+        if len(body) > SMALL_BODY_BYTES:
+            return await self._services.in_thread(tenant, parse_long, body)
+        check_json(body)
+        return None
+
+
+def _check_type(content_type: str) -> None:
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        said = f"{kind[:100]!r}" if kind else "nothing"
+        message = (
+            f"the body must be JSON, sent with the header 'Content-Type: application/json'; the header says {said}"
+        )
+        raise ApiError(400, message, code="invalid_content_type")
+
+
+class _Conversation:
+    """One request whose body was read, and its reply."""
+
+    def __init__(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        self._app = app
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._gone = asyncio.Event()
+        self._has_begun = False
+        self._is_answered = False
+
+    async def run(self, body: bytes) -> None:
+        """Runs the route until it has answered or the client has gone."""
+        task = asyncio.current_task()
+        assert task is not None
+        unread = [body]
+
+        async def replay() -> Message:
+            if unread:
+                return {"type": "http.request", "body": unread.pop(), "more_body": False}
+            await self._gone.wait()
+            return {"type": "http.disconnect"}
+
+        watcher = asyncio.create_task(self._watch(task), name="client-watcher")
+        try:
+            await self._app(self._scope, replay, self._forward)
+        except asyncio.CancelledError:
+            if not self._gone.is_set():
+                raise
+            task.uncancel()
+        except Exception as error:
+            refusal = as_api_error(error, request_id_of(Request(self._scope)))
+            if not self._has_begun:  # otherwise the connection is closed in the middle of the reply
+                await refusal.reply()(self._scope, replay, self._forward)
+        finally:
+            watcher.cancel()
+
+    async def _watch(self, task: asyncio.Task[None]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self._is_answered:
+            self._gone.set()
+            task.cancel()
+
+    async def _forward(self, message: Message) -> None:
+        self._has_begun = True
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._is_answered = True
+        await self._send(message)

@@ -1,0 +1,65 @@
+"""StartupMiddleware: what the process answers while there is no app yet, and who may go in when there is one."""
+
+from __future__ import annotations
+
+from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvmosaic.server.errors import ApiError
+from kvmosaic.server.logs import PROBES
+from kvmosaic.server.middleware.response_headers import ResponseHeadersMiddleware
+from kvmosaic.server.middleware.throttle import Throttle
+from kvmosaic.server.tenants import Tenants
+
+LOADING_RETRY_SECONDS = "2"
+FIGURES = frozenset({*PROBES, "/metrics"})
+"""Answered from numbers at hand, and by those who watch over the server: they go before a crowd."""
+
+
+class StartupMiddleware:
+    """An ASGI app that listens from the first moment: it lives, is not ready, and hands over to the app once opened."""
+
+    def __init__(self) -> None:
+        self._app: ASGIApp = ResponseHeadersMiddleware(_answer_while_loading)
+        self._throttle = Throttle()
+        self._tenants: Tenants | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request; probes and scrapes go before all others."""
+        if scope["type"] == "http" and not _reads_figures(scope):
+            await self._throttle.enter(self._tenant_of(scope))
+        await self._app(scope, receive, send)
+
+    def open(self, app: ASGIApp, tenants: Tenants) -> None:
+        """Lets every request from now on through to `app`; tenants take turns, and all who have no key are one."""
+        self._app, self._tenants = app, tenants
+
+    def _tenant_of(self, scope: Scope) -> str:
+        try:
+            return self._tenants.identify(Headers(scope=scope).get("authorization")).name if self._tenants else ""
+        except ApiError:  # which the app will say
+            return ""
+
+
+def _reads_figures(scope: Scope) -> bool:
+    return scope["method"] in ("GET", "HEAD") and _path_of(scope) in FIGURES
+
+
+def _path_of(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+async def _answer_while_loading(scope: Scope, receive: Receive, send: Send) -> None:
+    await _reply_while_loading(_path_of(scope))(scope, receive, send)
+
+
+def _reply_while_loading(path: str) -> Response:
+    retry = {"Retry-After": LOADING_RETRY_SECONDS}
+    if path == "/livez":
+        return JSONResponse({"status": "ok"})
+    if path in ("/readyz", "/health"):
+        return JSONResponse({"status": "loading"}, 503, headers=retry)
+    message = "the model is still being loaded; try again soon"
+    return ApiError(503, message, type="service_unavailable", code="loading", headers=retry).reply()

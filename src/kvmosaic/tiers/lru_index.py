@@ -1,0 +1,115 @@
+"""LRU index of a tier: its entries, their sizes, and the order in which they are evicted."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from kvmosaic.cache.keys import Key
+
+_MOST_STALE = 64
+"""The queue may hold that much more than twice the entries."""
+
+
+class LRUEntry(NamedTuple):
+    """One entry of the index. Entries sort by eviction order: the least recently used one comes first."""
+
+    last_used: int
+    """Nanoseconds since the epoch."""
+    turn: int
+    """Counts up; of two entries that were used at the same moment, the one that was written down first leaves first."""
+    key: Key
+    num_bytes: int
+
+
+class LRUIndex:
+    """Entries by key, and in the order of their last use.
+
+        lines   key -> Line          what is there
+        queue   heap of the lines    eviction order; lines that were removed from `lines` are skipped
+
+    Entries of other processes may come in with any time of last use, so the order is a heap and not a list.
+
+    Invariants: `num_bytes` is the sum over all lines; every line is in the queue.
+    Always safe: dropping, or asking for, what is not there.
+
+    It has no lock: a tier holds its own.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:
+        self._clock = clock
+        self._latest = 0
+        self._turn = 0
+        self._lines: dict[Key, LRUEntry] = {}
+        self._queue: list[LRUEntry] = []
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._lines
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._lines)
+
+    def get(self, key: Key) -> LRUEntry | None:
+        """What is known of an entry."""
+        return self._lines.get(key)
+
+    def size(self, key: Key) -> int:
+        """Bytes of an entry, 0 if it is not there."""
+        line = self._lines.get(key)
+        return 0 if line is None else line.num_bytes
+
+    def now(self) -> int:
+        """The time for a use that happens now: later than all others that were asked for here."""
+        self._latest = max(self._latest + 1, self._clock())
+        return self._latest
+
+    def add(self, key: Key, num_bytes: int, last_used: int) -> None:
+        """Writes down an entry, in place of what was known of it."""
+        self.drop(key)
+        self._turn += 1
+        self._lines[key] = line = LRUEntry(last_used, self._turn, key, num_bytes)
+        self.num_bytes += num_bytes
+        heapq.heappush(self._queue, line)
+
+    def use(self, key: Key, now: int) -> None:
+        """Counts as a use, if the entry is there."""
+        line = self._lines.get(key)
+        if line is not None:
+            self.add(key, line.num_bytes, now)
+
+    def drop(self, key: Key) -> None:
+        """Forgets an entry."""
+        line = self._lines.pop(key, None)
+        if line is not None:
+            self.num_bytes -= line.num_bytes
+            if len(self._queue) > 2 * len(self._lines) + _MOST_STALE:
+                self._queue = list(self._lines.values())
+                heapq.heapify(self._queue)
+
+    def clear(self) -> None:
+        """Forgets all entries."""
+        self._lines.clear()
+        self._queue.clear()
+        self.num_bytes = 0
+
+    def oldest(self) -> Key | None:
+        """The least recently used entry."""
+        while self._queue:
+            line = self._queue[0]
+            if self._lines.get(line.key) is line:
+                return line.key
+            heapq.heappop(self._queue)
+        return None
+
+    def check_invariants(self) -> None:
+        """Asserts what the class promises; for tests."""
+        assert self.num_bytes == sum(line.num_bytes for line in self._lines.values())
+        assert all(line.key == key for key, line in self._lines.items())
+        assert set(self._queue) >= set(self._lines.values())
+        assert len(self._queue) <= 2 * len(self._lines) + _MOST_STALE

@@ -1,0 +1,187 @@
+"""A profile: settings that were measured on one model, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+from typing import Any, Literal, get_args
+
+from kvmosaic.config import ChunkCacheConfig
+from kvmosaic.layout import ChunkContext
+from kvmosaic.repair import repair_policy
+from kvmosaic.tuned_settings.fields import Fields
+
+FORMAT = 2
+READABLE_FORMATS = (1, 2)
+"""Format 1 knew right answers only, and nothing of divergence, agreement and loss."""
+FORMAT_FIELD = "kvmosaic_profile"
+SETTINGS = ("position_strategy", "chunk_context", "repair")
+"""Fields of `ChunkCacheConfig` that a profile sets where nobody said otherwise."""
+MAX_TASKS = 100
+MAX_CASES = 10**7
+MAX_WORK = 100.0
+"""Repairing may cost more than computing all documents once, though nobody would want it."""
+MAX_NAME_CHARACTERS = 4_096
+MAX_NATS = 1e6
+
+Strategy = Literal["shared", "sequential"]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """What one task showed."""
+
+    task: str
+    cases: int
+    accuracy: float | None
+    """Mean score from 0 to 1 with the settings of the profile; None if answers were not scored."""
+    full_accuracy: float | None
+    """The same with full attention."""
+    divergence: float | None = None
+    """From full attention, in nats per token of its own answers; None in profiles that do not know it."""
+    agreement: float | None = None
+    """With full attention's greedy tokens, from 0 to 1."""
+    loss_increase: float | None = None
+    """How far the loss of the accepted answers is above full attention, in nats per token."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Accuracy by that of full attention; 1 where that answers nothing, since nothing can be lost."""
+        if self.accuracy is None or self.full_accuracy is None:
+            return None
+        return self.accuracy / self.full_accuracy if self.full_accuracy else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """How much may be lost, and how much work may be spent on that."""
+
+    loss: float | None
+    """Share of full attention's accuracy that may be lost, tasks together; None: any."""
+    task_loss: float | None
+    """The same for each task."""
+    max_work: float
+    """Most work for choosing and repairing; 1 is what computing all documents once costs."""
+    is_reached: bool = True
+    """False: nothing reaches it, and the best there is was wanted all the same."""
+    max_divergence: float | None = None
+    """From full attention, in nats per token; None: any."""
+    min_agreement: float | None = None
+    """With full attention's greedy tokens, from 0 to 1; None: any."""
+    max_loss_increase: float | None = None
+    """Of the accepted answers, in nats per token; None: any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """How a model's documents are placed and repaired, and what was measured that way."""
+
+    model: str
+    """What it was called when it was measured."""
+    fingerprint: str
+    """Of the model: another checkpoint, dtype or quantization has another one."""
+    position_strategy: Strategy
+    chunk_context: ChunkContext
+    repair: str
+    goal: Goal
+    date: str
+    """The day of the measurement, such as "2026-03-31"."""
+    seed: int
+    work: float
+    """For choosing and repairing, on average; 1 is what computing all documents once costs."""
+    tasks: tuple[TaskResult, ...]
+
+    @property
+    def ratio(self) -> float | None:
+        """Mean accuracy over all tasks by that of full attention; None if answers were not scored."""
+        pairs = [(task.accuracy, task.full_accuracy) for task in self.tasks]
+        known = [(own, full) for own, full in pairs if own is not None and full is not None]
+        if not known:
+            return None
+        full = fmean(full for _, full in known)
+        return fmean(own for own, _ in known) / full if full else 1.0
+
+    @property
+    def reached(self) -> str:
+        """What was measured, in words."""
+        parts = [] if self.ratio is None else [f"{self.ratio:.1%} of full attention"]
+        nearness = [(task.divergence, task.agreement) for task in self.tasks]
+        known = [(nats, share) for nats, share in nearness if nats is not None and share is not None]
+        if known:
+            parts.append(f"divergence {fmean(nats for nats, _ in known):.3f} nats")
+            parts.append(f"{fmean(share for _, share in known):.1%} of the greedy tokens")
+        return f"{', '.join(parts)} on {', '.join(task.task for task in self.tasks)}"
+
+    def applied_to(self, config: ChunkCacheConfig) -> ChunkCacheConfig:
+        """The settings, with those of the profile where the caller chose none."""
+        return replace(config, **{name: getattr(self, name) for name in SETTINGS if not config.says(name)})
+
+    def overruled_by(self, config: ChunkCacheConfig) -> tuple[str, ...]:
+        """The fields in which the caller chose something else."""
+        said = (name for name in SETTINGS if config.says(name))
+        return tuple(name for name in said if str(getattr(config, name)) != getattr(self, name))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Names and values, for JSON."""
+        return {
+            FORMAT_FIELD: FORMAT,
+            "model": self.model,
+            "fingerprint": self.fingerprint,
+            **{name: getattr(self, name) for name in SETTINGS},
+            "goal": asdict(self.goal),
+            "measured": {
+                "date": self.date,
+                "seed": self.seed,
+                "work": self.work,
+                "tasks": [asdict(task) for task in self.tasks],
+            },
+        }
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Profile:
+        """A profile from names and values.
+
+        Raises:
+            InvalidProfile: of another format, or a field is missing, unknown or outside its limits.
+        """
+        fields = Fields(content)
+        fields.version(FORMAT_FIELD, READABLE_FORMATS)
+        goal, measured = fields.inner("goal"), fields.inner("measured")
+        profile = cls(
+            model=fields.text("model", MAX_NAME_CHARACTERS),
+            fingerprint=fields.matching("fingerprint", "[0-9a-f]{64}", "64 hexadecimal digits"),
+            position_strategy=fields.choice("position_strategy", ("shared", "sequential")),
+            chunk_context=fields.choice("chunk_context", get_args(ChunkContext)),
+            repair=fields.read("repair", lambda text: str(repair_policy(text))),
+            goal=Goal(
+                loss=goal.number_if_known("loss", 0, 1),
+                task_loss=goal.number_if_known("task_loss", 0, 1),
+                max_work=goal.number("max_work", 0, MAX_WORK),
+                is_reached=goal.flag("is_reached"),
+                max_divergence=goal.number_if_known("max_divergence", 0, MAX_NATS),
+                min_agreement=goal.number_if_known("min_agreement", 0, 1),
+                max_loss_increase=goal.number_if_known("max_loss_increase", -MAX_NATS, MAX_NATS),
+            ),
+            date=measured.matching("date", r"\d{4}-\d\d-\d\d", "a day such as 2026-03-31"),
+            seed=measured.whole("seed", -(2**63), 2**63 - 1),
+            work=measured.number("work", 0, MAX_WORK),
+            tasks=tuple(_task(task) for task in measured.several("tasks", MAX_TASKS)),
+        )
+        for part in (fields, goal, measured):
+            part.end()
+        return profile
+
+
+def _task(fields: Fields) -> TaskResult:
+    result = TaskResult(
+        task=fields.text("task", 200),
+        cases=fields.whole("cases", 1, MAX_CASES),
+        accuracy=fields.number_if_known("accuracy", 0, 1),
+        full_accuracy=fields.number_if_known("full_accuracy", 0, 1),
+        divergence=fields.number_if_known("divergence", 0, MAX_NATS),
+        agreement=fields.number_if_known("agreement", 0, 1),
+        loss_increase=fields.number_if_known("loss_increase", -MAX_NATS, MAX_NATS),
+    )
+    fields.end()
+    return result

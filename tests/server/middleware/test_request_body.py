@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import httpx
+import pytest
+from fastapi import Body, Request
+from fastapi.responses import StreamingResponse
+from support.server import RunningServer, wait_until
+
+from kvmosaic.sampling import SamplingParams
+from kvmosaic.server.errors import as_api_error
+from kvmosaic.server.running import run
+from kvmosaic.server.tenants import current_tenant
+
+LIMIT = 2**17
+ENDLESS = SamplingParams(max_tokens=1_500, ignore_eos=True, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    """A server that runs one sequence at a time, with small routes of its own."""
+    with RunningServer(max_num_seqs=1, max_queue=2, max_body_bytes=LIMIT) as running:
+        add_routes(running)
+        yield running
+
+
+def add_routes(server: RunningServer) -> None:
+    async def echo(body: Annotated[Any, Body()]) -> Any:
+        return {"got": body}
+
+    async def fail() -> None:
+        raise RuntimeError("the inside of the server")
+
+    async def break_off() -> StreamingResponse:
+        async def parts() -> Any:
+            yield "a part"
+            raise RuntimeError("the inside of the server")
+
+        return StreamingResponse(parts())
+
+    async def answer(request: Request, stream: bool = False, seconds: float = 0.0) -> Any:
+        services, tenant = server.services, await current_tenant(request)
+        prompt = await services.in_thread("one", services.llm.encoder.encode, "Once upon a time")
+        deltas = run(services, tenant, prompt, ENDLESS, route="/test/answer", request_id=request.state.request_id)
+        if stream:
+            return StreamingResponse(str(delta.num_prompt_tokens) async for delta in deltas)
+        return [delta.num_prompt_tokens async for delta in deltas]
+
+    server.app.add_api_route("/test/echo", echo, methods=["POST"])
+    server.app.add_api_route("/test/fail", fail)
+    server.app.add_api_route("/test/break-off", break_off)
+    server.app.add_api_route("/test/answer", answer, methods=["GET", "POST"])
+
+
+def send(server: RunningServer, path: str, body: bytes = b"") -> socket.socket:
+    """Sends a request and leaves the reply unread."""
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    fields = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST {path} HTTP/1.1\r\n{fields}\r\n"
+    client.sendall(head.encode() + body)
+    return client
+
+
+def is_idle(server: RunningServer) -> bool:
+    engine, admission = server.services.engine, server.services.admission
+    return not (engine.num_running or engine.num_waiting or admission.num_under_way)
+
+
+def held_blocks(server: RunningServer) -> int:
+    """Blocks of the request pool that somebody holds."""
+    return server.call(server.services.engine.call, lambda engine: sum(engine.kv_cache.request_pool.references))
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("path", ["/test/answer", "/test/answer?stream=true"])
+def test_client_that_leaves_ends_its_request(server: RunningServer, path: str) -> None:
+    client = send(server, path)
+    wait_until(lambda: server.services.engine.num_running == 1)
+    client.close()
+    began = time.monotonic()
+    wait_until(lambda: is_idle(server))
+    assert time.monotonic() - began < 1
+    record = server.services.records.recent()[-1]
+    assert (record.status, record.route) == ("cancelled", "/test/answer")
+    assert record.num_answer_tokens < ENDLESS.max_tokens
+
+
+@pytest.mark.parametrize("path", ["/test/answer", "/test/answer?stream=true"])
+def test_client_that_leaves_the_queue_ends_its_request(server: RunningServer, path: str) -> None:
+    running = send(server, "/test/answer")
+    wait_until(lambda: server.services.engine.num_running == 1)
+    waiting = send(server, path)
+    wait_until(lambda: server.services.engine.num_waiting == 1)
+    assert server.services.admission.num_waiting == 1
+    waiting.close()
+    wait_until(lambda: server.services.engine.num_waiting == 0)
+    assert server.services.admission.num_under_way == 1
+    assert server.services.engine.num_running == 1
+    running.close()
+    wait_until(lambda: is_idle(server))
+
+
+@pytest.mark.alone
+def test_queue_that_is_full_refuses_at_once_and_the_probes_stay_quick(server: RunningServer) -> None:
+    refused = server.services.admission.num_refused
+    inside = [send(server, "/test/answer") for _ in range(3)]
+    wait_until(lambda: server.services.admission.num_under_way == 3)
+    for _ in range(5):
+        began = time.monotonic()
+        reply = httpx.get(server.url + "/test/answer")
+        assert reply.status_code == 429 and time.monotonic() - began < 1
+        assert reply.json()["error"]["code"] == "queue_full"
+        assert 1 <= int(reply.headers["retry-after"]) <= 60
+        began = time.monotonic()
+        assert httpx.get(server.url + "/livez").status_code == 200
+        assert time.monotonic() - began < 1  # a loose bound: other tests may share the machine
+    assert server.services.admission.num_refused == refused + 5
+    for client in inside:
+        client.close()
+    wait_until(lambda: is_idle(server))
+
+
+def test_nothing_is_left_after_requests_that_were_left(server: RunningServer) -> None:
+    tasks = server.call(lambda: len(asyncio.all_tasks()))
+    for _ in range(3):
+        for client in [send(server, "/test/answer"), send(server, "/test/answer?stream=true")]:
+            client.close()
+    wait_until(lambda: is_idle(server))
+    wait_until(lambda: server.call(lambda: len(asyncio.all_tasks())) <= tasks)
+    server.call(server.services.engine.call, lambda engine: engine.check_invariants())
+
+
+def test_body_up_to_the_limit_is_read_and_one_more_byte_is_refused(server: RunningServer) -> None:
+    text = json.dumps("x" * (LIMIT - 2)).encode()
+    headers = {"Content-Type": "application/json"}
+    assert httpx.post(server.url + "/test/echo", content=text, headers=headers).status_code == 200
+    reply = httpx.post(server.url + "/test/echo", content=text + b" ", headers=headers)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (413, "body_too_large")
+
+
+def test_length_that_a_header_claims_is_not_trusted(server: RunningServer) -> None:
+    def parts() -> Iterator[bytes]:
+        for _ in range(LIMIT // 2**10 + 1):
+            yield b" " * 2**10
+
+    reply = httpx.post(server.url + "/test/echo", content=parts(), headers={"Content-Type": "application/json"})
+    assert reply.status_code == 413
+
+
+def test_harmful_json_is_400_on_every_route(server: RunningServer) -> None:
+    long = b"[" + b"1," * 20_000 + b"NaN]"  # checked in a thread
+    for body in (b"[" * 1_000, b'{"a": NaN}', b'"\\ud800"', b'"\\u0000"', b"\xff", b"1" * 100, b" " * 2**16 + long):
+        for path in ("/test/echo", "/test/answer"):
+            reply = httpx.post(server.url + path, content=body, headers={"Content-Type": "application/json"})
+            assert reply.status_code == 400, (path, body[:20])
+            assert reply.json()["error"]["code"] == "invalid_json"
+
+
+def test_client_that_leaves_within_its_body_leaves_nothing(server: RunningServer) -> None:
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    client.sendall(b"POST /test/echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n[1,")
+    client.close()
+    assert httpx.post(server.url + "/test/echo", json=[1]).json() == {"got": [1]}
+
+
+def test_failure_inside_tells_the_id_and_nothing_else(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    reply = httpx.get(server.url + "/test/fail", headers={"X-Request-Id": "case-7"})
+    assert reply.status_code == 500 and reply.headers["x-request-id"] == "case-7"
+    assert reply.json()["error"] == {
+        "message": "internal error (request case-7)",
+        "type": "server_error",
+        "param": None,
+        "code": "internal_error",
+    }
+    assert "RuntimeError: the inside of the server" in caplog.text and "case-7" in caplog.text
+
+
+def test_failure_in_the_middle_of_a_reply_closes_the_connection(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(httpx.RemoteProtocolError):
+        httpx.get(server.url + "/test/break-off")
+    assert "the inside of the server" in caplog.text
+    assert "the inside" not in str(as_api_error(RuntimeError("the inside of the server")).body)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [None, "", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "json", "x" * 999],
+)
+def test_body_that_is_not_declared_as_json_is_told_how_to_be(server: RunningServer, kind: str | None) -> None:
+    headers = {} if kind is None else {"Content-Type": kind}
+    reply = httpx.post(server.url + "/v1/completions", content=b'{"model": "reader", "prompt": "a"}', headers=headers)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (400, "invalid_content_type")
+    assert "JSON" in error["message"] and "Content-Type: application/json" in error["message"]
+    assert len(error["message"]) < 300
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"])
+def test_json_by_any_of_its_names_is_read(server: RunningServer, kind: str) -> None:
+    body = b'{"model": "reader", "prompt": "a", "max_tokens": 1}'
+    reply = httpx.post(server.url + "/v1/completions", content=body, headers={"Content-Type": kind})
+    assert reply.status_code == 200, reply.text
