@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.server import ServeCommand
+from support.server import ServeCommand, wait_until
 from typer.testing import CliRunner, Result
 
 from kvmosaic import server as server_package
@@ -58,6 +58,22 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def serve(*arguments: str) -> Result:
     """The command in this process, when it ends before it has loaded anything."""
     return CliRunner().invoke(app, ["serve", *arguments])
+
+
+def test_chunks_of_an_expired_document_are_dropped_though_nothing_is_asked() -> None:
+    with ServeCommand() as server:
+        server.until_ready()
+        body = {"text": "The ferry goes to Oak Island.", "ttl_seconds": 1}
+        assert httpx.put(f"{server.url}/v1/documents/ferry", json=body, timeout=60).status_code == 201
+        chat = {"messages": [{"role": "user", "content": "Where?"}], "documents": [{"id": "ferry"}], "max_tokens": 1}
+        assert httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60).status_code == 200
+        assert num_chunks(server) == 1
+        wait_until(lambda: num_chunks(server) == 0, 60)
+
+
+def num_chunks(server: ServeCommand) -> float:
+    lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("kvmosaic:chunk_entries{"))
 
 
 def test_life_of_a_server_from_its_first_probe_to_an_answer_that_takes_too_long(certificate: tuple[Path, Path]) -> None:

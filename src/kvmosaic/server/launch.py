@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from kvmosaic.server.heap import trimmed_heap
 from kvmosaic.server.keys import is_open_to_all
 from kvmosaic.server.listening import CLOSING_SECONDS, address_of, listen, listener_for
 from kvmosaic.server.loading import close_places, load_in_thread, open_places
@@ -89,10 +90,13 @@ class _Launch:
             services = await self._load()
             if services is None:
                 return False
+            from kvmosaic.server.documents.sweeping import swept  # imports torch
+
             self._describe(services)
-            self._say(f"ready      {address}")
-            await self._told_to_stop.wait()
-            await self._drain(services)
+            async with swept(services), trimmed_heap():
+                self._say(f"ready      {address}")
+                await self._told_to_stop.wait()
+                await self._drain(services)
             return not services.is_working
         finally:
             self._listener.should_exit = True
