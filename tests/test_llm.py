@@ -302,7 +302,7 @@ def snapshot(llm):
         stats.prefix_blocks,
         stats.evictions,
         llm.engine.has_unfinished_requests,
-        [(chunk.key, chunk.num_tokens, chunk.pinned, chunk.users) for chunk in kv_cache.chunks()],
+        [(chunk.key, chunk.num_tokens, chunk.pinned, chunk.ref_count) for chunk in kv_cache.chunks()],
     )
 
 

@@ -34,7 +34,7 @@ def test_every_alert_says_what_is_wrong_and_what_to_do(rule: dict[str, Any]) -> 
         ("KVMosaicChunkCacheFull", "> 0.95"),
         ("KVMosaicRequestPoolFull", "> 0.95"),
         ("KVMosaicLookupSlow", "> 0.005"),
-        ("KVMosaicAttachSlow", "> 0.05"),
+        ("KVMosaicAllocateSlow", "> 0.05"),
     ],
 )
 def test_the_limits_are_those_of_the_design(alert: str, limit: str) -> None:

@@ -126,7 +126,7 @@ def check_nothing_is_left(server: RunningServer, tasks_before: int) -> None:
     def blocks(inner: Any) -> tuple[int, int]:
         inner.check_invariants()
         kv_cache = inner.kv_cache
-        users = sum(chunk.users for chunk in kv_cache.chunks())
+        users = sum(chunk.ref_count for chunk in kv_cache.chunks())
         return users, kv_cache.request_pool.num_used - kv_cache.statistics().prefix_blocks
 
     wait_until(lambda: engine.num_running == 0 and engine.num_waiting == 0)

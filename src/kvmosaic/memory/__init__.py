@@ -59,6 +59,14 @@ __all__ = [
 # Names are imported on first use, so that commands which look at stored entries stay without torch.
 _HOMES = {
     "budget": ("blocks_within", "check_fits", "device_memory_bytes"),
+    "checksum": ("Checksum",),
+    "claimed_header": (
+        "ClaimedHeader",
+        "check_entry",
+        "num_claimed_bytes",
+        "num_file_header_bytes",
+        "read_claimed_header",
+    ),
     "codec": ("choose_codec",),
     "entry": (
         "DecodedEntry",
@@ -69,9 +77,7 @@ _HOMES = {
         "read_header",
     ),
     "geometry": ("LayerGeometry", "geometry_of"),
-    "glance": ("Claims", "check_entry", "num_claimed_bytes", "num_preamble_bytes", "read_claims"),
     "header": ("CodecName", "Compression", "DtypeName", "EntryHeader"),
-    "seal": ("Seal",),
     "storage": ("BlockStorage", "ChunkTensors", "StoredLayer"),
 }
 
