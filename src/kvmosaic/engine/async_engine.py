@@ -170,9 +170,9 @@ class AsyncEngine:
         Raises:
             EngineStopped: the engine has stopped.
             EngineFailing: too many consecutive steps have failed; see `failure`.
-            KVMosaicError: before the first delta, whatever `Engine.add_request` raises, and errors found when the request
-                is scheduled, such as ChunkCacheFull.
-                is scheduled, such as ChunkCacheFull.
+            EngineError: a step failed with this request in it.
+            KVMosaicError: before the first delta, whatever `Engine.add_request` raises, and errors found when the
+                request is scheduled, such as ChunkCacheFull.
         """
         stream: Stream[RequestDelta] = Stream(Unread())
         arrival_time = self._engine.clock()

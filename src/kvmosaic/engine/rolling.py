@@ -62,7 +62,7 @@ def most_at_once(window: RollingWindow, block_size: int) -> int:
 def check_memory(window: RollingWindow, pool: BlockPool) -> None:
     """Checks that an endless text fits into the pool when it runs alone.
 
-    While tokens of the first window are evicted, its blocks that the prefix cache may hit stay: then most blocks are held.
+    While tokens of the first window are evicted, its blocks in the prefix cache stay: then most blocks are held.
 
     Raises:
         RequestTooLarge: it does not fit.

@@ -180,9 +180,9 @@ class Scheduler:
     def _answering(self, only: Collection[str] | None) -> list[Sequence]:
         """Answers that may decode a token in this step.
 
-        A step for some tenants omits answers of others where they would make it longer. While there are several tenants,
-        a step has no more answers than take about `SHARED_STEP_SECONDS`: the ones that have waited longest for a token.
-        Tenants with few answers have all of theirs in every step.
+        A step for some tenants omits answers of others where they would make it longer. While there are several
+        tenants, a step has no more answers than take about `SHARED_STEP_SECONDS`: the ones that have waited longest for
+        a token. Tenants with few answers have all of theirs in every step.
         """
         self._num_steps += 1
         answering = [sequence for sequence in self._in_order() if sequence.pending is not None]
@@ -225,7 +225,7 @@ class Scheduler:
 
     @property
     def _most_tokens(self) -> int:
-        """Token budget of the next step: fewer while there is more than one tenant, so that none waits long for its end.
+        """Token budget of the next step: smaller with more than one tenant, so that none waits long for its end.
 
         It takes about `SHARED_STEP_SECONDS`, or twice as long as an empty one: shorter ones would cost too much.
         """
@@ -284,7 +284,7 @@ class Scheduler:
         self._schedule_prompts(budget, step, only)
 
     def _in_order(self) -> list[Sequence]:
-        """Running sequences by sort key; when blocks are short, tenants with the smallest load first within a priority."""
+        """Running sequences by sort key; if blocks are short, the least loaded tenants first within a priority."""
         ranked = sorted(self.running, key=lambda running: running.sort_key)
         if len(self._places) == 1 or self.kv_cache.num_spare_blocks >= len(ranked):
             return ranked
@@ -354,7 +354,7 @@ class Scheduler:
         return self.waiting.first(passed_over, load, self._served)
 
     def _admit(self, budget: StepBudget, step: Step, before: Sequence | None = None) -> None:
-        """Admits waiting sequences: within a priority, tenants with the fewest running sequences first, then by sort key.
+        """Admits waiting sequences: in a priority, tenants with the fewest running sequences first, then by sort key.
 
         Args:
             budget: remaining budget of the step.

@@ -230,7 +230,7 @@ class Sequence:
         self.span_seconds[span_index] = seconds
 
     def replanned(self) -> None:
-        """Records that its layout has changed: it waits for blocks again, and reports the hits of its first allocation."""
+        """Records a changed layout: it waits for blocks again, and reports the cache hits of its first allocation."""
         self._found_before = self.num_reused
         self.preempted()
 

@@ -57,8 +57,8 @@ class Shares:
     def note_present(self, present: Collection[str], seen: Collection[str]) -> None:
         """Records which tenants have unfinished requests, and which had some recently.
 
-        A new or returning tenant is behind the others by a bounded credit: time is not saved up. Nor is used time written
-        off by a short absence.
+        A new or returning tenant is behind the others by a bounded credit: time is not saved up. Nor is used time
+        written off by a short absence.
         """
         for tenant in self._served.keys() - seen:
             del self._served[tenant]

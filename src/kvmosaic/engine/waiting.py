@@ -70,8 +70,8 @@ class WaitingQueue:
     ) -> Sequence | None:
         """The sequence that runs next, which stays in the queue; None if none waits, or only of passed-over tenants.
 
-        Compares the first sequence of each tenant. Between tenants, waiting counts from the last admission: a long queue
-        gives no advantage.
+        Compares the first sequence of each tenant. Between tenants, waiting counts from the last admission: a long
+        queue gives no advantage.
 
         Args:
             passed_over: tenants to skip.
