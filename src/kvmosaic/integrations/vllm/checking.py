@@ -202,8 +202,8 @@ class _Engine:
     def _same(self, composed: Any, prompt: Sequence[int]) -> Finding:
         """Compares the likeliest next tokens of a composed prompt with those of the same tokens as an ordinary prompt.
 
-        The limit is the model's own noise: the difference between two ordinary ways to compute the prompt, in one prefill
-        and with its beginning in the prefix cache.
+        The limit is the model's own noise: the difference between two ordinary ways to compute the prompt, in one
+        prefill and with its beginning in the prefix cache.
         """
         plain = self.answer(prompt, cache_salt="at once")
         self.answer(prompt[: self.block_size + 1], cache_salt="in parts")

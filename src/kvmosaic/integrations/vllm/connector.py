@@ -125,7 +125,7 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_cache.tiering.on_reports(told.reports)
 
     def reset_cache(self) -> bool:
-        """Drops the prefix cache's state; entries of the tiers become usable again if the weights turn out to be the same."""
+        """Handles a reset of the prefix cache; tier entries stay usable if the weights prove to be the same."""
         if self._kv_cache.tiering is not None:
             self._kv_cache.tiering.reset()
         return True

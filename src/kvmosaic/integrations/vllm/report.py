@@ -22,8 +22,8 @@ class ChunkOutcome:
     """Source of a chunk's keys and values."""
 
     source: Source
-    """cached: a cache hit. computed: for this request. awaited: computed for another request, which this one waited for.
-    same: the same document occurs earlier in the prompt."""
+    """cached: a cache hit. computed: for this request. awaited: computed for another request, which this one waited
+    for. same: the same document occurs earlier in the prompt."""
     tier: str = "device"
     """For cache hits: "device", or the tier that they were loaded from."""
     seconds: float = 0.0
