@@ -241,7 +241,7 @@ class SchedulerSide:
     # Scheduling
 
     def match(self, request: Any, num_local: int) -> int | None:
-        """Number of tokens after the first `num_local` that this step can move into the request's blocks; None: wait."""
+        """Number of tokens after the first `num_local` that this step can move into its blocks; None: wait."""
         if request.request_id in self._chunks:
             return self._chunks.match(request, num_local)
         composed = self._requests.get(request.request_id)

@@ -66,8 +66,9 @@ class Tiering:
     So a chunk that is loaded from a tier is in vLLM's prefix cache again, for every later request. Loaded bytes are
     identical to the ones computed originally, at the same positions, so these blocks are as exact as any.
 
-    Keys need the fingerprint of the weights. When vLLM resets its prefix cache, the weights may have changed: everything
-    that is staged is dropped, and chunk prompts wait until all workers have reported their fingerprints again.
+    Keys need the fingerprint of the weights. When vLLM resets its prefix cache, the weights may have changed:
+    everything that is staged is dropped, and chunk prompts wait until all workers have reported their fingerprints
+    again.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class Tiering:
         return stop - num_local
 
     def on_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
-        """Handles the block allocation of a chunk prompt; plans the load of `num_external` tokens after the cached ones."""
+        """Handles the block allocation of a chunk prompt; plans the load of `num_external` uncached tokens."""
         entry = self._prompts.get(request.request_id)
         if entry is None:
             return

@@ -96,7 +96,7 @@ class KVLayout:
         )
 
     def slots(self, blocks: Sequence[int], start: int, num_tokens: int) -> Tensor:
-        """The slots of tokens `start …` of a run of blocks: [num_tokens] int64, on the host."""
+        """[num_tokens] int64, on the host: slots of tokens `start …` of a run of blocks."""
         index = torch.arange(start, start + num_tokens)
         wanted = blocks[start // self.block_size : -(-(start + num_tokens) // self.block_size)]
         if not wanted or len(wanted) * self.block_size < start % self.block_size + num_tokens:
@@ -108,7 +108,7 @@ class KVLayout:
         return torch.tensor(wanted)[offset // self.block_size] * self.block_size + index % self.block_size
 
     def require(self, position: int) -> None:
-        """Raises `PromptTooLong` if some layer's table has no such position."""
+        """Raises `PromptTooLong` if the table of some layer has no such position."""
         for rotation in {place.rotation for place in self.layers if place.rotation is not None}:
             rotation.require(position)
 
