@@ -98,7 +98,7 @@ class StoredEntries:
         return lambda layers: encode_entry(header, layers, self._config.secret)
 
     def accept(self, run: StoredRun) -> Callable[[Entry], ChunkTensors]:
-        """Returns a function that validates and reads an entry; it raises InvalidEntry unless it is this run, bit for bit."""
+        """Returns a function that validates and reads an entry; InvalidEntry unless it is this run, bit for bit."""
         expected = EntryExpectation(
             fingerprint=run.fingerprint,
             key=self.key(run),

@@ -100,8 +100,8 @@ class AscendLatentLayout:
         """The layout of a latent layer; None for one with keys and values, or of another platform.
 
         Raises:
-            NotMovable: a cache with a sparse index, quantized, sharded over devices, or in a chip-specific order; or the
-                kernel stores something else than expected.
+            NotMovable: a cache with a sparse index, quantized, sharded over devices, or in a chip-specific order; or
+                the kernel stores something else than expected.
         """
         if not is_ascend(layer) or not hasattr(layer, "kv_lora_rank"):
             return None

@@ -104,7 +104,7 @@ class ModelTrial:
     # The whole model
 
     def _whole(self, run: Repair, hidden: list[Tensor], tokens: slice) -> str:
-        """Recomputes a part of the text in another forward: compares the first layer's inputs, and the hidden states."""
+        """Recomputes a part of the text in another forward: compares the first layer's inputs and hidden states."""
         num_tokens, seen = len(run.token_ids), list[Tensor]()
 
         def look(module: nn.Module, args: Any, kwargs: Any, positions: Tensor) -> None:
