@@ -34,7 +34,7 @@ _SPECIAL_TOKENS = {
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-"""Tokens that end a text, a message, or a tool call: llama.cpp stops at each of them."""
+"""Tokens that end a text, a turn of a conversation, or a message to be continued: llama.cpp stops at each of them."""
 _SAMPLING = {
     "temperature": "temp",
     "top_k": "top_k",

@@ -65,7 +65,7 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """ggml's name for the architecture."""
+        """Name of the architecture in ggml."""
         return str(self.metadata["general.architecture"])
 
     @property

@@ -75,8 +75,8 @@ class LoadedModel:
             model: a `...ForCausalLM`.
             tokenizer: its tokenizer, for text input or output.
             fingerprint: its identity, if known; otherwise computed from configuration and weights.
-            max_positions: the longest sequence to run, at most the model's limit. Frequencies that change with the length
-                are pinned for it.
+            max_positions: the longest sequence to run, at most the model's limit. Frequencies that change with the
+                length are pinned for it.
             prepack: see `load_model`. The model's own linear layers are replaced and can no longer be trained, and its
                 small operations are fused.
 

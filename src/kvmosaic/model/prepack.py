@@ -90,7 +90,7 @@ def prepack_linears(model: Any, wanted: Prepack) -> int:
 
 
 def let_file_go(model: nn.Module) -> None:
-    """After loading: copies the weights that a packed model still reads from its mapped file, so that it can be unmapped.
+    """After loading: copies the weights that a packed model still reads from its mapped file, to unmap the file.
 
     Otherwise one small weight would keep the whole file in memory beside the packed weights. Nothing is copied for a
     model whose linear layers are the smaller part.

@@ -35,7 +35,7 @@ _FINE_MIXING = 1e-4
 
 
 def probe_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...]:
-    """Detects the properties of every attention layer of a transformers model, and prepares the model for our receivers.
+    """Detects the properties of every attention layer of a transformers model, and prepares it for our receivers.
 
     Args:
         module: a `...ForCausalLM` in evaluation mode, with pinned frequencies.
