@@ -29,8 +29,8 @@ class OffloadedKeys:
         (tenant, name without its part) -> keys        "guide (2/3)" is found by "guide", too
         key -> tenant, salt, names                      at most `most_keys`
 
-    The KV cache drops the names of a chunk on eviction, and a tier knows keys only; this index allows to delete a
-    document everywhere by its name. Chunks stored by other processes are not known.
+    The KV cache drops the names of a chunk on eviction, and a tier stores keys only; with this index a document can be
+    deleted everywhere by its name. Chunks stored by other processes are not known.
     """
 
     def __init__(self, most_keys: int = MOST_KEYS) -> None:

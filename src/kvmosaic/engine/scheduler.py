@@ -35,9 +35,9 @@ SHARED_STEP_SECONDS = 0.015
 SMALL_STEP = 4
 """Tokens of a step that takes hardly longer than an empty one."""
 LEAST_ANSWERS = 8
-"""min_answers: a step may always have a token for each of so many answers."""
+"""min_answers for which a step always has a token each."""
 LEAST_TOKENS = 128
-"""min_tokens: a step may always have so many tokens."""
+"""min_tokens that a step may always have."""
 SEEN_SECONDS = 60.0
 """A tenant counts as present if it had unfinished requests within this time."""
 MAX_TENANTS_TRIED = 8
@@ -236,7 +236,7 @@ class Scheduler:
         return min(most, max(LEAST_TOKENS, int(max(SHARED_STEP_SECONDS - least, least) / self._token_seconds)))
 
     def _ahead(self) -> tuple[set[str], set[str]]:
-        """Tenants omitted from this step, and the tenants with prompts to compute in whose favour they are.
+        """Tenants omitted from this step, and the tenants with prompts to compute for which they are.
 
         The latter have received less time, at the same priority or higher.
         """

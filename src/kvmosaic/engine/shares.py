@@ -8,7 +8,7 @@ MAX_WEIGHT = 1_000.0
 """Max weight of a tenant; its inverse is the min."""
 
 HYSTERESIS = 2.0
-"""A tenant that has some may take more only from tenants that have more than this multiple of it afterwards."""
+"""A tenant that has some may take more only from a tenant that has more than this multiple of its then amount."""
 
 SLACK_SECONDS = 0.5
 SLACK_STEPS = 4.0

@@ -20,7 +20,7 @@ from kvmosaic.model.opening import AttentionAdapter
 _NUM_TOKENS = 48
 """Tokens on which an adapted layer is compared with its own code."""
 _NUM_POSITIONS = 2100
-"""Positions whose bias is read: enough to see that it is rounded to 16 bits, which are exact up to 2048."""
+"""Positions whose bias is read: enough to detect rounding to 16 bits, which are exact up to 2048."""
 _TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 2e-2}
 """Difference, relative to the output, that rounding the bias and the weights to 16 bits explains."""
 _FINE_TOLERANCE = 1e-4

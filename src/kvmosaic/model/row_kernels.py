@@ -62,7 +62,7 @@ class RowKernels:
 
 
 def num_threads(num_rows: int) -> int:
-    """Threads for `num_rows` rows; for a few rows, torch is not even asked."""
+    """Threads for `num_rows` rows; for a few rows, the look-up in torch would cost more than it saves."""
     return 1 if num_rows <= _FEW_ROWS else torch.get_num_threads()
 
 

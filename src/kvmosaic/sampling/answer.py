@@ -30,7 +30,7 @@ class Answer:
 
         Args:
             params: the sampling parameters.
-            tokenizer: turns ids into text; None gives empty text.
+            tokenizer: decodes ids; None gives empty text.
             eos_token_ids: the model's end-of-sequence tokens.
             index: index of the answer, below `n`.
             max_tokens: the engine's limit, if that is less than `params.max_tokens`.

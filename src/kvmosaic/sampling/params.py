@@ -54,7 +54,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """Continue after the end-of-sequence token."""
     max_tokens: int | None = 256
-    """Most tokens of an answer; None: as many as the model has positions for, or 2**27 with `window_tokens`."""
+    """Max tokens of an answer; None: as many as the model has positions for, or 2**27 with `window_tokens`."""
     min_tokens: int = 0
     """No stop text, stop id or end-of-sequence token counts before this many tokens."""
     logprobs: int | None = None
