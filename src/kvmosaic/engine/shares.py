@@ -49,7 +49,7 @@ class Shares:
     def may_take(self, taker: str, amount: float, more: float, giver: str, amount_now: float) -> bool:
         """Whether a tenant may preempt another one, which costs recomputation.
 
-        It may if it has nothing and would have less than the other has now; or, with something, at most half of that.
+        It may if it has nothing and would have less than the other has now; or, with something, less than half of that.
         """
         factor = HYSTERESIS if amount else 1.0
         return self.is_fairer(taker, factor * (amount + more), giver, amount_now)

@@ -14,7 +14,7 @@ from kvmosaic.integrations.vllm.scheduler.trouble import Bypass
 
 @dataclass(slots=True)
 class SeenBlocks:
-    """Cached blocks of a piece, and the number of steps scheduled when they were found."""
+    """Blocks of a piece that were found cached, and the last step that was scheduled before that."""
 
     blocks: tuple[Any, ...]
     step: int

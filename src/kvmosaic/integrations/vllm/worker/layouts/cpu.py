@@ -133,7 +133,7 @@ def _places(layer_name: str, cache: Tensor, writer: CpuWriter, key_size: int, va
         ranks = torch.arange(total).reshape(block_size, num_heads, sizes[which])
         rank_at = torch.zeros(trial.numel(), dtype=torch.int64)
         is_mine = torch.zeros(trial.numel(), dtype=torch.bool)
-        # above 256 not every dtype is exact, so digits are written: location = high digits · 128 + low digit, plus one
+        # numbers above 256 are not exact in every dtype: a rank is written as base-128 digits, each plus one
         for shift in range(0, max(1, total.bit_length()), 7):
             digit = (ranks >> shift) % 128 + 1
             given = {name: torch.zeros(block_size, num_heads, size) for name, size in sizes.items()}

@@ -61,7 +61,7 @@ class LayerTrial:
             still: dict[str, Attended] = {}
 
             def same(name: str, output: Tensor, still: dict[str, Attended] = still) -> Tensor:
-                """Replaces attention outputs by those at position 0: earlier layers may have differed."""
+                """Replaces attention outputs by the ones at position 0: the runs may have other tokens before them."""
                 first = still.setdefault(name, self.recorder.calls[name].of(slice(head))).output
                 return first.repeat(len(output) // head, 1, 1).reshape(output.shape)
 
