@@ -19,7 +19,7 @@ from kvmosaic.errors import OutOfBlocks, QuotaInUse
 from kvmosaic.prompt import SegmentKind
 
 FINITE_SLICES = 10
-"""Max time slices of an answer that is sure to end: finishing it is cheaper than recomputing it."""
+"""Time slices of an answer that is sure to end: finishing it is cheaper than recomputing it."""
 
 PreemptionKind = Literal["recompute", "swap"]
 

@@ -1,4 +1,4 @@
-"""Rotary frequencies: collects a model's buffers, and pins those that change with the longest position.
+"""Rotary frequencies: collects a model's buffers, and pins frequencies that change with the longest position.
 
 Dynamic NTK and LongRoPE choose their frequencies by the longest position of the whole batch and write them into the
 module: one long request would change every other one, and invalidate all cached keys. They are chosen once, for the

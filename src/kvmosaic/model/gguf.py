@@ -1,6 +1,6 @@
 """GGUF files through transformers: dequantized weights, special tokens and generation settings of the file.
 
-transformers builds the configuration, the weights and the tokenizer, and ignores some entries of the file. Those that
+transformers builds the configuration, the weights and the tokenizer, and ignores some entries of the file. Entries that
 change answers are set here (the tokens that end an answer, scaled frequencies) or refused (an attention rule that
 the built model does not have).
 """
