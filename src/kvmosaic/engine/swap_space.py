@@ -46,8 +46,8 @@ class SwapSpace:
                         ▼                                        │
         waiting     copied into the memory of the host, at most `swap_space` bytes
 
-    Shared chunks and prefixes are not copied: they stay in their caches, or are recomputed. So are blocks that the
-    prefix cache still has when the sequence resumes. A text with a rolling window is always recomputed.
+    Shared chunks and prefixes are not copied: they stay in their caches, or are recomputed. Blocks that the prefix
+    cache still has when the sequence resumes are reused from there. A text with a rolling window is always recomputed.
 
     Invariant: num_bytes == bytes of what is saved, 0 when no preempted sequence waits.
     Always safe: dropping what was not saved, or twice.
