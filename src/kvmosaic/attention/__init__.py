@@ -1,4 +1,4 @@
-"""Pieces of keys, read in place and merged."""
+"""Attention over pieces of cached keys, read in place and merged exactly."""
 
 from kvmosaic.attention.bias import DistanceBias
 from kvmosaic.attention.choosing import BackendName, ChosenBackend, choose_backend

@@ -1,9 +1,9 @@
-"""Distance bias (ALiBi): what a layer adds to a score because of how far the key stands from the query.
+"""Distance bias (ALiBi): an addition to attention scores that depends on the distance of key and query.
 
     score of a query at q and a key at k  =  q . k * scaling  +  slope_h * (k - q)
 
-Moving a run of keys by d adds slope_h * d to all of its scores. Its output stays what it was and its log-sum-exp grows
-by slope_h * d: no key is touched and no query is turned (Press et al. 2022).
+Moving a run of keys by d adds slope_h * d to all of its scores. Its output stays the same and its log-sum-exp grows
+by slope_h * d: no key or query is rotated (Press et al. 2022).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ class DistanceBias:
     """The slopes of a layer's heads.
 
     Some models round slope * position to fewer bits before it is added. Then the bias between two tokens depends on
-    where they stand, and with it what a token becomes: keys of such a layer cannot be moved.
+    their positions, and with it their activations: keys of such a layer cannot be moved.
 
-    Equal biases compare and hash equal, so layers that are alike share what is computed from them.
+    Equal biases compare and hash equal, so layers with equal biases share what is computed from them.
     """
 
     slopes: tuple[float, ...]
     """[H] added per position, in float64; positive: far keys count less."""
     rounding: torch.dtype | None = None
-    """The type that positions and slope * position are rounded to, if it is not the type that the model computes in."""
+    """Dtype that positions and slope * position are rounded to, if it is not the dtype of the model."""
     factor: float = 1.0
-    """What the rounded number is multiplied by; slopes are without it."""
+    """Factor on the rounded number; slopes are without it."""
 
     def of_run(
         self, num_keys: int, key_positions: Tensor, positions: Tensor, dtype: torch.dtype
@@ -38,9 +38,9 @@ class DistanceBias:
 
         Args:
             num_keys: S.
-            key_positions: [R], where the first key stands for each query.
-            positions: [R], where the queries stand.
-            dtype: of the result.
+            key_positions: [R], position of the first key for each query.
+            positions: [R], positions of the queries.
+            dtype: dtype of the result.
 
         Returns:
             [H, S], from key to key: 0 for the last one, the same for all queries; and [R, H], of the last key.
@@ -62,7 +62,7 @@ class DistanceBias:
         return bias.permute(2, 0, 1).to(dtype)
 
     def _rounded(self, positions: Tensor) -> Tensor:
-        """[..., H] what the model adds for a key at each position."""
+        """[..., H], the model's bias for a key at each position."""
         assert self.rounding is not None
         slopes = torch.tensor(self.slopes, dtype=torch.float64, device=positions.device)
         product = positions.to(self.rounding).to(torch.float64)[..., None] * slopes

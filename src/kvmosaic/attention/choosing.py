@@ -1,4 +1,4 @@
-"""Choosing who computes attention, and saying why."""
+"""Choice of the attention backend, and the reason for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvmosaic.attention.torch_backend import AttentionBackend, TorchBackend
 from kvmosaic.errors import InvalidConfig, NativeUnavailable, TritonUnavailable
 
 VARIABLE = "KVMOSAIC_ATTENTION"
-"""Environment variable with the name of a backend, for those who do not call `LLM` themselves."""
+"""Environment variable with the name of a backend, for programs that do not call `LLM` directly."""
 
 BackendName = Literal["torch", "native", "triton"]
 
@@ -39,17 +39,17 @@ def choose_backend(
     *,
     has_bias: bool = False,
 ) -> ChosenBackend:
-    """The one asked for, or else triton on a GPU, native on the CPU, torch where they cannot be.
+    """The requested backend, or else triton on a GPU, native on a CPU, and torch where these are unavailable.
 
     Args:
-        wanted: an instance, a name, or None: what the environment variable says, if it is set.
-        dtype: of the model.
-        device: of the model.
-        has_bias: its layers add a bias by distance, which only torch does.
+        wanted: an instance, a name, or None: the environment variable, if it is set.
+        dtype: dtype of the model.
+        device: device of the model.
+        has_bias: whether its layers add a bias by distance, which only torch supports.
 
     Raises:
-        InvalidConfig: a name that no backend has, or an instance that takes no bias where there is one.
-        NativeUnavailable, TritonUnavailable: this one is asked for and cannot be used.
+        InvalidConfig: an unknown name, or an instance without bias support for a model with a bias.
+        NativeUnavailable, TritonUnavailable: the requested backend cannot be used.
     """
     asked = "asked for"
     if wanted is None and os.environ.get(VARIABLE):
@@ -91,7 +91,7 @@ def _chosen_native(dtype: torch.dtype, device: torch.device) -> ChosenBackend:
 
 def _chosen_triton(dtype: torch.dtype, device: torch.device, wanted: str | None) -> ChosenBackend:
     try:
-        # Triton is there only where torch was built for a GPU, and takes a while to import
+        # triton exists only where torch was built for a GPU, and its import is slow
         from kvmosaic.attention.triton import TritonBackend, try_triton
     except ImportError as error:
         raise TritonUnavailable(f"Triton cannot be imported for {device}: {error}") from None

@@ -1,4 +1,4 @@
-"""Composed attention: one set of queries over pieces of keys that were cached anywhere, without an engine."""
+"""Composed attention: one set of queries over pieces of cached keys, without an engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_DISTANCE = 2**40
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One run of keys, used as if it stood `distance` positions further on than where it was computed.
+    """One run of keys, used as if it were `distance` positions further on than where it was computed.
 
     key: [S, G, D] as cached (rotated at the positions it was computed at); any strides, never copied or written
     value: [S, G, Dv]
@@ -42,19 +42,19 @@ def composed_attention(
     sinks: Tensor | None = None,
     backend: AttentionBackend | None = None,
 ) -> Tensor:
-    """Attention over a list of pieces, each at its own distance, joined exactly.
+    """Attention over a list of pieces, each at its own distance, merged exactly.
 
-    A key rotated at position j and used at j + d scores q . R(d) k = (R(-d) q) . k, so the query is turned once per
-    distance and no key is touched.
+    A key rotated at position j and used at j + d scores q . R(d) k = (R(-d) q) . k, so the query is rotated once per
+    distance and no key is rotated.
 
     Args:
         query: [T, H, D], rotated at its own positions.
-        pieces: what the queries see; G divides H.
-        rotation: the model's rotation; needed as soon as a piece is moved.
+        pieces: the keys and values that the queries see; G divides H.
+        rotation: the model's rotation; required if any piece is moved.
         scaling: factor on the scores; default D ** -0.5.
         softcap: soft cap on the scores.
         sinks: [H] learned sink scores.
-        backend: who computes one piece; default `TorchBackend()`.
+        backend: computes attention over one piece; default `TorchBackend()`.
 
     Returns:
         [T, H, Dv] in the dtype of the query.

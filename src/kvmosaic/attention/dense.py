@@ -1,7 +1,7 @@
-"""Dense attention: the obvious twin of step attention, one plain matrix per head over a whole prompt.
+"""Dense attention: the slow reference of step attention, one plain matrix per head over a whole prompt.
 
-It turns the *keys* by every distance, writes the mask out, and knows nothing of blocks, pieces or merging, so that it
-shares no step with the fast path it is compared with.
+It rotates the *keys* by every distance, writes the mask out, and has no blocks, pieces or merging, so that it
+shares no code with the fast path it is compared with.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvmosaic.rope import Rotation, rotate
 
 
 class DenseLayer(Protocol):
-    """What dense attention needs to know of a layer; `kvmosaic.model.LayerSpec` is one."""
+    """The layer facts that dense attention needs; `kvmosaic.model.LayerSpec` is one."""
 
     @property
     def rotation(self) -> Rotation | None:
@@ -29,11 +29,11 @@ class DenseLayer(Protocol):
 
     @property
     def mask(self) -> Mask:
-        """What the layer hides."""
+        """The layer's mask."""
 
     @property
     def bias(self) -> DistanceBias | None:
-        """What the layer adds for distance, if it does."""
+        """The layer's bias by distance, if any."""
 
     @property
     def is_movable(self) -> bool:
@@ -41,7 +41,7 @@ class DenseLayer(Protocol):
 
     @property
     def immovable_reason(self) -> str:
-        """Why not."""
+        """Why keys cannot be used at another position."""
 
 
 class DenseAttention:
@@ -102,7 +102,7 @@ class DenseAttention:
         return torch.einsum("hqk,khd->qhd", weights, value)
 
     def _scores(self, layer: DenseLayer, query: Tensor, key: Tensor, distances: Tensor) -> Tensor:
-        """[H, R, T]: every query against every key, the key moved as far as the layout says for this query."""
+        """[H, R, T]: every query against every key, the key moved by the layout's distance for this query."""
         scores = torch.einsum("qhd,khd->hqk", query, key)
         distances = distances.to(query.device)
         for distance in self._moves:
@@ -119,7 +119,7 @@ class DenseAttention:
 
 
 def _shown(mask: Mask, query: Tensor, key: Tensor) -> Tensor:
-    """What a layer's own mask shows, keys at the positions where the reader sees them."""
+    """The keys visible through a layer's own mask, at the positions where the reader sees them."""
     if mask.kind == "window":
         return query - key < mask.size
     if mask.kind == "chunked":

@@ -1,4 +1,4 @@
-"""Layer backend: a backend that takes all calls of a layer at once, if the layer suits it."""
+"""Layer backend: a backend that runs all calls of a layer at once, if it supports the layer."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class PlanReader(Protocol):
         softcap: float | None = None,
         tables: RotationTables | None = None,
     ) -> tuple[Tensor, Tensor] | None:
-        """All calls of the plan, turned and merged.
+        """All calls of the plan, with rotated queries, merged.
 
         Args:
             query: [T, H, D], rotated at its own positions.
-            pools: what the calls name.
+            pools: the pools that the calls name.
             scaling: factor on the scores.
             softcap: scores become softcap * tanh(score / softcap).
-            tables: turn the R stacked queries; None: nothing is moved.
+            tables: rotate the R stacked queries; None: nothing is moved.
 
         Returns:
-            outputs [T, H, Dv] and log-sum-exp [T, H]; None if this layer does not suit the backend.
+            outputs [T, H, Dv] and log-sum-exp [T, H]; None if the backend does not support this layer.
         """
 
 
 @runtime_checkable
 class LayerBackend(Protocol):
-    """What a backend may have besides `AttentionBackend.attend`."""
+    """Optional capability of an `AttentionBackend`."""
 
     def plan_reader(self, plan: ReadPlan) -> PlanReader:
-        """A reader for the layers that share this plan, for the length of one step."""
+        """Creates a reader for the layers that share this plan, for one step."""

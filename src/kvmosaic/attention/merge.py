@@ -1,4 +1,4 @@
-"""Merge: joining partial attention results exactly, by their log-sum-exp.
+"""Merge: combines partial attention results exactly, by their log-sum-exp.
 
     L = logsumexp_i(l_i);   o = sum_i exp(l_i - L) o_i
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 def merge_partials(outputs: Tensor, lse: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Joins partial results that belong to the same row.
+    """Merges partial results that belong to the same row.
 
     Args:
         outputs: [R, H, Dv] partial outputs.
-        lse: [R, H] log-sum-exp of the scores behind them; -inf where a partial saw nothing.
+        lse: [R, H] log-sum-exp of their scores; -inf where a partial saw nothing.
         rows: [R] the row each partial belongs to.
         num_rows: T, the number of rows.
 
@@ -35,7 +35,7 @@ def merge_partials(outputs: Tensor, lse: Tensor, rows: Tensor, num_rows: int) ->
 
 
 def apply_sinks(outputs: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Lets a learned score per head take part in the softmax with a zero value (attention sinks, GPT-OSS).
+    """Adds a learned score per head to the softmax, with a zero value (attention sinks, GPT-OSS).
 
     Args:
         outputs: [T, H, Dv].

@@ -1,8 +1,8 @@
-"""Reads: which keys the rows of a step read, as plain data.
+"""Reads: the keys that the rows of a step read, as plain data.
 
-A step computes groups of rows. Every group sees runs of stored keys whole (each moved by its own distance), and its
-own rows causally. Windows and chunked masks only take keys away again, so one list of groups serves every layer; the
-plan for one kind of mask is made from it by `plan_reads`.
+A step computes groups of rows. Every group sees whole runs of stored keys (each moved by its own distance), and its
+own rows causally. Windows and chunked masks only remove keys, so one list of groups serves every layer;
+`plan_reads` builds the plan for one kind of mask from it.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ PoolName = Literal["request", "chunk_cache"]
 _NOWHERE = -(1 << 62)
 """Before every position."""
 POOLS: tuple[PoolName | None, ...] = (None, "request", "chunk_cache")
-"""All that calls may read, in the order in which kernels number them; None: the step's own rows."""
+"""All pools that calls may read, in the numbering of the kernels; None: the step's own rows."""
 
 
 class AttentionObserver(Protocol):
-    """Whoever wants to know how much rows look at the keys they read."""
+    """Observer of the attention that rows give to the keys they read."""
 
     def wants_layer(self, layer_index: int) -> bool:
-        """Whether this layer's attention is wanted."""
+        """Whether to observe this layer."""
 
     def observe(self, layer_index: int, read_index: int, shares: Tensor) -> None:
-        """Takes the shares [S] that the keys of a read of the group get in one layer.
+        """Receives the attention shares [S] of the keys of one read in one layer.
 
         Summed over rows, averaged over heads.
         """
 
 
 class Mask(Protocol):
-    """What a layer hides besides the future: nothing, all but a window, or other chunks of positions."""
+    """What a layer hides besides the future: nothing, everything outside a window, or other chunks of positions."""
 
     @property
     def kind(self) -> Literal["full", "window", "chunked"]:
@@ -54,7 +54,7 @@ class RunRead:
     first_slot: int
     num_tokens: int
     position: int
-    """Where the first key stands for the reader: the position it was computed at, plus `distance`."""
+    """Position of the first key for the reader: the position it was computed at, plus `distance`."""
     distance: int = 0
     follows: bool = False
     """For row i of a group, position and distance are i larger: the run stays equally far from every row."""
@@ -63,16 +63,16 @@ class RunRead:
     ends: tuple[int, ...] = ()
     """For each row of the group, how many of the first keys it sees; empty: all rows see all."""
     places: tuple[int, ...] = ()
-    """Where each key stands for the reader, if they do not stand behind each other."""
+    """Position of each key for the reader, if they are not consecutive."""
     factor: float = 1.0
-    """Multiplies the scores."""
+    """Factor on the scores."""
     bias: float = 0.0
-    """Increases the scores, after `factor` and the soft cap."""
+    """Added to the scores, after `factor` and the soft cap."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Neighbouring rows of one span that a step computes.
+    """Consecutive rows of one span that a step computes.
 
     A single row may list its own slot among its reads (`reads_itself`); several rows read each other causally.
     """
@@ -83,14 +83,14 @@ class RowGroup:
     reads: tuple[RunRead, ...]
     reads_itself: bool = False
     window: int = 0
-    """If not 0: in all layers, a row sees only so many positions of what does not follow it, its own included."""
+    """If not 0: in all layers, a row sees only so many positions of reads that do not follow it, its own included."""
     places: tuple[int, ...] = ()
-    """Where each row stands, if they do not stand behind each other from `position` on."""
+    """Position of each row, if they are not consecutive from `position` on."""
     watch: AttentionObserver | None = None
-    """Is told how much these rows look at the keys they read."""
+    """Observer of the attention of these rows."""
 
     def lowest_seen(self, mask: Mask, row: int) -> int:
-        """Position of the earliest key that row number `row` of the group sees among those that do not follow it."""
+        """Position of the earliest key that row number `row` of the group sees in reads that do not follow it."""
         position = self.places[row] if self.places else self.position + row
         lowest = _lowest_seen(mask, position)
         return max(lowest, position - self.window + 1) if self.window else lowest
@@ -113,14 +113,14 @@ class Call:
 
 
 Reader = tuple[int, int, int, bool]
-"""Rows of a group in a call: how many, where the first stands, where its first key stands, whether that follows."""
+"""Rows of a group in a call: their number, position of the first, position of its first key, whether that follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
     """All calls of one step for the layers with one kind of mask.
 
-    rows: [R] the row of every stacked query; queries that share a run stand side by side, so it is read once
+    rows: [R] the row of every stacked query; queries that share a run are adjacent, so it is read once
     distances: [R] how far the keys are moved for it
     """
 
@@ -132,14 +132,14 @@ class ReadPlan:
     is_single: bool
     """Every row has exactly one call, in order: nothing to stack, nothing to merge."""
     row_numbers: tuple[int, ...]
-    """`rows` once more, on the host: reading them back from a GPU would wait for it."""
+    """Copy of `rows` on the host: reading them back from a GPU would synchronize."""
     readers: tuple[Reader, ...] = ()
-    """Who the stacked queries are, in order."""
+    """Readers of the stacked queries, in order."""
     weights: tuple[Tensor, Tensor] | None = None
     """[R] factors and [R] biases of the scores, in float64 on the host, if any differ from 1 and 0."""
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """[R], where the row of every stacked query stands; and [R], where the first key of its call stands for it."""
+        """[R], position of each stacked query's row; and [R], position of the first key of its call for that row."""
         rows: list[int] = []
         keys: list[int] = []
         for num_rows, position, key_position, follows in self.readers:
@@ -148,7 +148,7 @@ class ReadPlan:
         return torch.tensor(rows, device=self.rows.device), torch.tensor(keys, device=self.rows.device)
 
     def needed_slots(self) -> dict[PoolName | None, int]:
-        """Slots that every pool must have at least, so that all reads lie inside it; 0: the pool is not read."""
+        """Min slots of every pool, so that all reads are inside it; 0: the pool is not read."""
         return {
             pool: max((call.first_slot + call.num_tokens for call in self.calls if call.pool == pool), default=0)
             for pool in POOLS
@@ -162,7 +162,7 @@ class _Stack:
     causal: bool = False
     needs_mask: bool = False
     readers: list[tuple[RowGroup, RunRead]] = field(default_factory=list)
-    """Who reads, and what: the read as trimmed; `places` say where keys stand that do not stand behind each other."""
+    """Groups and their trimmed reads; `places` are the positions of keys that are not consecutive."""
 
 
 def plan_reads(groups: Sequence[RowGroup], mask: Mask, device: torch.device) -> ReadPlan:
@@ -173,14 +173,14 @@ def plan_reads(groups: Sequence[RowGroup], mask: Mask, device: torch.device) -> 
         for read in group.reads:
             if read.ends and not any(read.ends):
                 continue
-            # what follows the rows is equally far from all of them: what the first one sees, all see
+            # a following run is equally far from all rows: all see what the first one sees
             lowest = _lowest_seen(mask, group.position) if read.follows else first_seen
             trimmed, masked = _trimmed(read, lowest)
             if trimmed is None:
                 continue
             masked = masked or (last_seen > trimmed.position and not read.follows)
             run = (read.pool, trimmed.first_slot, trimmed.num_tokens)
-            # a mask belongs to one reader: such a call is never shared, not even with the same chunk read twice
+            # a mask belongs to one reader: such a call is never shared, not even for two reads of one chunk
             stack = stacks.setdefault((*run, len(stacks)) if masked else run, _Stack(needs_mask=masked))
             stack.readers.append((group, trimmed))
         if not group.reads_itself:
@@ -201,7 +201,7 @@ def _seen_from(group: RowGroup, mask: Mask) -> tuple[int, int]:
 
 
 def _trimmed(read: RunRead, lowest: int) -> tuple[RunRead | None, bool]:
-    """A read without the keys that no row sees, and whether what is left needs a mask; None: nothing is left."""
+    """A read without the keys that no row sees, and whether the rest needs a mask; None: no key is left."""
     if read.hidden or read.ends:
         return read, True
     if read.places:
@@ -268,7 +268,7 @@ def _weights(parts: list[tuple[int, int, RunRead]], num_rows: int) -> tuple[Tens
 
 
 def _shown_keys(stack: _Stack, mask: Mask, num_tokens: int, device: torch.device) -> Tensor:
-    """[rows, num_tokens] bool: the keys that the only reader's rows see."""
+    """[rows, num_tokens] bool: the keys that the rows of the only reader see."""
     ((group, read),) = stack.readers
     shown = torch.ones(group.num_rows, num_tokens, dtype=torch.bool, device=device)
     if (mask.kind != "full" or group.window) and not read.follows:

@@ -1,11 +1,11 @@
-"""Step attention: what every layer does during one forward of composed prompts.
+"""Step attention: the attention of every layer during one forward of composed prompts.
 
 write the new keys and values into their slots
-turn the stacked queries, one rotation per (row, distance)
-one call per run of keys, whoever reads it
+rotate the stacked queries, one rotation per (row, distance)
+one call per run of keys, shared by all its readers
 merge by log-sum-exp
 
-A backend that takes a whole layer does the last three at once, for the layers that suit it.
+A backend that takes a whole layer does the last three at once, for the layers it supports.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvmosaic.rope import Rotation, RotationTables, TableCache, rotate
 
 
 class LayerAttention(Protocol):
-    """What step attention needs to know of a layer; `kvmosaic.model.LayerSpec` is one."""
+    """The layer facts that step attention needs; `kvmosaic.model.LayerSpec` is one."""
 
     @property
     def rotation(self) -> Rotation | None:
@@ -36,11 +36,11 @@ class LayerAttention(Protocol):
 
     @property
     def mask(self) -> Mask:
-        """What the layer hides."""
+        """The layer's mask."""
 
     @property
     def bias(self) -> DistanceBias | None:
-        """What the layer adds for distance, if it does."""
+        """The layer's bias by distance, if any."""
 
 
 class LayerCall(Protocol):
@@ -61,7 +61,7 @@ class LayerCall(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Where the rows of a step are stored: `rows` of the step go to `slots` of a pool."""
+    """Slots for the rows of a step: `rows` of the step go to `slots` of a pool."""
 
     pool: PoolName
     rows: Tensor | slice
@@ -69,7 +69,7 @@ class Write:
 
 
 class StepAttention:
-    """Receives every attention call of one forward."""
+    """The receiver of every attention call of one forward."""
 
     def __init__(
         self,
@@ -80,9 +80,9 @@ class StepAttention:
         backend: AttentionBackend,
         table_cache: TableCache | None = None,
     ) -> None:
-        """Prepares one forward; `table_cache` keeps rotation tables from one forward to the next."""
+        """Prepares one forward; `table_cache` keeps rotation tables between forwards."""
         self.num_calls = 0
-        """Layers that called so far."""
+        """Layers called so far."""
         self._layers = layers
         self._storages = storages
         self._groups = groups
@@ -121,7 +121,7 @@ class StepAttention:
     def _attend_all(
         self, call: LayerCall, plan: ReadPlan, tables: RotationTables | None, biases: list[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """The calls of a plan, one by one, and their merge."""
+        """Runs the calls of a plan one by one, and merges them."""
         query = call.query if plan.is_single else call.query[plan.rows]
         if tables is not None:
             query = rotate(query, tables).to(call.query.dtype)
@@ -189,7 +189,7 @@ class StepAttention:
         return biases
 
     def _pools(self, call: LayerCall) -> Pools:
-        """Everything that the calls of a layer may read."""
+        """The pools that the calls of a layer may read."""
         pools: dict[PoolName | None, tuple[Tensor, Tensor]] = {None: (call.key, call.value)}
         for name, storage in self._storages.items():
             pools[name] = storage.run(call.layer_index, 0, storage.num_blocks * storage.block_size)

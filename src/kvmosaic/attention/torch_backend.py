@@ -1,8 +1,8 @@
 """Torch backend: one attention call over one run of keys, on any device.
 
-Two ways to the same numbers. `attend_plain` writes out scores and softmax: it is the definition of correct, knows soft
-caps and any head sizes, and keeps its memory bounded by working through the queries in slices. `attend` takes torch's
-flash kernel for the CPU where that is possible. Both read grouped keys without copying them: the queries of the heads
+Two implementations. `attend_plain` writes out scores and softmax: it is the definition of correct, supports soft
+caps and any head sizes, and bounds its memory by processing the queries in slices. `attend` uses torch's
+flash kernel for the CPU where possible. Both read grouped keys without copying them: the queries of the heads
 that share a key head are packed side by side.
 """
 
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 _MAX_SCORES = 1 << 25
-"""Scores held at once by `attend_plain`."""
+"""Max scores held at once by `attend_plain`."""
 
 
 class AttentionBackend(Protocol):
-    """Attention over one run of keys, with the log-sum-exp needed to join it with others."""
+    """Attention over one run of keys, with the log-sum-exp needed to merge it with others."""
 
     def attend(
         self,
@@ -35,7 +35,7 @@ class AttentionBackend(Protocol):
         """Attends R queries to S keys.
 
         Args:
-            query: [R, H, D], rotated to meet the keys.
+            query: [R, H, D], rotated relative to the keys.
             key: [S, G, D], any strides.
             value: [S, G, Dv], any strides.
             scaling: factor on the scores.

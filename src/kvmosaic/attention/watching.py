@@ -1,4 +1,4 @@
-"""Watching: how much rows look at the keys of chunks, written out from the scores and their log-sum-exp."""
+"""Attention observation: the shares of attention on the keys of chunks, from the scores and their log-sum-exp."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvmosaic.memory import BlockStorage
 from kvmosaic.rope import Rotation, rotate
 
 _MOST_SCORES = 1 << 24
-"""Written out at once, so that a long question over a long chunk does not take memory without bound."""
+"""Max scores written out at once, which bounds the memory of a long question over a long chunk."""
 
 
 class WatchedCall(Protocol):
-    """What watching needs of a layer's call; `kvmosaic.model.AttentionCall` is one."""
+    """The facts of a layer's call that observation needs; `kvmosaic.model.AttentionCall` is one."""
 
     layer_index: int
     query: Tensor
@@ -28,7 +28,7 @@ class WatchedCall(Protocol):
 
 
 class WatchedLayer(Protocol):
-    """What watching needs of a layer."""
+    """The layer facts that observation needs."""
 
     @property
     def rotation(self) -> Rotation | None:
@@ -36,7 +36,7 @@ class WatchedLayer(Protocol):
 
     @property
     def mask(self) -> Mask:
-        """What the layer hides."""
+        """The layer's mask."""
 
 
 def watch_group(
@@ -46,14 +46,14 @@ def watch_group(
     layer: WatchedLayer,
     storages: Mapping[PoolName, BlockStorage],
 ) -> None:
-    """Tells a group's watch what share of attention every key of a chunk gets from its rows, in one layer.
+    """Reports to a group's observer the share of attention on every key of a chunk, in one layer.
 
     Args:
-        group: rows that see all keys of what they read from chunks.
-        call: the layer's.
+        group: rows that see all keys of their reads from chunks.
+        call: the layer's call.
         lse: [T, H], log-sum-exp of all scores of a row, without sinks.
-        layer: its rotation, and what it hides.
-        storages: where keys are read.
+        layer: its rotation and mask.
+        storages: storage of the keys.
     """
     assert group.watch is not None
     lse = lse[group.first_row : group.first_row + group.num_rows]
@@ -74,7 +74,7 @@ def watch_group(
 def _shares(
     group: RowGroup, read: RunRead, rows: range, call: WatchedCall, lse: Tensor, layer: WatchedLayer, key: Tensor
 ) -> Tensor:
-    """[S], what some rows of a group give to the keys of a read."""
+    """[S], the attention of some rows of a group on the keys of a read."""
     query = call.query[group.first_row + rows.start : group.first_row + rows.stop]
     precision = torch.promote_types(query.dtype, torch.float32)
     if read.distance and layer.rotation is not None:

@@ -1,4 +1,4 @@
-"""The loop: requests, sequences, steps; and its asynchronous face."""
+"""The engine loop: requests, sequences, scheduling, steps, and the asynchronous interface."""
 
 from kvmosaic.engine.async_engine import AsyncEngine
 from kvmosaic.engine.chunk_entries import ChunkEntries

@@ -1,4 +1,4 @@
-"""AsyncEngine: an engine on a thread of its own, for asyncio tasks."""
+"""AsyncEngine: asyncio interface to an engine that runs on its own thread."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from kvmosaic.sampling import SamplingParams
 T = TypeVar("T")
 
 WARM_WINDOW = 16
-"""Warm-ups of one call that are under way at once, so that a long list does not keep requests waiting."""
+"""Max concurrent warm-ups per call, so that a long list does not delay other requests."""
 DRAIN_SECONDS = 0.01
-"""How often `drain` looks."""
+"""Polling interval of `drain`, in seconds."""
 
 
 class AsyncEngine:
-    """An engine on a thread of its own; asyncio tasks, of any number of loops, talk to it through queues.
+    """An engine on its own thread; asyncio tasks of any number of event loops talk to it through queues.
 
         engine = AsyncEngine(llm.engine)
         engine.start()
@@ -35,18 +35,18 @@ class AsyncEngine:
             print(delta.answers[0].text, end="")
         await engine.close()
 
-    From `start` on, nobody else may use the engine; `call` runs a function where that is safe. However the thread ends,
-    everyone who waits is told.
+    From `start` on, only this thread may use the engine; `call` runs a function on it. However the thread ends, every
+    waiting task gets a result or an error.
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Takes an engine that nobody else uses from `start` on."""
+        """Takes exclusive ownership of the engine from `start` on."""
         self._engine = engine
         self._thread = EngineThread(engine)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that hold no memory yet, and commands that have not had their turn."""
+        """Sequences that hold no memory yet, and queued commands."""
         return self._engine.scheduler.num_waiting + self._thread.num_commands
 
     @property
@@ -56,12 +56,12 @@ class AsyncEngine:
 
     @property
     def figures(self) -> EngineFigures:
-        """The numbers as of the last step, and of what was added, aborted or called since; never waits for a step."""
+        """Engine figures as of the last step, or the last add, abort or call; never waits for a step."""
         return self._thread.figures
 
     @property
     def figures_age_seconds(self) -> float:
-        """How old they may be: seconds since they were taken, 0 while the engine has nothing to do."""
+        """Max staleness of the figures: seconds since they were taken, 0 while the engine is idle."""
         return self._thread.figures_age_seconds
 
     @property
@@ -71,15 +71,15 @@ class AsyncEngine:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the thread runs and its steps do not fail again and again."""
+        """Whether the thread runs and its steps do not fail repeatedly."""
         return self.is_alive and self.failure is None
 
     @property
     def failure(self) -> str | None:
-        """Why no request is taken, now or ever again; None while all is well, and after `stop`.
+        """Why requests are refused, now or permanently; None while healthy, and after `stop`.
 
-        It is set when several steps in a row have failed, and None again once one goes well: the engine tries one by
-        itself every second.
+        It is set after several consecutive failed steps, and reset by the first successful step: the engine retries
+        with a trial request every second.
         """
         return self._thread.failure
 
@@ -91,12 +91,12 @@ class AsyncEngine:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the caches have no memory on the device; see `sleep`."""
+        """Whether the caches hold no device memory; see `sleep`."""
         return self._engine.is_asleep
 
     @property
     def refuses(self) -> bool:
-        """Whether the engine sleeps, or is about to, and takes no requests meanwhile."""
+        """Whether the engine sleeps, or is about to, and refuses requests meanwhile."""
         return bool(self._engine.sleep_level) and self._engine.refuses
 
     def start(self) -> None:
@@ -110,7 +110,7 @@ class AsyncEngine:
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Runs a function on the engine's thread, between two steps, and returns its result.
 
-        Cancelled before its turn, it is not run. It must be quick: every answer waits for it.
+        If cancelled while queued, it is not run. It must be quick: every answer waits for it.
 
         Raises:
             EngineStopped: the engine has stopped.
@@ -119,29 +119,29 @@ class AsyncEngine:
         return await asyncio.wrap_future(self._thread.call(function))
 
     async def sleep(self, level: int = 1, *, refuse: bool = False) -> bool:
-        """Gives the device memory of the caches back when the requests that run have ended; see `Engine.sleep`.
+        """Releases the caches' device memory once the running requests have finished; see `Engine.sleep`.
 
-        Cancelled, it only stops waiting: the engine falls asleep all the same, unless it was not told yet.
+        Cancelling only stops the wait: the engine still falls asleep, unless the command had not been sent yet.
 
         Args:
-            level: 1 keeps the caches in the memory of the host, 2 drops them.
-            refuse: whether requests that come meanwhile are refused; otherwise they wait for `wake`.
+            level: 1 offloads the caches to host memory, 2 drops them.
+            refuse: whether requests that arrive meanwhile are refused; otherwise they wait for `wake`.
 
         Returns:
-            True when it sleeps, False if it was told to wake before it did.
+            True once it sleeps, False if it was woken before it did.
 
         Raises:
             InvalidConfig: another level.
-            EngineError: it could not fall asleep, and goes on.
+            EngineError: it could not fall asleep and continues to run.
             EngineStopped: the engine has stopped.
         """
         return await asyncio.wrap_future(self._thread.sleep(level, refuse=refuse))
 
     async def wake(self) -> None:
-        """Takes the memory again and goes on with everything that waits; does nothing while awake.
+        """Reallocates the memory and resumes all waiting requests; does nothing while awake.
 
         Raises:
-            EngineAsleep: there is no memory for it; it sleeps on.
+            EngineAsleep: not enough memory; the engine stays asleep.
             EngineStopped: the engine has stopped.
         """
         try:
@@ -162,17 +162,17 @@ class AsyncEngine:
         position_strategy: PositionStrategy | None = None,
         chunk_context: ChunkContext | None = None,
     ) -> AsyncGenerator[RequestDelta, None]:
-        """Answers a prompt, delta by delta; the last one is `finished`.
+        """Streams the answers to a prompt as deltas; the last one is `finished`.
 
-        Closing this generator, or cancelling the task that reads it, aborts the request: its blocks are back before the
-        next step. A slow reader gets fewer, larger deltas. For the arguments see `Engine.add_request`.
+        Closing this generator, or cancelling the task that reads it, aborts the request: its blocks are freed before
+        the next step. A slow reader gets fewer, larger deltas. For the arguments see `Engine.add_request`.
 
         Raises:
             EngineStopped: the engine has stopped.
-            EngineFailing: too many steps in a row have failed; see `failure`.
+            EngineFailing: too many consecutive steps have failed; see `failure`.
             EngineError: a step failed with this request in it.
-            KVMosaicError: before the first delta, whatever `Engine.add_request` raises and what is found out when it is
-                the request's turn, such as ChunkCacheFull.
+            KVMosaicError: before the first delta, whatever `Engine.add_request` raises, and errors found when the
+                request is scheduled, such as ChunkCacheFull.
         """
         stream: Stream[RequestDelta] = Stream(Unread())
         arrival_time = self._engine.clock()
@@ -206,14 +206,14 @@ class AsyncEngine:
         position_strategy: PositionStrategy | None = None,
         chunk_context: ChunkContext | None = None,
     ) -> AsyncGenerator[tuple[int, Request], None]:
-        """Computes the chunks of prompts (or finds them); gives (number of the prompt, warm-up) as they end.
+        """Computes the chunks of prompts (or finds them cached); yields (prompt number, warm-up) as they finish.
 
-        One that could not run has an `error`. Only a few are under way at once. Closing this generator aborts the rest.
+        A failed warm-up has an `error`. Few run concurrently. Closing this generator aborts the rest.
 
         Raises:
             EngineStopped: the engine has stopped.
-            EngineFailing: too many steps in a row have failed; the rest is then aborted.
-            KVMosaicError: whatever `Engine.add_warm_up` raises; the rest is then aborted.
+            EngineFailing: too many consecutive steps have failed; the rest is aborted.
+            KVMosaicError: whatever `Engine.add_warm_up` raises; the rest is aborted.
         """
         stream: Stream[Request] = Stream(EndedWarmUps())
         numbers: dict[Request, int] = {}
@@ -240,19 +240,19 @@ class AsyncEngine:
             self._thread.close(stream)
 
     async def drain(self, seconds: float) -> bool:
-        """Waits until nothing is under way, at most so long; returns whether that is so. It refuses no new requests."""
+        """Waits up to `seconds` until the engine is idle; returns whether it is. New requests are not refused."""
         end = time.monotonic() + seconds
         while self._thread.is_busy and time.monotonic() < end:
             await asyncio.sleep(DRAIN_SECONDS)
         return not self._thread.is_busy
 
     async def close(self) -> None:
-        """Does what `stop` does, without holding up the loop."""
+        """Does what `stop` does, without blocking the event loop."""
         await asyncio.to_thread(self.stop)
 
     def stop(self) -> None:
-        """Aborts everything under way and waits for the thread to end; calling it again is safe.
+        """Aborts all requests and waits for the thread to end; calling it again is safe.
 
-        Whoever reads an answer gets what there is of it, ended by "abort"; what was not begun raises EngineStopped.
+        Readers get the tokens generated so far, finished with "abort"; requests that had not begun raise EngineStopped.
         """
         self._thread.stop()

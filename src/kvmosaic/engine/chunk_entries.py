@@ -1,4 +1,4 @@
-"""Chunks as entries: what of a chunk is written down, and what an entry must say to become this chunk again."""
+"""Chunk entries: serialization of chunks for the tiers, and validation on the way back."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from kvmosaic.tiers import Entry
 
 
 class ChunkEntries:
-    """Makes entries of the chunks of one model, and chunks of entries."""
+    """Serializes the chunks of one model into entries, and decodes entries into chunks."""
 
     def __init__(self, fingerprint: str, storage: BlockStorage, config: TierConfig) -> None:
-        """Describes what `storage` holds.
+        """Describes the layout of `storage`.
 
         Raises:
             InvalidConfig: the codec does not allow the model's dtype, or zstandard is not installed.
@@ -45,15 +45,15 @@ class ChunkEntries:
 
     @property
     def lossy_codec(self) -> str:
-        """The codec, if it changes numbers."""
+        """The codec, if it is lossy."""
         return "" if self._config.codec == "none" else self._config.codec
 
     def max_bytes(self, num_tokens: int) -> int:
-        """Most bytes that an entry of so many tokens has; what is larger is not read."""
+        """Max size of an entry with `num_tokens` tokens; larger ones are not read."""
         return self._bound.max_bytes(num_tokens)
 
     def encode(self, chunk: Chunk) -> Callable[[ChunkSource], Entry | None]:
-        """What makes an entry of the tensors of a chunk, on any thread, later; None if it was deleted meanwhile."""
+        """Returns a function that serializes a chunk, later and on any thread; it gives None for a deleted chunk."""
         header = EntryHeader(
             fingerprint=self._fingerprint,
             key=chunk.key,
@@ -79,11 +79,11 @@ class ChunkEntries:
     def accept(
         self, span: SpanPlan, start: int, tell: Callable[[int, float], None] = lambda *_: None
     ) -> Callable[[Entry], ChunkSource]:
-        """What verifies an entry for a planned chunk and decodes it, on any thread.
+        """Returns a function that validates and decodes an entry for a planned chunk, on any thread.
 
-        It tells how many tokens the chunk has, and in how many seconds it was computed where that was done.
+        It returns the number of tokens of the chunk and the seconds that computing it took originally.
 
-        It raises InvalidEntry for one that is damaged or of another model, other tokens, another context or place.
+        It raises InvalidEntry for an entry that is corrupt or of another model, other tokens, context or position.
         """
         expected = EntryExpectation(
             fingerprint=self._fingerprint,

@@ -1,4 +1,4 @@
-"""ChunkOffloader: keeps chunks beyond the device, and brings them back."""
+"""ChunkOffloader: offloads chunks to the tiers and prefetches them for waiting requests."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ logger = logging.getLogger("kvmosaic")
 
 @dataclass(slots=True, eq=False)
 class StagedChunk:
-    """A chunk on its way, or here already, for sequences that wait."""
+    """A chunk being fetched, or already fetched, for waiting sequences."""
 
     fetch: Fetch[ChunkSource]
     num_holders: int = 0
 
 
 class ChunkOffloader:
-    """Stands between the KV cache and the tiers.
+    """Connects the KV cache with the tiers.
 
-        a chunk is complete      keep ──▶ written behind to the tiers that outlive the process
-        a chunk is evicted      leave ──▶ copied, written behind to the others
-        a request is queued     begin ──▶ fetches what it misses, if that is faster than computing it
-        it is allocated         finish ──▶ what came is copied into its blocks, the rest is computed
+        chunk is complete       on_computed ──▶ written in the background to the persistent tiers
+        chunk is evicted           on_evict ──▶ copied, written in the background to the other tiers
+        request is queued          prefetch ──▶ fetches cache misses, if that is faster than computing them
+        request is allocated           load ──▶ copies what has arrived into its blocks, the rest is computed
 
-    A complete chunk is read where it lies, by the thread that writes it. Only if its blocks are wanted before that, it
-    is copied on the engine's thread, between two steps. Everything slower happens on the threads of the tiered store.
-    Nothing in here fails a request: what cannot be kept is computed again one day.
+    A complete chunk is read from its blocks by the writer thread. Only if its blocks are reused before that, it is
+    copied on the engine's thread, between two steps. All slower work happens on the threads of the tiered store.
+    Errors in here never fail a request: a chunk that cannot be offloaded is recomputed when it is needed.
     """
 
     def __init__(
@@ -52,20 +52,20 @@ class ChunkOffloader:
         most_staged_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begins to be told of evictions.
+        """Registers for the KV cache's evictions.
 
         Args:
-            kv_cache: of the engine.
-            storage: of the chunk pool.
-            tiered_store: of the tiers.
-            entries: makes entries.
-            most_staged_bytes: of chunks that were fetched for requests that wait; beyond that a fetch begins when its
-                request is next.
-            clock: the engine's.
+            kv_cache: KV cache of the engine.
+            storage: block storage of the chunk pool.
+            tiered_store: the tiers.
+            entries: serializes chunks.
+            most_staged_bytes: max bytes of chunks fetched for waiting requests; beyond that a fetch begins only when
+                its request is next.
+            clock: the engine's clock.
         """
         self.tiered_store = tiered_store
         self.kept = OffloadedKeys()
-        """What the chunks are called that are in the tiers, as far as it is known here."""
+        """Names and keys of the chunks in the tiers, as far as this process knows them."""
         self._kv_cache = kv_cache
         self._storage = storage
         self._entries = entries
@@ -73,11 +73,11 @@ class ChunkOffloader:
         self._staged_bytes = 0
         self._staged: dict[Key, StagedChunk] = {}
         self._sources: WeakValueDictionary[Chunk, ChunkSource] = WeakValueDictionary()
-        """Chunks still to be written, which may lie in their blocks; the tiered store holds them until then."""
+        """Chunks still to be written, whose data may be in their blocks; the tiered store references them till then."""
         self._crowded_out: Sequence | None = None
-        """It is next and found no room to stage its chunks: until it does, no later one begins to."""
+        """The next sequence, if there is no room to stage its chunks: later ones do not prefetch until there is."""
         self._num_ended = 0
-        """Fetches that were over when it was last looked who need not wait any longer."""
+        """Completed fetches at the last check for sequences that need not wait any longer."""
         self._clock = clock
         self._compute = ComputeCost()
         self._bytes_per_token = storage.bytes_per_block // storage.block_size
@@ -85,9 +85,9 @@ class ChunkOffloader:
         weakref.finalize(self, tiered_store.orphan).atexit = False
 
     def has_room(self, sequence: Sequence, plan: Plan) -> bool:
-        """Whether what a sequence misses, which is next, can be staged beside what was fetched for others.
+        """Whether the cache misses of the next sequence can be staged beside the chunks fetched for others.
 
-        If not, those that come later do not begin until it can, so that it has its turn.
+        If not, later sequences do not prefetch until they can, so that this one is not starved.
         """
         num_bytes = self._new_bytes(sequence, self._missing(sequence, plan))
         has_room = not num_bytes or not self._staged_bytes or self._staged_bytes + num_bytes <= self._most_staged_bytes
@@ -95,12 +95,12 @@ class ChunkOffloader:
         return has_room
 
     def prefetch(self, sequence: Sequence, plan: Plan | None = None) -> bool:
-        """Begins to fetch what a sequence misses; returns whether it should wait.
+        """Starts to fetch the cache misses of a sequence; returns whether it should wait.
 
         Args:
-            sequence: one that waits; what was fetched for it already is not fetched again.
-            plan: its newest plan, if it is to run next. Without one it is only a good time to begin, and nothing
-                happens if too much was fetched for others.
+            sequence: a waiting sequence; chunks already fetched for it are not fetched again.
+            plan: its newest plan, if it is to run next. Without one this is an early prefetch, which is skipped if the
+                staging area is full.
         """
         is_next = plan is not None
         if not is_next and (self._crowded_out is not None or self._staged_bytes >= self._most_staged_bytes):
@@ -112,7 +112,7 @@ class ChunkOffloader:
         if not is_next and self._staged_bytes + self._new_bytes(sequence, missing) > self._most_staged_bytes:
             return False
         fetches: dict[Key, StagedChunk] = sequence.fetches or {}
-        sequence.fetches = fetches  # at once, so that whatever happens from here on, `drop` finds them
+        sequence.fetches = fetches  # set first, so that `cancel` finds them whatever fails below
         for key, span in missing.items():
             fetch = self._fetch(span, plan.layout.spans[span.index].start, sequence.sort_key)
             if fetch is None:
@@ -129,7 +129,7 @@ class ChunkOffloader:
     def is_settled(self, sequence: Sequence) -> bool:
         """Whether a sequence need not wait for fetches any longer.
 
-        It never waits longer than computing all of them takes: what has come by then is used, the rest is computed.
+        It waits at most as long as computing the chunks takes: those fetched by then are used, others are computed.
         """
         now, last_ended = self._clock(), self.tiered_store.last_ended
         self._num_ended = self.tiered_store.num_ended
@@ -141,7 +141,7 @@ class ChunkOffloader:
         return now >= sequence.fetching_since + self.tiered_store.longest_wait(num_bytes, compute_seconds)
 
     def load(self, sequence: Sequence) -> None:
-        """Copies what was fetched into the blocks of a sequence that was just allocated."""
+        """Copies fetched chunks into the blocks of a newly allocated sequence."""
         fetches, allocation = sequence.fetches or {}, sequence.allocation
         assert allocation is not None
         for index, span in enumerate(allocation.spans):
@@ -155,7 +155,7 @@ class ChunkOffloader:
             begin = self._clock()
             try:
                 self._storage.write_chunk(chunk.block_ids, tensors)
-            except Exception:  # its blocks are written again, by computing it
+            except Exception:  # recomputing the chunk overwrites its blocks
                 logger.exception("a chunk from the tier %s could not be copied to the device", fetch.tier_name)
                 continue
             self._kv_cache.load(allocation, index)
@@ -165,7 +165,7 @@ class ChunkOffloader:
         self.cancel(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
-        """Lets go of what was fetched for a sequence; safe for one that has nothing."""
+        """Releases the chunks fetched for a sequence; safe without any."""
         for key, staged in (sequence.fetches or {}).items():
             staged.num_holders -= 1
             if not staged.num_holders:
@@ -179,11 +179,11 @@ class ChunkOffloader:
             self._crowded_out = None
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
-        """Learns how fast this machine computes, from any step."""
+        """Updates the estimated compute speed from a step."""
         self._compute.note_step(num_tokens, seconds)
 
     def on_computed(self, chunk: Chunk, seconds: float) -> None:
-        """Stores a chunk that was just computed, in so many seconds."""
+        """Offloads a newly computed chunk, which took `seconds` to compute."""
         self._compute.note(chunk.num_tokens, seconds)
         if self._is_deleted(chunk):
             return
@@ -192,24 +192,24 @@ class ChunkOffloader:
             self._store(chunk, volatile=False)
 
     def on_evict(self, chunk: Chunk) -> None:
-        """Stores a chunk that leaves the device."""
-        self.kept.note(chunk)  # it may have got more names
+        """Offloads a chunk that is evicted from the device."""
+        self.kept.note(chunk)  # it may have more names by now
         if chunk.is_ready and (self.tiered_store.has_volatile or not chunk.is_stored):
             self._store(chunk, volatile=True)
 
     def on_free(self, chunk: Chunk) -> None:
-        """Copies what a chunk holds, if it is to be written and was not copied yet: its blocks are given back."""
+        """Copies a chunk that is still to be written before its blocks are freed, unless it is copied already."""
         if (source := self._sources.get(chunk)) is not None:
             self._copy(source)
 
     def on_delete(self, chunk: Chunk) -> None:
-        """Removes a chunk from the tiers that was deleted from the device."""
+        """Removes a chunk that was deleted from the device from the tiers, too."""
         if (source := self._sources.get(chunk)) is not None:
             source.drop()
         self.delete([chunk.key])
 
     def delete(self, keys: Collection[Key]) -> None:
-        """Removes chunks from all tiers, whether or not the device has them."""
+        """Removes chunks from all tiers, whether or not they are on the device."""
         for key in keys:
             self.kept.discard(key)
             if (staged := self._staged.pop(key, None)) is not None:
@@ -217,22 +217,22 @@ class ChunkOffloader:
         self.tiered_store.delete(keys)
 
     def delete_named(self, name: str, salt: str | None = "", tenant: str = "") -> int:
-        """Removes the chunks with this name that only the tiers have; returns how many are known."""
+        """Removes the chunks with this name that are only in the tiers; returns how many are known."""
         keys = self.kept.named(name, salt, tenant)
         self.delete(keys)
         return len(keys)
 
     def flush(self) -> None:
-        """Copies whatever still lies in blocks and is to be written; all blocks may be given back then."""
+        """Copies all chunks still to be written out of their blocks; afterwards all blocks may be freed."""
         for source in list(self._sources.values()):
             self._copy(source)
 
     def wait(self, seconds: float) -> None:
-        """Sleeps until a fetch is over, but no longer than this."""
+        """Blocks until a fetch completes, but at most `seconds`."""
         self.tiered_store.wait(seconds, self._num_ended)
 
     def _is_deleted(self, chunk: Chunk) -> bool:
-        """Whether a chunk was deleted while a request went on computing it: then nobody may find it again."""
+        """Whether a chunk was deleted while a request computed it: it must not be found again."""
         try:
             return self._kv_cache.find_chunks(chunk.key, None, chunk.tenant)[0] is not chunk
         except UnknownChunk:
@@ -248,14 +248,14 @@ class ChunkOffloader:
         }
 
     def _new_bytes(self, sequence: Sequence, missing: dict[Key, SpanPlan]) -> int:
-        """What fetching them adds to what is staged."""
+        """Bytes that fetching them adds to the staging area."""
         new = (span.num_tokens for key, span in missing.items() if key not in self._staged)
         return sum(new) * self._bytes_per_token
 
     def _copy(self, source: ChunkSource) -> bool:
         try:
             source.tensors()
-        except BaseException as error:  # then it is not stored; its blocks must not be read later
+        except BaseException as error:  # not stored then; its blocks must not be read later
             source.drop()
             if not isinstance(error, Exception):
                 raise
@@ -281,13 +281,13 @@ class ChunkOffloader:
         num_bytes = chunk.num_tokens * self._bytes_per_token
         if not self.tiered_store.has_room(num_bytes):
             return
-        # without `self`: an unreferenced offloader is collected, whatever is still to be written
+        # without `self`: an unreferenced offloader is garbage collected even with pending writes
         storage, block_ids, num_tokens = self._storage, tuple(chunk.block_ids), chunk.num_tokens
         source = self._sources.get(chunk) or ChunkSource(lambda: storage.read_chunk(block_ids, num_tokens))
         if volatile and not self._copy(source):
             return
         try:
-            chunk.is_stored = True  # before anybody can say that it was not
+            chunk.is_stored = True  # before a failed write can reset it
             self._sources[chunk] = source
             is_queued = self.tiered_store.store(
                 chunk.key,

@@ -1,4 +1,4 @@
-"""Deltas: what is new of a request since it was last read."""
+"""Deltas: the incremental output of a request since the last read."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from kvmosaic.sampling import Answer, FinishReason, Logprob, RequestMetrics, Reu
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """What is new of one answer; all of its deltas joined are the answer."""
+    """The incremental output of one answer; all of its deltas concatenated are the answer."""
 
     index: int
-    """Which of the n answers."""
+    """Index of the answer, below `n`."""
     text: str
-    """Text that no later token can take back: never half a character or the start of a stop text."""
+    """Final text: never half a character or the start of a stop text."""
     token_ids: tuple[int, ...]
-    """May run ahead of the text, which is held back until it is certain."""
+    """May run ahead of the text, which is held back until it is final."""
     logprobs: tuple[dict[int, Logprob], ...] | None
-    """One per token; None unless `logprobs` were asked for."""
+    """One per token; None unless `logprobs` were requested."""
     finish_reason: FinishReason | None
     """stop, length or abort, in the last delta of the answer; None before."""
     stop_reason: int | str | None
@@ -28,11 +28,11 @@ class AnswerDelta:
 
 @dataclass(frozen=True, slots=True)
 class RequestDelta:
-    """What is new of one request. Several steps are one delta if nobody read in between."""
+    """The incremental output of one request. Steps that were not read in between are merged into one delta."""
 
     request_id: str
     answers: tuple[AnswerDelta, ...]
-    """Those with news, by index."""
+    """Answers with new output, by index."""
     reuse: ReuseReport | None
     """In the first delta with tokens; None in all others."""
     finished: bool
@@ -41,12 +41,12 @@ class RequestDelta:
     """In the last delta."""
     num_prompt_tokens: int
     time: float = 0.0
-    """When the newest of these tokens were there, in seconds on the engine's clock."""
+    """When the newest of these tokens were generated, in seconds on the engine's clock."""
 
 
 @dataclass(slots=True)
 class _UnreadAnswer:
-    """The news of one answer, in parts."""
+    """Unread output of one answer, in parts."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -56,11 +56,11 @@ class _UnreadAnswer:
 
 
 class Unread:
-    """The news of one request, piling up until they are taken.
+    """Unread output of one request, accumulated until it is taken.
 
         answer     [ taken before | unread | still to come ]
 
-    A note costs what is new, however long the answer is, and never more memory than the answer itself. Not thread-safe.
+    A note costs O(new tokens), however long the answer is, and uses no more memory than the answer. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Unread:
         return self._request is not None
 
     def note(self, request: Request, time: float) -> None:
-        """Notes what is new of a request since the last note, if anything is."""
+        """Adds the output of a request since the last note, if there is any."""
         noted = [self._note_answer(answer) for answer in request.answers if answer.index not in self._ended]
         if not any(noted) and not request.is_finished:
             return
@@ -89,7 +89,7 @@ class Unread:
             self._reuse, self._has_reuse = request.reuse, True
 
     def take(self) -> RequestDelta:
-        """The news, which are then read."""
+        """Returns the unread output and marks it as read."""
         request = self._request
         assert request is not None, "nothing is unread"
         delta = RequestDelta(

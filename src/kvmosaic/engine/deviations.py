@@ -1,10 +1,10 @@
-"""Deviations: how far the cached keys of chunks are from what they are when chunks see what stands before them.
+"""Key deviations: how far the cached keys of chunks are from their keys computed with the full preceding context.
 
-All tokens that did not see everything before them go through the first layer once more, in their places; the keys of
-the second layer tell how much that changes (CacheBlend). Nothing is written.
+All tokens that did not see everything before them run through the first layer once more, at their positions; the keys
+of the second layer measure the change (CacheBlend). Nothing is written.
 
-Keys and values of the first layer depend on nothing but the token and its place. So what stands before a token is read
-there from the chunks as they are, and the tokens need not be computed together.
+Keys and values of the first layer depend only on token and position. So the preceding context is read from the cached
+chunks as they are, and the tokens need not be computed together.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from kvmosaic.rope import rotate
 
 LAYER = 1
 _Part = tuple[int, int, int]
-"""Neighbouring tokens of a chunk: the index of its span, the first of them, and one past the last."""
+"""Consecutive tokens of a chunk: index of its span, first token, and one past the last."""
 
 
 def measure_deviations(sequence: Sequence, runner: Runner, most_tokens: int) -> dict[int, List[float]]:
-    """By span of an open chunk: the squared distance of every token's keys, in the second layer.
+    """Squared distance of each token's keys in the second layer, by span of an open chunk.
 
     Args:
-        sequence: holds its chunks, computed.
-        runner: computes.
-        most_tokens: of one forward.
+        sequence: a sequence whose chunks are computed.
+        runner: runs the forwards.
+        most_tokens: max_tokens of one forward.
     """
     repair = sequence.request.repair
     assert repair is not None
@@ -52,7 +52,7 @@ def measure_deviations(sequence: Sequence, runner: Runner, most_tokens: int) -> 
 
 
 def _forwards(layout: Layout, chunks: Iterable[int], most_tokens: int) -> Iterator[list[_Part]]:
-    """What is computed at once."""
+    """Batches of parts, one per forward."""
     parts: list[_Part] = []
     room = most_tokens
     for index in chunks:
@@ -70,7 +70,7 @@ def _forwards(layout: Layout, chunks: Iterable[int], most_tokens: int) -> Iterat
 
 
 def _rows(sequence: Sequence, layout: Layout, stands: Mapping[int, int], part: _Part) -> SpanRows:
-    """Tokens of a chunk in their place, that see all that stands before them."""
+    """Rows for tokens of a chunk at their positions, which see everything before them."""
     allocation = sequence.allocation
     assert allocation is not None
     index, first, last = part
@@ -95,7 +95,7 @@ def _rows(sequence: Sequence, layout: Layout, stands: Mapping[int, int], part: _
 
 
 def _cached_keys(sequence: Sequence, layout: Layout, stands: Mapping[int, int], runner: Runner, part: _Part) -> Tensor:
-    """[T, G, D], keys of a chunk, moved to where its tokens stand when they are repaired."""
+    """[T, G, D], cached keys of a chunk, moved to the positions its tokens have when they are repaired."""
     allocation = sequence.allocation
     assert allocation is not None
     index, first, last = part

@@ -1,4 +1,4 @@
-"""Engine: the loop that turns requests into answers, one step at a time."""
+"""Engine: the loop that runs requests with continuous batching, one step at a time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from kvmosaic.sampling import MAX_TOKENS, Answer, GrammarCompiler, SamplingParam
 logger = logging.getLogger("kvmosaic")
 
 _FETCH_SECONDS = 0.005
-"""A step with nothing to compute waits so long for chunks from the tiers."""
+"""How long a step with nothing to compute waits for chunks from the tiers."""
 
 
 class Engine:
@@ -56,8 +56,8 @@ class Engine:
                              ▲                                             │
                              └──────────────── next step ◀─────────────────┘
 
-    Not thread-safe: one thread calls `step`. Between two calls every block is free, held by a cache, or owned by a
-    request that `step` will go on with; `check_invariants` proves it.
+    Not thread-safe: one thread calls `step`. Between two calls every block is free, cached, or owned by an unfinished
+    request; `check_invariants` proves it.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class Engine:
             self.scheduler.preemption.swap = SwapSpace(runner.storages["request"], kv_cache, config, clock)
         self.chunk_config = chunk_config
         self.repair = repair_policy(chunk_config.repair)
-        """What requests do that do not say what is repaired."""
+        """Repair policy of requests that do not set one."""
         if chunk_config.says("repair"):
             check_model(self.repair, runner.model)
         self.config = config
         self.clock = clock
         model = runner.model
         self.grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
-        """Compiles structured outputs, from any thread; a request whose form is known already is queued at once."""
+        """Compiles structured outputs, from any thread; requests with a compiled grammar are queued at once."""
         self.is_stopped = False
         self.sleep_level = 0
         """1 or 2 while it sleeps, or is about to; see `sleep`."""
@@ -99,7 +99,7 @@ class Engine:
 
     @property
     def offloader(self) -> ChunkOffloader | None:
-        """Keeps chunks beyond the device, if there are tiers; set it before the first request."""
+        """Offloads chunks to the tiers, if there are any; set it before the first request."""
         return self.scheduler.offloader
 
     @offloader.setter
@@ -108,7 +108,7 @@ class Engine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether any request is under way; while the engine sleeps they wait."""
+        """Whether any request is unfinished; while the engine sleeps they wait."""
         return bool(self._requests)
 
     @property
@@ -118,7 +118,7 @@ class Engine:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether its pools have no memory on the device; see `sleep`."""
+        """Whether its pools hold no device memory; see `sleep`."""
         return self.runner.is_asleep
 
     @property
@@ -126,12 +126,12 @@ class Engine:
         return self.sleep_level > 0 and not self.is_asleep
 
     def sleep(self, level: int = 1, *, refuse: bool = False) -> None:
-        """Gives the device memory of both pools back as soon as the requests that run have ended; `step` does it.
+        """Releases the device memory of both pools once the running requests have finished; `step` does it.
 
         Args:
-            level: 1 keeps chunks and prefixes in the memory of the host; 2 drops them (tiers keep what they have).
-                Asleep or falling asleep, it only changes what happens to requests.
-            refuse: whether requests that come meanwhile are refused; otherwise they wait for `wake`.
+            level: 1 offloads chunks and prefixes to host memory; 2 drops them (tiers keep theirs). While asleep or
+                falling asleep, the level stays, and only `refuse` changes.
+            refuse: whether requests that arrive meanwhile are refused; otherwise they wait for `wake`.
 
         Raises:
             InvalidConfig: another level.
@@ -146,9 +146,9 @@ class Engine:
         self.scheduler.is_paused = True
 
     def wake(self) -> None:
-        """Takes the memory again and goes on with everything that waits; does nothing while awake.
+        """Reallocates the memory and resumes all waiting requests; does nothing while awake.
 
-        If there is no memory for it, this raises what torch raises, and the engine sleeps on.
+        If there is not enough memory, this raises what torch raises, and the engine stays asleep.
         """
         self.runner.wake()
         self.sleep_level, self.refuses, self.scheduler.is_paused = 0, False, False
@@ -161,12 +161,12 @@ class Engine:
                 self.kv_cache.reset()
             self.runner.sleep(*self.kv_cache.used_blocks())
         except BaseException:
-            self.wake()  # it must not try again in every step
+            self.wake()  # not retried in every step
             raise
 
     @property
     def unfinished_requests(self) -> list[Request]:
-        """All that are under way, in the order in which they were added."""
+        """Unfinished requests, in the order in which they were added."""
         return list(self._requests.values())
 
     def add_request(
@@ -181,18 +181,18 @@ class Engine:
         chunk_context: ChunkContext | None = None,
         arrival_time: float | None = None,
     ) -> Request:
-        """Checks, places and queues a tokenized prompt.
+        """Validates, places and queues a tokenized prompt.
 
         Args:
-            prompt: with token ids.
-            params: how to sample.
-            request_id: a name of your own; None makes one up.
-            priority: higher runs first, from -100 to 100; whoever waits long goes first in the end all the same (see
+            prompt: a prompt with token ids.
+            params: sampling parameters.
+            request_id: a name of your own; None generates one.
+            priority: higher runs first, from -100 to 100; waiting requests age, so that none starves (see
                 `EngineConfig.priority_aging_seconds`).
             note: why this prompt was not composed, for its report.
-            position_strategy: instead of the configured one.
-            chunk_context: instead of the configured one.
-            arrival_time: when it came, on the engine's clock; None: now.
+            position_strategy: overrides the configured one.
+            chunk_context: overrides the configured one.
+            arrival_time: on the engine's clock; None: now.
 
         Raises:
             InvalidPrompt: the prompt does not fit the model or the strategy; see its subclasses.
@@ -220,16 +220,16 @@ class Engine:
         request_id: str | None = None,
         keeps_distributions: bool = False,
     ) -> Request:
-        """Queues a prompt whose answer is given; the request's `scoring` tells how likely each of its tokens is.
+        """Queues a prompt with a given continuation; the request's `scoring` has the likelihood of each of its tokens.
 
         Args:
-            prompt: with token ids.
-            continuation: token ids of what follows it.
-            repair: instead of the configured policy.
-            position_strategy: instead of the configured one.
-            chunk_context: instead of the configured one.
-            request_id: a name of your own; None makes one up.
-            keeps_distributions: whether the whole distributions are kept, too.
+            prompt: a prompt with token ids.
+            continuation: token ids that follow the prompt.
+            repair: overrides the configured policy.
+            position_strategy: overrides the configured one.
+            chunk_context: overrides the configured one.
+            request_id: a name of your own; None generates one.
+            keeps_distributions: whether the full distributions are kept, too.
 
         Raises:
             InvalidPrompt: the prompt, or prompt and continuation together, do not fit; see its subclasses.
@@ -252,17 +252,17 @@ class Engine:
         position_strategy: PositionStrategy | None = None,
         chunk_context: ChunkContext | None = None,
     ) -> Request:
-        """Queues the chunks of a prompt to be computed (or found), without an answer; its question is not used."""
+        """Queues the prefill of a prompt's uncached chunks, without an answer; its question is not used."""
         if not prompt.chunks:
             raise InvalidPrompt("a warm-up needs at least one document; got none")
         layout = self.arrange(prompt, position_strategy, chunk_context=chunk_context, chunks_only=True)
         return self._queue(prompt, layout, SamplingParams(max_tokens=1), request_id)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request now; its blocks are back when this returns.
+        """Ends a request now; its blocks are freed when this returns.
 
         Raises:
-            UnknownRequest: no such request is under way.
+            UnknownRequest: no unfinished request has this id.
         """
         if request_id not in self._requests:
             raise UnknownRequest(f"no request {request_id!r} is under way; it may have finished already")
@@ -272,19 +272,19 @@ class Engine:
         self._end(self._requests[request_id])
 
     def run(self, requests: Iterable[Request], progress: Callable[[int, int], None] | None = None) -> list[Request]:
-        """Steps until all of `requests` have ended; others that are under way go on as well.
+        """Steps until all of `requests` have finished; other unfinished requests continue as well.
 
         Args:
-            requests: of this engine; an iterator may add them as it goes.
-            progress: called with the numbers of finished and of all requests whenever one more has ended.
+            requests: requests of this engine; an iterator may add them as it goes.
+            progress: called with the numbers of finished and of all requests whenever another one has finished.
 
         Raises:
-            KVMosaicError: what the first of them failed with. Then, and whenever something else is raised (while they
-                are added, too), all of them are aborted.
+            KVMosaicError: the error of the first failed request. Then, and whenever something else is raised (while
+                they are added, too), all of them are aborted.
         """
         added: list[Request] = []
         try:
-            added.extend(requests)  # keeps what an iterator gave before it raised, and that must be aborted
+            added.extend(requests)  # an iterator may raise midway: what it gave before must be aborted
             self._run(added, progress)
         except BaseException:
             self.abort_all(added)
@@ -305,13 +305,13 @@ class Engine:
             self.step()
 
     def abort_all(self, requests: Iterable[Request]) -> None:
-        """Aborts those of `requests` that are still under way."""
+        """Aborts the unfinished ones of `requests`."""
         for request in requests:
             if self._requests.get(request.request_id) is request:
                 self.abort(request.request_id)
 
     def close(self) -> None:
-        """Aborts everything and refuses further requests; what the tiers have not got yet is written first.
+        """Aborts everything and refuses further requests; pending writes to the tiers are flushed first.
 
         Calling it again is safe.
         """
@@ -321,10 +321,10 @@ class Engine:
             self.offloader.tiered_store.close()
 
     def step(self) -> list[Request]:
-        """Runs one forward; returns the requests that have news (tokens, an end, or an error).
+        """Runs one forward; returns the requests with new output (tokens, an end, or an error).
 
-        Whatever is raised on the way (a failing device) ends the requests that take part: what the step was to compute
-        is forgotten, so that no later prompt can find it. Those that only wait stay, except after an interrupt.
+        An exception on the way (a failing device) ends the requests in the step: whatever the step was to compute is
+        dropped from the caches, so that no later prompt can hit it. Waiting requests stay, except after an interrupt.
         """
         try:
             return self._step()
@@ -365,7 +365,7 @@ class Engine:
         return list(news.values())
 
     def _repair(self, sequence: Sequence, news: dict[str, Request]) -> None:
-        """Chooses what is repaired, now that everything is measured, and has the request planned again."""
+        """Chooses what to repair, once everything is measured, and plans the request again."""
         request, repair = sequence.request, sequence.request.repair
         assert repair is not None
         begin = self.clock()
@@ -387,7 +387,7 @@ class Engine:
         self.scheduler.replan(sequence)
 
     def check_invariants(self) -> None:
-        """Checks pools, tables and caches against each other."""
+        """Checks pools, tables and caches for consistency."""
         self.kv_cache.check_invariants()
         if self.scheduler.preemption.swap is not None:
             self.scheduler.preemption.swap.check_invariants()
@@ -400,11 +400,11 @@ class Engine:
         context: ChunkContext | None,
         window: RollingWindow | None,
     ) -> tuple[Layout, Repair | None]:
-        """What is run first for a prompt, and how it is repaired."""
+        """The layout that runs first, and the repair of the prompt."""
         is_default = policy is None and not self.chunk_config.says("repair")
         policy = self.repair if policy is None else repair_policy(policy)
         if prompt.is_plain:
-            policy = NoRepair()  # there is nothing to repair
+            policy = NoRepair()  # nothing to repair
         first_window = None if isinstance(policy, FullRepair) else window
         layout = self.arrange(prompt, strategy, first_window, chunk_context=context)
         if is_default and why_not_repaired(policy, layout, self.runner.model, has_window=window is not None):
@@ -423,14 +423,14 @@ class Engine:
         chunk_context: ChunkContext | None = None,
         chunks_only: bool = False,
     ) -> Layout:
-        """Places a tokenized prompt, as a request for it would be placed before anything is repaired.
+        """Places a tokenized prompt, as a request for it is placed before any repair.
 
         Args:
-            prompt: with token ids.
-            strategy: instead of the configured one.
-            window: of a text without end.
-            chunk_context: instead of the configured one.
-            chunks_only: leave the question out.
+            prompt: a prompt with token ids.
+            strategy: overrides the configured one.
+            window: rolling window of the text.
+            chunk_context: overrides the configured one.
+            chunks_only: whether the question is omitted.
 
         Raises:
             InvalidPrompt, NotMovable: see `add_request`.
@@ -487,7 +487,7 @@ class Engine:
         self._requests[request_id], self._sequences[request_id] = request, [sequence]
         try:
             self.scheduler.add(sequence)
-        except BaseException:  # an interrupt: whoever does not get the request cannot abort it
+        except BaseException:  # an interrupt: the caller does not get the request, so it cannot abort it
             self._end(request)
             raise
         return request
@@ -514,7 +514,7 @@ class Engine:
         return Sequence(request, answer, sampling)
 
     def _restore(self, step: Step) -> None:
-        """Writes what comes back from the host, after the copies: what they copy may have been given up since."""
+        """Writes restored blocks, after the copies: blocks that the copies read may have been freed since."""
         swap = self.scheduler.preemption.swap
         assert swap is not None
         self.runner.copy(step.copies)
@@ -548,7 +548,7 @@ class Engine:
                 self.kv_cache.record_compute(chunk, spent[work.span] * 1e3)
                 computed.append((chunk, spent[work.span]))
         self._sample(step, logits, news)
-        if self.offloader is not None:  # now that the step cannot fail any more
+        if self.offloader is not None:  # from here on the step cannot fail
             for chunk, spent_seconds in computed:
                 self.offloader.on_computed(chunk, spent_seconds)
 
@@ -585,7 +585,7 @@ class Engine:
                 self._finish(sequence, news)
 
     def _score(self, work: Work, logits: torch.Tensor, news: dict[str, Request]) -> None:
-        """Notes what the model says before some tokens of a continuation; the last of them ends the request."""
+        """Records the scores of some tokens of a continuation; the last of them ends the request."""
         sequence, request = work.sequence, work.sequence.request
         scoring = request.scoring
         assert scoring is not None
@@ -603,7 +603,7 @@ class Engine:
             logger.info("%s", self.kv_cache.statistics())
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:
-        """The other n - 1 answers, when the first one has its prompt computed; those without a place wait for one."""
+        """The other n - 1 answers, once the first has its prompt computed; those beyond max_num_seqs wait."""
         request = sequence.request
         if sequence.answer.token_ids or len(request.answers) == request.params.n:
             return []
@@ -619,7 +619,7 @@ class Engine:
         return forks[:num_places]
 
     def _finish(self, sequence: Sequence, news: dict[str, Request]) -> None:
-        """Takes a sequence out; ends its request with the last one. Harmless when the request has ended already."""
+        """Removes a sequence; ends its request with the last one. Safe if the request has already ended."""
         request = sequence.request
         if request.request_id not in self._requests:
             return
@@ -637,7 +637,7 @@ class Engine:
         request.finished_time = self.clock()
 
     def _give_up(self, error: BaseException) -> None:
-        """After a failed step: nothing that was to be computed may be found, and no request holds a block."""
+        """Cleans up after a failed step: nothing it was to compute may be found, and no request holds a block."""
         for sequence in list(self.scheduler.running):
             if sequence.allocation is not None:
                 self.kv_cache.rollback_step(sequence.allocation)
@@ -652,7 +652,7 @@ class Engine:
             self._end(request)
 
     def _only_waits(self, request: Request) -> bool:
-        """Whether a request holds nothing, and the last step did not try to run it."""
+        """Whether a request holds no blocks and was not part of the last step."""
         sequences = self._sequences[request.request_id]
         scheduler = self.scheduler
         waits = (*scheduler.fetching, *(s for s in sequences if s in scheduler.waiting))

@@ -1,4 +1,4 @@
-"""Engine thread: runs an engine's steps, and between them what others ask of it."""
+"""Engine thread: runs an engine's steps, and queued commands between them."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ logger = logging.getLogger("kvmosaic")
 T = TypeVar("T")
 
 MAX_FAILURES = 5
-"""So many steps in a row may fail before new requests are refused until a trial has gone well."""
+"""Consecutive failed steps after which new requests are refused until a trial succeeds."""
 TRIAL_SECONDS = 1.0
-"""From one trial to the next."""
+"""Interval between trials."""
 COMMAND_SECONDS = 0.02
-"""Commands may take this long between two steps; the rest of them comes after the next step."""
+"""Max time for commands between two steps; the rest runs after the next step."""
 
 Run = Callable[[], None]
 Refuse = Callable[[EngineStopped], None]
 
 
 class EngineThread:
-    """The one thread that touches an engine, and the queues in front of it.
+    """The only thread that touches an engine, and the queues that feed it.
 
         close ──▶ closed streams ──▶ abort ┐
-        call ──┬▶ commands ──▶ some of them ┴▶ step ──▶ figures, then news ──▶ streams, one wake-up per loop
+        call ──┬▶ commands ──▶ some of them ┴▶ step ──▶ figures, then outputs ──▶ streams, one wake-up per loop
         add ───┘        ▲                        │
                         └─── wait, if idle ◀─────┘   (or if the engine sleeps)
 
-    However it ends, everyone who waits is told: each command is run or refused, each stream ends. Figures are published
-    before anyone is told what has changed them.
+    However it ends, every waiter gets a result or an error: each command is run or refused, each stream ends. Figures
+    are published before the outputs that changed them.
 
-    A failing step never ends it. After several in a row nothing new is taken in; as soon as nothing is under way, a
-    request of one token is tried. If that goes well, the requests were to blame and all goes on; if not, the device
-    is, and the trial is repeated every second:
+    A failing step never ends it. After several in a row no request is accepted; as soon as the engine is idle, a trial
+    request of one token runs. If that succeeds, the requests were at fault and normal operation resumes; if not, the
+    device is, and the trial is repeated every second:
 
-        well ── 5 steps in a row fail ──▶ failing ── a step goes well, of a trial or not ──▶ well
+        healthy ── 5 steps in a row fail ──▶ failing ── a step succeeds, of a trial or not ──▶ healthy
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Takes an engine that nobody else uses from `start` on."""
+        """Takes exclusive ownership of the engine from `start` on."""
         self.engine = engine
         self.failure: str | None = None
-        """Why nothing new is taken in, now or ever again; None while all is well, and after `stop`."""
+        """Why requests are refused, now or permanently; None while healthy, and after `stop`."""
         self.failing_since: float | None = None
         """When `failure` was set, by `time.monotonic`."""
         self.figures: EngineFigures = take_figures(engine)
-        """As of the last step, and of what was done since; replaced as a whole, so any thread may read it."""
+        """As of the last step, or the last command; replaced as a whole, so any thread may read it."""
         self._is_waiting = False
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
-        # filled by everyone while they hold `_changed`
+        # appended by any thread that holds `_changed`
         self._commands: deque[tuple[Run, Refuse]] = deque()
         self._closed: deque[Stream[Any]] = deque()
         self._is_stopping = False
@@ -80,22 +80,22 @@ class EngineThread:
 
     @property
     def num_commands(self) -> int:
-        """Commands that have not had their turn."""
+        """Queued commands."""
         return len(self._commands)
 
     @property
     def is_alive(self) -> bool:
-        """Whether steps are run."""
+        """Whether the thread runs steps."""
         return self._thread is not None and self._thread.is_alive() and not self._has_ended
 
     @property
     def figures_age_seconds(self) -> float:
-        """For how long the engine may have changed without its figures; 0 while it waits for something to do."""
+        """For how long the engine may have changed without new figures; 0 while it is idle."""
         return 0.0 if self._is_waiting else max(time.monotonic() - self.figures.time, 0.0)
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is under way."""
+        """Whether any request or command is in flight."""
         with self._changed:
             return not self._has_ended and bool(self._commands or self._closed or self.engine.has_unfinished_requests)
 
@@ -112,10 +112,10 @@ class EngineThread:
                 self._publish()
                 self._thread = threading.Thread(target=self._run, name="kvmosaic-engine", daemon=True)
                 self._thread.start()
-                atexit.register(self.stop)  # a process that ends in the middle of a forward would crash
+                atexit.register(self.stop)  # a process that exits in the middle of a forward would crash
 
     def stop(self) -> None:
-        """Aborts everything under way and waits for the thread to end; calling it again is safe."""
+        """Aborts all requests and waits for the thread to end; calling it again is safe."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
@@ -127,7 +127,7 @@ class EngineThread:
             atexit.unregister(self.stop)
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Queues a function; cancelling the future before its turn takes it back.
+        """Queues a function; cancelling the future while it is queued removes it.
 
         Raises:
             EngineStopped: the thread has ended, or is about to.
@@ -154,9 +154,9 @@ class EngineThread:
         return future
 
     def sleep(self, level: int, *, refuse: bool) -> Future[bool]:
-        """Queues a wish for sleep; its result comes when the engine sleeps, or (False) was told to wake before it did.
+        """Queues a sleep command; its result is True once the engine sleeps, False if it was woken before it did.
 
-        Cancelling the future before its turn takes the wish back; later, nobody waits any more, and the engine sleeps.
+        Cancelling the future while it is queued removes it; later, cancelling only stops the wait.
 
         Raises:
             EngineStopped: the thread has ended, or is about to.
@@ -181,11 +181,11 @@ class EngineThread:
         return future
 
     def add(self, stream: Stream[Any], add: Callable[[Engine], Request]) -> None:
-        """Queues a request whose news go to a stream, as does the error of `add`.
+        """Queues a request whose output goes to a stream, as does the error of `add`.
 
         Raises:
             EngineStopped: the thread has ended, or is about to.
-            EngineFailing: too many steps have failed; see `failure`.
+            EngineFailing: too many consecutive steps have failed; see `failure`.
         """
         if self.failure is not None and not self._has_ended:
             raise EngineFailing("steps fail again and again, and nothing new is taken in; ask again in a second")
@@ -204,7 +204,7 @@ class EngineThread:
         self._send(run, lambda stopped: self._fail(stream, stopped))
 
     def close(self, stream: Stream[Any]) -> None:
-        """Says that nobody reads a stream any more; safe at any time, from any thread, and more than once."""
+        """Marks a stream as no longer read; safe at any time, from any thread, and more than once."""
         with self._changed:
             stream.is_closed = True
             if not self._has_ended:
@@ -221,7 +221,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             device = self.engine.runner.model.device
-            if device.type == "cuda":  # the current device belongs to a thread
+            if device.type == "cuda":  # the current device is per thread
                 torch.cuda.set_device(device)
             while self._wait():
                 self._run_commands()
@@ -237,7 +237,7 @@ class EngineThread:
             self._end()
 
     def _wait(self) -> bool:
-        """Sleeps until there is something to do; returns False when that is to stop."""
+        """Sleeps until there is work; returns False to stop."""
         with self._changed:
             while not (self._is_stopping or self._commands or self._closed or self.engine.has_work):
                 if self._is_trial_due:
@@ -249,12 +249,12 @@ class EngineThread:
 
     @property
     def _is_trial_due(self) -> bool:
-        """While the engine sleeps, or is about to, no trial could run."""
+        """Whether to run a trial; never while the engine sleeps, or is about to, since none could run."""
         is_awake = not self.engine.sleep_level
         return self.failure is not None and is_awake and time.monotonic() >= self._next_trial
 
     def _try(self) -> None:
-        """Queues a request of one token, which nobody reads."""
+        """Queues a trial request of one token, whose output is discarded."""
         self._next_trial = time.monotonic() + TRIAL_SECONDS
         try:
             self.engine.add_request(Prompt.plain([0]), SamplingParams(max_tokens=1))
@@ -270,7 +270,7 @@ class EngineThread:
             stream.requests.clear()
 
     def _run_commands(self) -> None:
-        """Runs commands for a while; whatever was closed before one was sent is aborted before it runs."""
+        """Runs commands for a while; streams closed before a command was sent are aborted before it runs."""
         end = time.monotonic() + COMMAND_SECONDS
         has_news = bool(self._closed or self._commands)
         self._abort_closed()
@@ -291,13 +291,13 @@ class EngineThread:
         try:
             news = self.engine.step()
         except Exception as error:
-            if self._sleepers and not self.engine.sleep_level:  # it could not fall asleep, and no request is to blame
+            if self._sleepers and not self.engine.sleep_level:  # it could not fall asleep, and no request is at fault
                 logger.exception("the engine could not fall asleep")
                 self._tell_sleepers(EngineError("the engine could not fall asleep, and goes on"))
                 self._tell_ended()
                 return
             self._note_failure(error)
-            if len(self.engine.unfinished_requests) == len(under_way):  # nobody took part: it would fail for ever
+            if len(self.engine.unfinished_requests) == len(under_way):  # no request in the step: it would fail for ever
                 self._abort_unfinished(EngineError("a step failed before any request took part in it"))
             self._tell_ended()
         else:
@@ -319,7 +319,7 @@ class EngineThread:
             self.failing_since = self.failing_since or time.monotonic()
 
     def _tell_sleepers(self, error: EngineError | None = None) -> None:
-        """Tells those who wait for the engine to sleep whether it does, as soon as that is certain."""
+        """Resolves the futures of `sleep` as soon as the outcome is certain."""
         if self._sleepers and (error or self.engine.is_asleep or not self.engine.sleep_level):
             sleepers, self._sleepers = self._sleepers, []
             for sleeper in sleepers:
@@ -329,11 +329,11 @@ class EngineThread:
                     sleeper.set_exception(error)
 
     def _tell_ended(self) -> None:
-        """Looks for requests that ended without being among the news of a step: in a failed one, or in a call."""
+        """Publishes requests that ended outside a step's result: in a failed step, or in a call."""
         self._tell([request for request in self._streams if request.is_finished])
 
     def _tell(self, news: list[Request]) -> None:
-        """Publishes the figures, puts news into the streams of those who wait for them, and wakes every loop once."""
+        """Publishes the figures, puts new output into the streams, and wakes each event loop once."""
         self._publish()
         now = self.engine.clock()
         told = []
@@ -361,12 +361,12 @@ class EngineThread:
             of_loop = [stream for stream in streams if stream.loop is loop]
             try:
                 loop.call_soon_threadsafe(wake_all, of_loop)
-            except RuntimeError:  # the loop was closed, and with it its tasks are gone
+            except RuntimeError:  # the loop is closed, and its tasks are gone
                 for stream in of_loop:
                     self.close(stream)
 
     def _end(self) -> None:
-        """The end, however it came: aborts what is under way and tells everyone who waits."""
+        """Shuts down, whatever the cause: aborts all requests and resolves every waiter."""
         with self._changed:
             if self._has_ended:
                 return

@@ -1,4 +1,4 @@
-"""Figures: the numbers of an engine as of its last step, for threads that must not wait for it."""
+"""Engine figures: a snapshot of an engine's numbers as of its last step, readable without waiting for a step."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from kvmosaic.engine.engine import Engine
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """The numbers of an engine between two steps. Nothing in them is changed later."""
+    """The numbers of an engine between two steps. Immutable."""
 
     time: float
     """When they were taken: seconds on a monotonic clock."""
     caches: ChunkCacheStats
     usages: Mapping[str, TenantUsage]
-    """By tenant, of those that have chunks or a quota."""
+    """By tenant, for tenants that have chunks or a quota."""
     num_running: Mapping[str, int]
-    """By tenant: sequences that are being computed, of those that have any."""
+    """By tenant: running sequences, for tenants that have any."""
     preemptions: Mapping[str, int]
-    """By what became of the blocks."""
+    """By kind: recomputed or swapped."""
     swapped_bytes: Mapping[str, int]
-    """Out of the device ("out"), and back into it ("in")."""
+    """From device to host ("out"), and back ("in")."""
     swap_space_bytes: int
     block_bytes: Mapping[str, int]
     """Per pool: bytes of one block over all layers."""
@@ -34,7 +34,7 @@ class EngineFigures:
 def take_figures(engine: Engine) -> EngineFigures:
     """Reads an engine; on the engine's thread, or before it has one.
 
-    Costs some microseconds, whatever is cached: it is done after every step.
+    Takes microseconds, however much is cached: it runs after every step.
     """
     preemption = engine.scheduler.preemption
     swap = preemption.swap

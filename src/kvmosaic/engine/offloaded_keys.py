@@ -1,4 +1,4 @@
-"""Kept keys: what documents are called whose chunks are in the tiers."""
+"""Offloaded keys: index from document names to the keys of their chunks in the tiers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvmosaic.cache import Chunk, Key
 from kvmosaic.cache.groups import Groups
 
 MOST_KEYS = 1_000_000
-"""More are forgotten, the oldest first; each takes a few hundred bytes."""
+"""max_keys: beyond that, the oldest are dropped; each takes a few hundred bytes."""
 MOST_NAMES = 64
-"""Of one chunk; the oldest are forgotten."""
+"""max_names of one chunk; beyond that, the oldest are dropped."""
 _PART = re.compile(r" \([0-9]+/[0-9]+\)$")
 
 
@@ -24,26 +24,26 @@ class _Known:
 
 
 class OffloadedKeys:
-    """Names of the chunks that this process gave to the tiers, or got from there.
+    """Names of the chunks that this process offloaded to the tiers, or fetched from there.
 
         (tenant, name without its part) -> keys        "guide (2/3)" is found by "guide", too
         key -> tenant, salt, names                      at most `most_keys`
 
-    The device forgets the names of a chunk when it leaves, and a tier knows keys only; so that a document can be
-    deleted everywhere by its name, they are kept here. What another process stored is not known.
+    The KV cache drops the names of a chunk on eviction, and a tier stores keys only; with this index a document can be
+    deleted everywhere by its name. Chunks stored by other processes are not known.
     """
 
     def __init__(self, most_keys: int = MOST_KEYS) -> None:
         self._most_keys = most_keys
         self._known: OrderedDict[Key, _Known] = OrderedDict()
-        """A plain dictionary would walk over those that left before, to find the oldest."""
+        """Not a plain dict, whose deleted entries must be skipped to find the oldest."""
         self._keys: Groups[tuple[str, str], Key] = Groups()
 
     def __len__(self) -> int:
         return len(self._known)
 
     def note(self, chunk: Chunk) -> None:
-        """Keeps what a chunk is called; names that it had before stay."""
+        """Records the names of a chunk; earlier names stay."""
         before = self._known.get(chunk.key)
         names = tuple(dict.fromkeys((*(before.names if before else ()), *chunk.names)))[-MOST_NAMES:]
         if not names or (before is not None and before.names == names):
@@ -56,7 +56,7 @@ class OffloadedKeys:
             self.discard(next(iter(self._known)))
 
     def discard(self, key: Key) -> None:
-        """Forgets a key; safe for one that is not known."""
+        """Removes a key; safe for an unknown one."""
         if (known := self._known.pop(key, None)) is None:
             return
         for place in _places(known.tenant, known.names):
@@ -65,7 +65,7 @@ class OffloadedKeys:
     def named(self, name: str, salt: str | None, tenant: str, *, with_parts: bool = False) -> list[Key]:
         """The keys of a tenant's chunks with this name, under one salt or (None) any.
 
-        `with_parts`: also those of the parts of a split document.
+        `with_parts`: also the chunks of a split document's parts.
         """
         found = []
         for key in self._keys.members((tenant, _whole(name))):
@@ -76,12 +76,12 @@ class OffloadedKeys:
         return found
 
     def names(self, key: Key) -> tuple[str, ...]:
-        """What a chunk is called, oldest first; nothing if its key is not known."""
+        """Names of a chunk, oldest first; empty if its key is not known."""
         known = self._known.get(key)
         return () if known is None else known.names
 
     def check_invariants(self) -> None:
-        """Holds both maps against each other (for tests)."""
+        """Checks both maps against each other (for tests)."""
         assert len(self._known) <= self._most_keys
         pairs = {(place, key) for key, known in self._known.items() for place in _places(known.tenant, known.names)}
         assert pairs == {(place, key) for place in self._keys for key in self._keys.members(place)}
@@ -93,5 +93,5 @@ def _places(tenant: str, names: tuple[str, ...]) -> set[tuple[str, str]]:
 
 
 def _whole(name: str) -> str:
-    """The name of a document without the part that a chunk is of it."""
+    """Document name without the part number of a chunk."""
     return _PART.sub("", name)

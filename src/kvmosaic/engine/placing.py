@@ -1,4 +1,4 @@
-"""Placing: a prompt becomes a layout that the model can run."""
+"""Placing: turns a prompt into a layout that the model can run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def place(
     chunks_only: bool = False,
     window: RollingWindow | None = None,
 ) -> Layout:
-    """Arranges a prompt, to be answered with at least one token; with `chunks_only`, its question is left out.
+    """Arranges a prompt, to be answered with at least one token; with `chunks_only`, its question is omitted.
 
-    With a window, question and answer may be of any length.
+    With a rolling window, question and answer may be of any length.
 
     Raises:
-        InvalidPrompt: the prompt does not fit the strategy (InvalidOffset), or (PromptTooLong) the positions.
-        InvalidSampling: the window does not fit the positions.
+        InvalidPrompt: the prompt does not fit the strategy (InvalidOffset), or (PromptTooLong) the max position.
+        InvalidSampling: the window exceeds the max position.
         NotMovable: it moves documents and the model does not allow that.
     """
     if strategy == "auto":
@@ -50,7 +50,7 @@ def place(
 
 
 def _check_offsets(layout: Layout, max_positions: int) -> None:
-    """Raises InvalidOffset if a chunk's own offset takes it out of the positions that the model has."""
+    """Raises InvalidOffset if a chunk's own offset moves it beyond the model's max position."""
     for span in layout.spans:
         offset, most = span.segment.position_offset, max_positions - 1 - span.num_tokens
         if offset is not None and span.end > max_positions and most >= 0:

@@ -1,4 +1,4 @@
-"""Preemption: which running sequences give way, and what becomes of what they have computed."""
+"""Preemption: selection of running sequences to preempt, and swapping or recomputing what they have computed."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from kvmosaic.errors import OutOfBlocks, QuotaInUse
 from kvmosaic.prompt import SegmentKind
 
 FINITE_SLICES = 10
-"""Slices that an answer has which comes to an end: it is better to let it end than to compute it again."""
+"""Time slices of an answer that is sure to end: finishing it is cheaper than recomputing it."""
 
 PreemptionKind = Literal["recompute", "swap"]
 
 
 class Preemption:
-    """Chooses who gives way, on two occasions.
+    """Selects sequences to preempt, in two situations.
 
-    A running answer needs a block and there is none. Those of its tenant behind it in rank give way, and those of other
-    tenants that hold more, or it does itself. So the first in rank of the tenant that holds least is never taken
-    anything from: it ends, then the next one is first.
+    A running answer needs a block and none is free. Sequences of its tenant with a larger sort key are preempted, and
+    those of other tenants that hold more, or else it is preempted itself. So the first in order of the tenant that
+    holds least is never preempted: it finishes, then the next one is first.
 
-    A request waits and there is no room for it, neither a place nor blocks. If that makes room, these give way:
+    A request waits and there is no room for it, neither a running slot nor blocks. If that makes room, these are
+    preempted:
 
-    - running ones whose priority is lower by `preemption_gap` and that are behind it in rank (it may be before them no
-      more, they have waited so long), unless they are resting from the last time (see `is_resting`);
-    - else those of a tenant that holds more than the one that waits would hold then (see `Shares`);
-    - else those whose turn is over and that would be behind it if they came now (see `Turn`). They are put behind it.
-      So nobody waits for ever, however many answers never end.
+    - running ones whose priority is lower by `preemption_gap` and whose sort key is larger (it may be smaller if they
+      have waited long), unless they are in cooldown from their last preemption (see `in_cooldown`);
+    - else those of a tenant that holds more than the waiting one would hold then (see `Shares`);
+    - else those whose time slice is over and that would sort after it if they arrived now (see `TimeSlice`). They are
+      requeued after it. So no request starves, however many answers never end.
     """
 
     def __init__(
@@ -48,22 +49,22 @@ class Preemption:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.swap: SwapSpace | None = None
-        """Where blocks may be moved to; None: their tokens are always computed again."""
+        """Host memory for swapped-out blocks; None: preempted tokens are always recomputed."""
         self.counts: dict[PreemptionKind, int] = {"recompute": 0, "swap": 0}
-        """Sequences that gave way, by what became of their blocks."""
+        """Preempted sequences, by kind: recomputed or swapped."""
         self._kv_cache = kv_cache
         self._config = config
         self._shares = shares or Shares()
         self._clock = clock
 
     def save(self, sequence: Sequence) -> None:
-        """Moves what a sequence has computed to the host, if that is worth it; it holds its blocks until later."""
+        """Swaps out what a sequence has computed, if that is worth it; its blocks are released later."""
         assert sequence.allocation is not None
         is_saved = self.swap is not None and not sequence.allocation.is_stale and self.swap.save(sequence)
         self.counts["swap" if is_saved else "recompute"] += 1
 
     def victim(self, sequence: Sequence, running: Collection[Sequence], step: Step) -> Sequence | None:
-        """Who gives a block to a running sequence: one that is not in this step, or itself; None if it is alone."""
+        """The sequence that frees a block for a running one: one not in this step, or itself; None if it is alone."""
         busy = {id(work.sequence) for work in step.works}
         others = [other for other in running if other is not sequence and id(other) not in busy]
         tenant, blocks = sequence.tenant, Counter[str]()
@@ -94,14 +95,14 @@ class Preemption:
         is_full: bool,
         was_refused: bool,
     ) -> list[Sequence]:
-        """Who gives way to one that waits; nobody, unless that makes room for it.
+        """Selects sequences to preempt for a waiting one; none, unless that makes room for it.
 
         Args:
-            waiting: the one.
-            running: those that may give way.
-            places: how many of them each tenant has.
-            is_full: whether there is no place beside them.
-            was_refused: whether there were no blocks for it in the last step.
+            waiting: the waiting sequence.
+            running: candidates for preemption.
+            places: number of running sequences by tenant.
+            is_full: whether max_num_seqs sequences run.
+            was_refused: whether there were not enough blocks for it in the last step.
         """
         lower = [other for other in running if self._is_much_lower(waiting, other)]
         equal, over = [], []
@@ -126,7 +127,7 @@ class Preemption:
         return chosen
 
     def blocks_by_tenant(self, sequences: Iterable[Sequence], pool: str) -> Counter[str]:
-        """Blocks of a pool that running sequences hold, each once for each tenant."""
+        """Blocks of a pool that running sequences hold; shared ones count once for each tenant."""
         held: dict[str, set[object]] = {}
         counts: Counter[str] = Counter()
         for sequence in sequences:
@@ -140,16 +141,16 @@ class Preemption:
         return counts
 
     def _is_much_lower(self, waiting: Sequence, other: Sequence) -> bool:
-        """Whether a running sequence may be made to give way to one that waits, by their priorities."""
+        """Whether priorities allow a waiting sequence to preempt a running one."""
         gap = self._config.preemption_gap
         if gap is None or waiting.request.priority - other.request.priority < gap or waiting.sort_key >= other.sort_key:
             return False
         return not computes_for_others(other) and not in_cooldown(other)
 
     def _has_used_its_slice(self, waiting: Sequence, other: Sequence, places: Mapping[str, int]) -> bool:
-        """Whether a running sequence may be made to give way to one that would be before it, were both to come now.
+        """Whether a running sequence may be preempted for one that would sort before it, were both to arrive now.
 
-        If that one's tenant has a place, it must not have more than the other afterwards.
+        If the waiting one's tenant runs something, it must not have more than the other afterwards.
         """
         seconds, now = self._config.time_slice_seconds, self._clock()
         if seconds is None or waiting.sort_key >= other.sort_key_from(now):
@@ -180,13 +181,13 @@ class Preemption:
         error: OutOfBlocks | None,
         of_tenant: str | None = None,
     ) -> list[Sequence]:
-        """The first of those that may give way, as many as make room; nobody, if all of them do not.
+        """The shortest prefix of the candidates that makes room; empty, if all of them do not.
 
         Args:
-            able: those that may.
-            running: they and the others.
-            error: what there is too little of, if not only of places.
-            of_tenant: where nobody knows how much of it is missing, the first one of this tenant.
+            able: the candidates.
+            running: all running sequences.
+            error: the shortage, if it is not only one of running slots.
+            of_tenant: the first candidate of this tenant, where the missing amount is not known.
         """
         if error is None or not able:
             return able[:1]
@@ -208,7 +209,7 @@ class Preemption:
         places: Mapping[str, int],
         error: OutOfBlocks | None,
     ) -> list[Sequence]:
-        """Those of tenants that hold too much, the last in rank of the one that holds most first."""
+        """Candidates of tenants above their share, the last in order of the tenant with the largest load first."""
         if isinstance(error, QuotaInUse) or (error is not None and error.num_missing is None):
             return []
         tenant, sizes = waiting.tenant, dict.fromkeys(able, 1)
@@ -233,7 +234,7 @@ class Preemption:
         return []
 
     def _blocks_wanted(self, waiting: Sequence, pool: str) -> int:
-        """Blocks of a pool that a sequence holds when it is taken in."""
+        """Blocks of a pool that a sequence holds once it is allocated."""
         of_chunks = pool != self._kv_cache.request_pool.name
         spans = (span for span in waiting.layout.spans if (span.segment.kind is SegmentKind.CHUNK) == of_chunks)
         return sum(self._kv_cache.request_pool.blocks_for(span.num_tokens) for span in spans)
@@ -241,7 +242,7 @@ class Preemption:
     def _makes_room(
         self, chosen: Collection[Sequence], running: Collection[Sequence], pool: str, num_missing: int
     ) -> bool:
-        """Whether enough blocks are free when these have left and the others have grown by the next token."""
+        """Whether enough blocks are free once these are preempted and the others have grown by the next token."""
         if pool == self._kv_cache.request_pool.name:
             staying = [other.allocation for other in running if other not in chosen and other.pending is not None]
             num_missing += sum(

@@ -1,4 +1,4 @@
-"""Turns: whose request comes first, by priority and by how long it waits, and how long it may run before others."""
+"""Request order: sort keys from priority and waiting time, and time slices of running sequences."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Literal
 from kvmosaic.errors import InvalidPriority
 
 MAX_PRIORITY = 100
-"""Of a request, up and down."""
+"""Max absolute priority of a request."""
 PriorityClass = Literal["low", "normal", "high"]
 PRIORITY_CLASSES: tuple[PriorityClass, ...] = ("low", "normal", "high")
 
 
 def check_priority(priority: object) -> int:
-    """The priority of a request itself, if it may have it.
+    """Returns the priority of a request, if it is valid.
 
     Raises:
         InvalidPriority: not a whole number between -100 and 100.
@@ -28,10 +28,10 @@ def check_priority(priority: object) -> int:
 
 
 def priorities_for(priority: int | Sequence[int], count: int) -> list[int]:
-    """One priority for each of so many requests: the same for all of them, or one each.
+    """One priority for each of `count` requests: the same for all of them, or one each.
 
     Raises:
-        InvalidPriority: another number of them, or one outside its range.
+        InvalidPriority: a wrong number of them, or one outside its range.
     """
     if not isinstance(priority, Sequence) or isinstance(priority, str | bytes):
         return [check_priority(priority)] * count
@@ -41,17 +41,16 @@ def priorities_for(priority: int | Sequence[int], count: int) -> list[int]:
 
 
 def sort_key_of(priority: int, arrival_time: float, aging_seconds: float | None) -> float:
-    """The place of a request in the line; the smallest comes first.
+    """The sort key of a request; the smallest runs first.
 
         effective priority = priority + seconds waited / aging_seconds
 
-    All that wait age alike. So their order does not change while they wait, and this number, which does not change
-    either, stands for it:
+    All waiting requests age alike. So their order does not change while they wait, and a constant represents it:
 
-        turn = arrival_time - aging_seconds * priority
+        sort key = arrival_time - aging_seconds * priority
 
-    A request never stands behind one that comes more than aging_seconds * (difference of their priorities) later.
-    Without aging (None) the turn is the priority alone, and whoever has a low one may wait for ever.
+    A request never sorts after one that arrives more than aging_seconds * (difference of their priorities) later.
+    Without aging (None) the sort key is the priority alone, and low priorities may starve.
     """
     if aging_seconds is None:
         return float(-priority)
@@ -59,12 +58,12 @@ def sort_key_of(priority: int, arrival_time: float, aging_seconds: float | None)
 
 
 class TimeSlice:
-    """How long a sequence has run since it was last taken in.
+    """Running time of a sequence since it was last allocated.
 
-        taken in ──▶ what it had is computed again ──▶ it goes on ──────────▶ its turn is over
-                                                       a time slice, or as long as it took to come to here
+        allocated ──▶ what it had is recomputed ──▶ it continues ──────────▶ its slice is over
+                                                    a time slice, or as long as recomputing took
 
-    So however often it gives way, no more than half of its time is spent on what it had before.
+    So however often it is preempted, at most half of its time is spent on recomputing.
     """
 
     def __init__(self) -> None:
@@ -73,25 +72,25 @@ class TimeSlice:
         self._num_before = 0
 
     def begin(self, now: float) -> None:
-        """Notes that it is taken in."""
+        """Starts the slice when it is allocated."""
         self._began, self._went_on = now, None
 
     def end(self, num_done: int) -> None:
-        """Notes that it gives way, with so many tokens done."""
+        """Ends the slice at a preemption, with `num_done` tokens computed."""
         self._num_before = num_done
 
     def note(self, num_done: int, now: float) -> None:
-        """Notes how many tokens are done."""
+        """Records how many tokens are computed."""
         if self._went_on is None and num_done >= self._num_before:
             self._went_on = now
 
     def is_over(self, now: float, slice_seconds: float) -> bool:
-        """Whether it may be made to give way to whoever would wait for ever otherwise."""
+        """Whether it may be preempted for a request that would otherwise starve."""
         if self._went_on is None:
             return False
         return now - self._went_on >= max(slice_seconds, self._went_on - self._began)
 
 
 def class_of(priority: int) -> PriorityClass:
-    """In which of three classes a priority is counted: metrics must not have a label per number."""
+    """Priority class of a priority, one of three: metrics must not have a label per number."""
     return "low" if priority < 0 else "high" if priority > 0 else "normal"

@@ -1,10 +1,10 @@
-"""Repairing: a request's way from the prompt as arranged to the prompt with some tokens of its chunks repaired.
+"""Repair of a request: from the prompt as arranged to the prompt with some tokens of its chunks recomputed.
 
-    policy asks for nothing     the layout is repaired at once
-    policy asks for signals     chunks (and the question, if attention is asked for) are computed as without repair,
+    policy needs no signals     the layout is repaired at once
+    policy needs signals        chunks (and the question, if attention is a signal) are computed as without repair,
                                 signals are measured, the policy chooses, and the request is planned again, repaired
 
-Whatever was computed for measuring is what a request without repair computes, and is cached as that.
+What is computed for measuring is what a request without repair computes, and is cached as such.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from kvmosaic.sampling import RepairUse
 
 MAX_REPAIRED_DOCUMENTS = 256
 MAX_REPAIR_LOOKS = 2**23
-"""Repaired tokens times documents: what each of them sees of each is written down, and takes memory and time."""
+"""Max repaired tokens times documents: the visible ranges of each pair are stored, and take memory and time."""
 
 
 @dataclass(eq=False, slots=True)
 class Repair:
-    """What a request repairs, and what is known of its chunks."""
+    """The repair of one request, and the signals measured on its chunks."""
 
     policy: RepairPolicy
     layout: Layout
     """As arranged, without repair."""
     num_layers: int
     is_measuring: bool = False
-    """Whether signals are still to be measured before anything is chosen."""
+    """Whether signals are still to be measured before tokens are chosen."""
     shares: dict[int, Tensor] = field(default_factory=dict)
-    """By span of a chunk: [m], the attention its tokens got so far, summed over the later half of the layers."""
+    """By span of a chunk: [m], the attention its tokens received so far, summed over the later half of the layers."""
     deviations: dict[int, Sequence[float]] = field(default_factory=dict)
-    """By span of a chunk: how far its tokens' keys are off."""
+    """By span of a chunk: deviation of its tokens' keys."""
     name: str = field(init=False)
-    """The policy's text."""
+    """The policy as text."""
     signals: frozenset[Signal] = field(init=False)
-    """What the policy asks for."""
+    """Signals that the policy needs."""
     chunks: list[int] = field(init=False)
-    """Indexes of the spans of chunks."""
+    """Span indices of the chunks."""
     open_chunks: list[int] = field(init=False)
-    """Those that did not see all that stands before them."""
+    """Span indices of the chunks that did not see everything before them."""
 
     def __post_init__(self) -> None:
         self.name, self.signals = str(self.policy), frozenset(self.policy.signals)
@@ -58,11 +58,11 @@ class Repair:
 
     @property
     def is_full(self) -> bool:
-        """Whether the prompt is read as ordinary causal text."""
+        """Whether the whole prompt is recomputed as ordinary causal text."""
         return isinstance(self.policy, FullRepair)
 
     def first_layout(self) -> Layout:
-        """What is run first."""
+        """The layout that runs first."""
         if not self.signals or not self.open_chunks:
             return self.repaired_layout()
         self.is_measuring = True
@@ -71,7 +71,7 @@ class Repair:
         return replace(self.layout, spans=self.layout.spans[:-1])
 
     def repaired_layout(self) -> Layout:
-        """What answers the request.
+        """The layout that answers the request.
 
         Raises:
             InvalidRepair: the policy failed, or chose tokens that do not exist.
@@ -104,29 +104,29 @@ class Repair:
         return repaired(self.layout, dict(zip(chunks, chosen, strict=True)), weight)
 
     def note_shares(self, span_index: int, first: int, shares: Tensor) -> None:
-        """Adds what some tokens of a chunk, from number `first` on, got from some rows in one layer."""
+        """Adds the attention that tokens of a chunk, from number `first` on, received from some rows in one layer."""
         total = self.shares.get(span_index)
         if total is None:
             total = self.shares[span_index] = shares.new_zeros(self.layout.spans[span_index].num_tokens)
         total[first : first + len(shares)] += shares / (self.num_layers - self.num_layers // 2)
 
     def forget(self) -> None:
-        """Forgets what was measured so far, since it will be measured again; harmless when all is chosen."""
+        """Discards the signals measured so far, since they will be measured again; safe once tokens are chosen."""
         if self.is_measuring:
             self.shares.clear()
             self.deviations.clear()
 
     def use(self, layout: Layout, num_found: int, seconds: float) -> RepairUse:
-        """What was repaired, and what that cost.
+        """Returns what was repaired, and its cost.
 
         Args:
             layout: the one that answers.
-            num_found: repaired tokens, or all of the prompt, that were found in the prefix cache.
+            num_found: prefix cache hits among the repaired tokens, or the whole prompt.
             seconds: spent on choosing and repairing.
         """
         num_tokens = sum(self.layout.spans[index].num_tokens for index in self.chunks)
         num_repaired = 0
-        if self.is_full:  # what was found began with the system text
+        if self.is_full:  # the hits began with the system text
             num_repaired = num_tokens
             before = sum(span.num_tokens for span in self.layout.spans[: self.chunks[0]] if not span.is_lead_in)
             num_found = min(max(num_found - before, 0), num_tokens)
@@ -151,14 +151,14 @@ class Repair:
 
 @dataclass(frozen=True, slots=True)
 class QuestionObserver:
-    """Adds up, for a repair, what rows of its question look at."""
+    """Sums up, for a repair, the attention of its question's rows."""
 
     repair: Repair
     read_tokens: tuple[tuple[int, int], ...]
-    """For each read of the rows that is a span's: that span, and the number of the first token."""
+    """For each read of the rows that is a span's: that span, and the number of its first token."""
 
     def wants_layer(self, layer_index: int) -> bool:
-        """See `kvmosaic.attention.Watch`: earlier layers look at neighbours, later ones at what is asked for."""
+        """See `kvmosaic.attention.Watch`: early layers attend to neighbours, later ones to what the question needs."""
         return layer_index >= self.repair.num_layers // 2
 
     def observe(self, layer_index: int, read_index: int, shares: Tensor) -> None:
@@ -167,10 +167,10 @@ class QuestionObserver:
 
 
 def repair_of(policy: RepairPolicy, layout: Layout, model: LoadedModel, *, has_window: bool) -> Repair | None:
-    """How a request is repaired; None if there is nothing to do.
+    """Returns the repair of a request; None if there is nothing to repair.
 
     Raises:
-        InvalidRepair: the policy does not suit the model, or the request.
+        InvalidRepair: the policy does not fit the model or the request.
     """
     if isinstance(policy, NoRepair) or all(span.segment.kind is not SegmentKind.CHUNK for span in layout.spans):
         return None
@@ -180,7 +180,7 @@ def repair_of(policy: RepairPolicy, layout: Layout, model: LoadedModel, *, has_w
 
 
 def why_not_repaired(policy: RepairPolicy, layout: Layout, model: LoadedModel, *, has_window: bool) -> str:
-    """Why a request cannot be repaired in this way, and the way out; empty when it can."""
+    """Why a request cannot be repaired by this policy, and how to fix it; empty when it can."""
     if isinstance(policy, NoRepair | FullRepair):
         return ""
     if has_window:
@@ -204,7 +204,7 @@ def why_not_repaired(policy: RepairPolicy, layout: Layout, model: LoadedModel, *
 
 
 def check_model(policy: RepairPolicy, model: LoadedModel) -> None:
-    """Raises InvalidRepair if a model cannot be repaired in this way."""
+    """Raises InvalidRepair if a policy does not support a model."""
     if reason := _unsuited(policy, model):
         raise InvalidRepair(reason)
 

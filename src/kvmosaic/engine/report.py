@@ -1,4 +1,4 @@
-"""Reuse report of a running request: what each segment cost."""
+"""Reuse report of a running request: the cost of each segment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvmosaic.sampling import RepairUse, ReuseReport, SegmentAction, SegmentReus
 
 
 def composition_of(layout: Layout) -> str:
-    """What a layout means, in words: exact, or which approximation was asked for."""
+    """Describes what a layout computes: exact attention, or which approximation was requested."""
     if not any(span.segment.kind == "chunk" for span in layout.spans):
         return "exact"
     apart = "documents do not see each other"
@@ -27,7 +27,7 @@ def composition_of(layout: Layout) -> str:
 
 
 def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> ReuseReport:
-    """Reads the report off a sequence that still holds its blocks."""
+    """Builds the report of a sequence that still holds its blocks."""
     allocation, layout = sequence.allocation, sequence.request.layout
     assert allocation is not None
     num_found = sum(count > 0 for count in sequence.num_reused)
@@ -68,7 +68,7 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
 
 
 def _repair_use(sequence: Sequence) -> RepairUse | None:
-    """What was repaired, and what that cost."""
+    """What was repaired, and its cost."""
     request, repair = sequence.request, sequence.request.repair
     if repair is None or request.is_warm_up:
         return None
@@ -90,9 +90,9 @@ def _action(num_reused: int, num_tokens: int, distance: int) -> SegmentAction:
 
 
 def _history_note(num_reused: int, num_tokens: int, num_history: int, sees_others: bool, most_found: int | None) -> str:
-    """What became of the turns before this one; the token that ended an answer was sampled, but never computed.
+    """Describes the reuse of earlier conversation turns; the token that ended an answer was sampled but never computed.
 
-    With a rolling window only the first `most_found` tokens saw what they would see in a prompt, and can be found.
+    With a rolling window only the first `most_found` tokens saw what they see in a prompt, and can be cache hits.
     """
     if not num_history:
         return ""

@@ -1,4 +1,4 @@
-"""A request: what was sent, checked and placed, and what has become of it."""
+"""Request: a validated and placed prompt, its parameters, and its state."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ class Request:
     note: str = ""
     """Why this prompt was not composed, if it was not."""
     grammar: Grammar | None = None
-    """What the answers must follow, if `params.structured_outputs` say so."""
+    """Constraint on the answers, if `params.structured_outputs` is set."""
     aging_seconds: float | None = None
-    """Waiting so long counts as much as one more step of priority; None: it never counts."""
+    """Seconds of waiting that count as much as one step of priority; None: no aging."""
     window: RollingWindow | None = None
-    """What tokens see of question and answer, if `params.window_tokens` limit that."""
+    """Rolling window over question and answer, if `params.window_tokens` is set."""
     answers: list[Answer] = field(default_factory=list)
     reuse: ReuseReport = field(default_factory=ReuseReport)
-    """What was reused; filled in when the first token is there."""
+    """What was reused; set with the first token."""
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     repair: Repair | None = None
-    """What of its chunks is computed again, if anything."""
+    """Repair of its chunks, if any."""
     scoring: Scoring | None = None
-    """The continuation to score, if nothing is to be answered."""
+    """The continuation to score, if no answer is generated."""
     error: KVMosaicError | None = None
-    """Why the request could not run."""
+    """Why the request failed."""
     text: str | None = field(init=False)
-    """The prompt's text, if it was given as text. Joined once: every streamed output repeats it."""
+    """The prompt's text, if it was given as text. Joined once, since every streamed output repeats it."""
     token_ids: tuple[int, ...] = field(init=False, repr=False)
-    """All tokens of the prompt, in prompt order; put together once, for the same reason."""
+    """All tokens of the prompt, in prompt order; joined once, for the same reason."""
     sort_key: float = field(init=False, repr=False)
-    """Its place in the line; see `turn_of`."""
+    """Its position in the waiting order; see `sort_key_of`."""
 
     def __post_init__(self) -> None:
         self.text = self.prompt.text
@@ -71,33 +71,33 @@ class Request:
 
     @property
     def is_warm_up(self) -> bool:
-        """Whether chunks are only computed, and nothing is asked."""
+        """Whether chunks are only prefilled, without a question."""
         return self.layout.last.segment.kind is SegmentKind.CHUNK and self.repair is None
 
     @property
     def is_measuring(self) -> bool:
-        """Whether signals of its chunks are measured before they are repaired and the question is answered."""
+        """Whether signals of its chunks are measured before the repair and the answer."""
         return self.repair is not None and self.repair.is_measuring
 
     @property
     def num_logits(self) -> int:
-        """Rows at the end of its layout whose logits are wanted."""
+        """Rows at the end of its layout whose logits are needed."""
         if self.is_warm_up or self.is_measuring:
             return 0
         return 1 if self.scoring is None else self.scoring.num_tokens
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether all output is there."""
         return self.finished_time is not None
 
     @property
     def metrics(self) -> RequestMetrics:
-        """When things happened to it so far."""
+        """Timestamps of the request so far."""
         return RequestMetrics(self.arrival_time, self.first_scheduled_time, self.first_token_time, self.finished_time)
 
     def score(self) -> ScoreOutput:
-        """What was found of its continuation, when it has ended."""
+        """Scores of its continuation, once finished."""
         assert self.scoring is not None
         return replace(self.scoring.output(), reuse=self.reuse)
 

@@ -1,4 +1,4 @@
-"""Texts without end: whether a model and its memory allow a rolling window, and what a token then reads."""
+"""Rolling windows: checks that model and memory allow one, and the reads of tokens inside it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvmosaic.sampling import SamplingParams
 
 
 def window_of(params: SamplingParams, model: LoadedModel) -> RollingWindow | None:
-    """The window that sampling parameters ask for, if they do.
+    """The rolling window that sampling parameters set, if any.
 
     Raises:
-        NotMovable: the keys of this model cannot be used at another place.
+        NotMovable: keys of this model cannot be moved to another position.
     """
     if params.window_tokens is None:
         return None
@@ -38,10 +38,10 @@ def window_of(params: SamplingParams, model: LoadedModel) -> RollingWindow | Non
 
 
 def check_places(window: RollingWindow, layout: Layout, max_positions: int | None) -> None:
-    """Checks that sinks and window fit behind what is before them.
+    """Checks that sinks and window fit after the preceding spans.
 
     Raises:
-        InvalidSampling: they reach further than the model's positions.
+        InvalidSampling: they exceed the model's max position.
     """
     start = layout.last.start
     if max_positions is None or start + window.num_places <= max_positions:
@@ -55,20 +55,20 @@ def check_places(window: RollingWindow, layout: Layout, max_positions: int | Non
 
 
 def most_at_once(window: RollingWindow, block_size: int) -> int:
-    """Most tokens behind the first S + W of a text that one step computes: all of them hold blocks at once."""
+    """Max tokens after the first S + W of a text that one step computes: all of them hold blocks at once."""
     return max(window.window_tokens // 2, block_size)
 
 
 def check_memory(window: RollingWindow, pool: BlockPool) -> None:
-    """Checks that a text without end has room in the pool when it is alone there.
+    """Checks that an endless text fits into the pool when it runs alone.
 
-    While the first window leaves, the blocks of it that others may find stay: that is when most blocks are held.
+    While tokens of the first window are evicted, its blocks in the prefix cache stay: then most blocks are held.
 
     Raises:
-        RequestTooLarge: it has not.
+        RequestTooLarge: it does not fit.
     """
     most = window.sink_tokens + 2 * window.window_tokens + most_at_once(window, pool.block_size)
-    needed = pool.blocks_for(most) + 2  # a sink block that is not full, and a first block of which some has left
+    needed = pool.blocks_for(most) + 2  # a partial sink block, and a first block that is partly evicted
     if needed > pool.num_blocks:
         raise RequestTooLarge(
             f"sink_tokens={window.sink_tokens} and window_tokens={window.window_tokens} take up to {needed} blocks of "
@@ -78,7 +78,7 @@ def check_memory(window: RollingWindow, pool: BlockPool) -> None:
 
 
 def moved(reads: Iterable[RunRead], shift: int) -> tuple[RunRead, ...]:
-    """Runs that keep their distance from a row (and the rows after it in its group), which are `shift` further on."""
+    """Reads that keep their distance from a row (and the rows after it in its group), which is `shift` further on."""
     return tuple(
         replace(read, position=read.position + shift, distance=read.distance + shift, follows=True) for read in reads
     )

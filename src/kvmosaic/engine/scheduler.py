@@ -1,12 +1,12 @@
-"""Step scheduler: which spans and answers run now, within a token budget.
+"""Step scheduler: selects the spans and answers that run in a step, within a token budget.
 
-One step may hold the missing chunks of several requests, their questions, and one token for every answer under way: all
+One step may hold the cache misses of several requests, their questions, and one token for every running answer: all
 rows of a step write their keys before any row reads, layer by layer, so a question may be computed in the same step as
-the chunks it sees. Running answers come first, then prompts, running and new ones, in the order of their rank: priority
-and arrival. A chunk that several requests miss is computed by the first; the others wait for it.
+the chunks it sees. Running answers (decode) come first, then prompts (prefill), running and waiting ones, in the order
+of their sort key: priority and arrival. A chunk that several requests miss is computed by the first; the others wait.
 
-Tenants share alike, each for its weight: a free place goes to the tenant that has fewest, and what a step has for
-prompts is divided among those that have some (see `Shares`).
+Tenants get equal shares, by weight: a free running slot goes to the tenant with the fewest, and the prefill budget of a
+step is divided among the tenants with prompts to compute (see `Shares`).
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from kvmosaic.engine.waiting import WaitingQueue
 from kvmosaic.errors import ChunkCacheFull, KVMosaicError, OutOfBlocks, QuotaInUse, RequestTooLarge
 
 SHARED_STEP_SECONDS = 0.015
-"""About how long a step of prompts may take while there is more than one tenant."""
+"""Target time of a prefill step while there is more than one tenant."""
 SMALL_STEP = 4
 """Tokens of a step that takes hardly longer than an empty one."""
 LEAST_ANSWERS = 8
-"""A step may always have a token for each of so many answers."""
+"""min_answers for which a step always has a token each."""
 LEAST_TOKENS = 128
-"""A step may always have so many tokens."""
+"""min_tokens that a step may always have."""
 SEEN_SECONDS = 60.0
-"""A tenant that had requests under way so long ago counts as being there."""
+"""A tenant counts as present if it had unfinished requests within this time."""
 MAX_TENANTS_TRIED = 8
-"""For so many tenants it is looked in one step whether others give way to them."""
+"""max_tenants for which one step tries to preempt others."""
 
 
 class Scheduler:
-    """The sequences that wait and those that run, and the rule that turns them into steps.
+    """Waiting and running sequences, and the policy that selects them for steps.
 
-    Running sequences hold blocks; waiting ones hold nothing, or what they had computed in the memory of the host.
+    Running sequences hold blocks; waiting ones hold none, or their swapped-out tokens in host memory.
     """
 
     def __init__(self, kv_cache: KVCache, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -57,40 +57,40 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.fetching: list[Sequence] = []
-        """Those that wait for chunks from the tiers."""
+        """Sequences that wait for chunks from the tiers."""
         self.offloader: ChunkOffloader | None = None
-        """Brings chunks back from the tiers, if there are any."""
+        """Prefetches chunks from the tiers, if there are any."""
         self.admitting: Sequence | None = None
-        """The one that is being planned and allocated at this moment."""
+        """The sequence that is being planned and allocated."""
         self.is_paused = False
-        """Whether nobody is taken in, so that those who run can end."""
+        """Whether no sequence is admitted, so that the running ones can finish."""
         self.shares = Shares()
         self.preemption = Preemption(kv_cache, config, self.shares, clock)
         self._places: Counter[str] = Counter()
-        """By tenant: sequences that run."""
+        """Running sequences by tenant."""
         self._seen: dict[str, float] = {}
-        """By tenant: when it last had requests under way."""
+        """By tenant: when it last had unfinished requests."""
         self._least_seconds: float | None = None
-        """Of steps of hardly any tokens, lately."""
+        """Recent duration of steps with hardly any tokens."""
         self._token_seconds: float | None = None
-        """What each token adds to that in steps of many tokens."""
+        """Additional time per token in steps of many tokens."""
         self._answer_seconds: float | None = None
-        """What each answer adds to that in steps of many answers."""
+        """Additional time per answer in steps of many answers."""
         self._num_steps = 0
         self._served: dict[str, float] = {}
-        """By tenant: when one was last taken in."""
+        """By tenant: when one of its sequences was last admitted."""
         self._passed_over: set[str] = set()
-        """Tenants that have no room in the step being assembled."""
+        """Tenants with no room in the step being assembled."""
         self._refused: set[Sequence] = set()
-        """Those that found no blocks in it."""
+        """Sequences that found no blocks in it."""
         self._made_way_for: Sequence | None = None
-        """The one that others gave way to in this step."""
+        """The sequence for which others were preempted in this step."""
         self._is_full = False
-        """Whether nobody else can be taken into it."""
+        """Whether no further sequence can be admitted to it."""
 
     @property
     def num_preemptions(self) -> int:
-        """Times that a running sequence gave its blocks away, whatever for."""
+        """Preemptions of running sequences, for any reason."""
         return sum(self.preemption.counts.values())
 
     @property
@@ -100,33 +100,33 @@ class Scheduler:
 
     @property
     def num_free_places(self) -> int:
-        """Sequences that may still be taken in. Answers leave a quarter of every step to prompts."""
+        """Sequences that may still be admitted. Answers leave a quarter of every step to prompts."""
         most_tokens = self.config.max_batched_tokens
         return min(self.config.max_running, max(most_tokens - most_tokens // 4, 1)) - len(self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a new sequence behind those of the same priority."""
+        """Queues a new sequence after those of the same priority."""
         if self.offloader is not None and self.offloader.prefetch(sequence):
             self.fetching.append(sequence)
         else:
             self.waiting.add(sequence)
 
     def start(self, sequence: Sequence) -> None:
-        """Takes in a sequence that holds its blocks already."""
+        """Admits a sequence that holds its blocks already."""
         self.running.append(sequence)
         self._places[sequence.tenant] += 1
         self._served[sequence.tenant] = self.clock()
         sequence.time_slice.begin(self.clock())
 
     def _leave(self, sequence: Sequence) -> None:
-        """Takes a running sequence out of its place, whatever becomes of it."""
+        """Frees the running slot of a sequence, whatever becomes of it."""
         self.running.remove(sequence)
         self._places[sequence.tenant] -= 1
         if not self._places[sequence.tenant]:
             del self._places[sequence.tenant]
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out and gives its blocks back; removing it twice is safe."""
+        """Removes a sequence and frees its blocks; removing it twice is safe."""
         if sequence in self.running:
             self._leave(sequence)
         self.waiting.remove(sequence)
@@ -140,14 +140,14 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
 
     def replan(self, sequence: Sequence) -> None:
-        """Gives a running sequence's blocks back and queues it again: its layout has changed."""
+        """Frees a running sequence's blocks and queues it again: its layout has changed."""
         self._leave(sequence)
         self._release(sequence)
         sequence.replanned()
         self.add(sequence)
 
     def schedule(self) -> Step:
-        """Chooses what the next forward computes, and makes room for it."""
+        """Selects what the next forward computes, and allocates room for it."""
         step = Step()
         self.admitting = None
         self.kv_cache.begin_step()
@@ -164,25 +164,25 @@ class Scheduler:
             self._schedule(budget, step, others)
             self._passed_over, self._is_full = set(), False
         if not ahead or not any(work.sequence.tenant in behind for work in step.works):
-            self._schedule(budget, step, ahead or None)  # who is behind has no room: a step like any other
+            self._schedule(budget, step, ahead or None)  # the tenants served least have no room: an ordinary step
         self.admitting = None
         return step
 
     def _lengthen(self, num_answers: int) -> bool:
-        """Whether so many answers make a step longer by a quarter or more.
+        """Whether `num_answers` make a step longer by a quarter or more.
 
-        With a large model they do not, because reading the weights takes longest: leaving answers out gains nothing.
+        With a large model they do not, because reading the weights dominates: leaving answers out gains nothing.
         """
         if self._least_seconds is None or self._answer_seconds is None:
             return False
         return num_answers * self._answer_seconds > self._least_seconds / 4
 
     def _answering(self, only: Collection[str] | None) -> list[Sequence]:
-        """Answers that may have a token in this step.
+        """Answers that may decode a token in this step.
 
-        A step for some tenants has no answers of others where they would make it longer. While there are several
-        tenants, a step has no more answers than take about `SHARED_STEP_SECONDS`: those that have waited longest for a
-        token. Tenants with few answers have all of theirs in every step.
+        A step for some tenants omits answers of others where they would make it longer. While there are several
+        tenants, a step has no more answers than take about `SHARED_STEP_SECONDS`: the ones that have waited longest for
+        a token. Tenants with few answers have all of theirs in every step.
         """
         self._num_steps += 1
         answering = [sequence for sequence in self._in_order() if sequence.pending is not None]
@@ -200,7 +200,7 @@ class Scheduler:
         return [sequence for sequence in answering if sequence in chosen]
 
     def note_step(self, step: Step, seconds: float) -> None:
-        """Notes how long a step took: the time is that of its tenants, by their tokens."""
+        """Records the duration of a step, and charges it to its tenants by their tokens."""
         num_tokens = step.num_tokens
         if num_tokens <= SMALL_STEP:
             self._least_seconds = 0.8 * (self._least_seconds or seconds) + 0.2 * seconds
@@ -215,7 +215,7 @@ class Scheduler:
             self._token_seconds = each if self._token_seconds is None else 0.8 * self._token_seconds + 0.2 * each
 
     def _note_present(self) -> None:
-        """Notes which tenants have requests under way, and forgets those that have had none for long."""
+        """Records which tenants have unfinished requests, and drops tenants that have had none for long."""
         now, present = self.clock(), self._places.keys() | set(self.waiting.tenants)
         self._seen.update(dict.fromkeys(present, now))
         for tenant in [tenant for tenant, seen in self._seen.items() if now - seen > SEEN_SECONDS]:
@@ -225,7 +225,7 @@ class Scheduler:
 
     @property
     def _most_tokens(self) -> int:
-        """Tokens of the next step: fewer while there is more than one tenant, so that none waits long for its end.
+        """Token budget of the next step: smaller with more than one tenant, so that none waits long for its end.
 
         It takes about `SHARED_STEP_SECONDS`, or twice as long as an empty one: shorter ones would cost too much.
         """
@@ -236,9 +236,9 @@ class Scheduler:
         return min(most, max(LEAST_TOKENS, int(max(SHARED_STEP_SECONDS - least, least) / self._token_seconds)))
 
     def _ahead(self) -> tuple[set[str], set[str]]:
-        """Tenants that are left out of this step, and those with prompts to compute for whose sake they are.
+        """Tenants omitted from this step, and the tenants with prompts to compute for which they are.
 
-        Less time was spent on them, and their priority is as high.
+        The latter have received less time, at the same priority or higher.
         """
         wanting = self._wanting()
         if len(self._places.keys() | wanting) < 2:
@@ -266,8 +266,8 @@ class Scheduler:
         """Fills a step: answers first, then prompts.
 
         Args:
-            budget: what it may have.
-            step: the one being assembled.
+            budget: token and read budget of the step.
+            step: the step being assembled.
             only: tenants that it is for; None: all of them.
         """
         for sequence in self._answering(only):
@@ -284,7 +284,7 @@ class Scheduler:
         self._schedule_prompts(budget, step, only)
 
     def _in_order(self) -> list[Sequence]:
-        """The running sequences by rank; where blocks are short, of one priority the tenants with least come first."""
+        """Running sequences by sort key; if blocks are short, the least loaded tenants first within a priority."""
         ranked = sorted(self.running, key=lambda running: running.sort_key)
         if len(self._places) == 1 or self.kv_cache.num_spare_blocks >= len(ranked):
             return ranked
@@ -301,13 +301,13 @@ class Scheduler:
         return running if self.is_paused or self.num_free_places <= 0 else running.union(self.waiting.tenants)
 
     def _schedule_prompts(self, budget: StepBudget, step: Step, only: Collection[str] | None) -> None:
-        """Adds what of prompts, running and waiting, may still be computed in this step."""
+        """Adds prefill work of running and waiting prompts, as far as the budget allows."""
         for sequence in sorted(self.running, key=lambda running: running.sort_key):
             if only is not None and sequence.tenant not in only:
                 continue
             if sequence.state is SequenceState.RUNNING and not sequence.is_prefilled:
                 if step.has(sequence) and (sequence.window is not None or sequence.is_stale):
-                    continue  # what is in the step must stay where it is
+                    continue  # what is in the step must keep its blocks
                 self._admit(budget, step, before=sequence)
                 num_tokens = budget.tokens_of(sequence.tenant)
                 if sequence.must_roll and not (num_tokens and self._grow(sequence, step, num_tokens)):
@@ -316,7 +316,7 @@ class Scheduler:
         self._admit(budget, step)
 
     def _collect_fetched(self) -> None:
-        """Queues those whose chunks have come, or are not worth waiting for any longer."""
+        """Queues sequences whose chunks have arrived, or are not worth waiting for any longer."""
         if self.offloader is not None and self.fetching:
             settled = [sequence for sequence in self.fetching if self.offloader.is_settled(sequence)]
             for sequence in settled:
@@ -324,7 +324,7 @@ class Scheduler:
                 self.waiting.add(sequence)
 
     def _make_way(self) -> None:
-        """Has running sequences give way to one that waits, if that makes room for it."""
+        """Preempts running sequences for a waiting one, if that makes room for it."""
         passed_over: set[str] = set()
         while not self.is_paused and len(passed_over) < MAX_TENANTS_TRIED:
             waiting = self._first_waiting(passed_over)
@@ -354,12 +354,12 @@ class Scheduler:
         return self.waiting.first(passed_over, load, self._served)
 
     def _admit(self, budget: StepBudget, step: Step, before: Sequence | None = None) -> None:
-        """Takes in those that wait: of one priority the tenants with fewest places first, then by rank.
+        """Admits waiting sequences: in a priority, tenants with the fewest running sequences first, then by sort key.
 
         Args:
-            budget: what the step may still have.
-            step: the one being assembled.
-            before: a running one that is computed next; only those that come before it.
+            budget: remaining budget of the step.
+            step: the step being assembled.
+            before: a running sequence that is computed next; only sequences that sort before it are admitted.
         """
         spent: set[str] = set()
         while not self.is_paused and not budget.is_spent and self.num_free_places > 0 and not self._is_full:
@@ -376,7 +376,7 @@ class Scheduler:
             if self.offloader is not None:
                 if self.fetching and not self.offloader.has_room(sequence, plan):
                     self._is_full = True
-                    return  # those who fetch go on soon, and then it has its turn
+                    return  # fetching sequences continue soon, then it is next
                 if self.offloader.prefetch(sequence, plan):
                     self.waiting.remove(sequence)
                     self.fetching.append(sequence)
@@ -408,7 +408,7 @@ class Scheduler:
             self._schedule_spans(sequence, budget, step)
 
     def _refuse(self, sequence: Sequence, error: KVMosaicError, step: Step) -> None:
-        """Takes out a sequence that has no room: one with an answer ends there, one without has failed."""
+        """Removes a sequence that has no room: one with an answer ends there, one without has failed."""
         self.remove(sequence)
         if sequence.answer.token_ids:
             step.ended.append(sequence)
@@ -416,11 +416,11 @@ class Scheduler:
             step.failed.append((sequence, error))
 
     def _schedule_spans(self, sequence: Sequence, budget: StepBudget, step: Step) -> None:
-        """Adds work for the spans of a sequence, in order, as far as the budget of its tenant goes."""
+        """Adds work for the spans of a sequence, in order, as far as its tenant's budget allows."""
         allocation = sequence.allocation
         assert allocation is not None
         if allocation.is_stale:
-            # the request that computed one of its chunks gave it up: start over
+            # the request that computed one of its chunks dropped it: start over
             self._preempt(sequence)
             return
         for index, span in enumerate(allocation.spans):
@@ -440,7 +440,7 @@ class Scheduler:
             if span is allocation.spans[-1] and not sequence.num_owed:
                 num_logits = min(count, max(count - remaining + sequence.request.num_logits, 0))
                 if sequence.request.scoring is not None and num_logits > (room := MAX_LOGIT_ROWS - step.num_scored):
-                    count, num_logits = count - num_logits + room, room  # the rest comes with a later step
+                    count, num_logits = count - num_logits + room, room  # the rest in a later step
             if not count:
                 continue
             step.works.append(Work(sequence, index, span.num_computed, count, num_logits))
@@ -451,9 +451,9 @@ class Scheduler:
         sequence.time_slice.note(sequence.num_done, self.clock())
 
     def _grow(self, sequence: Sequence, step: Step, budget: int = 1) -> bool:
-        """Makes room for the token sampled last, if need be by preempting others; False if it cannot run now.
+        """Allocates a slot for the token sampled last, if need be by preempting others; False if it cannot run now.
 
-        For a text without end, that is the next part of what it owes, and what left its window is given back first.
+        For an endless text, that is the next part of what is owed, after tokens outside its window are evicted.
         """
         allocation = sequence.allocation
         assert allocation is not None
@@ -469,7 +469,7 @@ class Scheduler:
             except OutOfBlocks:
                 victim = self.preemption.victim(sequence, self.running, step)
                 if victim is None and self.kv_cache.holds_copies(allocation):
-                    victim = sequence  # it comes back with fewer blocks
+                    victim = sequence  # it resumes with fewer blocks
                 if victim is None:
                     step.ended.append(sequence)
                     return False
@@ -484,7 +484,7 @@ class Scheduler:
         return most_at_once(sequence.window, self.kv_cache.request_pool.block_size) if sequence.window else 1
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes the blocks of a running sequence; its tokens are brought back or computed again later."""
+        """Takes the blocks of a running sequence; its tokens are restored or recomputed later."""
         self.preemption.save(sequence)
         sequence.time_slice.end(sequence.num_done)
         sequence.num_worked_before = sequence.num_worked

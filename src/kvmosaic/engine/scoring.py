@@ -1,10 +1,10 @@
-"""Scoring: how likely a model finds a continuation whose tokens are given, in one forward (teacher forcing).
+"""Scoring: likelihood of a given continuation under the model, in one forward (teacher forcing).
 
     prompt … question | c1 c2 c3 c4
-                    ^   ^  ^  ^         the logits of these rows are wanted; c4 itself is not computed
+                    ^   ^  ^  ^         the logits of these rows are needed; c4 itself is not computed
 
-Documents and repaired tokens are those of an ordinary request for the same prompt: a policy that measures what the
-question looks at measures the question alone, before the continuation is there.
+Documents and repaired tokens are those of an ordinary request for the same prompt: a policy that measures the
+question's attention measures the question alone, before the continuation is appended.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from kvmosaic.layout import Layout
 from kvmosaic.sampling import ScoreOutput
 
 MAX_LOGIT_ROWS = 64
-"""Rows of continuations whose logits one step computes: a vocabulary of 262,144 tokens takes 1 MiB for each."""
+"""Max rows of continuations whose logits one step computes: a vocabulary of 262,144 tokens takes 1 MiB for each."""
 
 
 @dataclass(eq=False, slots=True)
 class Scoring:
-    """The tokens of a continuation, and what the model said before each of them."""
+    """The tokens of a continuation, and the model's predictions for each of them."""
 
     token_ids: tuple[int, ...]
     keeps_distributions: bool = False
-    """Whether the whole distributions are kept, which takes 4 bytes for every token and entry of the vocabulary."""
+    """Whether the full distributions are kept, which takes 4 bytes per token and vocabulary entry."""
     logprobs: list[float | None] = field(init=False)
-    """By token of the continuation; None while it is not computed."""
+    """By token of the continuation; None until computed."""
     greedy_token_ids: list[int] = field(init=False)
-    """The most likely token in each place."""
+    """The most likely token at each position."""
     distributions: Tensor | None = field(default=None, init=False)
     """[C, V], log probabilities, if they are kept."""
 
@@ -52,14 +52,14 @@ class Scoring:
         return None not in self.logprobs
 
     def continued(self, layout: Layout) -> Layout:
-        """A layout, about to be answered, with the continuation after its last span."""
+        """A layout, about to be answered, with the continuation appended to its last span."""
         last = layout.last
         token_ids = (*last.token_ids, *self.token_ids[:-1])
         longer = replace(last, segment=replace(last.segment, token_ids=token_ids))
         return replace(layout, spans=(*layout.spans[:-1], longer), fresh_tokens=self.num_tokens)
 
     def note(self, first: int, logits: Tensor) -> None:
-        """Takes logits [R, V]: those before the tokens from number `first` on."""
+        """Records logits [R, V], which predict the tokens from number `first` on."""
         found = logits.log_softmax(-1)
         last = first + len(found)
         tokens = torch.tensor(self.token_ids[first:last], device=found.device)
@@ -71,17 +71,17 @@ class Scoring:
             self.distributions[first:last] = found
 
     def output(self) -> ScoreOutput:
-        """What was found; every token has its score."""
+        """The scores, once every token has one."""
         logprobs = tuple(value for value in self.logprobs if value is not None)
         assert len(logprobs) == self.num_tokens, "it is complete"
         return ScoreOutput(self.token_ids, logprobs, tuple(self.greedy_token_ids))
 
 
 def scoring_of(token_ids: Sequence[int], vocab_size: int, *, keeps_distributions: bool = False) -> Scoring:
-    """A continuation to be scored.
+    """Creates the scoring of a continuation.
 
     Raises:
-        InvalidPrompt: it has no tokens, or one that the model does not have.
+        InvalidPrompt: it has no tokens, or a token that is not in the model's vocabulary.
     """
     ids = tuple(token_ids)
     if not ids:

@@ -1,4 +1,4 @@
-"""A sequence: one answer while it is being computed."""
+"""Sequence: the state of one answer while it is computed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvmosaic.sampling import Answer, SamplingState
 
 
 class SequenceState(Enum):
-    """Where a sequence is in its life."""
+    """Lifecycle state of a sequence."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -34,10 +34,10 @@ class Sequence:
         spans       system | chunk | chunk | question + answer so far + pending token
         blocks      shared   shared  shared  its own
 
-    The newest token is `pending` until a step makes room for it and computes its keys.
+    The newest token is `pending` until a step allocates a slot for it and computes its keys.
 
     With a rolling window only the head of the text is allocated (see `RollingWindow.head_tokens`). The rest is *owed*:
-    it is given room, computed, and let go in parts, like an answer, whether it was asked or answered.
+    it is allocated, computed and evicted in parts, prompt and answer alike.
     """
 
     def __init__(self, request: Request, answer: Answer, sampling: SamplingState) -> None:
@@ -48,37 +48,37 @@ class Sequence:
         self.pending: int | None = None
         self.allocation: Allocation | None = None
         self.allocate_seconds = 0.0
-        """Time to plan and allocate, of the last time."""
+        """Time to plan and allocate, at the last allocation."""
         self.span_seconds: dict[int, float] = {}
         """Time spent in forwards, by span."""
         self.num_reused: tuple[int, ...] = ()
-        """By span: tokens that were found when it was allocated."""
+        """By span: cached tokens at allocation."""
         self.fetches: dict[Key, Any] | None = None
-        """Chunks on their way from the tiers; None before they are asked for, and when all is allocated."""
+        """In-flight fetches from the tiers; None before they are requested, and once all is allocated."""
         self.fetching_since = 0.0
-        """When the last of them were asked for, on the engine's clock."""
+        """When the last of them were requested, on the engine's clock."""
         self.tier_names: dict[int, str] = {}
         """By span: the tier that it was loaded from."""
         self.num_worked = 0
-        """Tokens computed for it so far, those that were computed again included."""
+        """Tokens computed for it so far, including recomputed ones."""
         self.num_worked_before = 0
-        """The same when it last gave way."""
+        """The same at its last preemption."""
         self.last_step = 0
-        """Number of the last step that had a token of its answer."""
+        """Number of the last step that decoded a token of its answer."""
         self.time_slice = TimeSlice()
-        """How long it has run."""
+        """Running time since it was last allocated."""
         self._in_line = (request.sort_key, request.arrival_time)
-        """Its place in the line."""
+        """Sort key at arrival, or when it was requeued."""
         self.window = request.window
         self._num_head = 0
-        """Tokens that were allocated first."""
+        """Tokens of the first allocation."""
         self._first_kept = 0
-        """The first token behind the sinks that was not left out."""
+        """The first token after the sinks that was not skipped."""
         self._view_reads: dict[int, tuple[RunRead, ...]] = {}
         self._read_tokens: dict[int, tuple[tuple[int, int], ...]] = {}
-        """By span, for each of these reads: the span that is read, and the number of the first token."""
+        """By span, for each of these reads: the span that is read, and the number of its first token."""
         self._found_before: tuple[int, ...] = ()
-        """By span: tokens that were found before the request was planned again, repaired."""
+        """By span: tokens that were cached before the request was planned again, repaired."""
 
     @property
     def sort_key(self) -> tuple[float, float, int]:
@@ -86,46 +86,46 @@ class Sequence:
         return (*self._in_line, self.answer.index)
 
     def sort_key_from(self, time: float) -> tuple[float, float, int]:
-        """Its rank if it had come at a time, or when it came, whichever is later."""
+        """Its sort key if it had arrived at `time`, or at its arrival, whichever is later."""
         request, came = self.request, max(self._in_line[1], time)
         return (sort_key_of(request.priority, came, request.aging_seconds), came, self.answer.index)
 
     def requeue(self, now: float) -> None:
-        """Puts it behind all that have come so far, as if it came now."""
+        """Queues it after all that have arrived so far, as if it arrived now."""
         self._in_line = self.sort_key_from(now)[:2]
 
     @property
     def tenant(self) -> str:
-        """Whose it is."""
+        """The tenant of its request."""
         return self.request.prompt.tenant
 
     @property
     def is_stale(self) -> bool:
-        """Whether something that it reads was given up."""
+        """Whether a chunk that it reads was dropped."""
         assert self.allocation is not None
         return self.allocation.is_stale
 
     @property
     def num_done(self) -> int:
-        """Tokens that are computed, and those that have left a rolling window since, or were left out."""
+        """Tokens that are computed, including tokens evicted from a rolling window, or skipped."""
         assert self.allocation is not None
         return sum(span.num_computed for span in self.allocation.spans) + self.allocation.last.num_left
 
     @property
     def was_replanned(self) -> bool:
-        """Whether its layout has changed since it was allocated first."""
+        """Whether its layout has changed since its first allocation."""
         return bool(self._found_before)
 
     @property
     def num_tokens_left(self) -> int:
-        """Tokens that the answer may still have, as far as that is limited."""
+        """Remaining tokens of the answer, as far as they are limited."""
         return max((self.answer.rules.max_tokens or 0) - self.answer.num_tokens, 0)
 
     @property
     def layout(self) -> Layout:
-        """What to allocate: the request's layout, its last span grown by the answer so far (after a preemption).
+        """The layout to allocate: the request's, its last span extended by the answer so far (after a preemption).
 
-        With a rolling window, only the head of that.
+        With a rolling window, only its head.
         """
         layout, last = self.request.layout, self.request.layout.last
         if self.window is not None:
@@ -144,7 +144,7 @@ class Sequence:
 
     @property
     def is_reading(self) -> bool:
-        """Whether tokens of its prompt are to be computed next, and not the one sampled last."""
+        """Whether prompt tokens are to be computed next (prefill), not the one sampled last (decode)."""
         return self.pending is None and not self.is_prefilled
 
     @property
@@ -154,14 +154,14 @@ class Sequence:
 
     @property
     def num_owed(self) -> int:
-        """Tokens of a text with a rolling window that have no room yet; 0 without one."""
+        """Tokens of a text with a rolling window that are not allocated yet; 0 without one."""
         if self.window is None:
             return 0
         return self._num_text - self._num_allocated
 
     @property
     def must_roll(self) -> bool:
-        """Whether the next part of what is owed must be given room before anything else can be computed."""
+        """Whether the next owed part must be allocated before anything else can be computed."""
         return self.num_owed > 0 and self.pending is None and self._is_computed
 
     @property
@@ -171,14 +171,14 @@ class Sequence:
 
     @property
     def _num_allocated(self) -> int:
-        """Tokens of these that have, or had, room; those that were left out count as well."""
+        """Tokens of these that are or were allocated, including skipped ones."""
         assert self.allocation is not None
         return self.allocation.last.num_tokens + self.allocation.last.num_left
 
     def next_tokens(self, most: int) -> tuple[int, ...]:
-        """What is given room next: the pending token, or the next part of what is owed.
+        """Tokens to allocate next: the pending token, or the next owed part.
 
-        A part lies in one lap, so that its places are neighbours.
+        A part does not cross laps, so that its positions are consecutive.
         """
         if self.window is None:
             assert self.pending is not None
@@ -190,20 +190,20 @@ class Sequence:
 
     @property
     def oldest_seen(self) -> int | None:
-        """The oldest token behind the sinks that the next one sees; None while the text fits into sinks and window."""
+        """The oldest token after the sinks that the next one sees; None while the text fits into sinks and window."""
         if self.window is None or self._num_allocated < self.window.num_places:
             return None
         return max(self.window.oldest(self._num_allocated), self._first_kept)
 
     @property
     def num_left_out(self) -> int:
-        """Tokens that need not be computed, at the moment when they are next; otherwise 0."""
+        """Tokens that need not be computed, when they are next; otherwise 0."""
         if self.window is None or self._num_allocated != self._num_head or self._first_kept < self.window.num_places:
             return 0
         return self._first_kept - self._num_head
 
     def set_allocation(self, allocation: Allocation) -> None:
-        """Takes the blocks that the KV cache has allocated."""
+        """Takes over the blocks that the KV cache has allocated."""
         self.allocation = allocation
         self.state = SequenceState.RUNNING
         self.pending = None
@@ -223,19 +223,19 @@ class Sequence:
         self._forget_reads()
 
     def loaded(self, span_index: int, tier_name: str, seconds: float) -> None:
-        """Notes that the chunk of a span was copied from a tier after it was allocated."""
+        """Records that a span's chunk was loaded from a tier after the allocation."""
         num_tokens = self.request.layout.spans[span_index].num_tokens
         self.num_reused = (*self.num_reused[:span_index], num_tokens, *self.num_reused[span_index + 1 :])
         self.tier_names[span_index] = tier_name
         self.span_seconds[span_index] = seconds
 
     def replanned(self) -> None:
-        """Notes that its layout has changed: it waits for blocks again, and what it found first is what it reports."""
+        """Records a changed layout: it waits for blocks again, and reports the cache hits of its first allocation."""
         self._found_before = self.num_reused
         self.preempted()
 
     def preempted(self) -> None:
-        """Notes that the blocks were taken away; everything is computed (or found) again later."""
+        """Records a preemption; everything is recomputed (or found cached) later."""
         self.state = SequenceState.WAITING
         self.pending = None
         self._forget_reads()
@@ -243,9 +243,9 @@ class Sequence:
             self.request.repair.forget()
 
     def rows(self, span_index: int, first: int, num_tokens: int, num_logits: int) -> list[SpanRows]:
-        """The rows of `num_tokens` tokens of a span, from token number `first` on.
+        """Rows of `num_tokens` tokens of a span, from token number `first` on.
 
-        Repaired tokens of each chunk are rows of their own, so that none of them reads chunks that it does not see.
+        Repaired tokens of each chunk get separate rows, so that none of them reads chunks that it does not see.
         """
         last = first + num_tokens
         parts = self.request.layout.spans[span_index].parts
@@ -272,20 +272,20 @@ class Sequence:
             reads=reads,
             reads_itself=reads_itself,
             num_logits=num_logits,
-            window=0 if reads_itself else limit,  # a row that is alone reads what it sees, and nothing else
+            window=0 if reads_itself else limit,  # a single row reads what it sees, and nothing else
             places=places,
             watch=self._watch(span_index),
         )
 
     def _watch(self, span_index: int) -> AttentionObserver | None:
-        """Who is told what the rows of a span look at: the repair that still measures, if they are the question's."""
+        """Observer of a span's attention: the repair that still measures, if the span is the question."""
         repair = self.request.repair
         if repair is None or not repair.is_measuring or self.layout.spans[span_index].segment.kind != "question":
             return None
         return QuestionObserver(repair, self._read_tokens[span_index])
 
     def _tokens(self, span: Span, first: int, num_tokens: int) -> tuple[int, ...]:
-        """Tokens of a span; those of the last one go on with the answer."""
+        """Tokens of a span; the last one continues with the answer."""
         last = first + num_tokens
         token_ids = span.token_ids[first:last]
         if len(token_ids) == num_tokens:
@@ -296,7 +296,7 @@ class Sequence:
     def _seen(self, span_index: int) -> tuple[RunRead, ...]:
         """Reads of the earlier spans that a span sees.
 
-        Chunks are read in the order of their keys, so that the order of the prompt cannot change a single bit.
+        Chunks are read in the order of their keys, so that their order in the prompt cannot change a single bit.
         """
         reads = self._view_reads.get(span_index)
         if reads is None:
@@ -318,7 +318,7 @@ class Sequence:
         self._read_tokens.clear()
 
     def _seen_by_rows(self, span: Span, first: int, num_tokens: int) -> tuple[RunRead, ...]:
-        """Reads of what repaired tokens see, each of them as far as it stands."""
+        """Reads of what repaired tokens see, each of them up to its own position."""
         assert self.allocation is not None
         return tuple(
             read
@@ -329,14 +329,14 @@ class Sequence:
         )
 
     def _kept_reads(self, window: RollingWindow, token: int) -> tuple[RunRead, ...]:
-        """Reads of all that never leaves, for a token behind the first S + W: earlier spans, and the sinks."""
+        """Reads of what is never evicted, for a token after the first S + W: earlier spans, and the sinks."""
         assert self.allocation is not None
         layout, shift = self.request.layout, window.shift(token)
         sinks = run_reads(layout.last, self.allocation.last.table, 0, window.sink_tokens)
         return moved((*self._seen(len(layout.spans) - 1), *sinks), shift)
 
     def _window_reads(self, window: RollingWindow, token: int, reads_itself: bool) -> tuple[RunRead, ...]:
-        """Reads of the window of such a token; keys of the lap before stand W places before where they were made."""
+        """Reads of such a token's window; keys of the previous lap are W positions before where they were computed."""
         assert self.allocation is not None
         span, allocated = self.request.layout.last, self.allocation.last
         oldest, lap = max(window.oldest(token), self._first_kept), window.lap_start(token)

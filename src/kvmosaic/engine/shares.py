@@ -1,64 +1,64 @@
-"""Shares: what each tenant may have of places, blocks and tokens while others want some, by weight."""
+"""Fair shares: weighted max-min division of running slots, blocks and tokens between competing tenants."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 MAX_WEIGHT = 1_000.0
-"""Of a tenant, up; its inverse, down."""
+"""Max weight of a tenant; its inverse is the min."""
 
 HYSTERESIS = 2.0
-"""Who has something takes more from those only who have more than so many times what it has then."""
+"""A tenant that has some may take more only from a tenant that has more than this multiple of its then amount."""
 
 SLACK_SECONDS = 0.5
 SLACK_STEPS = 4.0
-"""Who is behind by less than the longer of these shares its steps; who comes new is behind by twice that."""
+"""A tenant behind by less than the longer of these shares its steps; a new one is behind by twice that."""
 
 
 class Shares:
-    """Max-min fairness by weight: whoever has least, for its weight, is next; what nobody else wants goes to anybody.
+    """Weighted max-min fairness: the tenant with the smallest load is next; unwanted shares go to any tenant.
 
-    A tenant that sends one request has the place it needs. Those that send more than there is room for share what is
-    left, whatever they send and however many answers they ask for.
+    A tenant that sends one request has the slot it needs. Tenants that send more than there is room for share the
+    rest, whatever they send and however many answers they request.
     """
 
     def __init__(self) -> None:
         self._weights: dict[str, float] = {}
         self._served: dict[str, float] = {}
-        """By tenant that is there: seconds of steps that were its own, for its weight; see `is_behind`."""
+        """Per present tenant: seconds of steps charged to it, divided by its weight; see `is_behind`."""
         self._present: set[str] = set()
         self._step_seconds = 0.0
-        """Of a step, lately."""
+        """Recent step duration."""
 
     def set_weight(self, tenant: str, weight: float) -> None:
-        """Gives a tenant so many times the share of one that has none of its own (1)."""
+        """Sets a tenant's share, as a multiple of the default one (1)."""
         assert 1 / MAX_WEIGHT <= weight <= MAX_WEIGHT
         self._weights[tenant] = weight
 
     def load(self, tenant: str, amount: float) -> float:
-        """What a tenant has, for its weight; equal for all is fair."""
+        """A tenant's amount divided by its weight; equal loads are fair."""
         return amount / self._weights.get(tenant, 1.0)
 
     def is_fairer(self, taker: str, amount_then: float, giver: str, amount_now: float) -> bool:
-        """Whether a tenant would have less than another one has now, if it took from it, each for its weight.
+        """Whether a tenant would have a smaller load than another one has now, if it took from it.
 
         So what was taken is never taken back, and equal shares stay as they are.
         """
         return self.load(taker, amount_then) < self.load(giver, amount_now)
 
     def may_take(self, taker: str, amount: float, more: float, giver: str, amount_now: float) -> bool:
-        """Whether a tenant may have another one give way: that costs what is to be computed again.
+        """Whether a tenant may preempt another one, which costs recomputation.
 
-        It may if it has nothing and would have less than the other has now; or, with something, no more than half.
+        It may if it has nothing and would have less than the other has now; or, with something, less than half of that.
         """
         factor = HYSTERESIS if amount else 1.0
         return self.is_fairer(taker, factor * (amount + more), giver, amount_now)
 
     def note_present(self, present: Collection[str], seen: Collection[str]) -> None:
-        """Notes who has requests under way, and who had some a while ago.
+        """Records which tenants have unfinished requests, and which had some recently.
 
-        Who comes new, or comes again, is behind the others by a credit at most: nobody saves time up. Nor does anybody
-        get rid of what it has used by going away for a moment.
+        A new or returning tenant is behind the others by a bounded credit: time is not saved up. Nor is used time
+        written off by a short absence.
         """
         for tenant in self._served.keys() - seen:
             del self._served[tenant]
@@ -70,7 +70,7 @@ class Shares:
         self._present = set(present)
 
     def note_step(self, seconds: float) -> None:
-        """Notes how long a step took."""
+        """Records the duration of a step."""
         self._step_seconds += 0.1 * (seconds - self._step_seconds)
 
     @property
@@ -78,16 +78,16 @@ class Shares:
         return max(SLACK_SECONDS, SLACK_STEPS * self._step_seconds)
 
     def note_served(self, tenant: str, seconds: float) -> None:
-        """Notes seconds that a step has computed for a tenant."""
+        """Charges seconds of a step to a tenant."""
         if tenant in self._served:
             self._served[tenant] += self.load(tenant, seconds)
 
     def is_behind(self, tenant: str, other: str) -> bool:
-        """Whether so much less time was spent on a tenant than on another that it may have a step for itself."""
+        """Whether a tenant has received so much less time than another that it may have a step for itself."""
         return self._served[tenant] + self._slack < self._served[other]
 
     def divided(self, amount: int, tenants: Collection[str]) -> dict[str, int]:
-        """Parts of an amount by weight, rounded up, so that nobody has nothing."""
+        """Splits an amount by weight, rounded up, so that every tenant gets some."""
         weights = {tenant: self._weights.get(tenant, 1.0) for tenant in tenants}
         total = sum(weights.values())
         return {tenant: int(-(-amount * weight // total)) for tenant, weight in weights.items()}

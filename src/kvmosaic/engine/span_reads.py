@@ -1,4 +1,4 @@
-"""Span reads: the runs of stored keys behind a view of a span."""
+"""Span reads: the runs of stored keys that a view of a span reads."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvmosaic.layout import Span, View
 from kvmosaic.prompt import SegmentKind
 
 _MOST_STRETCHES = 8
-"""Up to so many stretches of keys between hidden ones are read one by one; more are read at once, with a mask."""
+"""max_stretches of keys between hidden ones that are read one by one; more are read at once, with a mask."""
 
 
 def pool_of(span: Span) -> PoolName:
-    """The pool that a span's tokens lie in."""
+    """The pool that holds a span's tokens."""
     return "chunk_cache" if span.segment.kind is SegmentKind.CHUNK else "request"
 
 
@@ -27,14 +27,14 @@ def run_reads(span: Span, table: BlockTable, distance: int, num_tokens: int) -> 
 def view_reads(
     span: Span, table: BlockTable, view: View, first_row: int = 0, num_rows: int | None = None
 ) -> tuple[RunRead, ...]:
-    """Reads of a span as it is seen: without hidden tokens, and each row as far as it sees.
+    """Reads of a span through a view: without hidden tokens, and each row as far as it sees.
 
     Args:
-        span: what is seen.
-        table: where its tokens lie.
-        view: how.
-        first_row: number of the first token that reads, in its own span.
-        num_rows: how many read; None: the view shows all of them the same.
+        span: the span that is read.
+        table: its block table.
+        view: what is visible of it.
+        first_row: number of the first reading token, in its own span.
+        num_rows: number of reading tokens; None: the view shows all of them the same.
     """
     if view.is_plain:
         return run_reads(span, table, view.distance, span.num_tokens)
@@ -52,7 +52,7 @@ def view_reads(
 
 
 def _between(span: Span, table: BlockTable, distance: int, first: int, last: int) -> Iterator[RunRead]:
-    """Reads of tokens `first` to `last`, which is left out."""
+    """Reads of tokens `first` to `last`, exclusive."""
     number = first
     for run in table.runs_between(first, last) if first else table.runs(last):
         places = tuple(place + distance for place in span.places[number : number + run.num_tokens])
@@ -62,7 +62,7 @@ def _between(span: Span, table: BlockTable, distance: int, first: int, last: int
 
 
 def _stretches(hidden: tuple[int, ...], num_tokens: int) -> Iterator[tuple[int, int]]:
-    """The tokens between hidden ones, as (first, last + 1)."""
+    """Ranges of tokens between hidden ones, as (first, last + 1)."""
     first = 0
     for token in (*hidden, num_tokens):
         token = min(token, num_tokens)

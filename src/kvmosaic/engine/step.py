@@ -1,4 +1,4 @@
-"""A step: what one forward computes, as plain data."""
+"""Step: the work of one forward, as plain data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvmosaic.errors import KVMosaicError
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Neighbouring tokens of one span of one sequence."""
+    """Consecutive tokens of one span of one sequence."""
 
     sequence: Sequence
     span: int
@@ -20,30 +20,30 @@ class Work:
     """Number of the first token inside the span."""
     num_tokens: int
     num_logits: int = 0
-    """So many of the last tokens need logits."""
+    """Number of tokens at the end that need logits."""
 
 
 @dataclass(slots=True)
 class Step:
-    """Everything that one forward computes, and the requests that cannot run at all."""
+    """The work of one forward, and the requests that cannot run at all."""
 
     works: list[Work] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     restores: list[Restore] = field(default_factory=list)
-    """What comes back from the host, to be written after the copies."""
+    """Swapped-out blocks to be written back after the copies."""
     failed: list[tuple[Sequence, KVMosaicError]] = field(default_factory=list)
     ended: list[Sequence] = field(default_factory=list)
-    """Sequences that must end because they are alone and have no room to grow."""
+    """Sequences that must end because they run alone and have no room to grow."""
     num_looks: int = 0
     """Rows times the spans that each of them reads."""
 
     def has(self, sequence: Sequence) -> bool:
-        """Whether anything is computed for a sequence."""
+        """Whether the step computes anything for a sequence."""
         return any(work.sequence is sequence for work in self.works)
 
     @property
     def num_scored(self) -> int:
-        """Rows of given continuations whose logits are wanted."""
+        """Rows of given continuations whose logits are needed."""
         return sum(work.num_logits for work in self.works if work.sequence.request.scoring is not None)
 
     @property

@@ -1,4 +1,4 @@
-"""Step budget: how much of a step is left, in all and for each tenant."""
+"""Step budget: remaining tokens and span reads of a step, in all and for each tenant."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from collections.abc import Collection
 from kvmosaic.engine.shares import Shares
 
 MAX_STEP_LOOKS = 2**18
-"""Rows of a step times the spans that each reads: a query is turned for each of them, which takes memory and time."""
+"""Max rows of a step times the spans that each reads: a query is rotated for each of them, in memory and time."""
 
 
 class StepBudget:
-    """Tokens and looks that a step may still have.
+    """Remaining tokens and looks (rows times spans read) of a step.
 
-    First every tenant that wants some may take its share; then, from `lift` on, whoever comes first takes what is left.
+    First every tenant that wants some may take its share; then, after `lift`, the rest is first come, first served.
     """
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        """Left for the step."""
+        """Remaining tokens of the step."""
         self.num_looks = MAX_STEP_LOOKS
         self._tokens: dict[str, int] | None = None
         self._looks: dict[str, int] = {}
 
     @property
     def is_spent(self) -> bool:
-        """Whether nobody can be given anything."""
+        """Whether no tenant can be given anything."""
         return self.num_tokens <= 0 or self.num_looks <= 0
 
     def keep_looks(self) -> None:
-        """Leaves at least half of the looks to prompts, however many documents the answers under way read."""
+        """Reserves at least half of the looks for prompts, however many documents the running answers read."""
         self.num_looks = max(self.num_looks, MAX_STEP_LOOKS // 2)
 
     def share(self, tenants: Collection[str], shares: Shares) -> None:
-        """Divides what is left between tenants; others get nothing before `lift`."""
+        """Divides the rest between tenants; others get nothing before `lift`."""
         self._tokens = shares.divided(self.num_tokens, tenants)
         self._looks = shares.divided(self.num_looks, tenants)
 
     def lift(self) -> None:
-        """Gives what is left to whoever comes first."""
+        """Makes the rest available to all tenants."""
         self._tokens = None
 
     def tokens_of(self, tenant: str) -> int:
@@ -50,7 +50,7 @@ class StepBudget:
         return max(self.num_looks if self._tokens is None else min(self.num_looks, self._looks.get(tenant, 0)), 0)
 
     def spend(self, tenant: str, num_tokens: int, num_looks: int) -> None:
-        """Notes what a tenant has taken."""
+        """Charges a tenant."""
         self.num_tokens -= num_tokens
         self.num_looks -= num_looks
         if self._tokens is not None:

@@ -1,4 +1,4 @@
-"""Streams: how news get from the engine's thread to the asyncio task that waits for them."""
+"""Streams: delivery of output from the engine's thread to the asyncio task that waits for it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Inbox(Protocol[T_co]):
-    """News that pile up until they are taken."""
+    """Output that accumulates until it is taken."""
 
     def note(self, request: Request, time: float) -> None:
-        """Notes what is new of a request."""
+        """Adds new output of a request."""
 
     def take(self) -> T_co:
-        """Something unread; there must be something."""
+        """Returns unread output; there must be some."""
 
     def __bool__(self) -> bool:
         """Whether anything is unread."""
 
 
 class EndedWarmUps:
-    """An inbox of warm-ups that have ended, those that failed too."""
+    """An inbox of finished warm-ups, including failed ones."""
 
     def __init__(self) -> None:
         self._ended: deque[Request] = deque()
@@ -37,17 +37,17 @@ class EndedWarmUps:
         return bool(self._ended)
 
     def note(self, request: Request, time: float) -> None:
-        """Keeps a request that has ended."""
+        """Adds a finished request."""
         if request.is_finished:
             self._ended.append(request)
 
     def take(self) -> Request:
-        """The one that ended first."""
+        """Returns the one that finished first."""
         return self._ended.popleft()
 
 
 class Stream(Generic[T]):
-    """What one asyncio task waits for.
+    """Output queue of one asyncio task.
 
         engine's thread     put, fail ──▶ inbox ──▶ (wake the loop, once until something is taken)
         task on the loop                            take
@@ -56,12 +56,12 @@ class Stream(Generic[T]):
     """
 
     def __init__(self, inbox: Inbox[T]) -> None:
-        """Makes a stream for a task of the running loop."""
+        """Creates a stream for a task of the running event loop."""
         self.loop = asyncio.get_running_loop()
         self.is_closed = False
-        """Whether nobody reads any more: what belongs to it is to be aborted."""
+        """Whether the reader is gone: its requests are to be aborted."""
         self.requests: set[Request] = set()
-        """Those under way; of the engine's thread."""
+        """Unfinished requests of this stream; accessed by the engine's thread only."""
         self._inbox = inbox
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -69,7 +69,7 @@ class Stream(Generic[T]):
         self._is_told = False
 
     def put(self, request: Request, time: float) -> bool:
-        """Notes what is new of a request; returns whether `wake` is to be called on the loop."""
+        """Adds new output of a request; returns whether `wake` is to be called on the loop."""
         with self._lock:
             self._inbox.note(request, time)
             return bool(self._inbox) and self._tell()
@@ -81,14 +81,14 @@ class Stream(Generic[T]):
             return self._tell()
 
     def wake(self) -> None:
-        """Lets the waiting task go on; called on the loop."""
+        """Wakes the waiting task; called on the loop."""
         self._event.set()
 
     async def take(self) -> T:
-        """Waits for something and takes it.
+        """Waits for output and takes it.
 
         Raises:
-            BaseException: what the stream ended with, once everything else is taken.
+            BaseException: the error that ended the stream, once everything else is taken.
         """
         while True:
             with self._lock:

@@ -1,18 +1,18 @@
-"""Swap cost: whether moving blocks to the host and back is faster than computing their tokens again."""
+"""Swap cost: compares swapping blocks to the host and back with recomputing their tokens."""
 
 from __future__ import annotations
 
 from kvmosaic.tiers.cost import EMA, ComputeCost
 
 _LOOK_AGAIN = 32
-"""After so many refusals a copy is measured anew: the first ones of a process are slow."""
+"""Refusals after which a copy is measured again: the first ones of a process are slow."""
 
 
 class SwapCost:
-    """Seconds of computing a token, and of copying a byte either way, all of them measured.
+    """Measured seconds of computing a token, and of copying a byte in either direction.
 
-    As long as nobody knows how fast this machine computes, computing again is believed to be faster. Then the first
-    copy to the host is a measurement, and the way back is believed to take as long until it was measured, too.
+    Until the compute speed is measured, recomputing is assumed to be faster. Then the first copy to the host is a
+    measurement, and the way back is assumed to take as long until it is measured, too.
     """
 
     def __init__(self) -> None:
@@ -21,24 +21,24 @@ class SwapCost:
         self._num_refused = 0
 
     def note_step(self, num_tokens: int, num_prefilled: int, seconds: float) -> None:
-        """A step computed so many tokens, of which so many belonged to prompts, many at once."""
+        """Records a step of `num_tokens` tokens, `num_prefilled` of which were prefill."""
         if 2 * num_prefilled >= num_tokens:
             self._compute.note(num_tokens, seconds)
         else:
             self._compute.note_step(num_tokens, seconds)
 
     def note_out(self, num_bytes: int, seconds: float) -> None:
-        """Bytes were copied to the host."""
+        """Records a copy to the host."""
         self._out.add(seconds / num_bytes)
 
     def note_in(self, num_bytes: int, seconds: float) -> None:
-        """Bytes were copied back."""
+        """Records a copy back to the device."""
         self._in.add(seconds / num_bytes)
 
     def is_worth(self, num_tokens: int, num_bytes: int) -> bool:
-        """Whether moving so many tokens, which have so many bytes, both ways is expected to save time.
+        """Whether swapping `num_tokens` of `num_bytes` out and in is expected to save time.
 
-        It is also worth a try when no copy has been measured for long.
+        It is also true, as a probe, when no copy has been measured for long.
         """
         compute_seconds = self._compute.estimate(num_tokens)
         if compute_seconds is None:

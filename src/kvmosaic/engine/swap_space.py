@@ -1,4 +1,4 @@
-"""Swap space: what answers that gave way had computed, in the memory of the host until they go on."""
+"""Swap space: host memory for the blocks of preempted answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("kvmosaic")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedTokens:
-    """Keys and values of neighbouring tokens of the last span of a sequence."""
+    """Keys and values of consecutive tokens of the last span of a sequence."""
 
     first: int
     """Number of the first of them; a block begins with it."""
@@ -39,17 +39,17 @@ class Restore:
 
 
 class SwapSpace:
-    """Takes the blocks of a sequence that only it reads, and brings them back bit by bit as they were.
+    """Swaps out the blocks that only one sequence reads, and restores them bit by bit.
 
         running     question + answer in blocks of the request pool
-                        │ gives way: save                        ▲ restore, `write` before the step computes
+                        │ preempted: save                        ▲ restore, `write` before the step computes
                         ▼                                        │
         waiting     copied into the memory of the host, at most `swap_space` bytes
 
-    Chunks and prefixes that others read are not copied: they stay in their caches, or are computed again. So do blocks
-    that the prefix cache still has when the sequence goes on. A text with a rolling window is always computed again.
+    Shared chunks and prefixes are not copied: they stay in their caches, or are recomputed. Blocks that the prefix
+    cache still has when the sequence resumes are reused from there. A text with a rolling window is always recomputed.
 
-    Invariant: num_bytes == bytes of what is saved, 0 when nobody waits.
+    Invariant: num_bytes == bytes of what is saved, 0 when no preempted sequence waits.
     Always safe: dropping what was not saved, or twice.
     """
 
@@ -60,10 +60,10 @@ class SwapSpace:
         config: EngineConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """An empty space for blocks of the request pool, whose tensors `storage` has."""
+        """Creates an empty swap space for blocks of the request pool in `storage`."""
         self.num_bytes = 0
         self.moved_bytes = {"out": 0, "in": 0}
-        """Copied to the host, and back, so far."""
+        """Bytes copied to the host, and back, so far."""
         self.cost = SwapCost()
         self._storage = storage
         self._kv_cache = kv_cache
@@ -76,7 +76,7 @@ class SwapSpace:
     def save(self, sequence: Sequence) -> bool:
         """Copies what a running sequence has computed to the host, if that is allowed and worth it; returns whether.
 
-        It still holds its blocks. What cannot be copied is computed again, so nothing that goes wrong here matters.
+        It still holds its blocks. A failed copy only means recomputing, so no error here matters.
         """
         allocation = sequence.allocation
         assert allocation is not None and sequence not in self._saved
@@ -84,7 +84,7 @@ class SwapSpace:
         if self._choice == "recompute" or span.chunk is not None or sequence.request.window is not None:
             return False
         if sequence.request.is_measuring:
-            return False  # it is watched while it is computed
+            return False  # its attention is observed while it is computed
         first_block, size = own_blocks(allocation), self._storage.block_size
         first = first_block * size
         num_tokens = span.computed - first
@@ -108,9 +108,9 @@ class SwapSpace:
         return True
 
     def restore(self, sequence: Sequence) -> Restore | None:
-        """What is to be written into the blocks of a sequence that was just allocated; its tokens count as computed.
+        """Blocks to write back for a newly allocated sequence; its tokens count as computed.
 
-        None if nothing was saved, or it is of no use any more: what lies before it is gone, or all of it was found.
+        None if nothing was saved, or it is useless: the blocks before it are gone, or all of it was a cache hit.
         """
         saved, allocation = self._saved.get(sequence), sequence.allocation
         assert allocation is not None
@@ -127,13 +127,13 @@ class SwapSpace:
         return Restore(span.table.block_ids[first_block:], layers, num_bytes)
 
     def drop(self, sequence: Sequence) -> None:
-        """Forgets what was saved of a sequence; safe for one of which nothing was."""
+        """Drops what was saved of a sequence; safe if nothing was."""
         saved = self._saved.pop(sequence, None)
         if saved is not None:
             self.num_bytes -= saved.num_bytes
 
     def write(self, restores: Seq[Restore]) -> None:
-        """Writes what is to be restored, before the step that needs it computes."""
+        """Writes the restored blocks, before the step that needs them computes."""
         for restore in restores:
             begin = self._clock()
             self._storage.write_chunk(restore.block_ids, restore.layers)
@@ -141,5 +141,5 @@ class SwapSpace:
             self.moved_bytes["in"] += restore.num_bytes
 
     def check_invariants(self) -> None:
-        """Checks the bytes against what is saved."""
+        """Checks `num_bytes` against what is saved."""
         assert self.num_bytes == sum(saved.num_bytes for saved in self._saved.values()) <= self._most_bytes

@@ -1,4 +1,4 @@
-"""Victims: which running sequences give way, in which order."""
+"""Preemption order: scores that select which running sequences are preempted first."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterable
 from kvmosaic.engine.sequence import Sequence
 
 AGE_SECONDS = 60.0
-"""A request that came so long ago counts as half as old as can be."""
+"""Age at which the age score of a request is one half."""
 SIZE_TOKENS = 4_096
-"""Tokens of its own from which a sequence counts as large as can be."""
+"""Own tokens from which on the size score of a sequence is 1."""
 
 
 def preemption_score(sequence: Sequence, now: float) -> float:
-    """How much a running sequence should stay; the lowest gives way first.
+    """Scores how much a running sequence should keep running; the lowest is preempted first.
 
-        worth = 0.4 priority + 0.3 progress + 0.2 age - 0.1 size          each from 0 to 1
+        score = 0.4 priority + 0.3 progress + 0.2 age - 0.1 size          each from 0 to 1
 
         priority    of the request: 0 is 0.5, higher ones go towards 1, lower ones towards 0
-        progress    the part of its tokens that is computed, those that it may still answer included: what is nearly
-                    done is soon out of the way by itself
-        age         since the request came
-        size        tokens of question and answer (or of the plain prompt), which giving way frees
+        progress    computed fraction of its tokens, including the max_tokens of its answer: a sequence that is nearly
+                    done soon frees its blocks anyway
+        age         since the request arrived
+        size        tokens of question and answer (or of the plain prompt), which a preemption frees
 
-    It weighs what the eviction policy `priority` weighs for chunks. There, age is time without use.
+    The eviction policy `priority` has the same weights for chunks. There, age is time without use.
     """
     allocation = sequence.allocation
     assert allocation is not None
@@ -37,9 +37,9 @@ def preemption_score(sequence: Sequence, now: float) -> float:
 
 
 def in_order(sequences: Iterable[Sequence], now: float) -> list[Sequence]:
-    """Running sequences, those that give way first in front; of equal ones the last in rank.
+    """Running sequences in preemption order; among equal scores, the largest sort key first.
 
-    Those that compute a chunk which others wait for come last: it would have to be begun again.
+    Sequences that compute a chunk which others wait for come last: it would have to be started again.
     """
 
     def place(sequence: Sequence) -> tuple[float, ...]:
@@ -58,10 +58,10 @@ def computes_for_others(sequence: Sequence) -> bool:
 
 
 def in_cooldown(sequence: Sequence) -> bool:
-    """Whether a sequence may not be made to give way to a higher priority now.
+    """Whether a sequence may not be preempted for a higher priority now.
 
-    It may when it has been computed for twice as many tokens as at the last time, all of its computing counted. So
-    each time it gets twice as far, and however many requests of high priority come, no more than about two thirds of
-    all that is computed for it is computed in vain.
+    It may once it has been computed for twice as many tokens as at its last preemption, counting recomputation. So
+    each time it gets twice as far, and however many requests of high priority arrive, at most about two thirds of all
+    its computation is wasted.
     """
     return sequence.num_worked < 2 * sequence.num_worked_before

@@ -1,4 +1,4 @@
-"""Waiting queue: sequences in the order of their rank."""
+"""Waiting queue: sequences in the order of their sort keys."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from kvmosaic.engine.sequence import Sequence
 _SLACK = 64
 
 _Entry = tuple[tuple[float, float, int], int, Sequence]
-"""Rank, number and sequence; the smallest leaves first."""
+"""Sort key, number and sequence; the smallest is taken first."""
 
 
 class WaitingQueue:
-    """One heap of sequences per tenant; what was taken out stays in it, dead, until it comes up or there is too much.
+    """One heap of sequences per tenant, with lazy deletion: removed entries stay until they surface or pile up.
 
-        heaps     tenant -> [(rank, number, sequence), …]
+        heaps     tenant -> [(sort key, number, sequence), …]
         numbers   sequence -> the number of its entry, if it waits
 
-    Adding and removing cost O(log n), finding the first one O(tenants). Equal ranks leave in the order in which they
-    came.
+    Adding and removing cost O(log n), finding the first one O(tenants). Equal sort keys are first in, first out.
     """
 
     def __init__(self) -> None:
@@ -38,14 +37,14 @@ class WaitingQueue:
         return sequence in self._numbers
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence that does not wait yet."""
+        """Queues a sequence that is not queued yet."""
         assert sequence not in self._numbers, "a sequence waits once"
         number = self._numbers[sequence] = next(self._count)
         heap = self._heaps.setdefault(sequence.request.prompt.tenant, [])
         heapq.heappush(heap, (sequence.sort_key, number, sequence))
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out; one that does not wait is left alone."""
+        """Removes a sequence; safe for one that does not wait."""
         if self._numbers.pop(sequence, None) is None:
             return
         self._num_dead += 1
@@ -55,7 +54,7 @@ class WaitingQueue:
 
     @property
     def tenants(self) -> list[str]:
-        """Those that wait."""
+        """Tenants with waiting sequences."""
         return [tenant for tenant in list(self._heaps) if self._first_of(tenant) is not None]
 
     def first_of(self, tenant: str) -> Sequence | None:
@@ -69,16 +68,16 @@ class WaitingQueue:
         load: Callable[[str], float] = lambda tenant: 0.0,
         served: Mapping[str, float] | None = None,
     ) -> Sequence | None:
-        """The sequence that runs next, which stays in the queue; None if only these tenants wait, or nobody.
+        """The sequence that runs next, which stays in the queue; None if none waits, or only of passed-over tenants.
 
-        Each tenant's first is looked at. Between tenants, waiting counts from when one was last taken in: a long queue
-        does not go before others because it is long.
+        Compares the first sequence of each tenant. Between tenants, waiting counts from the last admission: a long
+        queue gives no advantage.
 
         Args:
-            passed_over: tenants.
-            load: what a tenant would have then; of those whose first has the priority of the best one, the one that
-                has least is next.
-            served: when a sequence of a tenant was last taken in.
+            passed_over: tenants to skip.
+            load: load of a tenant after the admission; among tenants whose first sequence has the highest priority, the
+                smallest load is next.
+            served: when a sequence of a tenant was last admitted.
         """
         firsts = [self._first_of(tenant) for tenant in list(self._heaps) if tenant not in passed_over]
         waiting = [entry[2] for entry in firsts if entry is not None]

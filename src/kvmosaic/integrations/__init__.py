@@ -1,1 +1,1 @@
-"""Our KV cache and store inside other engines."""
+"""Integrations of the KV cache and document store into other engines."""

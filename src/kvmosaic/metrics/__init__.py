@@ -1,4 +1,4 @@
-"""Counters, histograms and fill levels, with names that existing boards know; prometheus_client behind a thin face."""
+"""Counters, histograms and gauges, with the names of existing dashboards; a thin layer over prometheus_client."""
 
 from kvmosaic.metrics import own_names, vllm_names
 from kvmosaic.metrics.catalogue import catalogue

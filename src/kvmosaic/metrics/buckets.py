@@ -1,4 +1,4 @@
-"""Bucket bounds of the histograms, those of vLLM 0.32, so that the quantiles of one board mean the same on both."""
+"""Bucket bounds of the histograms, equal to those of vLLM 0.32, so that quantiles are comparable on one dashboard."""
 
 from __future__ import annotations
 
@@ -23,4 +23,4 @@ REQUEST_LATENCY = (
 NUM_ANSWERS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 TOKENS = tuple(float(mantissa * 10**exponent) for exponent in range(7) for mantissa in (1, 2, 5))
-"""1, 2, 5, 10, 20, 50, … 5,000,000. vLLM stops at the longest prompt of the model; above it nothing is counted."""
+"""1, 2, 5, 10, 20, 50, … 5,000,000. vLLM stops at the model's max prompt length; above it nothing is counted."""

@@ -1,4 +1,4 @@
-"""The catalogue: every family that the server exports."""
+"""Metric catalogue: every family that the server exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exposition: a registry written out, as Prometheus text or as OpenMetrics."""
+"""Exposition of a metrics registry, as Prometheus text or as OpenMetrics."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ OPENMETRICS = "application/openmetrics-text"
 
 
 def expose(registry: CollectorRegistry, accept: str | None) -> tuple[bytes, str]:
-    """Writes a registry out.
+    """Serializes a registry.
 
     Args:
-        registry: what to write.
+        registry: the registry to export.
         accept: the Accept header of the request.
 
     Returns:
-        The text, and its content type: OpenMetrics 1.0 for those who ask for it, else Prometheus' text format 0.0.4.
+        The text, and its content type: OpenMetrics 1.0 if the header accepts it, else Prometheus' text format 0.0.4.
     """
     lasting = _Lasting(registry)
     if _wants_openmetrics(accept or ""):
-        # the default would turn the colon of every name into an underscore
+        # the default would replace the colon of every name by an underscore
         text: bytes = openmetrics_text.generate_latest(lasting, ALLOWUTF8)  # type: ignore[no-untyped-call]
         return text, openmetrics_text.CONTENT_TYPE_LATEST
     return generate_latest(lasting), CONTENT_TYPE_PLAIN_0_0_4
 
 
 class _Lasting(Collector):
-    """A registry without the `_created` series, which would double the number of its series to tell one date."""
+    """A registry without the `_created` series, which would double the number of its series for one date each."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

@@ -1,4 +1,4 @@
-"""A metric family: one name, what it counts, and the labels its series have."""
+"""Metric family: a name, a help text, and the labels of its series."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SUFFIXES: dict[Kind, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One metric, as Prometheus understands it.
+    """One metric, as in Prometheus' data model.
 
         Family("kvmosaic:chunk_hits", "counter", "Chunks found.", ("model_name",))
             kvmosaic:chunk_hits_total{model_name="reader"} 41
 
-    A counter is named without its `_total`. Label values must come from a set that cannot grow without end.
+    A counter is named without its `_total`. Label values must come from a bounded set.
     """
 
     name: str
@@ -34,5 +34,5 @@ class Family:
 
     @property
     def series(self) -> tuple[str, ...]:
-        """The names that a query uses."""
+        """The series names for queries."""
         return tuple(self.name + suffix for suffix in _SUFFIXES[self.kind])

@@ -1,4 +1,4 @@
-"""Meters: what is counted as it happens."""
+"""Meters: counters and histograms that are updated as events happen."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvmosaic.metrics.family import Family
 
 
 class Meters:
-    """Counters and histograms of one server, in the registry it is given.
+    """Counters and histograms of one server, in the given registry.
 
-    A label that all series share, such as the model's name, is given once. A family without other labels has its
+    A label that all series share, such as the model's name, is given once. A family without other labels exports its
     series, at zero, from the start, so that a rate over it is never empty. Thread-safe.
     """
 
@@ -33,7 +33,7 @@ class Meters:
         series.inc(amount)
 
     def observe(self, family: Family, value: float, **labels: str) -> None:
-        """Counts one value in a histogram."""
+        """Adds one observation to a histogram."""
         series = self._series(family, labels)
         assert isinstance(series, Histogram)
         series.observe(value)

@@ -1,4 +1,4 @@
-"""The families that are kvmosaic's own: chunks, pools, documents, and the server around them."""
+"""Metric families of kvmosaic's own: chunks, pools, documents, and the server."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from kvmosaic.metrics import buckets
 from kvmosaic.metrics.family import Family, Kind
 
 ACTIONS = ("reused", "moved", "computed")
-"""Values of the label `action`, each token in one of them: used where it was computed, used elsewhere, computed."""
+"""Values of the label `action`, one for each token: reused at its position, reused at another one, computed."""
 POOLS = ("request", "chunk_cache")
 STATES = ("free", "idle", "held")
-"""Values of the label `state`, each block in one of them: empty; kept, and free to leave; in use or pinned."""
+"""Values of the label `state`, one for each block: free; cached and evictable; in use or pinned."""
 PREEMPTION_KINDS = ("recompute", "swap")
 DIRECTIONS = ("out", "in")
 """Values of the label `direction`: from the device to the host, and back."""
@@ -17,9 +17,9 @@ PRIORITIES = ("low", "normal", "high")
 """Values of the label `priority`: below 0, 0, and above; a label must not have a value per number."""
 STORED = ("stored", "dropped", "failed")
 FETCHED = ("fetched", "missed", "late", "invalid", "skipped")
-"""Values of the label `outcome`: what became of chunks on their way to the tiers, and back."""
+"""Values of the label `outcome`: results of stores to the tiers, and of fetches from them."""
 POLICIES = ("first", "deviation", "query", "combined", "temperature", "full", "other")
-"""Values of the label `policy`: repair policies without their numbers; other: one that is not ours."""
+"""Values of the label `policy`: repair policies without their numbers; other: a custom one."""
 REPAIR_ACTIONS = ("reused", "computed")
 
 
@@ -234,6 +234,6 @@ TIER_COUNTERS = {
     TIER_FAILURES: "failures",
     TIER_QUARANTINED: "quarantined",
 }
-"""What one tier counts, by the fields of its `TierStat`."""
+"""Families of each tier, by the fields of its `TierStat`."""
 TIER_OUTCOMES = {TIER_STORES: STORED, TIER_FETCHES: FETCHED}
-"""What all tiers together count, by the fields of their `TieredStoreStats`."""
+"""Families of all tiers together, by the fields of their `TieredStoreStats`."""

@@ -1,4 +1,4 @@
-"""Readings: what is asked for when somebody looks, such as fill levels and the engine's own counters."""
+"""Readings: values that are read at every export, such as gauges and the engine's own counters."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class Reading:
 
     family: Family
     value: float
-    """Of a summary: the sum."""
+    """For a summary: the sum."""
     labels: Mapping[str, str] = field(default_factory=dict)
     count: float = 0.0
-    """Of a summary: how often."""
+    """For a summary: the number of observations."""
 
 
 class Readings(Collector):
-    """Asks `read` for all values whenever the registry is written out; values of one family become one metric."""
+    """Calls `read` for all values at every export; values of one family become one metric."""
 
     def __init__(self, read: Callable[[], Iterable[Reading]], constants: Mapping[str, str] | None = None) -> None:
         self._read = read
         self._constants = dict(constants or {})
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics at this moment."""
+        """The current metrics."""
         metrics: dict[Family, Metric] = {}
         for reading in self._read():
             family = reading.family

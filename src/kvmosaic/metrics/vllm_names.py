@@ -1,4 +1,4 @@
-"""The families that carry vLLM's names, because they mean the same: boards made for vLLM work unchanged."""
+"""Metric families with vLLM's names and meanings: dashboards made for vLLM work unchanged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvmosaic.metrics import buckets
 from kvmosaic.metrics.family import Family, Kind
 
 MODEL = ("model_name", "engine")
-"""The name that the model is served under, and "0": there is one engine."""
+"""The served model name, and "0": there is one engine."""
 
 
 def _family(name: str, kind: Kind, meaning: str, bounds: tuple[float, ...] = (), label: str = "") -> Family:

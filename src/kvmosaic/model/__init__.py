@@ -1,4 +1,4 @@
-"""transformers behind one door: loading, finding out what a model does, and reaching its attention."""
+"""transformers models: loading, detection of their attention layers, and access to their attention."""
 
 from kvmosaic.model.hook import ATTENTION_NAME, AttentionCall, Receiver, attention_scope, install
 from kvmosaic.model.layers import LayerSpec, MaskSpec

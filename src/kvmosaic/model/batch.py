@@ -13,17 +13,17 @@ from kvmosaic.attention import AttentionObserver, PoolName, RowGroup, RunRead, W
 
 @dataclass(frozen=True, slots=True)
 class SpanRows:
-    """Neighbouring tokens of one span, to be computed in a step.
+    """Consecutive tokens of one span, to be computed in a step.
 
     token_ids: the tokens
     position: position of the first one
     pool, slots: where their keys and values are written, one slot per token
     reads: the stored keys that all of them see: earlier spans, and earlier tokens of their own span
     reads_itself: a single token whose own slot is already among the reads
-    num_logits: so many of the last tokens need logits
+    num_logits: number of tokens at the end that need logits
     window: if not 0, a row sees only so many positions of the reads that do not follow it (see `RowGroup`)
-    places: the position of each token, if they do not stand behind each other
-    watch: is told how much the rows look at what they read
+    places: the position of each token, if they are not consecutive
+    watch: observer of the attention of the rows
     """
 
     token_ids: Sequence[int]
@@ -40,7 +40,7 @@ class SpanRows:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows of one forward as tensors: T tokens of any number of spans, R rows whose logits are wanted."""
+    """The rows of one forward as tensors: T tokens of any number of spans, R rows that need logits."""
 
     token_ids: Tensor
     positions: Tensor
@@ -50,7 +50,7 @@ class Batch:
 
 
 def flatten(spans: Sequence[SpanRows], device: torch.device, *, writes: bool = True) -> Batch:
-    """Lays the rows of all spans side by side; without `writes`, nothing of them is stored."""
+    """Concatenates the rows of all spans; without `writes`, their keys and values are not stored."""
     token_ids: list[int] = []
     positions: list[int] = []
     logit_rows: list[int] = []
@@ -81,7 +81,7 @@ def flatten(spans: Sequence[SpanRows], device: torch.device, *, writes: bool = T
 
 
 def _slice_or_index(numbers: list[int], device: torch.device) -> Tensor | slice:
-    """A slice where the numbers are neighbours, so that nothing is scattered."""
+    """A slice if the numbers are consecutive, which avoids a scatter."""
     if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
         return slice(numbers[0], numbers[-1] + 1)
     return torch.tensor(numbers, device=device)

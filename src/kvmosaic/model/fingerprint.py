@@ -1,4 +1,4 @@
-"""A model's identity, so that keys and values are only ever reused by the model that computed them.
+"""Model fingerprint: an identity, so that keys and values are only ever reused by the model that computed them.
 
 What it guarantees: the same configuration, weights, dtype and pinned frequencies give the same fingerprint on every
 machine and in every process; another architecture, shape, dtype, training run, fine-tune or merged adapter gives
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from kvmosaic.model.prepack import weights
 
 _SAMPLES = 4096
-"""Numbers read from each tensor."""
+"""Numbers sampled from each tensor."""
 _FORMAT = "kvmosaic-model-1"
 _IGNORED = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation", "architectures"}
-"""Configuration entries that say where a model came from, not what it computes."""
+"""Configuration entries about a model's origin, not its computation."""
 
 
 _ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
@@ -44,7 +44,7 @@ def fingerprint(module: nn.Module, config: Any) -> str:
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Frequencies, and what is saved with the weights: layers in 8 or 4 bits keep theirs there."""
+    """Frequencies, and buffers that are saved with the weights, such as those of 8-bit or 4-bit layers."""
     for place, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
             if name.endswith("inv_freq") or name not in part._non_persistent_buffers_set:
@@ -52,14 +52,14 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _adapters(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Which adapters of PEFT are switched on where, and how strong they are: their weights are there in any case."""
+    """Active PEFT adapters by module, and their scale: their weights are present in any case."""
     for place, part in module.named_modules():
         if hasattr(part, "_active_adapter"):
             yield place, {name: getattr(part, name, None) for name in _ADAPTER_STATE}
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a weight in a packed form of its own consists of; a plain one is its only part."""
+    """The plain tensors of a weight in a packed form; a plain weight is its only part."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None or type(tensor) in (Tensor, nn.Parameter):
         yield tensor
@@ -69,7 +69,7 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _sample(tensor: Tensor) -> bytes:
-    """Evenly spread numbers of a tensor, first and last included, as their bytes."""
+    """Evenly spread numbers of a tensor, first and last included, as bytes."""
     if tensor.is_meta or tensor.numel() == 0:
         return b""
     flat = tensor.detach().reshape(-1)

@@ -1,7 +1,7 @@
-"""Rotary frequencies: collecting a model's buffers, and pinning those that change with the longest position.
+"""Rotary frequencies: collects a model's buffers, and pins frequencies that change with the longest position.
 
-Dynamic NTK and LongRoPE choose their frequencies from the longest position of the whole batch and write them into the
-module: one long request would change every other one, and no cached key would stay true. They are chosen once, for the
+Dynamic NTK and LongRoPE choose their frequencies by the longest position of the whole batch and write them into the
+module: one long request would change every other one, and invalidate all cached keys. They are chosen once, for the
 longest sequence the model will run.
 """
 
@@ -18,13 +18,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from kvmosaic.errors import InvalidConfig
 
 _PINNED = "kvmosaic_pinned_positions"
-"""Where a module remembers the length its frequencies are pinned for."""
+"""Attribute of a module with the length its frequencies are pinned for."""
 _SHORT_LENGTH = "kvmosaic_short_length"
-"""Where it remembers up to which length transformers would use other ones."""
+"""Attribute with the length up to which transformers would use other ones."""
 
 
 def frequency_buffers(module: nn.Module) -> list[Tensor]:
-    """Every different `*inv_freq` buffer of a model, each [pairs], and those behind a table of sines and cosines."""
+    """Every distinct `*inv_freq` buffer of a model, each [pairs], and the frequencies of its sine and cosine tables."""
     found: list[Tensor] = []
     for name, buffer in module.named_buffers():
         is_frequency = name.endswith("inv_freq") and not name.endswith("original_inv_freq") and buffer.dim() == 1
@@ -36,7 +36,7 @@ def frequency_buffers(module: nn.Module) -> list[Tensor]:
 
 
 def _frequencies_of_table(table: Tensor) -> Tensor:
-    """The angle per position behind rows of sines and cosines, [positions, 2 * pairs]: that of row 1."""
+    """The angle per position of a table of sines and cosines, [positions, 2 * pairs]: that of row 1."""
     sines, cosines = table[1].to(torch.float64).chunk(2)
     return torch.atan2(sines, cosines)
 
@@ -47,9 +47,9 @@ def changes_with_length(module: nn.Module) -> bool:
 
 
 def pin_frequencies(module: nn.Module, max_positions: int) -> None:
-    """Fixes all frequencies as if a sequence of `max_positions` were in every batch. Static ones are left alone.
+    """Fixes all frequencies as if a sequence of `max_positions` were in every batch. Static ones stay unchanged.
 
-    For LongRoPE this means the long factors whenever `max_positions` is above the original length.
+    For LongRoPE this means the long factors whenever `max_positions` exceeds the original length.
 
     Raises:
         InvalidConfig: the model was pinned for another length before.
@@ -82,7 +82,7 @@ def pin_frequencies(module: nn.Module, max_positions: int) -> None:
 
 
 def pinned_note(module: nn.Module) -> str:
-    """How a model with pinned frequencies differs from transformers' own; empty where it does not."""
+    """How a model with pinned frequencies differs from transformers' own; empty if it does not."""
     length = module.__dict__.get(_SHORT_LENGTH)
     if length is None:
         return ""
@@ -117,7 +117,7 @@ def _changing(module: nn.Module) -> Iterator[tuple[Any, str | None, str]]:
 
 
 def _pin_recomputed(rotary: Any, pinned: Tensor, scaling: float, max_positions: int) -> None:
-    """Pins a module that computes its frequencies anew in every forward (Phi-MoE)."""
+    """Pins a module that recomputes its frequencies in every forward (Phi-MoE)."""
     rotary.rope_init_fn = lambda *_, **__: (pinned, scaling)
     parameters = dict(rotary.config.rope_parameters)
     if "long_mscale" in parameters:

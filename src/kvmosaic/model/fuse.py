@@ -1,4 +1,4 @@
-"""Fusing the small operations of a loaded model: one recorded forward, then every module that a fused form fits."""
+"""Fusion of a loaded model's small operations: one recorded forward, then every module that has a fused form."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from kvmosaic.model.prepack import PackedLinear
 from kvmosaic.model.row_kernels import RowKernels
 
 _POSITIONS = (0, 1, 2, 3, 7, 40, 111, 509, 1021, 4093, 30011, 131071)
-"""Near and far: what an attention module does to far tokens only must show."""
+"""Near and far positions, to detect modules that treat only far tokens differently."""
 _HIGHEST_POSITION = 2**24
 
 
 def fuse_operations(model: Any, max_positions: int | None) -> Counter[str]:
-    """Fuses what can be fused in a transformers model in bfloat16 on a CPU, and counts it by kind.
+    """Fuses supported modules of a transformers model in bfloat16 on a CPU, and counts them by kind.
 
     Args:
         model: a `...ForCausalLM` whose attention function is ours.
-        max_positions: the most positions it allows.
+        max_positions: its max position, if it has a limit.
     """
     try:
         kernels = RowKernels()
@@ -53,13 +53,13 @@ def fuse_operations(model: Any, max_positions: int | None) -> Counter[str]:
 
 
 def count_fused(model: nn.Module) -> Counter[str]:
-    """How many modules of each kind are fused."""
+    """Number of fused modules by kind."""
     forms = (fused_form(part) for part in model.modules())
     return Counter(form.kind for form in forms if form is not None)
 
 
 def _record_calls(model: Any, max_positions: int | None) -> list[tuple[nn.Module, Arguments]]:
-    """How each module is called, in the order of the calls; of those called once per forward."""
+    """Arguments of each module in the order of the calls, for modules called once per forward."""
     calls: dict[int, list[tuple[nn.Module, Arguments]]] = {}
 
     def keep(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ def _record_calls(model: Any, max_positions: int | None) -> list[tuple[nn.Module
         positions.append(max_positions - 1)
     vocab_size = int(model.get_input_embeddings().weight.shape[0])
     tokens = [(vocab_size // 3 + 7 * number) % vocab_size for number in range(len(positions))]
-    with ExitStack() as hooks, suppress(Exception):  # a model may refuse far positions: no more is fused then
+    with ExitStack() as hooks, suppress(Exception):  # a model may reject far positions: no more is fused then
         for module in model.modules():
             if is_untouched(module) and not isinstance(module, nn.Linear | PackedLinear | nn.ModuleList):
                 hooks.callback(module.register_forward_pre_hook(keep, with_kwargs=True).remove)

@@ -1,10 +1,10 @@
-"""Fused modules: what a norm or a gated MLP of transformers does, in few calls.
+"""Fused modules: norms and gated MLPs of transformers, in few calls.
 
-A fused form takes the place of a module's `forward` and of nothing else: the module, its children and its weights stay
+A fused form replaces a module's `forward` and nothing else: the module, its children and its weights stay
 where they are. It computes in bfloat16 on a CPU without gradients; anything else goes to the module's own code.
 
-After a weight matrix went through the processor's cache, little else is left in it. What counts is how much code and
-how many objects are touched, not how many numbers are computed.
+A weight matrix evicts nearly everything else from the CPU's cache. So the cost depends on how much code and
+how many objects are touched, not on how many numbers are computed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Fused:
     """The fused form of one module; `install` puts it in place."""
 
     kind: ClassVar[str]
-    """What it fuses, in a word."""
+    """Name of the fused kind."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def install(self) -> None:
-        """From now on the module is called in this form."""
+        """Replaces the module's forward by this form."""
         self.module.__dict__["forward"] = self.forward
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
@@ -37,18 +37,18 @@ class Fused:
         raise NotImplementedError
 
     def own_code(self, *arguments: Any, **named: Any) -> Any:
-        """What transformers wrote."""
+        """The original forward of transformers."""
         return type(self.module).forward(self.module, *arguments, **named)
 
 
 def fused_form(module: nn.Module | None) -> Fused | None:
-    """The fused form that stands in a module, if there is one."""
+    """The fused form of a module, if it has one."""
     form = None if module is None else getattr(module.__dict__.get("forward"), "__self__", None)
     return form if isinstance(form, Fused) else None
 
 
 def suits(x: Any) -> TypeGuard[Tensor]:
-    """Whether the kernels can read these numbers, and nobody wants their gradients."""
+    """Whether the kernels can read these numbers, and no gradients are needed."""
     return (
         type(x) is Tensor
         and x.dtype is torch.bfloat16
@@ -59,7 +59,7 @@ def suits(x: Any) -> TypeGuard[Tensor]:
 
 
 class FusedNorm(Fused):
-    """A root mean square norm: one call instead of seven operations."""
+    """Root mean square norm: one call instead of seven operations."""
 
     kind = "norms"
 
@@ -81,7 +81,7 @@ class FusedNorm(Fused):
         return self.apply(x)
 
     def apply(self, x: Tensor) -> Tensor:
-        """The norm of numbers that suit."""
+        """The norm of supported numbers."""
         out = torch.empty_like(x)
         weight: Any = self.module._parameters["weight"]
         num_rows = x.numel() // self.width
@@ -116,7 +116,7 @@ class FusedNorm(Fused):
 
 
 class FusedMlp(Fused):
-    """down(activation(gate(x)) * up(x)), the part between the products in one call."""
+    """down(activation(gate(x)) * up(x)), with one call between the products."""
 
     kind = "MLPs"
 
@@ -135,12 +135,12 @@ class FusedMlp(Fused):
         return self.apply(x)
 
     def can_apply(self) -> bool:
-        """Whether nobody wants to see what goes through the activation, which is not called."""
+        """Whether the activation, which is not called, has no hooks."""
         activation: Any = self.module._modules["act_fn"]
         return not activation._forward_hooks and not activation._forward_pre_hooks
 
     def apply(self, x: Tensor) -> Tensor:
-        """The MLP of numbers that suit; what it returns is the caller's."""
+        """The MLP of supported numbers; the caller owns the result."""
         parts: Any = self.module._modules
         gate, up = own_output(parts["gate_proj"], x), output(parts["up_proj"], x)
         count = gate.numel()
@@ -149,12 +149,12 @@ class FusedMlp(Fused):
 
 
 def suits_weight(weight: Tensor | None) -> bool:
-    """Whether a norm's weight is still what it was when the norm was fused."""
+    """Whether a norm's weight is unchanged since it was fused."""
     return weight is not None and weight.dtype is torch.bfloat16 and weight.is_cpu and weight.is_contiguous()
 
 
 def output(part: Any, x: Tensor) -> Tensor:
-    """A module's output, past the machinery of hooks if it has none."""
+    """A module's output, bypassing the hook machinery if it has no hooks."""
     if type(part) is PackedLinear and not part._forward_hooks and not part._forward_pre_hooks:
         return part.forward(x)
     out: Tensor = part(x)
@@ -162,6 +162,6 @@ def output(part: Any, x: Tensor) -> Tensor:
 
 
 def own_output(part: Any, x: Tensor) -> Tensor:
-    """A module's output, to be changed in place: a copy if a hook may have kept it."""
+    """A module's output that may be changed in place: a copy if a hook may hold it."""
     out = output(part, x)
     return out.clone() if part._forward_hooks else out

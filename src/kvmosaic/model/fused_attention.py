@@ -1,4 +1,4 @@
-"""Fused attention module: an attention module of transformers whose queries and keys are turned in one call."""
+"""Fused attention module: an attention module of transformers that rotates queries and keys in one call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvmosaic.model.row_kernels import RowKernels, TurnPlan, num_threads
 
 @dataclass(frozen=True, slots=True)
 class CallConstants:
-    """What an attention module passes to its attention function besides tensors of the step."""
+    """Constant arguments of an attention module to its attention function."""
 
     scaling: float
     softcap: float | None
@@ -26,7 +26,7 @@ class CallConstants:
 
 
 class FusedAttention(Fused):
-    """An attention module: projections, one call that turns queries and keys, the receiver, the output projection."""
+    """An attention module: projections, one call that rotates queries and keys, the receiver, the output projection."""
 
     kind = "attention modules"
 
@@ -38,7 +38,7 @@ class FusedAttention(Fused):
         turn: TurnPlan | None,
         constants: CallConstants,
     ) -> None:
-        """`shape`: query heads, key heads, numbers in a head; `turn`: None where nothing is rotated."""
+        """`shape`: query heads, key heads, head size; `turn`: None if nothing is rotated."""
         super().__init__(module)
         self._shape = shape
         self._turn = kernels.turn
@@ -57,7 +57,7 @@ class FusedAttention(Fused):
         return self.apply(x, receiver, named), None
 
     def can_apply(self, x: Tensor, named: dict[str, Any]) -> bool:
-        """Whether a call with these arguments is one of ours: no cache of transformers, tables for every row."""
+        """Whether a call with these arguments is supported: no cache of transformers, tables for every row."""
         module: Any = self.module
         if named.get("past_key_values") is not None or module.config._attn_implementation != ATTENTION_NAME:
             return False
@@ -70,7 +70,7 @@ class FusedAttention(Fused):
         return suits(cos) and suits(sin) and cos.shape == sin.shape == (1, x.shape[1], self._table_dim)
 
     def apply(self, x: Tensor, receiver: Receiver, named: dict[str, Any]) -> Tensor:
-        """Hidden states that suit, [1, T, hidden] -> [1, T, hidden]."""
+        """Supported hidden states, [1, T, hidden] -> [1, T, hidden]."""
         module: Any = self.module
         query, key, value = self.project(x, named.get("position_embeddings"))
         constants = self._constants
@@ -111,5 +111,5 @@ class FusedAttention(Fused):
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:
-    """A norm over each head, or over all of them: as many numbers as it has weights."""
+    """A norm over each head, or over all of them, by the size of its weight."""
     return own_output(norm, x.view(*x.shape[:-1], -1, norm.weight.numel()))

@@ -1,8 +1,8 @@
-"""Finding a fused form that gives what a module gives, by running both.
+"""Search for the fused form of a module, by running both.
 
 Candidates are compared with their module on the arguments of a recorded call, with hidden states of four very different
-sizes. A module that has parts, hooks or weights which a fused form does not know is left alone, and so is one that
-gives other numbers.
+magnitudes. A module with parts, hooks or weights that a fused form does not support is skipped, and so is one whose
+results differ.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _NORM_FORMS = (0, 1, 2, 3)
 """Sums of: 1, one is added to the weight; 2, the weight is multiplied before rounding."""
 _NUM_ACTIVATIONS = 2
 _SIZES = (0.02, 1.0, 20.0, 500.0)
-"""Hidden states are tried in these sizes: clamps and small constants show in one of them."""
+"""Magnitudes of the hidden states: clamps and small constants show at one of them."""
 _NUM_ROWS = 12
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Of a call: by position and by name."""
+"""Arguments of a call, by position and by name."""
 
 
 def agrees(got: Tensor, expected: Tensor) -> bool:
@@ -44,7 +44,7 @@ def agrees(got: Tensor, expected: Tensor) -> bool:
 
 
 def norm_form(module: nn.Module, arguments: Arguments, kernels: RowKernels) -> Fused | None:
-    """A root mean square norm with a weight, in one of four roundings."""
+    """Root mean square norm with a weight, in one of four roundings."""
     weight = module._parameters.get("weight")
     epsilon = next((value for name in _EPSILONS if isinstance(value := getattr(module, name, None), float)), None)
     if module._modules or module._buffers or len(module._parameters) != 1 or weight is None or epsilon is None:
@@ -54,7 +54,7 @@ def norm_form(module: nn.Module, arguments: Arguments, kernels: RowKernels) -> F
     x = arguments[0][0]
     if not isinstance(x, Tensor) or x.shape[-1] != weight.numel():
         return None
-    # the forms differ by what they make of a weight, and many a model's weights are all ones
+    # the forms differ by the effect of the weight, and many models' weights are all ones
     twin = copy.deepcopy(module)
     twin.weight = nn.Parameter(torch.randn(weight.shape, generator=_seeded()).to(weight.dtype), requires_grad=False)
     rows = _rows(weight.numel())
@@ -88,7 +88,7 @@ def mlp_form(module: nn.Module, arguments: Arguments, kernels: RowKernels) -> Fu
 
 
 def attention_form(module: nn.Module, arguments: Arguments, kernels: RowKernels) -> Fused | None:
-    """An attention module with plain projections, norms of queries and keys or none, and any usual rotation."""
+    """An attention module with plain projections, optional norms of queries and keys, and any usual rotation."""
     parts = {name: part for name, part in module._modules.items() if part is not None}
     projections = {"q_proj", "k_proj", "v_proj", "o_proj"}
     extra = parts.keys() - projections
@@ -121,7 +121,7 @@ def attention_form(module: nn.Module, arguments: Arguments, kernels: RowKernels)
 
 
 def layer_form(module: nn.Module, arguments: Arguments, kernels: RowKernels) -> Fused | None:
-    """A decoder layer with fused norms before its parts and, maybe, norms after them."""
+    """A decoder layer with fused norms before its parts and, optionally, after them."""
     parts = {name: part for name, part in module._modules.items() if part is not None}
     if module._parameters or module._buffers:
         return None
@@ -141,7 +141,7 @@ def layer_form(module: nn.Module, arguments: Arguments, kernels: RowKernels) -> 
 
 
 def _turns(shape: tuple[int, int, int], tables: Any, kernels: RowKernels) -> Iterator[TurnPlan | None]:
-    """Rotations that an attention module may have: none, or one by tables of this shape."""
+    """Candidate rotations of an attention module: none, or one with tables of this shape."""
     num_heads, num_kv_heads, head_dim = shape
     if isinstance(tables, tuple) and len(tables) == 2 and all(_is_plain_table(table) for table in tables):
         width = tables[0].shape[-1]
@@ -160,7 +160,7 @@ def _is_plain_table(table: Any) -> bool:
 
 
 def _attend(module: Any, arguments: Arguments) -> tuple[AttentionCall, Tensor] | None:
-    """One call of an attention module (or its fused form): what it asked of the receiver, and what it returned."""
+    """One call of an attention module (or its fused form): its call to the receiver, and its result."""
     calls: list[AttentionCall] = []
 
     def receive(call: AttentionCall) -> Tensor:
@@ -192,12 +192,12 @@ def _same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 
 
 def own_value(call: AttentionCall) -> Tensor:
-    """Attention to oneself alone."""
+    """Attention of each token to itself alone."""
     return call.value.repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
 
 
 def _run(function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """What a module returns, or None: a candidate that fails is not one."""
+    """A module's result, or None: a candidate that raises does not fit."""
     try:
         return function(*arguments, **named)
     except Exception:  # whatever the model's code raises, the answer is the same
@@ -213,7 +213,7 @@ def _with_hidden(arguments: Arguments, width: int) -> Arguments:
 
 
 def _rows(width: int, num_rows: int = _NUM_ROWS) -> Tensor:
-    """[1, num_rows, width] random numbers, row by row of another size."""
+    """[1, num_rows, width] random numbers, with another magnitude in each row."""
     sizes = torch.tensor([_SIZES[row % len(_SIZES)] for row in range(num_rows)])
     return (torch.randn(1, num_rows, width, generator=_seeded()) * sizes[:, None]).to(torch.bfloat16)
 
@@ -223,7 +223,7 @@ def _seeded() -> torch.Generator:
 
 
 def _linear_width(part: nn.Module | None) -> int | None:
-    """Inputs of a linear layer in bfloat16 that does nothing but multiply."""
+    """Input size of a linear layer in bfloat16 that only multiplies."""
     if part is None or not is_untouched(part):
         return None
     if isinstance(part, PackedLinear) or (type(part) is nn.Linear and _is_narrow(part.weight)):

@@ -37,8 +37,8 @@ LAYER_FORMS = (
 class FusedLayer(Fused):
     """A decoder layer: the first residual is added in the call of the norm that follows.
 
-    Parts without hooks are called past `nn.Module.__call__`, which is a good share of what a step of one token takes
-    beside its linear layers.
+    Parts without hooks are called without `nn.Module.__call__`, which takes a good share of a decode step
+    outside its linear layers.
     """
 
     kind = "layers"
@@ -71,7 +71,7 @@ class FusedLayer(Fused):
         mlp = fused_form(parts["mlp"])
         if not isinstance(mlp, FusedMlp) or any(self._mlp_hooks) or not mlp.can_apply():
             return x + self._after(form.after_mlp, parts["mlp"](normed))
-        # nobody else has what an MLP or a norm without hooks returned
+        # without hooks, the output of an MLP or norm has no other owner
         return self._after(form.after_mlp, mlp.apply(normed)).add_(x)
 
     def _attend(self, x: Tensor, named: dict[str, Any]) -> Tensor:
@@ -91,7 +91,7 @@ class FusedLayer(Fused):
         return self._after(form.after_attention, attended)
 
     def _after(self, name: str | None, x: Tensor) -> Tensor:
-        """What follows a part: nothing, or a norm of that name."""
+        """Applies what follows a part: nothing, or a norm of that name."""
         if name is None:
             return x
         part: Any = self.module._modules[name]
@@ -100,7 +100,7 @@ class FusedLayer(Fused):
 
 
 def _hooks(*parts: nn.Module | None) -> tuple[dict[int, Any], ...]:
-    """The hooks of these modules, also those that come later."""
+    """The hook dictionaries of these modules, which also show later hooks."""
     return tuple(
         hooks for part in parts if part is not None for hooks in (part._forward_hooks, part._forward_pre_hooks)
     )

@@ -1,7 +1,7 @@
-"""GGUF files through transformers: weights dequantized, special tokens and generation settings as the file says.
+"""GGUF files through transformers: dequantized weights, special tokens and generation settings of the file.
 
-transformers builds the configuration, the weights and the tokenizer, and leaves out some of what a file says. What
-changes answers is set here (the tokens that end an answer, scaled frequencies) or refused (a rule of attention that
+transformers builds the configuration, the weights and the tokenizer, and ignores some entries of the file. Entries that
+change answers are set here (the tokens that end an answer, scaled frequencies) or refused (an attention rule that
 the built model does not have).
 """
 
@@ -34,7 +34,7 @@ _SPECIAL_TOKENS = {
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-"""Tokens that end a text, a turn, or a message that goes on: llama.cpp stops at each of them."""
+"""Tokens that end a text, a turn of a conversation, or a message to be continued: llama.cpp stops at each of them."""
 _SAMPLING = {
     "temperature": "temp",
     "top_k": "top_k",
@@ -47,7 +47,7 @@ _STATED = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-"""Rules of the built model, and where a file states them."""
+"""Attention rules of the built model, and the file's entries for them."""
 _FREQUENCY_FACTORS = "rope_freqs.weight"
 _LONG_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 _GPT2_SPLITS = {
@@ -63,18 +63,18 @@ _GPT2_SPLITS = {
     "refact",
     "command-r",
 }
-"""Splits of text that are GPT-2's; some of them take digits one by one first, and their vocabularies have no longer
-runs of digits."""
+"""GPT-2 text splits; some of them first split digits one by one, and their vocabularies have no longer runs of
+digits."""
 
 _SPLITS_WITH_BEGIN = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
-"""Where llama.cpp puts the first token before a text unless the file says no; transformers does so if it says yes."""
+"""Splits for which llama.cpp adds the BOS token unless the file says no; transformers adds it if the file says yes."""
 
 
 @contextmanager
 def alone(file: GgufFile) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A folder with this file in it and nothing else, and the option that names it.
+    """A folder with only this file in it, and the option that names it.
 
-    transformers also reads what lies beside a GGUF file: configurations, chat templates and adapters of other models.
+    transformers also reads files next to a GGUF file: configurations, chat templates and adapters of other models.
     """
     with TemporaryDirectory(prefix="kvmosaic-gguf-") as folder:
         link = Path(folder) / "model.gguf"
@@ -87,7 +87,7 @@ def alone(file: GgufFile) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def dequantizing() -> dict[str, Any]:
-    """The option that gives plain weights; otherwise transformers looks for compiled code on the hub first."""
+    """The option for plain weights; otherwise transformers first looks for compiled code on the hub."""
     try:
         from transformers import GgufConfig
     except ImportError:  # transformers before 5.18 always gives plain weights
@@ -96,9 +96,9 @@ def dequantizing() -> dict[str, Any]:
 
 
 def stored_dtype(file: GgufFile) -> torch.dtype:
-    """The type of the weights as they were stored: float32 or float16 if all are, else bfloat16.
+    """The dtype of the stored weights: float32 or float16 if all are, else bfloat16.
 
-    What was rounded to blocks of few bits has no more than 16 bits to keep, and bfloat16 keeps the range.
+    Weights quantized to few bits have at most 16 significant bits, and bfloat16 keeps the range.
     """
     kinds = _shares(file)
     if set(kinds) == {"F32"}:
@@ -107,12 +107,12 @@ def stored_dtype(file: GgufFile) -> torch.dtype:
 
 
 def quantization_name(file: GgufFile) -> str:
-    """How most of the numbers of a file are stored, such as "Q4_1"."""
+    """The most frequent storage type of a file's numbers, such as "Q4_1"."""
     return _shares(file).most_common(1)[0][0]
 
 
 def _shares(file: GgufFile) -> Counter[str]:
-    """Numbers by the way they are stored; small tensors of one dimension are always float32 and say nothing."""
+    """Count of numbers by storage type; small one-dimensional tensors are always float32 and do not count."""
     from gguf.constants import GGMLQuantizationType
 
     shares: Counter[str] = Counter()
@@ -122,14 +122,14 @@ def _shares(file: GgufFile) -> Counter[str]:
 
 
 def dequantized_text(file: GgufFile, dtype: torch.dtype) -> str:
-    """What loading does to the weights, and the memory that takes."""
+    """Describes the dequantization of the weights, and the memory it takes."""
     stored = f"{bytes_text(file.num_bytes)} in the file, {quantization_name(file)}"
     plain = f"{bytes_text(file.num_numbers * dtype.itemsize)} of weights"
     return f"{file.path.name} ({stored}) is dequantized to {str(dtype).removeprefix('torch.')}: {plain}"
 
 
 def describe(path: Path) -> Any:
-    """The configuration of a GGUF file's model, with the type of its weights; no weights are read.
+    """The configuration of a GGUF file's model, with the dtype of its weights; no weights are read.
 
     Raises:
         ModelNotFound: there is no such file.
@@ -144,10 +144,10 @@ def describe(path: Path) -> Any:
 
 
 def read_config(file: GgufFile, folder: str, options: Mapping[str, Any]) -> Any:
-    """The configuration that transformers makes from a header, with what it leaves out.
+    """The configuration that transformers builds from a header, plus the entries it ignores.
 
     Raises:
-        UnsupportedModel: it cannot, or leaves out a rule of attention.
+        UnsupportedModel: transformers cannot build it, or ignores an attention rule.
     """
     try:
         config = AutoConfig.from_pretrained(folder, **options)
@@ -159,10 +159,10 @@ def read_config(file: GgufFile, folder: str, options: Mapping[str, Any]) -> Any:
 
 
 def settle_config(config: Any, file: GgufFile) -> None:
-    """Sets the special tokens of a configuration as the file says; transformers leaves those of another model.
+    """Sets the special tokens of a configuration from the file; transformers keeps those of another model.
 
     Raises:
-        UnsupportedModel: the file states a rule of attention that the configuration has not.
+        UnsupportedModel: the file has an attention rule that the configuration lacks.
     """
     for name, key in _SPECIAL_TOKENS.items():
         setattr(config, name, file.metadata.get(key))
@@ -172,7 +172,7 @@ def settle_config(config: Any, file: GgufFile) -> None:
 
 
 def _settle_rule(config: Any, file: GgufFile, attribute: str, stated: Any) -> None:
-    """A number of the file that a layer computes with; a window that nobody set is set."""
+    """Checks a number of the file that a layer computes with; sets a missing window."""
     if not stated or not isinstance(stated, int | float):
         return
     built = getattr(config, attribute, None)
@@ -183,7 +183,7 @@ def _settle_rule(config: Any, file: GgufFile, attribute: str, stated: Any) -> No
 
 
 def _settle_scaling(config: Any, file: GgufFile) -> None:
-    """Frequencies that are scaled for long prompts: by one factor they are set, other rules are refused."""
+    """Handles frequencies scaled for long prompts: one factor is set, other rules are refused."""
     kind, factor = file.stated("rope.scaling.type"), file.stated("rope.scaling.factor")
     has_long = any(_tensor(file, name) for name in _LONG_FACTORS)
     if _has_scaling(config) or not (has_long or (kind not in (None, "none") and factor not in (None, 1.0))):
@@ -191,7 +191,7 @@ def _settle_scaling(config: Any, file: GgufFile) -> None:
     parameters = getattr(config, "rope_parameters", None)
     if kind != "linear" or has_long or not parameters:
         raise _unread(file, f"frequencies scaled for long prompts ({kind or 'longrope'})", "leaves them out")
-    # where layers with windows have frequencies of their own, those are as they are
+    # layers with windows may have frequencies of their own, which stay unchanged
     parameters.get("full_attention", parameters).update(rope_type="linear", factor=float(factor))
 
 
@@ -213,10 +213,10 @@ def _tensor(file: GgufFile, name: str) -> GgufTensor | None:
 
 
 def settle_module(module: Any, file: GgufFile) -> None:
-    """Makes a built model plain: not marked as quantized, frequencies and generation settings as the file says.
+    """Makes a built model plain: no quantization marks, frequencies and generation settings from the file.
 
     Raises:
-        UnsupportedModel: the file has factors for frequencies that the model has not.
+        UnsupportedModel: the file has frequency factors that the model lacks.
     """
     make_plain(module)
     _scale_frequencies(module, file)
@@ -233,7 +233,7 @@ def settle_module(module: Any, file: GgufFile) -> None:
 
 
 def _scale_frequencies(module: Any, file: GgufFile) -> None:
-    """Divides the frequencies by the factors that llama.cpp keeps as a tensor (Llama 3.1 and later)."""
+    """Divides the frequencies by the factors that llama.cpp stores as a tensor (Llama 3.1 and later)."""
     tensor = _tensor(file, _FREQUENCY_FACTORS)
     if tensor is None or _has_scaling(module.config):
         return
@@ -261,7 +261,7 @@ def has_tokenizer(file: GgufFile) -> bool:
 
 
 def tokenizer_options(file: GgufFile) -> dict[str, Any]:
-    """What a tokenizer is told beside the file; warns where transformers does not know how its text is split."""
+    """Extra options for a tokenizer; warns if transformers does not know how its text is split."""
     split = file.metadata.get("tokenizer.ggml.pre", "default")
     if file.metadata.get("tokenizer.ggml.model") == "gpt2" and split not in _known_splits():
         logger.warning(
@@ -283,7 +283,7 @@ def _known_splits() -> set[str]:
 
 
 def identity(file: GgufFile, fingerprint: str) -> str:
-    """A fingerprint that two files share only if every byte is the same, wherever they lie."""
+    """A fingerprint that two files share only if every byte is equal, regardless of their paths."""
     digest = blake3(max_threads=blake3.AUTO)
     digest.update_mmap(str(file.path))
     return hashlib.sha256(f"{_FORMAT} {digest.hexdigest()} {fingerprint}".encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""GGUF files that cannot be loaded, refused before anything is."""
+"""Checks of GGUF files: refuses what cannot be loaded before any weight is read."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kvmosaic.model.gguf_file import GgufFile, missing_bytes
 
 _PACKAGES = ("gguf", "accelerate")
 _NOT_MODELS = {"general", "tokenizer"}
-"""In transformers' table of architectures beside them."""
+"""Entries of transformers' table of architectures that are not models."""
 
 
 def check_gguf(file: GgufFile) -> None:
-    """Refuses what cannot be loaded, before anything is: a missing package, an architecture, a file that ends early.
+    """Refuses files that cannot be loaded: a missing package, an unknown architecture, a truncated file.
 
     Raises:
-        UnsupportedModel: what is missing, and the way out.
+        UnsupportedModel: what is missing, and the fix.
     """
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
@@ -40,14 +40,14 @@ def check_gguf(file: GgufFile) -> None:
 
 
 def _architectures() -> set[str]:
-    """Names of the kinds of models that transformers reads from GGUF, as it spells them."""
+    """Names of the architectures that transformers reads from GGUF, in its spelling."""
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     return {*GGUF_SUPPORTED_ARCHITECTURES, *_newly_read()} - _NOT_MODELS
 
 
 def _newly_read() -> set[str]:
-    """Those of its newer reader, which looks for compiled code on the hub whether weights are dequantized or not."""
+    """Architectures of its newer reader, which looks for compiled code on the hub even when weights are dequantized."""
     try:
         from transformers.integrations.gguf import GGUF_ARCHS
     except ImportError:
@@ -60,7 +60,7 @@ def _plain(architecture: str) -> str:
 
 
 def _check_end(file: GgufFile) -> None:
-    """Refuses a file that ends before its last weight does, and numbers stored in a way that is not known here."""
+    """Refuses a file that ends before its last weight, and unknown storage types."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     needed = file.num_bytes

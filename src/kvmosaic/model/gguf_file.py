@@ -1,8 +1,8 @@
-"""A GGUF file's header: metadata and the table of tensors, read and checked without a library and without weights.
+"""GGUF file header: metadata and the table of tensors, read and checked without a library and without weights.
 
     magic, version │ counts │ metadata: key, type, value … │ tensors: name, shape, type, offset … │ padding │ data
 
-Every length comes from the file and is compared with what is left of it before it is used.
+Every length comes from the file and is compared with the remaining size before it is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NUMBERS = {
     for kind, code in zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True)
 }
 _KEPT_ELEMENTS = 4_096
-"""Longer arrays are vocabularies; only their length is kept, and so of all arrays of texts."""
+"""Max length of a kept array; of longer arrays (vocabularies) and of all text arrays only the length is kept."""
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 8
 _PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
@@ -40,21 +40,21 @@ class GgufTensor:
 
     name: str
     shape: tuple[int, ...]
-    """As the file has it: the fastest dimension first."""
+    """In the file's order: the fastest dimension first."""
     kind: int
-    """How its numbers are stored: a number of ggml."""
+    """Storage type, as a number of ggml."""
     offset: int
     """Bytes from `data_start`."""
 
     @property
     def num_numbers(self) -> int:
-        """Numbers in it, whatever they are stored as."""
+        """Count of its numbers, whatever the storage type."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """What a GGUF file says about itself."""
+    """The header of a GGUF file."""
 
     path: Path
     num_bytes: int
@@ -65,17 +65,17 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """The name of ggml for the kind of model."""
+        """Name of the architecture in ggml."""
         return str(self.metadata["general.architecture"])
 
     @property
     def name(self) -> str:
-        """The file's name without its ending."""
+        """The file's name without its extension."""
         return model_name(self.path)
 
     @property
     def num_numbers(self) -> int:
-        """Numbers in all tensors."""
+        """Count of numbers in all tensors."""
         return sum(tensor.num_numbers for tensor in self.tensors)
 
     def stated(self, key: str) -> Any:
@@ -84,14 +84,14 @@ class GgufFile:
 
 
 def model_name(path: Path) -> str:
-    """What to call the model of a GGUF file: the file's name without its ending."""
+    """The model name of a GGUF file: the file's name without its extension."""
     return path.name[: -len(SUFFIX)] if path.name.lower().endswith(SUFFIX) else path.name
 
 
 def find_gguf(name_or_path: str | Path) -> Path | None:
     """The file, if this names a GGUF file rather than a folder or a name on the hub.
 
-    Any path that ends in .gguf does, whether it is there or not, and any file that is there.
+    Any path that ends in .gguf does, whether it exists or not, and any existing file.
     """
     text = str(name_or_path)
     if not text.strip() or "\0" in text:
@@ -139,13 +139,13 @@ def _check_magic(path: Path, start: bytes) -> None:
 
 
 class _Cursor:
-    """A place in the file that moves on as it is read, and never beyond the end."""
+    """A read position in the file, which never passes the end."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.place = path, data, 0
 
     def skip(self, count: int) -> int:
-        """Moves on; returns where it was."""
+        """Advances; returns the position before."""
         start, end = self.place, self.place + count
         if end > len(self.data):
             raise self.damaged(f"its header says {count:,} bytes at byte {start:,}, and it has {len(self.data):,}")
@@ -224,7 +224,7 @@ def _read_tensor(cursor: _Cursor) -> GgufTensor:
 
 
 def _check_is_model(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Refuses parts of a split model and what is not a model; a first part has all metadata and few of the weights."""
+    """Refuses parts of a split model and files that are no model; a first part has all metadata and few weights."""
     part = _PART.search(path.name)
     number, count = (int(part[1]), int(part[2])) if part else (_whole(metadata, "split.no", 0) + 1, 1)
     count = max(count, _whole(metadata, "split.count", 1))
@@ -246,7 +246,7 @@ def _whole(metadata: Mapping[str, Any], key: str, default: int) -> int:
 
 
 def _check_whole(file: GgufFile) -> None:
-    """Refuses a file that ends before the last tensor begins; the loader, which knows all types, looks at its end."""
+    """Refuses a file that ends before the last tensor begins; the loader, which knows all types, checks its end."""
     last = max(file.tensors, key=lambda tensor: tensor.offset)
     if file.data_start + last.offset >= file.num_bytes:
         raise missing_bytes(file, file.data_start + last.offset + 1)

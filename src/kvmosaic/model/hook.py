@@ -1,8 +1,8 @@
 """The attention function registered with transformers: one registered function, one receiver per forward.
 
 transformers calls the function of the model's `attn_implementation` in every layer, with queries and keys that are
-normed and rotated already. Ours hands the call to the receiver of the current `attention_scope`. The receiver travels
-in a context variable because some model families drop keyword arguments they do not know.
+already normed and rotated. Ours passes the call to the receiver of the current `attention_scope`. The receiver is
+held in a context variable because some model families drop unknown keyword arguments.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from kvmosaic.errors import ModelError
 
 ATTENTION_NAME = "kvmosaic"
-"""`attn_implementation` of a loaded model. transformers builds no mask for it: masks are the receiver's matter."""
+"""`attn_implementation` of a loaded model. transformers builds no mask for it: the receiver applies masks."""
 PROBE_NAME = "kvmosaic_probe"
-"""The same function, with masks: each call carries the predicate that says which keys a query sees."""
+"""The same function, with masks: each call carries the predicate of which keys a query sees."""
 OWN_NAME = "kvmosaic_own"
 """The model's own attention function over a written-out mask, with an observer (see `own_code`)."""
 _HARMLESS = {"position_ids", "cache_position", "position_embeddings"}
 """Tensors that models pass to every attention function, for kernels that rotate or pack by themselves."""
 LATENT_ATTRIBUTE = "kvmosaic_latent"
-"""Where an attention module that keeps latents has its projection (see `latent`)."""
+"""Attribute of a latent attention module with its projection (see `latent`)."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class AttentionCall:
     value: [T, G, Dv]; in latent layers the first Dv numbers of the one key head (the same memory)
     sinks: [H], scores of a key that has no value, or None
     mask: with `PROBE_NAME`, a predicate (batch, head, query index, key index) -> bool; otherwise None
-    window: what the model says about its sliding window, if it says so by argument
+    window: the model's sliding window, if it passes it as an argument
     unknown: with `PROBE_NAME`, names of tensors that the model passes and this function does not know
     """
 
@@ -61,7 +61,7 @@ class AttentionCall:
 
     @property
     def latent(self) -> Any:
-        """The projection of a layer that keeps latents (see `latent`), or None."""
+        """The projection of a latent attention layer (see `latent`), or None."""
         return self.module.__dict__.get(LATENT_ATTRIBUTE)
 
 
@@ -89,12 +89,12 @@ class attention_scope:  # noqa: N801 - used as `with attention_scope(receiver):`
 
 
 def current_receiver() -> Receiver | None:
-    """The receiver of the scope we are in."""
+    """The receiver of the current scope."""
     return _current_receiver.get()
 
 
 def is_in_scope() -> bool:
-    """Whether a receiver is waiting for calls."""
+    """Whether a receiver is set."""
     return _current_receiver.get() is not None
 
 
@@ -131,7 +131,7 @@ def _attention(
 def _probe_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **named: Any
 ) -> tuple[Tensor, None]:
-    """As `_attention`; the call names the tensors that `_attention` would drop."""
+    """Like `_attention`; the call names the tensors that `_attention` would drop."""
     receiver = _current_receiver.get()
     assert receiver is not None, "probed inside attention_scope"
     known = {name: named.get(name) for name in ("scaling", "softcap", "s_aux", "sliding_window")}
@@ -153,7 +153,7 @@ def call_of(
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
 ) -> AttentionCall:
-    """What transformers passes to an attention function, as one call; latents are read by absorbed queries."""
+    """Converts the arguments of an attention function to one call; latents are read by absorbed queries."""
     latent = module.__dict__.get(LATENT_ATTRIBUTE)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return AttentionCall(
@@ -171,7 +171,7 @@ def call_of(
 
 
 def answer_of(call: AttentionCall, receiver: Receiver) -> Tensor:
-    """[1, T, H, Dv], as transformers wants it: what the receiver gives, expanded where it is a latent."""
+    """[1, T, H, Dv], as transformers expects it: the receiver's result, expanded if it is a latent."""
     out = receiver(call)
     latent = call.latent
     if latent is not None:
@@ -182,5 +182,5 @@ def answer_of(call: AttentionCall, receiver: Receiver) -> Tensor:
 
 
 def _mask_predicate(*_: object, mask_function: Any = None, **__: object) -> Any:
-    """The mask of a layer, as the predicate it would be built from."""
+    """The mask of a layer, as the predicate that it would be built from."""
     return mask_function

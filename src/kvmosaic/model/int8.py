@@ -1,11 +1,11 @@
-"""Linear layers in 8-bit integers, for CPUs: weights of half the size, and products that a CPU adds up faster.
+"""8-bit integer linear layers for CPUs: weights of half the size, and faster products.
 
-A row of the weight is 127 steps of its own largest number to either side, and so is a row of input, measured when it
-comes:
+A row of the weight is quantized to 127 steps of its own largest number in either direction, and so is a row of input,
+dynamically:
 
     y[t, o] = step(x[t]) · step(w[o]) · sum_i  x_int[t, i] · w_int[o, i]
 
-The sum is exact, so a row has the same bits alone and among others. What is lost is lost by rounding to steps: about 1%
+The sum is exact, so a row has the same bits alone and in a batch. The only loss is rounding to steps: about 1%
 of a layer's output.
 """
 
@@ -24,20 +24,20 @@ from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.model.prepack import PackedLinear, may_use_avx512, places_of
 
 Quantization = Literal["none", "int8"]
-"""How the weights of linear layers are rounded when a model is loaded."""
+"""Quantization of linear layers when a model is loaded."""
 
 _STEPS = 127
 _MIDDLE = 128
-"""The input's zero: oneDNN multiplies unsigned inputs with signed weights fast, signed ones with signed ones slowly."""
+"""Zero point of the input: oneDNN is fast for unsigned times signed inputs, slow for signed times signed ones."""
 _TINIEST = 1e-30
 _FORMAT = "kvmosaic-int8-1"
 
 
 class Int8Linear(PackedLinear):
-    """Takes the place of an `nn.Linear` in bfloat16 on a CPU, for inference. The weight exists in 8 bits only."""
+    """Replaces an `nn.Linear` in bfloat16 on a CPU, for inference. The weight exists in 8 bits only."""
 
     def __init__(self, linear: nn.Linear, *, is_copy: bool = False) -> None:
-        """Rounds the weight of `linear`, row by row; with `is_copy`, the embedding keeps the plain weight."""
+        """Quantizes the weight of `linear`, row by row; with `is_copy`, the embedding keeps the plain weight."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
@@ -47,7 +47,7 @@ class Int8Linear(PackedLinear):
         steps = weight.abs().amax(1).clamp_min_(_TINIEST) / _STEPS
         rounded = weight.div_(steps[:, None]).round_().to(torch.int8)
         self._packed = torch.ops.onednn.qlinear_prepack(rounded, None)
-        self._scales = steps / _STEPS  # the input's own division, done once
+        self._scales = steps / _STEPS  # includes the input's division
         self._zeros = torch.zeros(self.out_features, dtype=torch.int64)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,13 +65,13 @@ class Int8Linear(PackedLinear):
 
     @property
     def weight(self) -> Tensor:
-        """[out_features, in_features], the rounded weight as a plain copy in bfloat16."""
+        """[out_features, in_features], the quantized weight as a plain copy in bfloat16."""
         steps = (self._scales * _STEPS)[:, None]
         return (self._packed.to_dense().t() * steps).to(torch.bfloat16)
 
 
 def check_quantization(wanted: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuses what cannot be, before any weight is read.
+    """Refuses unsupported settings, before any weight is read.
 
     Raises:
         InvalidConfig: an unknown value, or integers where they are slow, wrong or missing.
@@ -94,13 +94,13 @@ def check_quantization(wanted: Any, device: torch.device, dtype: torch.dtype) ->
 
 
 def cpu_has_int8() -> bool:
-    """Whether the CPU adds up products of 8-bit numbers in hardware, without overflow."""
+    """Whether the CPU sums products of 8-bit numbers in hardware, without overflow."""
     has_instructions: Any = getattr(torch.cpu, "_is_vnni_supported", bool)
     return bool(has_instructions()) and may_use_avx512() and hasattr(torch.ops.onednn, "qlinear_pointwise")
 
 
 def quantize(model: LoadedModel) -> LoadedModel:
-    """Replaces the linear layers of a model by 8-bit ones, one after the other, and fuses the small operations between.
+    """Replaces the linear layers of a model by 8-bit ones, one by one, and fuses the small operations between.
 
     Layers with hooks, subclasses, weights shared in other ways than with the embedding, and projections of latent
     attention stay as they are. The result is another model: its keys and values must not be mixed with those of the

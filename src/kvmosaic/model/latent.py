@@ -1,4 +1,4 @@
-"""Latent attention (MLA): keeping the compressed key-value latent instead of the heads it expands to.
+"""Latent attention (MLA): caches the compressed key-value latent instead of the heads it expands to.
 
 A layer's keys and values are linear in one latent c of r numbers shared by all heads, plus one rotary part k_r:
 
@@ -22,7 +22,7 @@ class LatentProjection:
     """The two per-head projections of one latent attention module.
 
     While a receiver is in scope the module's expansion is skipped: attention is called with the latent key and value.
-    Outside a scope the module behaves as transformers wrote it.
+    Outside a scope the module runs its original code.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -34,7 +34,7 @@ class LatentProjection:
         self._expand_kv: Any = module.expand_kv
 
     def _weight(self) -> Tensor:
-        """[H, nope + value, r]: a view, so that weights that move or change stay the same ones."""
+        """[H, nope + value, r]: a view, so that moved or changed weights stay in sync."""
         weight: Tensor = self._projection.weight
         return weight.view(-1, self._nope_dim + self._value_dim, self.rank)
 
@@ -49,7 +49,7 @@ class LatentProjection:
         return torch.matmul(attended.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
     def expand_kv(self, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-        """What the module calls to make keys and values from [1, 1, T, r] and [1, 1, T, rope]."""
+        """Replaces the module's expansion of [1, 1, T, r] and [1, 1, T, rope] to keys and values."""
         if not is_in_scope():
             expanded: tuple[Tensor, Tensor] = self._expand_kv(latent, rotary)
             return expanded
@@ -57,13 +57,13 @@ class LatentProjection:
         return key, key[..., : self.rank]
 
     def expand_by_own_code(self, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all heads as the module makes them, from latent keys [1, 1, T, r + rope]."""
+        """Keys and values of all heads by the module's own code, from latent keys [1, 1, T, r + rope]."""
         expanded: tuple[Tensor, Tensor] = self._expand_kv(key[..., : self.rank], key[..., self.rank :])
         return expanded
 
 
 def can_keep_latent(module: nn.Module) -> bool:
-    """Whether this attention module expands latents in the way described above."""
+    """Whether this attention module expands latents as described above."""
     projection = getattr(module, "kv_b_proj", None)
     sizes = [getattr(module, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
     rank = getattr(module, "kv_lora_rank", None)
@@ -79,7 +79,7 @@ def can_keep_latent(module: nn.Module) -> bool:
 
 
 def keep_latent(module: nn.Module) -> LatentProjection:
-    """Makes the module hand latents to the receiver; `expand_again` undoes it."""
+    """Makes the module pass latents to the receiver; `expand_again` reverts it."""
     expand_again(module)
     projection = LatentProjection(module)
     module.__dict__[LATENT_ATTRIBUTE] = projection
@@ -88,6 +88,6 @@ def keep_latent(module: nn.Module) -> LatentProjection:
 
 
 def expand_again(module: nn.Module) -> None:
-    """Takes `keep_latent` back."""
+    """Reverts `keep_latent`."""
     if module.__dict__.pop(LATENT_ATTRIBUTE, None) is not None:
         del module.__dict__["expand_kv"]

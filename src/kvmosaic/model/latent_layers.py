@@ -1,4 +1,4 @@
-"""Layers that keep latents: switched over together, if scores and values stay what they were."""
+"""Latent layers: switches a model's layers to latents together, if scores and values stay the same."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def with_latents(
     """Switches a model's latent attention layers to latents, all of them or none.
 
     Args:
-        layers: what is known of the layers as transformers runs them.
+        layers: the layers as transformers runs them.
         expanded: their calls in one forward.
         record: runs the same forward again.
 
     Returns:
-        The layers as receivers will see them from now on.
+        The layers as receivers see them from now on.
     """
     projections = {
         call.layer_index: keep_latent(call.module)
@@ -47,7 +47,7 @@ def with_latents(
 
 
 def _turns_its_end(call: AttentionCall, layer: LayerSpec) -> bool:
-    """Whether a layer has its own keys, one per query head, and rotates exactly the part beside the latent."""
+    """Whether a layer has one key head per query head, and rotates exactly the part beside the latent."""
     rotation = layer.rotation
     is_plain = layer.is_stored and layer.num_query_heads == layer.num_kv_heads
     return is_plain and (rotation is None or rotation.offset == call.module.qk_nope_head_dim)

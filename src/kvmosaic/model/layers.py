@@ -1,4 +1,4 @@
-"""What the engine must know about each attention layer of a model."""
+"""Layer specifications: what the engine must know about each attention layer of a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MaskKind = Literal["full", "window", "chunked"]
 
 @dataclass(frozen=True, slots=True)
 class MaskSpec:
-    """Which earlier positions a layer lets a token see, by position as the reader sees it.
+    """The earlier positions that a token sees in a layer, by position as the reader sees it.
 
     full       every k <= q
     window     q - k < size
@@ -35,7 +35,7 @@ class MaskSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One call of attention per forward: its heads, its rotation, its mask and where its keys come from.
+    """One attention call per forward: its heads, its rotation, its mask and the source of its keys.
 
     With `value_in_key` (latent attention, MLA) there is one key head, the latent followed by its rotary part, and the
     value is the first `value_dim` numbers of the key: only keys are stored.
@@ -52,14 +52,14 @@ class LayerSpec:
     immovable_reason: str
     mask: MaskSpec
     source_layer: int
-    """The layer whose keys and values are read; another one than `index` in layers that share them."""
+    """The layer whose keys and values are read; differs from `index` in layers that share them."""
     value_in_key: bool = False
     bias: DistanceBias | None = None
-    """What is added to scores by distance (ALiBi)."""
+    """Bias added to scores by distance (ALiBi)."""
 
     @property
     def is_stored(self) -> bool:
-        """Whether this layer has keys of its own to keep."""
+        """Whether this layer stores keys of its own."""
         return self.source_layer == self.index
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:

@@ -1,4 +1,4 @@
-"""Loading: from a folder or hub name to a `LoadedModel`, with the dtype and device chosen."""
+"""Model loading: from a folder or hub name to a `LoadedModel`, with the dtype and device chosen."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load_model(
     trust_remote_code: bool = False,
     local_files_only: bool = False,
 ) -> LoadedModel:
-    """Loads a model of transformers and finds out how its attention works.
+    """Loads a model of transformers and detects how its attention works.
 
     Args:
         name_or_path: a folder with `config.json` and safetensors files, a GGUF file, or a name on the Hugging Face hub.
@@ -56,23 +56,23 @@ def load_model(
             CUDA; on a CPU it is bfloat16 for a 16-bit checkpoint if the CPU computes in bfloat16, else float32. A GGUF
             file of fewer bits counts as bfloat16.
         device: "auto" (CUDA if there is one, else the CPU) or a torch device such as "cuda:1".
-        max_positions: the longest sequence to be run; None: what the model allows.
+        max_positions: the longest sequence to run; None: the model's limit.
         prepack: keep the weights of linear layers in the order in which a CPU multiplies bfloat16, which makes decoding
-            about twice as fast, and fuse the small operations between them where trying it showed no difference.
+            about twice as fast, and fuse the small operations between them if a trial showed no difference.
             "auto": for bfloat16 on a CPU that computes in it; "always" or True: for any bfloat16 on a CPU; "never" or
             False.
         quantization: "int8": linear layers in 8-bit integers, for bfloat16 on a CPU. Half the memory, and less exact;
             small operations are fused whatever `prepack` says.
         revision: branch, tag or commit on the hub.
         trust_remote_code: run Python code that comes with the checkpoint. Off: such a model is refused.
-        local_files_only: never ask the hub, use what was downloaded before.
+        local_files_only: never access the hub, use only what was downloaded before.
 
     Raises:
         ModelNotFound: no such folder, file or name, no safetensors weights in it, or the hub cannot be reached.
         UnsupportedModel: transformers does not know the model, its attention cannot be reached, a GGUF file is damaged,
             or the package is missing that reads its weights.
         InvalidConfig: an unknown dtype or device, `max_positions` out of range, `prepack` or `quantization` where
-            it cannot be.
+            it is not supported.
     """
     place = _device(device)
     options: dict[str, Any] = {
@@ -106,7 +106,7 @@ def load_model(
 def _read_checkpoint(
     source: str, dtype: str | torch.dtype, place: torch.device, quantization: Quantization, options: dict[str, Any]
 ) -> tuple[Any, Any, str]:
-    """The module and the tokenizer of a folder or a hub name, and what was done to the weights."""
+    """Module and tokenizer of a folder or a hub name, and a note on the weights."""
     config = _fetch(source, lambda: AutoConfig.from_pretrained(source, **options))
     check_config(config)
     method = prepare_quantized(source, config, quantization)
@@ -124,7 +124,7 @@ def _read_checkpoint(
 def _read_gguf(
     file: GgufFile, dtype: str | torch.dtype, place: torch.device, quantization: Quantization, options: dict[str, Any]
 ) -> tuple[Any, Any, str]:
-    """The module and the tokenizer of a GGUF file, and what was done to the weights."""
+    """Module and tokenizer of a GGUF file, and a note on the weights."""
     shown = str(file.path)
     check_gguf(file)
     chosen = _dtype(dtype, gguf.stored_dtype(file), place)
@@ -160,7 +160,7 @@ def _build(shown: str, source: str, config: Any, dtype: torch.dtype, options: di
 
 
 def _checked_source(name_or_path: str | Path) -> str:
-    """A folder that holds a model, or text that may be a hub name."""
+    """A folder with a model, or text that may be a hub name."""
     path = Path(name_or_path).expanduser()
     text = str(name_or_path)
     if path.is_dir():
@@ -186,7 +186,7 @@ def _checked_source(name_or_path: str | Path) -> str:
 
 
 def _fetch(source: str, load: Any) -> Any:
-    """Runs one transformers loader, with its errors turned into ours."""
+    """Runs one transformers loader, and converts its errors to ours."""
     try:
         return load()
     except OSError as error:
@@ -204,7 +204,7 @@ def _fetch(source: str, load: Any) -> Any:
 
 
 def _check_complete(source: str, missing: Iterable[str]) -> None:
-    """Refuses a checkpoint that leaves weights at random values."""
+    """Refuses a checkpoint with missing weights, which would stay random."""
     names = sorted(missing)
     if names:
         raise UnsupportedModel(
@@ -241,7 +241,7 @@ def _device(device: str) -> torch.device:
 
 
 def _stored_dtype(config: Any) -> torch.dtype:
-    """The type of a checkpoint's weights, as its configuration says."""
+    """The dtype of a checkpoint's weights, from its configuration."""
     stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
     return _DTYPES.get(stored, torch.float32) if isinstance(stored, str) else stored
 
@@ -259,7 +259,7 @@ def _dtype(dtype: str | torch.dtype, stored: torch.dtype, device: torch.device) 
 
 
 def dtype_on(device: torch.device, stored: torch.dtype) -> torch.dtype:
-    """What "auto" makes of a checkpoint in `stored` on a device."""
+    """The dtype that "auto" selects on a device, for a checkpoint in `stored`."""
     if device.type != "cpu":
         return stored if stored in _DTYPES.values() else torch.bfloat16
     return torch.bfloat16 if stored.itemsize <= 2 and cpu_has_bfloat16() else torch.float32

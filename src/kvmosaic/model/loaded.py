@@ -1,4 +1,4 @@
-"""A transformers model that answers through our attention, and what is known about it."""
+"""Loaded model: a transformers model that runs with our attention, and its detected properties."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length
 class LoadedModel:
     """A model with its tokenizer, its layers and its limits. Build it with `load_model` or `from_module`.
 
-    The module is the user's own transformers model, unchanged but for three things: its attention function (or opened
-    attention modules, where it has none), frequencies that would change with length (pinned), and latent attention
-    modules that hand out latents while a receiver listens; and a fourth if it was asked for, packed linear layers and
+    The module is the user's own transformers model, with three changes: its attention function (or adapted
+    attention modules, if it has none), pinned frequencies if they change with length, and latent attention
+    modules that pass latents to a receiver in scope; and a fourth if requested, packed linear layers and
     fused operations.
     """
 
@@ -43,21 +43,21 @@ class LoadedModel:
     max_positions: int | None
     """Positions 0 … max_positions - 1 may be used; None: no limit."""
     max_forward_tokens: int | None
-    """Most tokens of one flattened forward, for models that count them; None: no limit."""
+    """max_tokens of one flattened forward, for models that count them; None: no limit."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     generation_settings: Mapping[str, Any]
-    """What its generation configuration says about sampling, unchecked."""
+    """Sampling settings of its generation configuration, unchecked."""
     dtype: torch.dtype
     device: torch.device
     fingerprint: str
     """Identity of the model: see `fingerprint`."""
     weights_note: str = ""
-    """What loading did to quantized weights, and the memory they take now; empty if they were plain."""
+    """Describes how quantized weights were loaded, and their memory; empty if they were plain."""
     frequency_note: str = ""
-    """How its rotary frequencies differ from those that transformers would use; empty where they do not."""
+    """How its rotary frequencies differ from those of transformers; empty if they do not."""
     keeps_rows: bool = field(default=True, repr=False)
-    """Whether its forward takes the rows whose logits are wanted."""
+    """Whether its forward takes the rows that need logits."""
 
     @classmethod
     def from_module(
@@ -69,13 +69,13 @@ class LoadedModel:
         max_positions: int | None = None,
         prepack: Prepack = False,
     ) -> LoadedModel:
-        """Takes a transformers model that is already in memory. It is put in evaluation mode.
+        """Wraps a transformers model that is already in memory. It is put in evaluation mode.
 
         Args:
             model: a `...ForCausalLM`.
-            tokenizer: its tokenizer, if text goes in or comes out.
-            fingerprint: its identity, if it is known; otherwise computed from configuration and weights.
-            max_positions: the longest sequence to be run, at most what the model has. Frequencies that change with the
+            tokenizer: its tokenizer, for text input or output.
+            fingerprint: its identity, if known; otherwise computed from configuration and weights.
+            max_positions: the longest sequence to run, at most the model's limit. Frequencies that change with the
                 length are pinned for it.
             prepack: see `load_model`. The model's own linear layers are replaced and can no longer be trained, and its
                 small operations are fused.
@@ -135,7 +135,7 @@ class LoadedModel:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all weights, shared ones once."""
+        """Count of numbers in all weights, shared ones once."""
         packed = (part for part in self.module.modules() if isinstance(part, PackedLinear) and not part.is_copy)
         num_plain: int = sum(parameter.numel() for parameter in self.module.parameters())
         return num_plain + sum(part.in_features * part.out_features for part in packed)
@@ -155,12 +155,12 @@ class LoadedModel:
         return sum(layer.bytes_per_token(dtype or self.dtype) for layer in self.layers)
 
     def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, receiver: Receiver) -> Tensor:
-        """One flattened forward: all tokens side by side, told apart by the receiver alone.
+        """One flattened forward: all tokens in one row, separated by the receiver's attention alone.
 
         Args:
             token_ids: [T] whole numbers on the model's device.
-            positions: [T], where each token stands.
-            logit_rows: [R], the rows whose logits are wanted.
+            positions: [T], position of each token.
+            logit_rows: [R], the rows that need logits.
             receiver: called once per layer, in order.
 
         Returns:
@@ -180,7 +180,7 @@ class LoadedModel:
 
 
 def _position_limit(config: Any) -> int | None:
-    """The most positions a configuration allows, or None."""
+    """The max position of a configuration, or None."""
     for name in _LENGTH_FIELDS:
         limit = getattr(config, name, None)
         if isinstance(limit, int) and limit > 0:
@@ -197,7 +197,7 @@ def _checked_positions(wanted: int, limit: int | None, may_exceed: bool) -> int:
 
 
 def _counted_tokens(config: Any, layers: tuple[LayerSpec, ...]) -> int | None:
-    """Tokens after which a model that counts rows instead of reading positions goes wrong.
+    """max_tokens of a forward for a model that counts rows instead of reading positions; None: no limit.
 
     Llama 4 scales the queries of its layers without rotation by the row number, from row `floor_scale` on.
     """

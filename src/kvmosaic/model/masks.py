@@ -1,6 +1,6 @@
-"""A layer's true mask, read from the predicate that transformers would build it from.
+"""Mask detection: a layer's true mask, read from the predicate that transformers would build it from.
 
-Some families express their window only there, so the predicate is asked, not the configuration.
+Some families express their window only there, so the predicate is evaluated, not the configuration.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query index, key index) -> whether the query sees the key."""
 
 _FAR = 1 << 40
-"""A query so late that every window and chunk a model may have has ended long before it."""
+"""A query position far beyond any window or chunk of a model."""
 
 
 def read_mask(predicate: Predicate, device: torch.device) -> MaskSpec | None:
-    """Finds out whether a predicate is causal, a causal window or causal chunks.
+    """Detects whether a predicate is causal, a causal window or causal chunks.
 
     Returns:
         The mask, or None when the predicate is something else (two-way attention, for instance).
@@ -31,7 +31,7 @@ def read_mask(predicate: Predicate, device: torch.device) -> MaskSpec | None:
         return torch.as_tensor(predicate(zero, zero, query, key)).expand(query.shape).cpu()
 
     def span(query: int) -> int:
-        """How many keys the query sees, itself included, if what it sees is one run."""
+        """Number of keys that the query sees, itself included, if they are consecutive."""
         return _bisect(lambda distance: bool(sees(*_pair(query, query - distance, device))), query + 1)
 
     spans = [span(_FAR + step) for step in (0, 1, 13)]
@@ -47,7 +47,7 @@ def read_mask(predicate: Predicate, device: torch.device) -> MaskSpec | None:
 
 
 def expected_mask(spec: MaskSpec, query: Tensor, key: Tensor) -> Tensor:
-    """The mask a spec stands for, with query and key positions of any broadcastable shapes."""
+    """The mask of a spec, with query and key positions of any broadcastable shapes."""
     causal = key <= query
     if spec.kind == "window":
         return causal & (query - key < spec.size)
@@ -59,7 +59,7 @@ def expected_mask(spec: MaskSpec, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _bisect(is_inside: Callable[[int], bool], limit: int) -> int:
-    """The first number in 0 … limit that is not inside, for a rule that is true first and false later."""
+    """The first number in 0 … limit that is not inside, for a predicate that is true first and false later."""
     low, high = 0, 1
     while high < limit and is_inside(high):
         low, high = high, 2 * high
@@ -75,7 +75,7 @@ def _pair(query: int, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _probe_grid(spec: MaskSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Queries and keys around every border the mask should have, early and late."""
+    """Queries and keys around every border of the mask, early and late."""
     size = max(spec.size, 1)
     offsets = torch.arange(-3, 4)
     queries = torch.cat((torch.arange(24), size + offsets, 2 * size + offsets, 7 * size + offsets, 100_003 + offsets))

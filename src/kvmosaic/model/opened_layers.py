@@ -1,4 +1,4 @@
-"""Opened layers: finding their bias by distance (ALiBi), and checking that they give what their own code gives."""
+"""Adapted layers: detects their bias by distance (ALiBi), and checks them against their own code."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvmosaic.model.masks import expected_mask
 from kvmosaic.model.opening import AttentionAdapter
 
 _NUM_TOKENS = 48
-"""Tokens on which an opened layer is compared with its own code."""
+"""Tokens on which an adapted layer is compared with its own code."""
 _NUM_POSITIONS = 2100
-"""Positions whose bias is read: enough to see that it is rounded to 16 bits, which are exact up to 2048."""
+"""Positions whose bias is read: enough to detect rounding to 16 bits, which are exact up to 2048."""
 _TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 2e-2}
 """Difference, relative to the output, that rounding the bias and the weights to 16 bits explains."""
 _FINE_TOLERANCE = 1e-4
@@ -30,16 +30,16 @@ _ROUNDED = "its bias by distance is rounded to {}, so that it is not the same ev
 def with_biases(
     module: Any, opened: list[AttentionAdapter], layers: list[LayerSpec], max_positions: int | None
 ) -> list[LayerSpec]:
-    """Finds the bias of every opened layer, and checks each against its module's own code.
+    """Detects the bias of every adapted layer, and checks each against its module's own code.
 
     Args:
         module: the transformers model.
-        opened: its opened attention modules.
-        layers: what is known of them.
-        max_positions: the most positions its configuration allows.
+        opened: its adapted attention modules.
+        layers: their specifications.
+        max_positions: max position of its configuration.
 
     Raises:
-        UnsupportedModel: a bias that is not linear in the distance, or a layer that gives something else when opened.
+        UnsupportedModel: a bias that is not linear in the distance, or an adapted layer whose output differs.
     """
     bias = _find_bias(module, opened[0], max_positions)
     if bias is not None:
@@ -58,12 +58,12 @@ def with_biases(
 
 
 def read_bias(numbers: Tensor, dtype: torch.dtype, factor: float = 1.0) -> DistanceBias | None:
-    """The slopes behind a bias that a model built.
+    """Detects the slopes of a bias that a model built.
 
     Args:
-        numbers: [H, P], what it adds for the keys at P neighbouring positions, 0 for one of them.
+        numbers: [H, P], the bias for the keys at P consecutive positions, 0 for one of them.
         dtype: the model's. If the numbers are rounded to it, so is everything else the model does: the rounding is not
-            imitated, and the slopes are those that explain all numbers.
+            imitated, and the slopes are the ones that explain all numbers.
         factor: see `DistanceBias`.
 
     Returns:
@@ -91,11 +91,11 @@ def read_bias(numbers: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Dista
 def _slopes_before_rounding(
     numbers: Tensor, slopes: Tensor, steps: Tensor, dtype: torch.dtype, factor: float
 ) -> DistanceBias | None:
-    """The slopes that explain all numbers: each is its slope times its step, rounded, and leaves it little room."""
+    """The slopes that explain all numbers as rounded products of slope and step, within a small margin."""
     is_exact = ((slopes[:, None] * steps).to(dtype).to(torch.float64) == numbers).all(dim=1)
     moved = steps != 0
     numbers, steps = numbers[:, moved].abs(), steps[moved].abs()
-    # half of the distance of two neighbouring numbers in this type
+    # half of the distance of two adjacent numbers in this dtype
     room = torch.finfo(dtype).eps / 4 * torch.exp2(torch.frexp(numbers).exponent.to(torch.float64))
     lowest, highest = ((numbers - room) / steps).amax(dim=1), ((numbers + room) / steps).amin(dim=1)
     if bool((is_exact | (lowest <= highest)).all()):
@@ -104,7 +104,7 @@ def _slopes_before_rounding(
 
 
 def _find_bias(module: Any, opened: AttentionAdapter, max_positions: int | None) -> DistanceBias | None:
-    """The bias that the model hands to its attention modules; None if it hands them none."""
+    """The bias that the model passes to its attention modules; None if it passes none."""
     if not opened.bias_name:
         return None
     count = min(_NUM_POSITIONS, max_positions or _NUM_POSITIONS)
@@ -122,11 +122,11 @@ def _find_bias(module: Any, opened: AttentionAdapter, max_positions: int | None)
 
 
 class _Enough(Exception):
-    """The first attention module was reached: the rest of the forward is not needed."""
+    """Raised at the first attention module: the rest of the forward is not needed."""
 
 
 def _handed_over(module: Any, opened: AttentionAdapter, num_tokens: int) -> Tensor | None:
-    """The bias argument of the first attention module in a forward of so many tokens."""
+    """The bias argument of the first attention module in a forward of `num_tokens` tokens."""
     found: list[Tensor | None] = []
     signature = inspect.signature(type(opened.module).forward)
 
@@ -151,10 +151,10 @@ def check_against_own_code(
     max_positions: int | None,
     num_tokens: int = _NUM_TOKENS,
 ) -> None:
-    """Compares every opened layer with what transformers wrote, on the hidden states of one forward.
+    """Compares every adapted layer with its original code, on the hidden states of one forward.
 
     Raises:
-        UnsupportedModel: a layer that gives something else when opened.
+        UnsupportedModel: an adapted layer whose output differs.
     """
     recorded: list[tuple[AttentionAdapter, Any, Any, Tensor]] = []
     handles = []
@@ -186,7 +186,7 @@ def check_against_own_code(
 
 
 def _written_out(layer: LayerSpec) -> Callable[[AttentionCall], Tensor]:
-    """A receiver that knows of a layer what we found."""
+    """A receiver that computes a layer from its specification, with written-out scores."""
 
     def attend(call: AttentionCall) -> Tensor:
         places = torch.arange(len(call.query), device=call.query.device)
@@ -201,7 +201,7 @@ def _written_out(layer: LayerSpec) -> Callable[[AttentionCall], Tensor]:
 
 
 def _forward(module: Any, tokens: list[int]) -> None:
-    """A forward by the model's own code, positions and all."""
+    """A forward of the model's own code, including positions."""
     device = module.get_input_embeddings().weight.device
     try:
         module(input_ids=torch.tensor([tokens], device=device), use_cache=False)

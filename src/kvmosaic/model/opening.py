@@ -1,8 +1,8 @@
-"""Opening attention that is written into its module instead of being called through `AttentionInterface`.
+"""Attention adapters, for models whose attention is inside its module and not called through `AttentionInterface`.
 
-An opened module calls its own projections, hands queries, keys and values to the receiver, and sends the result through
-its own output projection. Outside a scope it behaves as transformers wrote it. What an opened module gives is compared
-with its own code at load (see `opened_layers`), so a form that does not fit is noticed and not believed.
+An adapted module runs its own projections, passes queries, keys and values to the receiver, and the result through
+its own output projection. Outside a scope it runs its original code. An adapted module is compared
+with its own code at load (see `opened_layers`), so an adapter that does not fit is detected.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _OPENED_ATTRIBUTE = "kvmosaic_opened"
 
 
 class AttentionAdapter:
-    """One attention module and the seam at which it is opened: a method that is replaced in this module only."""
+    """One attention module and its adapted method, which is replaced in this module only."""
 
     seam: ClassVar[str] = "forward"
     bias_name: ClassVar[str] = ""
-    """The argument of the module's forward that brings a bias by position, if there is one."""
+    """The argument of the module's forward with a bias by position, if there is one."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -31,26 +31,26 @@ class AttentionAdapter:
 
     @property
     def bias_factor(self) -> float:
-        """What the module multiplies its bias by."""
+        """The factor by which the module multiplies its bias."""
         return 1.0
 
     def install(self) -> None:
-        """From now on receivers are called."""
+        """Replaces the method, so that receivers are called."""
         self.module.__dict__[_OPENED_ATTRIBUTE] = self
         self.module.__dict__[self.seam] = self
 
     def remove(self) -> None:
-        """Takes `install` back."""
+        """Reverts `install`."""
         del self.module.__dict__[_OPENED_ATTRIBUTE], self.module.__dict__[self.seam]
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """What the module calls at the seam."""
+        """The replacement that the module calls."""
         if not is_in_scope():
             return getattr(type(self.module), self.seam)(self.module, *arguments, **named)
         return self.run(*arguments, **named)
 
     def run(self, *arguments: Any, **named: Any) -> Any:
-        """The method at the seam, with attention by the receiver."""
+        """The adapted method, with attention by the receiver."""
         raise NotImplementedError
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None = None) -> Tensor:
@@ -121,7 +121,7 @@ class _Xglm(AttentionAdapter):
 
 
 class _GptJ(AttentionAdapter):
-    """GPT-J and CodeGen: a method of its own is given queries and keys that are turned already."""
+    """GPT-J and CodeGen: one of their methods takes rotated queries and keys."""
 
     seam = "_attn"
 
@@ -154,7 +154,7 @@ _FORMS: dict[str, type[AttentionAdapter]] = {
 
 
 def open_attention(model: nn.Module) -> list[AttentionAdapter]:
-    """Opens every attention module of a transformers model that can be opened; again and again changes nothing."""
+    """Adapts every supported attention module of a transformers model; idempotent."""
     opened = []
     for part in model.modules():
         form = _FORMS.get(type(part).__name__)
@@ -166,12 +166,12 @@ def open_attention(model: nn.Module) -> list[AttentionAdapter]:
 
 
 def opened_parts(model: nn.Module) -> list[AttentionAdapter]:
-    """The attention modules that are open."""
+    """The adapted attention modules."""
     found = (part.__dict__.get(_OPENED_ATTRIBUTE) for part in model.modules())
     return [opened for opened in found if opened is not None]
 
 
 def close_attention(model: nn.Module) -> None:
-    """Leaves all attention modules as transformers wrote them."""
+    """Restores the original code of all attention modules."""
     for opened in opened_parts(model):
         opened.remove()

@@ -1,10 +1,10 @@
-"""The model's own code, run beside ours: its attention function on the very queries, keys and values of each layer.
+"""Own code: the model's attention function, run next to ours on the same queries, keys and values of each layer.
 
-    module forward ─▶ query, key, value ─┬─▶ eager_attention_forward of its modelling file ─▶ goes on in the forward
+    module forward ─▶ query, key, value ─┬─▶ eager_attention_forward of its modelling file ─▶ continues the forward
                                          └─▶ observer
 
-Nothing accumulates: whatever is compared in a layer has the same input there. Fused operations are taken out for the
-time of the forward; their modules' calls are recorded, so that they can be compared with the code they replace.
+No error accumulates: whatever is compared in a layer has the same input there. Fused operations are removed during
+the forward; calls of their modules are recorded, so that they can be compared with the code they replace.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from kvmosaic.model.hook import current_receiver as current_observer
 from kvmosaic.model.loaded import LoadedModel
 
 AttentionObserver = Callable[[AttentionCall, Tensor], None]
-"""Takes a layer's call, and what the model's own function makes of it: [T, H, Dv], in float32 or wider."""
+"""Takes a layer's call, and the output of the model's own function: [T, H, Dv], in float32 or wider."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedCall:
-    """One call of a module that has a fused form, as the module's own code answered it."""
+    """One call of a module that has a fused form, and the output of the module's own code."""
 
     form: Fused
     arguments: tuple[Any, ...]
@@ -41,12 +41,12 @@ class FusedCall:
 
 
 def run_own_code(model: LoadedModel, token_ids: Sequence[int], observe: AttentionObserver) -> list[FusedCall]:
-    """Runs one ordinary forward by transformers' code, from position 0 on; `observe` is shown every attention call.
+    """Runs one ordinary forward of transformers' code, from position 0 on; `observe` gets every attention call.
 
-    Not for models whose attention is written into its modules (see `opening`): they have no function to be shown.
+    Not for models with attention inside their modules (see `opening`): they have no attention function.
 
     Returns:
-        The calls of the outermost modules that are fused at other times.
+        The calls of the outermost modules that have a fused form.
 
     Raises:
         ModelError: the modelling file has no attention function of its own.
@@ -108,7 +108,7 @@ def _attend_and_show(
 
 
 def _own_function(module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
-    """`eager_attention_forward` of the file in which a module's class is written, or one that it inherits from."""
+    """`eager_attention_forward` of the file that defines a module's class, or one that it inherits from."""
     for kind in type(module).__mro__:
         function = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
         if function is not None:
@@ -119,7 +119,7 @@ def _own_function(module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
 
 @contextmanager
 def _own_operations(module: nn.Module, calls: list[FusedCall]) -> Iterator[None]:
-    """Takes all fused forms out of their modules, and records the calls of those that are in no other."""
+    """Removes all fused forms from their modules, and records the calls of the outermost ones."""
     forms = [form for part in module.modules() if (form := fused_form(part)) is not None]
     inner = {id(part) for form in forms for part in form.module.modules() if part is not form.module}
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Learned positions: whether a model reads the positions it is given, and how many its table holds."""
+"""Learned positions: detects whether a model reads the positions it is given, and the size of its table."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from kvmosaic.model.refusing import WAY_OUT
 from kvmosaic.rope import relative_error
 
 Record = Callable[[Sequence[int], Sequence[int] | None], list[AttentionCall]]
-"""Runs tokens at positions (None: where the model puts them itself), and returns the calls of attention."""
+"""Runs tokens at positions (None: as the model numbers them), and returns the attention calls."""
 _SAME = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _FINE_SAME = 1e-4
 _ALIKE = {torch.bfloat16: 0.3, torch.float16: 0.1}
 _FINE_ALIKE = 0.05
-"""How much of its length rounding may take a row away from the same row in another place of the forward."""
+"""Relative change of a row in another place of the forward that rounding explains."""
 
 
 def check_rows_are_alike(module: Any, calls: list[AttentionCall]) -> None:
     """Requires that one token at one position is the same in every row of a forward.
 
-    Half of the rows may differ: in a tie between experts, rounding decides. How far rounding takes a row is not asked
-    here; a row that is counted is another one altogether.
+    Half of the rows may differ: in a tie between experts, rounding decides. The size of rounding errors does not matter
+    here; a counted row differs altogether.
 
     Args:
         module: the transformers model.
-        calls: what one token gave that stands at the same position in all rows.
+        calls: attention calls for one token, at the same position in all rows.
 
     Raises:
         UnsupportedModel: the model counts rows instead of reading positions.
     """
     for call in calls:
-        # the first layer has rounded hardly anything yet, and positions that are learned come in before it
+        # the first layer has hardly rounded anything yet, and learned positions are added before it
         tolerances, fine = (_SAME, _FINE_SAME) if call is calls[0] else (_ALIKE, _FINE_ALIKE)
         limit = tolerances.get(call.key.dtype, fine)
         for part in call.rows:
@@ -53,8 +53,8 @@ def check_begins_at_zero(module: Any, calls: list[AttentionCall], numbered: list
 
     Args:
         module: the transformers model, whose values depend on the position.
-        calls: what a few tokens gave at positions 0, 1, 2, …
-        numbered: what they gave where the model puts them itself.
+        calls: attention calls for a few tokens at positions 0, 1, 2, …
+        numbered: the same as the model numbers them itself.
 
     Raises:
         UnsupportedModel: the model numbers them differently.
@@ -68,12 +68,12 @@ def check_begins_at_zero(module: Any, calls: list[AttentionCall], numbered: list
 
 
 def table_length(record: Record, token: int, positions: Sequence[int]) -> int | None:
-    """How many positions the table holds that a model looks positions up in; None if it has none.
+    """Size of a model's position table; None if it has none.
 
     Args:
         record: see `Record`.
-        token: any one.
-        positions: some different ones. A look-up of these numbers plus the same offset (OPT has one of 2) is theirs.
+        token: any token.
+        positions: some distinct ones. A look-up of these numbers plus a constant offset (OPT has one of 2) is theirs.
     """
     look_ups = _LookUps(positions)
     with look_ups:
@@ -82,7 +82,7 @@ def table_length(record: Record, token: int, positions: Sequence[int]) -> int | 
 
 
 class _LookUps(TorchFunctionMode):
-    """Watches what is looked up in embeddings."""
+    """Records look-ups in embeddings."""
 
     def __init__(self, positions: Sequence[int]) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def _is_same(x: Tensor, expected: Tensor) -> bool:
 
 
 def _change(x: Tensor, expected: Tensor) -> Tensor:
-    """Of rows [rows, heads, size]: how far each is away, by the length of what is expected."""
+    """[rows, heads, size]: distance of each row from the expected one, relative to the latter's norm."""
     x, expected = x.double().flatten(1), expected.double().flatten(1)
     change = (x - expected).square().sum(dim=-1) / expected.square().sum(dim=-1).clamp_min(1e-30)
     return change.sqrt()

@@ -1,7 +1,7 @@
 """Prepacked linear layers: bfloat16 weights kept in the order in which oneDNN multiplies them on a CPU.
 
-torch gives oneDNN a weight matrix row by row, and oneDNN puts it in order again in every call. For one row of input
-that takes as long as the multiplication itself. A packed layer does it once, and the plain weight is given back.
+torch passes oneDNN a weight matrix row by row, and oneDNN reorders it in every call. For one row of input
+that takes as long as the multiplication itself. A packed layer does it once, and the plain weight is freed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvmosaic.errors import InvalidConfig
 from kvmosaic.model.hook import LATENT_ATTRIBUTE
 
 Prepack = bool | Literal["auto", "always", "never"]
-"""Whether linear layers are packed: where it can be done and pays ("auto"), always (True), or never (False)."""
+"""Whether linear layers are packed: if supported and faster ("auto"), always (True), or never (False)."""
 
 
 class PackedLinear(nn.Module):
-    """Takes the place of an `nn.Linear` in bfloat16 on a CPU, for inference.
+    """Replaces an `nn.Linear` in bfloat16 on a CPU, for inference.
 
-    The weight exists in packed form only. Whoever asks for `weight` gets a plain copy, made anew every time, and a
-    state dict holds such copies: the model can still be saved.
+    The weight exists in packed form only. `weight` returns a plain copy, made anew every time, and a state dict holds
+    such copies: the model can still be saved.
     """
 
     def __init__(self, linear: nn.Linear, *, is_copy: bool = False) -> None:
@@ -40,7 +40,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        # the operation does not look at strides
+        # the operation ignores strides
         x = x if x.is_contiguous() else x.contiguous()
         out: Tensor = _multiply()(x, self._packed, self.bias, "none", [], "")
         return out
@@ -51,7 +51,7 @@ class PackedLinear(nn.Module):
         return self._packed.to_dense()
 
     def extra_repr(self) -> str:
-        """Sizes, as an `nn.Linear` shows them."""
+        """Sizes, as in the text of an `nn.Linear`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -60,14 +60,14 @@ class PackedLinear(nn.Module):
 
 
 def prepack_linears(model: Any, wanted: Prepack) -> int:
-    """Replaces the linear layers of a transformers model by packed ones, one after the other, and counts them.
+    """Replaces the linear layers of a transformers model by packed ones, one by one, and counts them.
 
     A weight that the embedding shares is packed, too, and the embedding keeps its own: one matrix more. Layers with
     hooks, subclasses, weights shared in other ways and projections of latent attention (whose weight is read, not
     called) stay as they are.
 
     Raises:
-        InvalidConfig: `wanted` is "always" for a model that cannot be packed, or is none of the values there are.
+        InvalidConfig: `wanted` is "always" for a model that cannot be packed, or is an unknown value.
     """
     if wanted not in (True, False, "auto", "always", "never") or not isinstance(wanted, bool | str):
         raise InvalidConfig(f"prepack is {wanted!r}; choose 'auto', 'always' (or True) or 'never' (or False)")
@@ -90,7 +90,7 @@ def prepack_linears(model: Any, wanted: Prepack) -> int:
 
 
 def let_file_go(model: nn.Module) -> None:
-    """After loading: copies what a packed model still reads from its mapped file, so that the mapping can go.
+    """After loading: copies the weights that a packed model still reads from its mapped file, to unmap the file.
 
     Otherwise one small weight would keep the whole file in memory beside the packed weights. Nothing is copied for a
     model whose linear layers are the smaller part.
@@ -118,19 +118,19 @@ def cpu_has_bfloat16() -> bool:
 
 
 def may_use_avx512() -> bool:
-    """Whether none of ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and KVMOSAIC_CPU_ISA holds the process to less."""
+    """Whether none of ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and KVMOSAIC_CPU_ISA restricts the process to less."""
     by_torch = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return by_torch and has_onednn_for_bfloat16() and "avx512" in allowed_instruction_sets()
 
 
 def has_onednn_for_bfloat16() -> bool:
-    """Whether torch has oneDNN and it multiplies bfloat16 here: on most CPUs of today with AVX-512 or better."""
+    """Whether torch has oneDNN with bfloat16 here: on most current CPUs with AVX-512 or better."""
     return bool(torch._C._has_mkldnn) and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @cache
 def _multiply() -> Any:
-    """The operation itself: looking it up takes as long as calling it. Not every torch has it."""
+    """The operation, looked up once: a look-up takes as long as a call. Not every torch has it."""
     return torch.ops.mkldnn._linear_pointwise.default
 
 
@@ -146,9 +146,9 @@ def _why_not(embedding: Tensor) -> str:
 
 
 def places_of(model: nn.Module, embedding: Tensor) -> list[list[tuple[nn.Module, str]]]:
-    """Where the layers to be packed are: (parent, name) of each, several for a layer that stands in several places.
+    """Locations of the layers to pack: (parent, name) of each, several for a layer that occurs several times.
 
-    The layers themselves are not held, so that each is freed as soon as it is replaced.
+    The layers themselves are not referenced, so that each is freed as soon as it is replaced.
     """
     modules = list(model.modules())
     owners = Counter(id(weight) for part in modules for weight in part._parameters.values() if weight is not None)
@@ -167,7 +167,7 @@ def places_of(model: nn.Module, embedding: Tensor) -> list[list[tuple[nn.Module,
 def _is_plain(linear: nn.Linear) -> bool:
     """Whether calling the layer does nothing but multiply in bfloat16."""
     tensors = [linear.weight, *([] if linear.bias is None else [linear.bias])]
-    # a subclass keeps its numbers in a form of its own: quantized ones say that they are bfloat16
+    # a subclass has a storage format of its own: quantized ones claim to be bfloat16
     is_dense = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
     is_narrow = is_dense and all(tensor.dtype is torch.bfloat16 and tensor.device.type == "cpu" for tensor in tensors)
     is_called = not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)

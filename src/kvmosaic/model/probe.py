@@ -1,6 +1,6 @@
-"""Reading a model's attention layers off the model itself, by a few tiny forwards.
+"""Layer probe: detects a model's attention layers with a few tiny forwards.
 
-Attention is replaced by "every token returns its own value", which makes three questions answerable in all layers at
+Attention is replaced by "every token returns its own value", which answers three questions in all layers at
 once: does every layer call attention exactly once; does anything besides attention mix tokens; and how do queries and
 keys of the same token change with its position?
 """
@@ -35,11 +35,11 @@ _FINE_MIXING = 1e-4
 
 
 def probe_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...]:
-    """Finds out what every attention layer of a transformers model does, and leaves the model ready for our receivers.
+    """Detects the properties of every attention layer of a transformers model, and prepares it for our receivers.
 
     Args:
         module: a `...ForCausalLM` in evaluation mode, with pinned frequencies.
-        max_positions: the most positions the model's configuration allows, if it has a limit.
+        max_positions: the max position of the model's configuration, if it has a limit.
 
     Raises:
         UnsupportedModel: attention cannot be reached in every layer, or tokens are mixed by something else.
@@ -62,7 +62,7 @@ def probe_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...
 
 
 def num_learned_positions(module: Any, layers: Sequence[LayerSpec], max_positions: int | None) -> int | None:
-    """How many positions a probed model has learned, if it looks them up in a table."""
+    """Number of learned positions of a probed model, if it looks them up in a table."""
     if all(layer.is_movable for layer in layers):
         return None
     with torch.inference_mode():
@@ -102,7 +102,7 @@ def _read_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...
 
 
 def select_attention(module: Any, name: str) -> None:
-    """Switches the model to one of our attention functions, or opens its modules; says so if neither can be done."""
+    """Switches the model to one of our attention functions, or adapts its modules; raises if neither is possible."""
     if open_attention(module):
         return
     try:
@@ -119,9 +119,9 @@ def select_attention(module: Any, name: str) -> None:
 
 
 def record_calls(module: Any, tokens: Sequence[int], positions: Sequence[int] | None) -> list[AttentionCall]:
-    """One forward in which every token returns its own value: the calls in layer order.
+    """Runs one forward in which every token returns its own value; returns the calls in layer order.
 
-    With no positions, the model numbers the tokens itself.
+    Without positions, the model numbers the tokens itself.
     """
     calls: list[AttentionCall] = []
 
@@ -130,7 +130,7 @@ def record_calls(module: Any, tokens: Sequence[int], positions: Sequence[int] | 
         return call.value.repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
 
     device = module.get_input_embeddings().weight.device
-    # Gemma 4 cuts its mask when it is not told by a tensor which rows are wanted.
+    # Gemma 4 cuts its mask unless a tensor says which rows need logits.
     keeps_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
     options = {"logits_to_keep": torch.tensor([len(tokens) - 1], device=device)} if keeps_rows else {}
     if positions is not None:
@@ -172,7 +172,7 @@ def check_calls(module: Any, calls: list[AttentionCall]) -> None:
 
 
 def _check_arguments(module: Any, calls: list[AttentionCall]) -> None:
-    """Requires that no layer passes a tensor to its attention that we would not use."""
+    """Requires that no layer passes a tensor to its attention that we would ignore."""
     for call in calls:
         if isinstance(call.mask, Tensor):
             raise UnsupportedModel(
@@ -189,7 +189,7 @@ def _check_arguments(module: Any, calls: list[AttentionCall]) -> None:
 
 
 def _check_finite(module: Any, calls: list[AttentionCall]) -> None:
-    """Requires numbers in all queries, keys and values."""
+    """Requires finite numbers in all queries, keys and values."""
     for call in calls:
         if not all(bool(part.isfinite().all()) for part in (call.query, call.key, call.value)):
             raise UnsupportedModel(
@@ -202,7 +202,7 @@ def _check_independence(calls: list[AttentionCall], others: list[AttentionCall])
     """Requires that queries, keys and values ignore the token before theirs, when attention does.
 
     Every second token was replaced. Two of the three tokens in between must have changed to be sure: a single one may
-    be sent to another expert because the batch was rounded differently.
+    be routed to another expert because the batch was rounded differently.
     """
     tolerance = _MIXING.get(calls[0].query.dtype, _FINE_MIXING)
     for call, other in zip(calls, others, strict=True):
@@ -259,14 +259,14 @@ def _layer(call: AttentionCall, detection: Detection, mask: MaskSpec, source: in
 
 
 def _probe_positions(max_positions: int | None) -> list[int]:
-    """Near and far positions; in a model with hardly any, all of them."""
+    """Near and far positions; all of them, if the model has hardly any."""
     if max_positions is not None and max_positions <= PROBE_POSITIONS[-2]:
         return list(range(max_positions))
     return [position for position in PROBE_POSITIONS if max_positions is None or position < max_positions]
 
 
 def _probe_tokens(module: Any) -> list[int]:
-    """One token more than a forward takes, all different, none of them for padding (its embedding may be zero)."""
+    """One token more than a forward takes, all distinct, without the padding token (its embedding may be zero)."""
     config = module.config.get_text_config()
     padding = getattr(config, "pad_token_id", None)
     vocab_size = int(config.vocab_size)
@@ -293,7 +293,7 @@ def _layers_text(indices: list[int]) -> str:
 
 
 def _layer_kinds(module: Any, indices: list[int]) -> str:
-    """What the configuration calls these layers, in brackets."""
+    """The configuration's names for these layers, in brackets."""
     kinds = getattr(module.config.get_text_config(), "layer_types", None) or getattr(
         module.config.get_text_config(), "layers_block_type", None
     )

@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are quantized already: which of them load, and with which packages."""
+"""Quantized checkpoints: which methods load, and with which packages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from kvmosaic.errors import InvalidConfig, UnsupportedModel
 
 _DEQUANTIZED = ("fp8", "mxfp8", "mxfp4")
-"""Made plain as they are loaded: otherwise transformers looks for compiled code on the hub, or needs a GPU."""
+"""Methods that are dequantized at load: otherwise transformers looks for compiled code on the hub, or needs a GPU."""
 _PACKAGES: dict[str, Mapping[str, str]] = {
     **{method: {"accelerate": "accelerate"} for method in _DEQUANTIZED},
     "compressed-tensors": {"compressed_tensors": "compressed-tensors"},
@@ -18,11 +18,11 @@ _PACKAGES: dict[str, Mapping[str, str]] = {
     "gptq": {"gptqmodel": "gptqmodel", "optimum": "optimum"},
     "awq": {"gptqmodel": "gptqmodel", "accelerate": "accelerate"},
 }
-"""Methods by the name in `quantization_config`, and what each needs: modules and what pip calls them."""
+"""Supported methods by their name in `quantization_config`, with the modules they need and their pip names."""
 
 
 def quantization_method(config: Any) -> str:
-    """The name of the method by which a checkpoint is quantized; empty if it is not."""
+    """The quantization method of a checkpoint; empty if it is not quantized."""
     settings = quantization_settings(config)
     if not settings:
         return ""
@@ -42,19 +42,19 @@ def quantization_settings(config: Any) -> dict[str, Any]:
 
 
 def prepare_quantized(source: str, config: Any, wanted: str) -> str:
-    """Refuses a quantized checkpoint that cannot be loaded, and asks for plain weights where there is a choice.
+    """Refuses a quantized checkpoint that cannot be loaded, and requests plain weights where there is a choice.
 
     Args:
-        source: what to call the checkpoint.
+        source: name of the checkpoint for messages.
         config: its configuration; changed.
-        wanted: the quantization that was asked for on top of that.
+        wanted: the quantization requested in addition.
 
     Returns:
         The method of the checkpoint, or an empty text.
 
     Raises:
         UnsupportedModel: its method is not known here, or its package is not installed.
-        InvalidConfig: it is quantized, and more is wanted.
+        InvalidConfig: it is quantized, and further quantization is requested.
     """
     method = quantization_method(config)
     if not method:
@@ -90,9 +90,9 @@ def is_packed(config: Any) -> bool:
 
 
 def make_plain(module: Any) -> None:
-    """Takes the marks of quantization from a model whose weights were dequantized.
+    """Removes the quantization marks from a model whose weights were dequantized.
 
-    With them, everybody who reads its configuration takes the weights for packed.
+    With them, readers of its configuration take the weights for packed.
     """
     for config in {id(each): each for each in (module.config, module.config.get_text_config())}.values():
         if hasattr(config, "quantization_config"):
@@ -103,7 +103,7 @@ def make_plain(module: Any) -> None:
 
 
 def quantized_text(source: str, method: str, module: Any) -> str:
-    """What became of quantized weights, and the memory they take if they are plain now."""
+    """Describes how quantized weights were loaded, and their memory if they are plain now."""
     if is_packed(module.config):
         return f"{source} is quantized ({method}), and computed by the package of that method"
     num_bytes = sum(parameter.nbytes for parameter in module.parameters())
@@ -112,12 +112,12 @@ def quantized_text(source: str, method: str, module: Any) -> str:
 
 
 def bytes_text(num_bytes: int) -> str:
-    """Sizes as files have them: "98.4 MB", "1.25 GB"."""
+    """File size as text: "98.4 MB", "1.25 GB"."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # the package around it is missing
+    except ModuleNotFoundError:  # its parent package is missing
         return False

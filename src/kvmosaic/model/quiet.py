@@ -1,4 +1,4 @@
-"""Quiet libraries: what transformers says while it loads, kept out of a command's output."""
+"""Quiet libraries: suppresses messages of transformers in a command's output."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 
 def quiet_libraries() -> None:
-    """Keeps progress bars and advice of transformers out of a command's output; errors still come through."""
+    """Suppresses progress bars and advice of transformers in a command's output; errors still appear."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

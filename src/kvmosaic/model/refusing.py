@@ -1,4 +1,4 @@
-"""Refusing: what a model says about itself that keeps it from being composed of parts, seen before anything runs."""
+"""Unsupported models: checks of configuration and modules that rule out composed prompts, before anything runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from kvmosaic.errors import UnsupportedModel
 
 WAY_OUT = "use another model, docs/architectures.md lists those that work"
-"""The end of a refusal."""
+"""The last words of the error messages."""
 _RULES_OF_MANY_TOKENS = {
     "indexed_attention": "lets each query choose its keys among all tokens by a top-k indexer",
     "compressed_sparse_attention": "attends to compressed groups of tokens",
@@ -17,13 +17,13 @@ _RULES_OF_MANY_TOKENS = {
     "minimax_m3_sparse": "lets each query choose its keys among all tokens by a top-k indexer",
     "reference_sliding_attention": "treats the tokens of a prompt and of its answer differently",
 }
-"""Layer types whose rule shows only in long prompts, so that six tokens cannot tell."""
+"""Layer types whose rule shows only in long prompts, so that six tokens cannot detect it."""
 _STATE = re.compile("Mamba|Rwkv|LSTM|SSM|RecurrentBlock|ShortConv|DeltaNet|DeltaAttention|LightningAttention")
-"""In the names of modules that carry a state from token to token."""
+"""Parts of the names of modules with a state from token to token."""
 _STATE_LAYERS = {"linear_attention", "mamba", "conv", "recurrent", "hybrid"}
-"""What configurations call such layers."""
+"""Names of such layers in configurations."""
 _CROSS_ATTENTION = {"crossattention", "cross_attention", "cross_attn", "encoder_attn"}
-"""What models call the attention that reads another model's output."""
+"""Names of the attention that reads another model's output."""
 
 
 def check_config(config: Any) -> None:
@@ -41,10 +41,10 @@ def check_config(config: Any) -> None:
 
 
 def check_rules(module: Any) -> None:
-    """Refuses models whose tokens know more of each other than a causal mask says.
+    """Refuses models whose tokens depend on each other in other ways than a causal mask allows.
 
     Raises:
-        UnsupportedModel: what the model does, why that cannot be composed, and the way out.
+        UnsupportedModel: what the model does, why that cannot be composed, and the fix.
     """
     check_config(module.config)
     reason = next(_reasons(module), "")

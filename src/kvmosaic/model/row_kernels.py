@@ -13,7 +13,7 @@ from kvmosaic.cpu_instructions import InstructionSet
 from kvmosaic.errors import NativeUnavailable
 
 _FEW_ROWS = 16
-"""So many rows are not worth a second thread."""
+"""Row count up to which a second thread is not worth it."""
 
 
 class NormPlan(ctypes.Structure):
@@ -39,17 +39,17 @@ class TurnPlan(ctypes.Structure):
 
 
 class RowKernels:
-    """The functions of rows.c for one instruction set, by default the best that the processor knows.
+    """The functions of rows.c for one instruction set, by default the best that the processor supports.
 
     They are called with addresses, the first one of a plan: a call with tensors would take longer than the work. All
-    numbers are bfloat16 on the CPU, without gaps.
+    numbers are contiguous bfloat16 on the CPU.
 
         norm(plan, x, residual, weight, sum, out, rows, threads)   out = norm(x), or sum = x + residual, out = norm(sum)
         gate(plan, gate, up, numbers, threads)                     gate = activation(gate) * up
         turn(plan, query, key, cos, sin, rows, threads)            rotates queries and keys in place
 
     Raises:
-        NativeUnavailable: the extension is not there, or older than these functions.
+        NativeUnavailable: the extension is missing, or older than these functions.
     """
 
     def __init__(self, instruction_set: InstructionSet | None = None) -> None:
@@ -62,7 +62,7 @@ class RowKernels:
 
 
 def num_threads(num_rows: int) -> int:
-    """Threads for so many rows; a few rows are not worth asking torch."""
+    """Threads for `num_rows` rows; for a few rows, the look-up in torch would cost more than it saves."""
     return 1 if num_rows <= _FEW_ROWS else torch.get_num_threads()
 
 

@@ -19,7 +19,7 @@ from kvmosaic.rope import TableCache
 
 
 class Runner:
-    """Owns the block tensors of both pools and carries out steps on them."""
+    """Owns the block tensors of both pools and runs steps on them."""
 
     def __init__(
         self,
@@ -38,11 +38,11 @@ class Runner:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the pools have no memory on the device."""
+        """Whether the pools hold no device memory."""
         return any(storage.is_asleep for storage in self.storages.values())
 
     def sleep(self, request_blocks: Sequence[int], chunk_blocks: Sequence[int]) -> None:
-        """Gives the pools' device memory back; what these blocks hold moves to the memory of the host."""
+        """Frees the pools' device memory; the contents of these blocks move to host memory."""
         kept: Mapping[PoolName, Sequence[int]] = {"request": request_blocks, "chunk_cache": chunk_blocks}
         for pool, storage in self.storages.items():
             storage.sleep(kept[pool])
@@ -50,7 +50,7 @@ class Runner:
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Takes the memory again, with everything where it was; after a failure it may be tried again."""
+        """Reallocates the memory, with all contents restored; after a failure it may be retried."""
         for storage in self.storages.values():
             storage.wake()
 
@@ -60,7 +60,7 @@ class Runner:
             self.storages["request"].copy_block(copy.source, copy.target)
 
     def keys_of(self, spans: Sequence[SpanRows], layer_index: int) -> Tensor:
-        """Keys [T, G, D] that rows have in one layer, rotated at their places; later layers are not computed.
+        """Keys [T, G, D] of rows in one layer, rotated at their positions; later layers are not computed.
 
         Nothing is stored: rows of a span read each other causally from what the forward itself computes.
         """
@@ -75,11 +75,11 @@ class Runner:
         """Computes the keys and values of all given rows and stores them.
 
         Args:
-            spans: the rows; those that others read may stand anywhere in the list.
+            spans: the rows; spans may be listed in any order, also after spans that read them.
             copies: blocks of the request pool to copy before anything is written (copy-on-write).
 
         Returns:
-            [R, V] logits in float32 (float64 for float64 models), the rows that are wanted of every span, in order.
+            [R, V] logits in float32 (float64 for float64 models), of the requested rows of every span, in order.
 
         Raises:
             ModelError: a layer did not call our attention, so that it read no cached token.
@@ -107,11 +107,11 @@ class Runner:
 
 
 class _Stopped(Exception):
-    """Ends a forward of which no more is wanted."""
+    """Ends a forward early."""
 
 
 class _StopAt:
-    """Receives attention calls, and ends the forward at one layer."""
+    """A receiver that ends the forward at one layer."""
 
     def __init__(self, receiver: StepAttention, layer_index: int) -> None:
         self._receiver = receiver
@@ -119,7 +119,7 @@ class _StopAt:
         self.key: Tensor | None = None
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        """Attention of the layers before; at the layer itself, takes the keys and ends the forward."""
+        """Computes attention of the layers before; at the layer itself, keeps the keys and ends the forward."""
         if call.layer_index == self._layer_index:
             self.key = call.key
             raise _Stopped

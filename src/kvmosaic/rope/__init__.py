@@ -1,4 +1,4 @@
-"""Finding a model's rotation, and turning heads by a distance."""
+"""Rotary position embeddings: detection of a model's rotation, and rotation of heads by a distance."""
 
 from kvmosaic.rope.detect import (
     PROBE_POSITIONS,

@@ -1,7 +1,7 @@
-"""Finding a layer's rotation from the queries and keys it makes of one token at several positions.
+"""Detection of a layer's rotation from its queries and keys for one token at several positions.
 
-The same token stands in every row and attention returns each token's own value. One forward has the rows at several
-positions, another one has them all at position 0, and each row is compared with itself: nothing but the position can
+The same token is in every row and attention returns each token's own value. One forward has the rows at several
+positions, another one has them all at position 0, and each row is compared with itself: only the position can
 differ, not even rounding, which changes from row to row and grows from layer to layer. Every layout, direction and
 frequency buffer is tried; the best one must explain all rows.
 """
@@ -22,7 +22,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values of the same rows, each [rows, heads, size]."""
 
 ROTATION_TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 5e-4, torch.float64: 5e-4}
-"""Error of one dimension, relative to its pair, that rounding while rotating explains.
+"""Error of one dimension, relative to its pair, that rounding during the rotation explains.
 
 That of float64 is float32's: transformers multiplies position and frequency in float32, also in a float64 model.
 """
@@ -32,11 +32,11 @@ _FLOOR = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """What was found out about one layer.
+    """Detected rotation of one layer.
 
     rotation: None for a layer without positions (NoPE), or one that cannot be moved.
     residual: largest relative error of the best explanation, over positions, of queries and keys.
-    reason: in words, why the layer's keys cannot be moved; empty when they can.
+    reason: why the layer's keys cannot be moved; empty when they can.
     """
 
     rotation: Rotation | None
@@ -45,7 +45,7 @@ class Detection:
 
     @property
     def is_movable(self) -> bool:
-        """Whether keys of this layer may be used at another position than their own."""
+        """Whether keys of this layer may be used at another position than the one they were computed at."""
         return not self.reason
 
 
@@ -88,14 +88,14 @@ def of_equal_length(query: Tensor, home: Tensor) -> Tensor:
 
 
 def relative_error(x: Tensor, expected: Tensor, scale: Tensor | None = None) -> Tensor:
-    """How far heads are from what is expected, every dimension measured by its own size.
+    """Difference of heads from the expected ones, every dimension measured by its own size.
 
-    Trained models have a few dimensions a hundred times larger than the rest; a common measure would hear only those.
+    Trained models have a few dimensions a hundred times larger than the rest, which would dominate a common measure.
 
     Args:
         x: [P, G, D].
         expected: [P or 1, G, D].
-        scale: [P or 1, G, D], what a dimension is measured by; default `expected`.
+        scale: [P or 1, G, D], the measure of a dimension; default `expected`.
 
     Returns:
         [P, D], root mean square over heads.
@@ -110,7 +110,7 @@ def _largest(x: Tensor, expected: Tensor) -> float:
 
 
 def turned_error(x: Tensor, home: Tensor, positions: Tensor, rotation: Rotation | None) -> Tensor:
-    """Error of the explanation "row p is what it is at home, rotated"; dimensions measured by their pair.
+    """Error of the explanation "row p is its row at position 0, rotated"; dimensions measured by their pair.
 
     Args:
         x: [P, G, D].
@@ -130,7 +130,7 @@ def turned_error(x: Tensor, home: Tensor, positions: Tensor, rotation: Rotation 
 
 
 def _candidates(frequencies: Sequence[Tensor], head_dim: int) -> Iterator[Rotation]:
-    """Every rotation that fits the head: layout, place, direction and frequency buffer."""
+    """Every rotation that fits the head: layout, offset, direction and frequency buffer."""
     for buffer in frequencies:
         inv_freq = tuple(buffer.to("cpu", torch.float64).tolist())
         rotary_dim = 2 * len(inv_freq)

@@ -1,4 +1,4 @@
-"""A rotary rotation: which dimensions of a head turn, in which pairs, how fast and which way."""
+"""Rotary rotation: dimensions of a head that rotate, their pairing, frequencies and direction."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 _MANY = 1_024
-"""Distances from which on equal ones are looked for on a CPU; a GPU would have to wait for their number."""
+"""Number of distances from which on a CPU deduplicates them; a GPU would have to synchronize for their number."""
 
 RotationLayout = Literal["half", "interleaved"]
 
 
 @dataclass(frozen=True, slots=True)
 class RotationTables:
-    """Cosines and sines of R distances, ready for `turn`.
+    """Cosines and sines of R distances, ready for `rotate`.
 
-        turned = x * cos + x[..., permutation] * sin
+        rotated = x * cos + x[..., permutation] * sin
 
     cos, sin: [R, 1, D], 1 and 0 outside the rotary dimensions; the pair's sign is inside `sin`
     permutation: [D], the partner of every dimension (itself outside the rotary dimensions)
-    is_identity: all distances are 0, so that turning returns its input
+    is_identity: all distances are 0, so that `rotate` returns its input
     """
 
     cos: Tensor
@@ -38,9 +38,9 @@ class Rotation:
 
         half           pairs (0, r/2), (1, r/2 + 1), …      interleaved    pairs (0, 1), (2, 3), …
 
-        head:  | …unturned… | offset … offset + rotary_dim | …unturned… |      head_dim numbers
+        head:  | …not rotated… | offset … offset + rotary_dim | …not rotated… |      head_dim numbers
 
-    Equal rotations compare and hash equal, so layers that turn alike can share their tables.
+    Equal rotations compare and hash equal, so layers with equal rotations can share their tables.
     """
 
     layout: RotationLayout
@@ -69,9 +69,9 @@ class Rotation:
         """Tables of R(distance) for every distance.
 
         Args:
-            distances: [R] whole numbers, of either sign. On the CPU the all-zero case is noticed and costs nothing.
-            dtype: of the tables. Angles are computed in float64 and cast at the end.
-            device: of the tables.
+            distances: [R] whole numbers, of either sign. On the CPU the all-zero case is detected and costs nothing.
+            dtype: dtype of the tables. Angles are computed in float64 and cast at the end.
+            device: device of the tables.
         """
         on_cpu, numbers = distances.device.type == "cpu", None
         is_identity = on_cpu and not bool(distances.any())
@@ -99,7 +99,7 @@ class Rotation:
         )
 
     def partners(self, x: Tensor) -> Tensor:
-        """`x[..., permutation]`, cut and joined instead of gathered: several times faster."""
+        """`x[..., permutation]`, by slices and a concatenation instead of a gather: several times faster."""
         first, last, pairs = self.offset, self.offset + self.rotary_dim, len(self.inv_freq)
         if self.layout == "half":
             parts = [x[..., first + pairs : last], x[..., first : first + pairs]]
@@ -120,16 +120,16 @@ class Rotation:
 
 
 def rotate(x: Tensor, tables: RotationTables) -> Tensor:
-    """Turns heads by the distances of the tables.
+    """Rotates heads by the distances of the tables.
 
-    `turn(query, rotation.tables(-d))` is R(-d) q: the query that reads a key moved by d.
+    `rotate(query, rotation.tables(-d))` is R(-d) q: the query that reads a key moved by d.
 
     Args:
         x: [R, H, D] (or anything that broadcasts with [R, 1, D]).
-        tables: of R distances, or of 1.
+        tables: tables of R distances, or of 1.
 
     Returns:
-        [R, H, D], in the wider type of `x` and the tables. `x` itself when every distance is 0.
+        [R, H, D], in the wider dtype of `x` and the tables. `x` itself when every distance is 0.
     """
     if tables.is_identity:
         return x

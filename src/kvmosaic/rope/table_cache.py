@@ -1,4 +1,4 @@
-"""A small cache of rotation tables: an answer asks for the same ones in every step."""
+"""LRU cache of rotation tables: decode needs the same ones in every step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _Key = tuple[Rotation, tuple[int, ...], torch.dtype, torch.device]
 
 
 class TableCache:
-    """Tables of the lists of distances that were asked for last.
+    """Tables of the most recently used lists of distances.
 
-    Long lists belong to prompts, which come once: they are computed and not kept. What is handed out is shared, so
-    nobody may write into it.
+    Long lists belong to prompts, which occur once: they are computed and not kept. Returned tables are shared and
+    must not be written.
     """
 
     def __init__(self, max_entries: int = 64, max_distances: int = 256) -> None:
-        """Keeps at most `max_entries` tables of at most `max_distances` rows each."""
+        """Creates a cache of max_entries tables with max_distances rows each."""
         self.max_entries = max_entries
         self.max_distances = max_distances
         self._tables: OrderedDict[_Key, RotationTables] = OrderedDict()
@@ -31,7 +31,7 @@ class TableCache:
     def tables(
         self, rotation: Rotation, distances: Tensor, *, dtype: torch.dtype, device: torch.device
     ) -> RotationTables:
-        """What `rotation.tables` gives for the same arguments."""
+        """Returns what `rotation.tables` gives for the same arguments."""
         if len(distances) > self.max_distances:
             return rotation.tables(distances, dtype=dtype, device=device)
         key = (rotation, tuple(distances.tolist()), dtype, device)

@@ -1,4 +1,4 @@
-"""How tokens are chosen, turned into text and returned."""
+"""Sampling of tokens, detokenization, and request outputs."""
 
 from kvmosaic.sampling.answer import Answer
 from kvmosaic.sampling.defaults import default_sampling

@@ -1,4 +1,4 @@
-"""An answer in the making: its tokens, its text so far, and whether it has ended."""
+"""Answer in progress: its tokens, its text so far, and whether it has ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvmosaic.sampling.stopping import Finish, StopRules, StopStrings
 
 
 class Answer:
-    """One answer in the making: takes sampled tokens, gives text and the reason it ended.
+    """One answer in progress: takes sampled tokens, gives text and the finish reason.
 
     After it has ended, `append` must not be called again.
     """
@@ -30,10 +30,10 @@ class Answer:
 
         Args:
             params: the sampling parameters.
-            tokenizer: turns ids into text; None gives empty text.
+            tokenizer: decodes ids; None gives empty text.
             eos_token_ids: the model's end-of-sequence tokens.
-            index: which of the n answers.
-            max_tokens: what the model has room for, if that is less than `params.max_tokens`.
+            index: index of the answer, below `n`.
+            max_tokens: the engine's limit, if that is less than `params.max_tokens`.
         """
         self.params = params
         self.index = index
@@ -52,16 +52,16 @@ class Answer:
         return len(self.token_ids)
 
     def append(self, sampled: SampledToken) -> Finish | None:
-        """Adds a token; returns why the answer ended, or None while it goes on."""
+        """Adds a token; returns why the answer ended, or None while it continues."""
         assert self.finish is None, "the answer has ended"
         token_id = sampled.token_id
         self.token_ids.append(token_id)
         self._keep_logprobs(sampled)
         by_id = self.rules.by_id(token_id, self.num_tokens)
         if sampled.is_last and token_id in self.rules.all_eos_token_ids:
-            by_id = Finish("stop")  # whatever ignore_eos and min_tokens say: nothing may follow
+            by_id = Finish("stop")  # whatever ignore_eos and min_tokens say: no token may follow
         search = self.num_tokens > self.rules.min_tokens
-        # The token that ended the answer by its id is no text, unless that was asked for.
+        # The token that ended the answer by its id is no text, unless it was requested.
         new = "" if by_id and not self.params.include_stop_str_in_output else self._detokenizer.append(token_id)
         ended = by_id or (Finish("stop") if sampled.is_last else self.rules.by_length(self.num_tokens))
         found = self._text.append(new + (self._detokenizer.flush() if ended else ""), search=search)
@@ -69,21 +69,21 @@ class Answer:
         return self.finish
 
     def end(self, reason: FinishReason) -> None:
-        """Ends the answer where it is; an answer that has ended already stays as it is."""
+        """Ends the answer now; an answer that has ended already stays as it is."""
         if self.finish is None:
             self._text.append(self._detokenizer.flush(), search=False)
             self.finish = Finish(reason)
 
     def take_text(self) -> str:
-        """The text that is certain and was not taken yet, for streaming."""
+        """The final text that was not taken yet, for streaming."""
         return self._text.take(everything=self.finish is not None)
 
     def logprobs_from(self, first: int) -> list[dict[int, Logprob]] | None:
-        """The log probabilities of the tokens from number `first` on; None unless they were asked for."""
+        """The log probabilities of the tokens from number `first` on; None unless they were requested."""
         return None if self._logprobs is None else self._logprobs[first:]
 
     def output(self) -> CompletionOutput:
-        """The answer so far; its text holds nothing that a later token could take back."""
+        """The answer so far; its text is final."""
         shown = None if self.finish else self._text.num_shown
         return CompletionOutput(
             index=self.index,

@@ -1,4 +1,4 @@
-"""Default sampling parameters that a model brings along."""
+"""Default sampling parameters from a model's generation configuration."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from kvmosaic.errors import InvalidSampling
 from kvmosaic.sampling.params import SamplingParams
 
 FOLLOWED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""The fields of a generation configuration that are followed, as in vLLM."""
+"""The fields of a generation configuration that are used, as in vLLM."""
 
 logger = logging.getLogger("kvmosaic")
 
 
 def default_sampling(declared: Mapping[str, Any]) -> SamplingParams:
-    """`SamplingParams()` with what a model's generation configuration says instead.
+    """`SamplingParams()`, overridden by a model's generation configuration.
 
     An explicit `do_sample: false` means temperature 0, whatever the temperature beside it says, as in transformers.
 
     Args:
-        declared: fields of the configuration; None is the same as leaving one out. A value that `SamplingParams` would
-            refuse is left out with a line in the log: the model can be used without it.
+        declared: fields of the configuration; None is the same as an absent one. A value that `SamplingParams` would
+            refuse is ignored with a log line: the model can be used without it.
     """
     usable: dict[str, Any] = {}
     for name in FOLLOWED:

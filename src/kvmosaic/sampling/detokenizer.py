@@ -1,4 +1,4 @@
-"""Detokenizer: text from token ids as they come, never half a character."""
+"""Incremental detokenizer: text from token ids as they are sampled, never half a character."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Protocol
 
 _BROKEN = "�"
 _MAX_HELD = 3
-"""Half a UTF-8 character has at most 3 bytes, each shown as one mark."""
+"""Half a UTF-8 character has at most 3 bytes, each shown as one replacement character."""
 _PATIENCE = 16
-"""After so many tokens without whole text, the text is broken for good."""
+"""Max tokens to wait for whole text; after that the text counts as broken."""
 _WINDOW = 16
 _LONGEST_WINDOW = 64
 PART_TOKENS = 2**15
-"""Decoded at once; some milliseconds."""
+"""Max tokens decoded at once; takes some milliseconds."""
 
 
 class Decoder(Protocol):
@@ -21,12 +21,12 @@ class Decoder(Protocol):
 
     @property
     def all_special_ids(self) -> Collection[int]:
-        """Ids that are left out of the text."""
+        """Special ids, which are omitted from the text."""
 
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
     ) -> object:
-        """Turns ids into text."""
+        """Decodes ids to text."""
 
 
 def decode_all(
@@ -38,8 +38,8 @@ def decode_all(
 ) -> str:
     """Decodes a list of ids; empty text without a tokenizer.
 
-    A long list is decoded in parts of `part_tokens`: one call for all of it would keep the interpreter's lock. What a
-    part adds is found behind some tokens before it; where that is not clear, the list is decoded as a whole.
+    A long list is decoded in parts of `part_tokens`: one call for all of it would keep the interpreter's lock. Each
+    part is decoded after some tokens of the previous one; if the boundary is ambiguous, the list is decoded as a whole.
     """
     if tokenizer is None or not token_ids:
         return ""
@@ -62,15 +62,15 @@ def decode_all(
 
 
 class Detokenizer:
-    """Turns one answer's token ids into text, one id at a time.
+    """Decodes one answer's token ids, one id at a time.
 
         ids      [ ...done... | window of a few tokens | ]
         text of the window:     [ emitted | held ]
 
     Each id decodes only a short window, so a long answer costs linear time. The window begins at a token where the text
-    was whole, with some tokens before the new one, because decoders look at their neighbours (a leading space, `##`).
-    Text that ends in half a character is held back until the rest has come. The pieces joined are the text of all ids
-    decoded at once.
+    was whole, with some tokens before the new one, because decoders depend on neighbours (a leading space, `##`).
+    Text that ends in half a character is held back until the rest is there. The concatenated pieces are the text of all
+    ids decoded at once.
     """
 
     def __init__(self, tokenizer: Decoder | None, *, skip_special_tokens: bool = True) -> None:
@@ -83,7 +83,7 @@ class Detokenizer:
         self._held = ""
 
     def append(self, token_id: int) -> str:
-        """Takes the next id and returns the text that is certain now; often a word, sometimes nothing."""
+        """Takes the next id and returns the text that is final now; often a word, sometimes nothing."""
         if self._tokenizer is None or token_id in self._skipped:
             return ""
         self._window.append(token_id)
@@ -103,13 +103,13 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """Returns what is held back: half a character at the end of an answer, as the mark for broken text."""
+        """Returns held-back text: half a character at the end of an answer, as the replacement character."""
         held, self._held = self._held, ""
         self._emitted += len(held)
         return held
 
     def _shorten(self) -> None:
-        """Drops old tokens from the window, up to a place where the text was whole."""
+        """Drops old tokens from the window, up to a token where the text was whole."""
         half = _WINDOW // 2
         ends = [end for end in self._whole_ends if end <= len(self._window) - half]
         start = ends[-1] if ends else 0

@@ -17,7 +17,7 @@ def penalize_repetition(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor
 
     Args:
         logits: [R, V].
-        seen: [R, V], True where the token stands in the row's prompt or answer.
+        seen: [R, V], True where the token occurs in the row's prompt or answer.
         penalty: [R], above 0; positive logits are divided by it, negative ones multiplied.
     """
     factor = penalty[:, None]
@@ -25,7 +25,7 @@ def penalize_repetition(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor
 
 
 def penalize_presence(logits: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:
-    """Makes tokens of the answer less likely: once for being there, once for every time they are there.
+    """Makes tokens of the answer less likely: once for occurring, and once per occurrence.
 
     Args:
         logits: [R, V].

@@ -1,4 +1,4 @@
-"""Grammars: structured outputs compiled for one model's vocabulary, and the place where an answer is in one."""
+"""Grammars: structured outputs compiled for one model's vocabulary, and the state of an answer in one."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ LIMITS = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-"""Of llguidance: about 50 ms of work at a time, 100 MB of states, 2,000 optional properties of one object."""
+"""Limits of llguidance: about 50 ms of work at a time, 100 MB of states, 2,000 optional properties of one object."""
 _COMPACT = {"whitespace_flexible": False, "lenient": False}
 _AFTER_SPACE = {"lark_grammar": 'start: " " @inner'}
 
 
 class Matcher:
-    """Where one answer is in its grammar; takes its tokens one by one.
+    """The state of one answer in its grammar; takes its tokens one by one.
 
-    Some tokenizers leave out the space that an answer begins with (`▁Yes` is then the text "Yes"). For the first token
+    Some tokenizers omit the space that an answer begins with (`▁Yes` is then the text "Yes"). For the first token
     of such an answer the grammar is followed twice, with and without a space before it.
     """
 
@@ -41,17 +41,17 @@ class Matcher:
         self.vocabulary = vocabulary
         self.plain = plain
         self.spaced = spaced
-        """The grammar behind a space, until the first token."""
+        """The grammar after a space, until the first token."""
         self.failure = ""
-        """Why no further token can be chosen."""
+        """Why no further token can be sampled."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether the grammar allows nothing more."""
+        """Whether the grammar allows no further token."""
         return bool(self.plain.is_stopped()) and not self.failure
 
     def take(self, token_id: int) -> None:
-        """Goes on by a token; afterwards `is_complete` or `failure` may be true."""
+        """Advances by a token; afterwards `is_complete` or `failure` may be set."""
         if self.failure:
             return
         if self.spaced is not None and self.vocabulary.begins_with_space[token_id]:
@@ -61,12 +61,12 @@ class Matcher:
             self.fail(self.plain.get_error() or f"token {token_id} is not allowed")
 
     def fail(self, error: str) -> None:
-        """Notes why no further token can be chosen."""
+        """Records why no further token can be sampled."""
         self.failure = f"the answer cannot go on in its grammar: {_first_line(error)}"
 
 
 class Grammar:
-    """A compiled grammar; every answer starts with a matcher of its own."""
+    """A compiled grammar; every answer gets its own matcher."""
 
     def __init__(self, vocabulary: Vocabulary, plain: Any, spaced: Any | None) -> None:
         self._vocabulary = vocabulary
@@ -80,7 +80,7 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles structured outputs for one model and keeps the last few.
+    """Compiles structured outputs for one model, with a cache of the last few.
 
     `compile` may be called from any thread, at the same time. llguidance is imported, and the vocabulary prepared
     (about a second for a large one), with the first grammar.
@@ -95,10 +95,10 @@ class GrammarCompiler:
         self._grammars: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
 
     def compile(self, outputs: StructuredOutputs) -> Grammar:
-        """The grammar of these structured outputs, from the cache if it is there.
+        """Compiles structured outputs, or returns the cached grammar.
 
         Raises:
-            InvalidSampling: what in it cannot be used, or that this tokenizer cannot be, or that llguidance is missing.
+            InvalidSampling: unsupported structured outputs or tokenizer, or llguidance is missing.
         """
         with self._lock:
             vocabulary = self._open()
@@ -130,7 +130,7 @@ class GrammarCompiler:
         plain, spaced = vocabulary.matcher([inner], LIMITS), None
         if vocabulary.drops_first_space and not plain.is_error():
             spaced = vocabulary.matcher([_AFTER_SPACE, {"name": "inner", **inner}], LIMITS)
-        # Asked for its first tokens, so that what cannot work says so now.
+        # Computes the first mask, so that errors are raised now.
         grammar = Grammar(vocabulary, plain, spaced)
         error, can_begin = plain.get_error(), False
         if not error:
@@ -146,10 +146,10 @@ class GrammarCompiler:
 
 
 def _source(outputs: StructuredOutputs) -> dict[str, Any]:
-    """The grammar in llguidance's own form."""
+    """Converts structured outputs to llguidance's format."""
     if (schema := outputs.schema) is not None:
         check_schema(schema)
-        # Whatever the schema says about its white space (x-guidance): that is ours to set.
+        # Overrides the schema's own white space setting (x-guidance).
         return {"json_schema": {**schema, "x-guidance": _COMPACT}}
     if outputs.regex is not None:
         return {"lark_grammar": f"start: {_regex(outputs.regex)}"}
@@ -164,7 +164,7 @@ def _source(outputs: StructuredOutputs) -> dict[str, Any]:
 
 
 def _regex(regex: str) -> str:
-    """The regular expression as Lark writes it; it means the whole answer anyway, so ^ and $ around it are left out."""
+    """The regular expression in Lark syntax; it matches the whole answer anyway, so enclosing ^ and $ are dropped."""
     from llguidance import regex_to_lark
 
     bare = regex.removeprefix("^")
@@ -174,7 +174,7 @@ def _regex(regex: str) -> str:
 
 
 def _lark(text: str) -> str:
-    """The grammar as Lark; GBNF is known by its `::=`."""
+    """The grammar as Lark; GBNF is recognized by its `::=`."""
     if "::=" not in text:
         return text
     from llguidance import grammar_from
@@ -186,7 +186,7 @@ def _lark(text: str) -> str:
 
 
 def _first_line(error: str) -> str:
-    """What llguidance says, without the grammar and the state that it shows below."""
+    """The message of llguidance, without the grammar and the state that follow it."""
     text = error.partition("<state>")[0].partition("<non-verbose/>")[0].strip()
     text = text.replace("Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Use anyOf")
     return " ".join(text.split())[:500]

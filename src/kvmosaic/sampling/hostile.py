@@ -1,7 +1,7 @@
-"""Hostile grammars: those whose compilation would take minutes or gigabytes, found by looking at them.
+"""Hostile grammars: detects grammars whose compilation would take minutes or gigabytes, before compiling them.
 
-llguidance bounds its own work by counters, but not while it joins regular expressions (the number of their common
-states is a product) and not while it writes a number's multiples as one. Both are bounded here instead.
+llguidance limits its own work by counters, but not while it intersects regular expressions (the number of their common
+states is a product) and not while it writes a number's multiples as one. Both are limited here instead.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _SAYS_NOTHING = {
     "$comment",
 }
 _LITERAL = re.compile(r'"(?:[^"\\\n]++|\\.)*+("?+)|(//)[^\n]*+|/(?:[^/\\\n]++|\\.)*+(/?+)')
-"""Also one without an end, to the end of its line: looking for its end from each of its quotes takes quadratic time.
+"""Also an unterminated one, to the end of its line: a search for its end from each of its quotes takes quadratic time.
 A group has the end of a literal, or the beginning of a comment."""
 
 
 def check_schema(schema: Mapping[str, Any]) -> None:
-    """Raises InvalidSampling for a schema that is too costly; what it cannot compile, llguidance says itself."""
+    """Raises InvalidSampling for a schema that is too costly; other errors are reported by llguidance."""
     patterns: set[str] = set()
     multiples = 1
     joins = ""
@@ -65,7 +65,7 @@ def check_schema(schema: Mapping[str, Any]) -> None:
 
 
 def check_grammar(lark: str) -> None:
-    """Raises InvalidSampling for a Lark grammar that joins too much, or that hides a JSON schema."""
+    """Raises InvalidSampling for a Lark grammar that intersects too much, or that contains a JSON schema."""
     bare = _LITERAL.sub(_left_of_literal, lark)
     if "%json" in bare:
         raise InvalidSampling("grammar: %json cannot be used; give the schema as `json`")
@@ -75,7 +75,7 @@ def check_grammar(lark: str) -> None:
 
 
 def _left_of_literal(literal: re.Match[str]) -> str:
-    """Nothing, but of a literal that has no end what it says: llguidance may read that as anything."""
+    """Replacement of a literal: nothing, or its text if unterminated, which llguidance may parse as anything."""
     return " " if any(literal.groups()) else literal[0]
 
 

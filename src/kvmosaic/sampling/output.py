@@ -1,4 +1,4 @@
-"""Outputs: what a request returns, with vLLM's field names."""
+"""Request outputs, with vLLM's field names."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class CompletionOutput:
     """One answer, complete or so far."""
 
     index: int
-    """Which of the n answers."""
+    """Index of the answer, below `n`."""
     text: str
     token_ids: tuple[int, ...]
     cumulative_logprob: float | None = None
-    """Sum over the chosen tokens; None unless `logprobs` were asked for."""
+    """Sum over the sampled tokens; None unless `logprobs` were requested."""
     logprobs: tuple[dict[int, Logprob], ...] | None = None
-    """Per token: the chosen and the most likely ones, by token id."""
+    """Per token: the sampled and the most likely ones, by token id."""
     finish_reason: FinishReason | None = None
-    """stop, length or abort; None while the answer goes on."""
+    """stop, length or abort; None while the answer continues."""
     stop_reason: int | str | None = None
     """The stop text or stop id that ended it; None for the end-of-sequence token."""
 
@@ -45,7 +45,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When things happened to a request: seconds of a monotonic clock."""
+    """Timestamps of a request: seconds of a monotonic clock."""
 
     arrival_time: float = 0.0
     first_scheduled_time: float | None = None
@@ -70,11 +70,11 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What a request returns: its answers, and what its prompt cost."""
+    """The output of a request: its answers, and the reuse report of its prompt."""
 
     request_id: str
     prompt: str | None
-    """The prompt's text; None when it was given as token ids."""
+    """The prompt's text; None if it was given as token ids."""
     prompt_token_ids: tuple[int, ...]
     """All segments, in prompt order."""
     outputs: tuple[CompletionOutput, ...]

@@ -1,4 +1,4 @@
-"""Sampling parameters: how tokens are chosen and when an answer ends."""
+"""Sampling parameters: how tokens are sampled and when an answer ends."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ DEFAULT_SINK_TOKENS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when an answer ends, with vLLM's names and meanings.
+    """How tokens are sampled and when an answer ends, with vLLM's names and meanings.
 
     Two differences from vLLM: `max_tokens` is 256 by default (16 cuts most answers short), and there is no
     `prompt_logprobs` (the logits of reused tokens are never computed).
     """
 
     n: int = 1
-    """Answers per prompt. They share the prompt's memory."""
+    """Answers per prompt. They share the prompt's KV cache."""
     temperature: float = 1.0
-    """Divides the logits; 0 takes the most likely token every time (greedy)."""
+    """Divides the logits; 0 always takes the most likely token (greedy)."""
     top_p: float = 1.0
     """Keep the most likely tokens that together reach this probability; 1 keeps all."""
     top_k: int = 0
@@ -52,26 +52,27 @@ class SamplingParams:
     stop_token_ids: Iterable[int] | None = None
     """Token ids that end the answer. Stored as a tuple."""
     ignore_eos: bool = False
-    """Go on after the end-of-sequence token."""
+    """Continue after the end-of-sequence token."""
     max_tokens: int | None = 256
-    """Most tokens of an answer; None: as many as the model has positions for, or 2**27 with `window_tokens`."""
+    """Max tokens of an answer; None: as many as the model has positions for, or 2**27 with `window_tokens`."""
     min_tokens: int = 0
     """No stop text, stop id or end-of-sequence token counts before this many tokens."""
     logprobs: int | None = None
     """Also return the log probabilities of the chosen token and of this many most likely ones."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """Omit special tokens from the text."""
     include_stop_str_in_output: bool = False
     """Keep the stop text (or the text of the stop id) in the answer."""
     window_tokens: int | None = None
-    """Lets the answer go on without end in constant memory: a token sees `sink_tokens` and this many newest tokens of
-    question and answer, besides system prompt and documents. None: a token sees everything, up to the model's limit."""
+    """Lets the answer continue without end in constant memory: a token sees `sink_tokens` and this many newest tokens
+    of question and answer, besides system prompt and documents. None: a token sees everything, up to the model's
+    limit."""
     sink_tokens: int | None = None
     """First tokens of the question (or the plain prompt) that stay visible; `DEFAULT_SINK_TOKENS` with a window."""
     repair: str | RepairPolicy | None = None
-    """Which tokens of cached documents are computed again, such as "query(0.15)"; None: as the engine is configured."""
+    """Tokens of cached documents to recompute, such as "query(0.15)"; None: the engine's default."""
     structured_outputs: StructuredOutputs | None = None
-    """The form that the answer must have; a mapping of its fields will do. A complete form ends the answer, also with
+    """The required form of the answer; a mapping of its fields is accepted. A complete form ends the answer, also with
     `ignore_eos` and before `min_tokens`."""
 
     def __post_init__(self) -> None:
@@ -148,12 +149,12 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken every time."""
+        """Whether the most likely token is always taken."""
         return self.temperature < 1e-5
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the logits depend on the tokens before."""
+        """Whether the logits depend on previous tokens."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 

@@ -1,4 +1,4 @@
-"""Reuse reports: what each segment of a prompt cost, and what the cache saved."""
+"""Reuse report: the cost of each segment of a prompt, and the savings by the cache."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ SegmentAction = Literal["reused", "moved", "computed", "partly reused"]
 
 @dataclass(frozen=True, slots=True)
 class SegmentReuse:
-    """What happened to one segment."""
+    """Reuse of one segment."""
 
     kind: str
     """system, chunk, question or plain."""
     num_tokens: int
     action: SegmentAction
-    """reused where it was computed, moved (reused at another position), computed, or reused up to some token."""
+    """reused at its position, moved (reused at another position), computed, or reused up to some token."""
     name: str | None = None
     distance: int = 0
-    """Positions by which the question sees it moved."""
+    """Positions by which it is moved for the question."""
     reused_tokens: int = 0
     num_blocks: int = 0
     milliseconds: float = 0.0
     """Computed, in whole or in part: its share, by tokens, of the steps it was in, which other requests may share.
-    Found in the cache: an equal share of the time to plan and allocate the whole prompt, since that is done at once."""
+    A cache hit: an equal share of the time to plan and allocate the whole prompt, since that is done at once."""
     note: str = ""
-    """What a reader should know, for example an approximation."""
+    """A remark for readers, for example an approximation."""
     tier: str | None = None
-    """Where its keys and values were found: "device", or the tier that it was loaded from; None if all was computed."""
+    """Source of its keys and values: "device", or the tier that it was loaded from; None if all was computed."""
 
     @property
     def computed_tokens(self) -> int:
@@ -50,25 +50,25 @@ class SegmentReuse:
 
 @dataclass(frozen=True, slots=True)
 class RepairUse:
-    """What was computed again of the documents, and what that cost."""
+    """Recomputed tokens of the documents, and the cost."""
 
     policy: str
-    """Its text, such as "query(0.15)"."""
+    """The policy as text, such as "query(0.15)"."""
     document_tokens: int
     """Tokens of all documents of the prompt."""
     repaired_tokens: int
-    """Of these, those that the answer reads as they are when they see what stands before them."""
+    """Document tokens whose keys and values were computed with everything before them visible."""
     computed_tokens: int
-    """Of these, those that went through the model; the others were repaired for an earlier request and kept."""
+    """Repaired tokens that went through the model; the others were repaired for an earlier request and cached."""
     work_fraction: float
-    """Layers computed for choosing and repairing tokens, by the layers of all document tokens: 1 is what computing all
-    documents once costs. A token counts once for each layer."""
+    """Layers computed for choosing and repairing tokens, relative to the layers of all document tokens: 1 is the cost
+    of computing all documents once. A token counts once for each layer."""
     milliseconds: float
-    """Spent on choosing and repairing, of the steps it was in by its share of their tokens."""
+    """Time for choosing and repairing: its share, by tokens, of the steps it was in."""
 
     @property
     def fraction(self) -> float:
-        """Repaired tokens by all tokens of documents."""
+        """Repaired tokens relative to all document tokens."""
         return self.repaired_tokens / self.document_tokens if self.document_tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,15 +84,15 @@ class RepairUse:
 
 @dataclass(frozen=True, slots=True)
 class ReuseReport:
-    """What each segment of a prompt cost."""
+    """The cost of each segment of a prompt."""
 
     segments: tuple[SegmentReuse, ...] = ()
     time_to_first_token: float | None = None
     """Seconds from the arrival of the request to its first token."""
     composition: str = "exact"
-    """"exact", or the approximation that the settings asked for."""
+    """"exact", or the approximation that the settings requested."""
     repair: RepairUse | None = None
-    """What was computed again of the documents, if that was asked for."""
+    """Recomputed tokens of the documents, if requested."""
 
     @property
     def num_tokens(self) -> int:
@@ -116,7 +116,7 @@ class ReuseReport:
 
     @property
     def reused_fraction(self) -> float:
-        """Reused tokens by all tokens; 0 for an empty report."""
+        """Reused tokens relative to all tokens; 0 for an empty report."""
         return self.reused_tokens / self.num_tokens if self.num_tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Sampler: one token per row of logits, each row by its own parameters."""
+"""Sampler: one token per row of logits, with the parameters of each row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOWEST = -1e30
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A chosen token, with log probabilities if they were asked for."""
+    """A sampled token, with log probabilities if they were requested."""
 
     token_id: int
     logprob: float | None = None
@@ -30,11 +30,11 @@ class SampledToken:
     is_last: bool = False
     """The form of the answer (`structured_outputs`) is complete with it."""
     failure: str = ""
-    """Why the answer cannot go on in its form; the token means nothing then."""
+    """Why the answer cannot continue in its form; the token is meaningless then."""
 
 
 class SamplingState:
-    """What sampling remembers of one answer: its generator, its place in a grammar, and which tokens it has seen.
+    """Sampling state of one answer: its generator, its grammar state, and which tokens it has seen.
 
     The generator lives on the CPU and gives one number per token, so a seed means the same on every device and in every
     batch. Token counts are kept only if a penalty needs them.
@@ -55,12 +55,12 @@ class SamplingState:
 
         Args:
             params: the sampling parameters.
-            prompt_token_ids: what the repetition penalty counts as seen.
+            prompt_token_ids: tokens that the repetition penalty counts as seen.
             vocab_size: V.
-            index: which of the n answers; it is added to the seed.
-            ending_ids: ids that may not be drawn before `min_tokens`.
-            device: where the logits are.
-            matcher: at the beginning of the grammar that the answer follows.
+            index: index of the answer, below `n`; it is added to the seed.
+            ending_ids: ids that may not be sampled before `min_tokens`.
+            device: device of the logits.
+            matcher: the answer's grammar, at its beginning.
 
         Raises:
             InvalidSampling: every token would end an answer that may not end yet.
@@ -90,7 +90,7 @@ class SamplingState:
             self.seen[torch.tensor(list(prompt_token_ids), dtype=torch.long, device=device)] = True
 
     def append(self, token_id: int) -> None:
-        """Notes a token of the answer."""
+        """Records a token of the answer."""
         self.num_tokens += 1
         if self.matcher is not None:
             self.matcher.take(token_id)
@@ -105,7 +105,7 @@ class SamplingState:
 
     @property
     def banned(self) -> Tensor | None:
-        """Ids that may not be drawn now, or None."""
+        """Ids that may not be sampled now, or None."""
         return self._ending if self.num_tokens < self.params.min_tokens and len(self._ending) else None
 
     @property
@@ -116,9 +116,9 @@ class SamplingState:
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-    """Chooses one token per row and notes it in the row's state.
+    """Samples one token per row and records it in the row's state.
 
-    The order is vLLM's: what a grammar forbids, penalties, then temperature, min-p, top-k, top-p, then one draw. Greedy
+    The order is vLLM's: grammar mask, penalties, then temperature, min-p, top-k, top-p, then one draw. Greedy
     rows take the largest logit after the penalties.
 
     Args:
@@ -126,7 +126,7 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
         states: R states, one per row.
 
     Returns:
-        R tokens; with log probabilities where `logprobs` were asked for.
+        R tokens; with log probabilities where `logprobs` were requested.
     """
     assert logits.ndim == 2 and logits.shape[0] == len(states), "one row of logits per state"
     if not states:
@@ -148,7 +148,7 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
 
 
 def _sample_rows(logits: Tensor, states: list[SamplingState]) -> Tensor:
-    """Token ids [R] for rows that need more than the largest logit."""
+    """Samples token ids [R] for rows that need more than the largest logit."""
     logits = _penalized(_within_grammars(logits, states), states)
     for row, state in enumerate(states):
         if state.banned is not None and state.matcher is None:
@@ -163,9 +163,9 @@ def _sample_rows(logits: Tensor, states: list[SamplingState]) -> Tensor:
 
 
 def _within_grammars(logits: Tensor, states: list[SamplingState]) -> Tensor:
-    """Logits [R, V] without what the grammars of the rows forbid; every row keeps a token.
+    """Logits [R, V] masked by the grammars of the rows; every row keeps a token.
 
-    Ends that may not come yet (`min_tokens`, `ignore_eos`) are forbidden, too, unless nothing else is left.
+    Ends before `min_tokens` or with `ignore_eos` are masked, too, unless no other token is left.
     """
     rows = [row for row, state in enumerate(states) if state.matcher is not None]
     if not rows:
@@ -184,7 +184,7 @@ def _within_grammars(logits: Tensor, states: list[SamplingState]) -> Tensor:
             kept[early] = False
             mask.copy_(kept if bool(kept.any()) else mask)
     index = torch.tensor(rows, device=logits.device)
-    # Allowed but impossible (-inf) is still better than forbidden.
+    # Allowed but impossible (-inf) is still better than masked.
     part = logits[index].clamp(min=_LOWEST).masked_fill(~allowed.to(logits.device), filters.NEVER)
     return logits.index_copy(0, index, part)
 
@@ -224,7 +224,7 @@ def _draw(logits: Tensor, states: list[SamplingState]) -> Tensor:
 
 
 def _with_logprobs(logits: Tensor, token_ids: list[int], states: Sequence[SamplingState]) -> list[SampledToken]:
-    """Adds log probabilities of the untouched logits where they were asked for."""
+    """Adds log probabilities of the unmodified logits where they were requested."""
     wanted = [row for row, state in enumerate(states) if state.params.logprobs is not None]
     tokens = [SampledToken(token_id) for token_id in token_ids]
     if not wanted:

@@ -1,4 +1,4 @@
-"""Stopping: when an answer ends, and which of its text may be shown before."""
+"""Stopping: when an answer ends, and how much of its text is final before."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class StopStrings:
 
         text     [ taken | shown | held: may be the beginning of a stop text ]
 
-    A stop text may straddle several pieces of text. The one that is complete first ends the answer, and of several
-    complete at once the longest, so the result does not depend on where the pieces are cut. Each character is looked at
+    A stop text may span several pieces of text. The first complete one ends the answer, and of several
+    complete at once the longest, so the result does not depend on where the pieces are cut. Each character is processed
     once for each stop text, whatever they look like (Knuth, Morris and Pratt).
     """
 
     def __init__(self, stops: Collection[str], *, keep: bool = False) -> None:
-        """Looks for `stops`; `keep` leaves the found one in the text."""
+        """Searches for `stops`; `keep` includes the found one in the text."""
         self._stops = [_Stop(stop) for stop in stops]
         self._keep = keep
         self._parts: list[str] = []
@@ -59,13 +59,13 @@ class StopStrings:
 
     @property
     def num_shown(self) -> int:
-        """Characters that no later text can turn into a part of a stop text."""
+        """Length of the final text, which cannot become part of a stop text."""
         if self._keep:
             return self.num_characters
         return self.num_characters - max((stop.num_matched for stop in self._stops), default=0)
 
     def take(self, *, everything: bool = False) -> str:
-        """Text that was not taken before: what is shown, or everything once the answer has ended."""
+        """Final text that was not taken before; all text once the answer has ended."""
         untaken = "".join(self._parts[self._num_taken_parts :])
         held = 0 if everything else self.num_characters - self.num_shown
         ready = untaken[: len(untaken) - held]
@@ -74,7 +74,7 @@ class StopStrings:
         return ready
 
     def _cut(self, num_characters: int) -> None:
-        """Drops all text behind a place; what was taken is never part of a stop text and stays."""
+        """Truncates the text; taken text is never part of a stop text and stays."""
         taken = "".join(self._parts[: self._num_taken_parts])
         untaken = "".join(self._parts[self._num_taken_parts :])
         self._parts = [taken, untaken[: num_characters - len(taken)]]
@@ -85,19 +85,19 @@ class StopStrings:
 
 
 class _Stop:
-    """One stop text, and how much of it the text so far ends with."""
+    """One stop text, and the length of its match at the end of the text so far."""
 
     __slots__ = ("_borders", "num_matched", "text")
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.num_matched = 0
-        """Length of the longest beginning of the stop text that the text so far ends with."""
+        """Length of the longest prefix of the stop text that the text so far ends with."""
         self._borders = [0, 0]
-        """By length of a beginning: the longest shorter one that it ends with. Made as far as it is needed."""
+        """By prefix length: the longest proper border. Computed as far as needed."""
 
     def read(self, new: str, search: bool) -> int | None:
-        """Reads more text; where in it the stop text is complete first, if it is searched for."""
+        """Reads more text; returns where the stop text is first complete, if it is searched for."""
         text, matched, number = self.text, self.num_matched, 0
         while number < len(new):
             if not matched:
@@ -127,17 +127,17 @@ class _Stop:
 
 
 class StopRules:
-    """Decides after each token whether the answer ends; text is looked at by `StopStrings`."""
+    """Decides after each token whether the answer ends; `StopStrings` searches the text."""
 
     def __init__(
         self, params: SamplingParams, eos_token_ids: Collection[int] = (), max_tokens: int | None = None
     ) -> None:
-        """Takes the rules of one answer.
+        """Stores the rules of one answer.
 
         Args:
             params: the sampling parameters.
             eos_token_ids: the model's end-of-sequence tokens.
-            max_tokens: what the model has room for; the smaller of this and `params.max_tokens` counts.
+            max_tokens: the engine's limit; the smaller of this and `params.max_tokens` counts.
         """
         limits = [limit for limit in (params.max_tokens, max_tokens) if limit is not None]
         self.max_tokens = min(limits) if limits else None
@@ -148,7 +148,7 @@ class StopRules:
 
     @property
     def ending_ids(self) -> frozenset[int]:
-        """Token ids that end the answer; they are not drawn before `min_tokens`."""
+        """Token ids that end the answer; they are not sampled before `min_tokens`."""
         return self.eos_token_ids | self.stop_token_ids
 
     def by_id(self, token_id: int, num_tokens: int) -> Finish | None:
@@ -160,5 +160,5 @@ class StopRules:
         return Finish("stop", token_id) if token_id in self.stop_token_ids else None
 
     def by_length(self, num_tokens: int) -> Finish | None:
-        """Whether an answer of `num_tokens` tokens is as long as allowed."""
+        """Whether an answer of `num_tokens` tokens has reached its limit."""
         return Finish("length") if self.max_tokens is not None and num_tokens >= self.max_tokens else None

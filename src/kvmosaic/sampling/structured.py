@@ -1,4 +1,4 @@
-"""Structured outputs: which form an answer must have, with vLLM's names."""
+"""Structured outputs: the required form of an answer, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_CHOICES_CHARACTERS = 65_536
 class StructuredOutputs:
     """The form of an answer; exactly one field is given.
 
-    JSON is written without spaces and line breaks between its parts, so that a model cannot go on with them forever.
+    JSON is written without spaces and line breaks between its parts, so that a model cannot repeat them forever.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -34,7 +34,7 @@ class StructuredOutputs:
     choice: Iterable[str] | None = None
     """The answer is one of these texts. Stored as a tuple."""
     grammar: str | None = None
-    """A context-free grammar in llguidance's kind of Lark, or in GBNF (`root ::= …`)."""
+    """A context-free grammar in llguidance's dialect of Lark, or in GBNF (`root ::= …`)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):
@@ -59,7 +59,7 @@ class StructuredOutputs:
         """Builds it from names and values, for example of a JSON body.
 
         Raises:
-            InvalidSampling: an unknown name, or a value that cannot be used.
+            InvalidSampling: an unknown name, or an invalid value.
         """
         known = [field.name for field in fields(cls)]
         unknown = sorted(str(name) for name in settings if name not in known)
@@ -71,7 +71,7 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """The name of the field that is given."""
+        """The name of the field that is set."""
         return next(field.name for field in fields(self) if getattr(self, field.name) not in (None, False))
 
     @property
@@ -111,7 +111,7 @@ def _choices(choice: object) -> tuple[str, ...]:
 
 
 def _schema(schema: object) -> str:
-    """The schema as compact text; its keys stay in their order, which is the order of the answer."""
+    """The schema as compact text; its keys keep their order, which is the order of the answer."""
     if isinstance(schema, str):
         if len(schema) > MAX_SCHEMA_BYTES:
             raise InvalidSampling(f"the JSON schema has {len(schema)} characters; at most {MAX_SCHEMA_BYTES} bytes")

@@ -1,4 +1,4 @@
-"""A vocabulary as llguidance sees it: the bytes of every token, and masks of the tokens that may come next."""
+"""Vocabulary for llguidance: the bytes of every token, and masks of the allowed next tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvmosaic.errors import InvalidSampling
 from kvmosaic.sampling.grammar import Matcher
 
 _MARK = "▁"
-"""Stands for a space in the tokens of sentencepiece."""
+"""Represents a space in sentencepiece tokens."""
 
 
 class Vocabulary:
@@ -34,7 +34,7 @@ class Vocabulary:
             eos_token_ids: ids that end an answer; none: that of the tokenizer.
 
         Raises:
-            InvalidSampling: a tokenizer whose tokens are not known as bytes.
+            InvalidSampling: a tokenizer whose tokens cannot be converted to bytes.
         """
         self.vocab_size = vocab_size
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -60,12 +60,12 @@ class Vocabulary:
         self._bits = np.zeros((1, -(-size // 32)), dtype=np.int32)
 
     def matcher(self, grammars: Sequence[Mapping[str, Any]], limits: Mapping[str, Any]) -> Any:
-        """An llguidance matcher at the beginning of the first of these grammars; look at its `is_error`."""
+        """Creates an llguidance matcher at the beginning of the first of these grammars; check its `is_error`."""
         source = json.dumps({"grammars": list(grammars)}, ensure_ascii=False)
         return llguidance.LLMatcher(self._tokens, source, log_level=0, limits=llguidance.LLParserLimits(**limits))
 
     def allowed(self, matchers: Sequence[Matcher]) -> NDArray[np.bool_]:
-        """Which tokens may come next: [R, V]; a row that ends up with none has its matcher's `failure` set."""
+        """Mask of the allowed next tokens, [R, V]; a row with none has its matcher's `failure` set."""
         followed = _followed(matchers)
         if len(followed) > len(self._bits):
             self._bits = np.zeros((2 * len(followed), self._bits.shape[1]), dtype=np.int32)
@@ -80,7 +80,7 @@ class Vocabulary:
         return self._masks(matchers, followed, bits)
 
     def begin(self, matcher: Matcher) -> NDArray[np.bool_]:
-        """Which tokens may come first: [V]; from any thread, in memory of its own."""
+        """Mask of the allowed first tokens, [V]; from any thread, in memory of its own."""
         followed = _followed([matcher])
         bits = np.zeros((len(followed), self._bits.shape[1]), dtype=np.int32)
         for one, row in zip(followed, bits, strict=True):
@@ -105,7 +105,7 @@ class Vocabulary:
 
 
 def _followed(matchers: Sequence[Matcher]) -> list[Any]:
-    """What llguidance follows: a row for each matcher, and behind them one more for those at a first token."""
+    """Matchers of llguidance: a row for each matcher, and after them one more for each at a first token."""
     return [matcher.plain for matcher in matchers] + [each.spaced for each in matchers if each.spaced is not None]
 
 
@@ -121,13 +121,13 @@ def _read(tokenizer: Any, backend: Any, size: int, ends: list[int]) -> Any:
 
 
 class _Metaspace:
-    """Tokens of sentencepiece in the form that llguidance takes from other libraries.
+    """Sentencepiece tokens in the format that llguidance takes from other libraries.
 
         ids     [ tokens | padding | bytes that are no token ]
                  ---- V: what a model may choose ----
 
-    Where only one text can follow, llguidance allows just its first token and trusts that there is one. So every text
-    has tokens here, and where the model lacks them, nothing is left to choose.
+    Where only one text can follow, llguidance allows just its first token and assumes that there is one. So every text
+    has tokens here, and where the model lacks them, no token is allowed.
     """
 
     def __init__(self, tokenizer: Any, backend: Any, size: int, eos_token_id: int) -> None:
@@ -148,7 +148,7 @@ class _Metaspace:
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The longest token at every place: the tokenizer itself would put a space in front, which is not asked for."""
+        """The longest token at each offset: the tokenizer itself would prepend a space, which is wrong here."""
         rest = text.encode() if isinstance(text, str) else text
         ids: list[int] = []
         while rest:
@@ -160,7 +160,7 @@ class _Metaspace:
 
 
 def _drops_first_space(tokenizer: Any, begins_with_space: NDArray[np.bool_]) -> bool:
-    """Whether the text of an answer loses the space of its first token."""
+    """Whether the text of an answer lacks the space of its first token."""
     for token_id in map(int, begins_with_space[: len(tokenizer)].nonzero()[0][:8]):
         text = tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if not text.startswith(" "):

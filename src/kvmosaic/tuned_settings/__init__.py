@@ -1,4 +1,4 @@
-"""A model's profile: how its documents are placed and repaired, as `kvmosaic tune` found by asking it."""
+"""Tuned settings: a model's profile for placing and repairing documents, as measured by `kvmosaic tune`."""
 
 from kvmosaic.tuned_settings.file import MAX_PROFILE_BYTES, read_profile, write_profile
 from kvmosaic.tuned_settings.following import (

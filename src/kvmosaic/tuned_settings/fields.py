@@ -1,4 +1,4 @@
-"""Fields of a file that somebody else may have written: each is checked before it is believed."""
+"""Validated fields of an untrusted JSON object."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Choice = TypeVar("Choice", bound=str)
 
 
 class Fields:
-    """A JSON object that is read field by field; what nobody reads is unknown, and refused by `end`.
+    """A JSON object that is read field by field; `end` refuses fields that were not read.
 
     Every method raises InvalidProfile, with the name of the field, its value and what it should be.
     """
@@ -33,14 +33,14 @@ class Fields:
             raise InvalidProfile(f"its format {name} is {found!r:.80}, and this version reads {versions}; tune again")
 
     def text(self, name: str, most: int) -> str:
-        """A printable text."""
+        """A printable text of at most `most` characters."""
         value = self._take(name)
         if not isinstance(value, str) or not 1 <= len(value) <= most or not value.isprintable():
             raise self._wrong(name, value, f"1 to {most} printable characters")
         return value
 
     def matching(self, name: str, pattern: str, what: str) -> str:
-        """A text of some form."""
+        """A text that matches a pattern."""
         value = self._take(name)
         if not isinstance(value, str) or not re.fullmatch(pattern, value, re.ASCII):
             raise self._wrong(name, value, what)
@@ -55,7 +55,7 @@ class Fields:
         raise self._wrong(name, value, " or ".join(choices))
 
     def read(self, name: str, reader: Callable[[str], str]) -> str:
-        """A text that is checked by others."""
+        """A text that `reader` validates."""
         value = self.text(name, 200)
         try:
             return reader(value)
@@ -103,7 +103,7 @@ class Fields:
         return [Fields(each, f"{self._place}{name}.{number}.") for number, each in enumerate(value)]
 
     def end(self) -> None:
-        """Refuses what was not read: a mistyped name must not pass for one that was left out."""
+        """Refuses unread fields: a mistyped name must not count as an absent field."""
         if unknown := sorted(str(name) for name in self._content if name not in self._read):
             raise InvalidProfile(f"{self._place}{unknown[0]:.80} is unknown; remove it, or look at how it is spelled")
 

@@ -1,4 +1,4 @@
-"""Files of profiles: small JSON objects, read with care and written in one piece."""
+"""Profile files: small JSON objects, validated on reading and written atomically."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MAX_PROFILE_BYTES = 2**16
 
 
 def read_profile(path: Path) -> Profile:
-    """The profile of a file.
+    """Reads a profile from a file.
 
     Raises:
-        InvalidProfile: it cannot be read, is too large, is no JSON, or is no profile of this version.
+        InvalidProfile: it cannot be read, is too large, is not JSON, or is not a profile of this version.
     """
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would block
             raise InvalidProfile(f"there is no file {path}; `kvmosaic tune` writes one")
         with path.open("rb") as file:
             content = file.read(MAX_PROFILE_BYTES + 1)
@@ -41,10 +41,10 @@ def read_profile(path: Path) -> Profile:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Writes a profile in place of the one that may be there; others see the old one or the new one, never a part.
+    """Writes a profile, replacing an existing one; readers see the old one or the new one, never a part.
 
     Raises:
-        InvalidProfile: the place cannot be written.
+        InvalidProfile: the path cannot be written.
     """
     text = json.dumps(profile.to_dict(), indent=2, ensure_ascii=False) + "\n"
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")

@@ -1,4 +1,4 @@
-"""Following a profile: which file it is, whether it is for this model, and what it changes."""
+"""Profile lookup: finds the file of a model, checks that it matches, and applies its settings."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from kvmosaic.tuned_settings.profile import Profile
 logger = logging.getLogger("kvmosaic")
 
 PROFILE_NAME = "kvmosaic_profile.json"
-"""The file next to a model's weights; with a GGUF file, the end of its name."""
+"""The file next to a model's weights; for a GGUF file, the suffix of its name."""
 
 ProfileChoice = bool | str | Path
 """True: the file next to the model, if there is one; False: none; or a file."""
 
 
 def profile_choice(text: str) -> ProfileChoice:
-    """A choice from an option or a variable: "auto", "none", or the path of a file."""
+    """Parses an option or a variable: "auto", "none", or the path of a file."""
     return {"auto": True, "none": False}.get(text, text)
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileUse:
-    """What became of a profile."""
+    """The outcome of a profile lookup."""
 
     config: ChunkCacheConfig
-    """The settings that count."""
+    """The effective settings."""
     profile: Profile | None = None
-    """The one that is followed."""
+    """The profile that was applied."""
     note: str = ""
-    """In one sentence: what it sets, or why it is not followed; empty if there is none."""
+    """One sentence: what it sets, or why it is not applied; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundProfile:
-    """A profile that may be followed, once it is known which model it is for."""
+    """A profile that may be applied, once the model is known."""
 
     path: Path | None = None
     profile: Profile | None = None
     trouble: str = ""
     """Why the file next to the model cannot be used."""
     is_named: bool = False
-    """Somebody asked for this file, and must be told if it cannot be used."""
+    """This file was requested by name, so a failure to use it is an error."""
 
     def used_for(self, fingerprint: str, config: ChunkCacheConfig) -> ProfileUse:
-        """Follows it, if it is for this model.
+        """Applies it, if it is for this model.
 
         Raises:
             InvalidProfile: the caller named a file that is for another model.
@@ -77,15 +77,15 @@ class FoundProfile:
 
 
 def find_profile(place: Path | None, choice: ProfileChoice) -> FoundProfile:
-    """Looks for a profile; reads it, so that what is wrong with a named one is told before weights are loaded.
+    """Finds and reads a profile, so that errors in a named one are raised before weights are loaded.
 
     Args:
-        place: the file next to the model, if there is one; None: the model has no place here.
+        place: the file next to the model, if there is one; None: the model is not a local one.
         choice: see `ProfileChoice`.
 
     Raises:
         InvalidProfile: a file was named, and it cannot be used.
-        InvalidConfig: something that is no choice.
+        InvalidConfig: an invalid choice.
     """
     if not isinstance(choice, bool | str | Path) or choice == "":
         raise InvalidConfig(f"profile must be True, False or the path of a file, got {choice!r:.80}")
@@ -104,7 +104,7 @@ def find_profile(place: Path | None, choice: ProfileChoice) -> FoundProfile:
 
 
 def _told(path: Path, profile: Profile, config: ChunkCacheConfig) -> str:
-    """The sentence about a profile that is followed."""
+    """The sentence about an applied profile."""
     text = (
         f"{path.name} of {profile.date} is followed: {profile.position_strategy} positions, documents saw: "
         f"{profile.chunk_context}, repair {profile.repair}; {profile.reached}"

@@ -1,4 +1,4 @@
-"""A profile: settings that were measured on one model, and what was measured."""
+"""Profile: settings that were tuned on one model, and the measurements."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvmosaic.tuned_settings.fields import Fields
 
 FORMAT = 2
 READABLE_FORMATS = (1, 2)
-"""Format 1 knew right answers only, and nothing of divergence, agreement and loss."""
+"""Format 1 has accuracies only, without divergence, agreement and loss."""
 FORMAT_FIELD = "kvmosaic_profile"
 SETTINGS = ("position_strategy", "chunk_context", "repair")
-"""Fields of `ChunkCacheConfig` that a profile sets where nobody said otherwise."""
+"""Fields of `ChunkCacheConfig` that a profile sets unless the caller did."""
 MAX_TASKS = 100
 MAX_CASES = 10**7
 MAX_WORK = 100.0
-"""Repairing may cost more than computing all documents once, though nobody would want it."""
+"""Upper bound: repairing may cost more than computing all documents once, though that is never useful."""
 MAX_NAME_CHARACTERS = 4_096
 MAX_NATS = 1e6
 
@@ -30,7 +30,7 @@ Strategy = Literal["shared", "sequential"]
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """What one task showed."""
+    """Measurements on one task."""
 
     task: str
     cases: int
@@ -39,15 +39,15 @@ class TaskResult:
     full_accuracy: float | None
     """The same with full attention."""
     divergence: float | None = None
-    """From full attention, in nats per token of its own answers; None in profiles that do not know it."""
+    """From full attention, in nats per token of its own answers; None in profiles without it."""
     agreement: float | None = None
     """With full attention's greedy tokens, from 0 to 1."""
     loss_increase: float | None = None
-    """How far the loss of the accepted answers is above full attention, in nats per token."""
+    """Increase of the accepted answers' loss over full attention, in nats per token."""
 
     @property
     def ratio(self) -> float | None:
-        """Accuracy by that of full attention; 1 where that answers nothing, since nothing can be lost."""
+        """Accuracy relative to full attention; 1 where that scores 0, since nothing can be lost."""
         if self.accuracy is None or self.full_accuracy is None:
             return None
         return self.accuracy / self.full_accuracy if self.full_accuracy else 1.0
@@ -55,32 +55,32 @@ class TaskResult:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """How much may be lost, and how much work may be spent on that."""
+    """Limits on the loss of accuracy and on the work of repairing."""
 
     loss: float | None
-    """Share of full attention's accuracy that may be lost, tasks together; None: any."""
+    """Max loss, as a share of full attention's accuracy, all tasks together; None: any."""
     task_loss: float | None
     """The same for each task."""
     max_work: float
-    """Most work for choosing and repairing; 1 is what computing all documents once costs."""
+    """max_work of choosing and repairing; 1 is the cost of computing all documents once."""
     is_reached: bool = True
-    """False: nothing reaches it, and the best there is was wanted all the same."""
+    """False: no settings reach it, and the best ones were accepted nonetheless."""
     max_divergence: float | None = None
-    """From full attention, in nats per token; None: any."""
+    """Max divergence from full attention, in nats per token; None: any."""
     min_agreement: float | None = None
-    """With full attention's greedy tokens, from 0 to 1; None: any."""
+    """Min agreement with full attention's greedy tokens, from 0 to 1; None: any."""
     max_loss_increase: float | None = None
-    """Of the accepted answers, in nats per token; None: any."""
+    """Max increase of the accepted answers' loss, in nats per token; None: any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """How a model's documents are placed and repaired, and what was measured that way."""
+    """Settings for placing and repairing a model's documents, and their measurements."""
 
     model: str
-    """What it was called when it was measured."""
+    """Name of the model when it was measured."""
     fingerprint: str
-    """Of the model: another checkpoint, dtype or quantization has another one."""
+    """Fingerprint of the model: it differs for another checkpoint, dtype or quantization."""
     position_strategy: Strategy
     chunk_context: ChunkContext
     repair: str
@@ -89,12 +89,12 @@ class Profile:
     """The day of the measurement, such as "2026-03-31"."""
     seed: int
     work: float
-    """For choosing and repairing, on average; 1 is what computing all documents once costs."""
+    """Mean work of choosing and repairing; 1 is the cost of computing all documents once."""
     tasks: tuple[TaskResult, ...]
 
     @property
     def ratio(self) -> float | None:
-        """Mean accuracy over all tasks by that of full attention; None if answers were not scored."""
+        """Mean accuracy over all tasks relative to full attention; None if answers were not scored."""
         pairs = [(task.accuracy, task.full_accuracy) for task in self.tasks]
         known = [(own, full) for own, full in pairs if own is not None and full is not None]
         if not known:
@@ -104,7 +104,7 @@ class Profile:
 
     @property
     def reached(self) -> str:
-        """What was measured, in words."""
+        """Describes the measurements."""
         parts = [] if self.ratio is None else [f"{self.ratio:.1%} of full attention"]
         nearness = [(task.divergence, task.agreement) for task in self.tasks]
         known = [(nats, share) for nats, share in nearness if nats is not None and share is not None]
@@ -114,11 +114,11 @@ class Profile:
         return f"{', '.join(parts)} on {', '.join(task.task for task in self.tasks)}"
 
     def applied_to(self, config: ChunkCacheConfig) -> ChunkCacheConfig:
-        """The settings, with those of the profile where the caller chose none."""
+        """The settings, with those of the profile where the caller set none."""
         return replace(config, **{name: getattr(self, name) for name in SETTINGS if not config.says(name)})
 
     def overruled_by(self, config: ChunkCacheConfig) -> tuple[str, ...]:
-        """The fields in which the caller chose something else."""
+        """The fields in which the caller set something else."""
         said = (name for name in SETTINGS if config.says(name))
         return tuple(name for name in said if str(getattr(config, name)) != getattr(self, name))
 
@@ -140,10 +140,10 @@ class Profile:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Profile:
-        """A profile from names and values.
+        """Creates a profile from names and values.
 
         Raises:
-            InvalidProfile: of another format, or a field is missing, unknown or outside its limits.
+            InvalidProfile: another format, or a field is missing, unknown or out of range.
         """
         fields = Fields(content)
         fields.version(FORMAT_FIELD, READABLE_FORMATS)

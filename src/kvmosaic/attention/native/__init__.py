@@ -1,4 +1,4 @@
-"""Native backend: a small C kernel that reads a layer's runs of keys in place, several cores wide."""
+"""Native backend: a small multi-threaded C kernel that reads a layer's runs of keys in place."""
 
 from kvmosaic.attention.native.backend import NativeBackend
 from kvmosaic.attention.native.library import LIBRARY, Library, load_library

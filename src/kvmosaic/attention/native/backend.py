@@ -17,25 +17,25 @@ from kvmosaic.errors import InvalidConfig
 from kvmosaic.rope import RotationTables
 
 MAX_DIM = 256
-"""Longest key or value head."""
+"""Max size of a key or value head."""
 MAX_GROUP = 128
-"""Most query heads per key head."""
+"""Max query heads per key head."""
 _MOST_KEPT_BYTES = 1 << 24
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 class NativeBackend(TorchBackend):
-    """Attention by the C extension where a layer suits it, by torch everywhere else.
+    """Attention by the C extension for supported layers, by torch for others.
 
     Takes layers in float32 or bfloat16 on the CPU with heads of at most 256 numbers. Uses as many threads as torch.
 
     Args:
         library: the extension; default: the one in the package.
-        instruction_set: one that the processor knows; default: the best.
+        instruction_set: one that the processor supports; default: the best.
 
     Raises:
-        NativeUnavailable: the extension is not there.
-        InvalidConfig: the processor does not know the instruction set.
+        NativeUnavailable: the extension is missing.
+        InvalidConfig: the processor does not support the instruction set.
     """
 
     def __init__(self, library: Library | None = None, instruction_set: InstructionSet | None = None) -> None:
@@ -53,27 +53,27 @@ class NativeBackend(TorchBackend):
 
 
 class _Scratch(threading.local):
-    """Room for partial results, one per thread: new memory in every step would be cleared by the system first."""
+    """Buffers for partial results, one per thread: new memory in every step would be zeroed by the system first."""
 
     def __init__(self) -> None:
         self._kept = torch.empty(0, dtype=torch.uint8)
 
     def begin_step(self) -> None:
-        """Gives back what an unusually long prompt needed."""
+        """Frees the memory of an unusually long prompt."""
         if len(self._kept) > _MOST_KEPT_BYTES:
             self._kept = torch.empty(0, dtype=torch.uint8)
 
     def room(self, num_bytes: int) -> Tensor:
-        """At least so many bytes; nothing else uses them until the thread asks again."""
+        """A buffer of at least `num_bytes`, reused by the thread's next call."""
         if num_bytes > len(self._kept):
             self._kept = torch.empty(num_bytes, dtype=torch.uint8)
         return self._kept
 
 
 class NativeReader:
-    """One plan as the C extension wants it.
+    """One plan in the C extension's format.
 
-    What a layer looks like is written down for the first one; for those that look alike only the addresses change.
+    Shapes and strides are described for the first layer; for layers of the same shapes only the addresses change.
     """
 
     def __init__(self, plan: ReadPlan, library: Library, instruction_set: InstructionSet, scratch: _Scratch) -> None:
@@ -149,7 +149,7 @@ class NativeReader:
         return output, lse
 
     def _describe(self, query: Tensor, pools: Pools, num_threads: int) -> None:
-        """Everything but addresses and what may differ from layer to layer with the same shapes."""
+        """Sets everything but addresses and per-layer values, for layers with the same shapes."""
         layer = self._layer
         assert len(query) == self._plan.num_rows, "a plan is for all rows of a step"
         for number, pool, needed in self._needed:
@@ -164,7 +164,7 @@ class NativeReader:
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the extension can read these tensors."""
+    """Whether the extension supports these tensors."""
     tensors = (query, key, value)
     return (
         all(x.device.type == "cpu" and x.dtype is query.dtype and x.stride(-1) == 1 for x in tensors)

@@ -1,4 +1,4 @@
-"""The compiled extension: finding it, its structures, and the threads it borrows."""
+"""Compiled extension: its location, its structures, and the thread pool it shares with torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvmosaic.cpu_instructions import INSTRUCTION_SETS, InstructionSet, allowed_
 from kvmosaic.errors import NativeUnavailable
 
 LIBRARY = Path(__file__).with_name("paged.so")
-"""Where the build leaves the extension."""
+"""Path of the built extension."""
 
 _VERSION = 1
-"""Of the structures below; `kvmosaic_version` in paged.c."""
+"""Version of the structures below; `kvmosaic_version` in paged.c."""
 
 
 class PoolPointers(ctypes.Structure):
-    """`Pool` in paged.h: strides count numbers, not bytes."""
+    """`Pool` in paged.h: strides are in numbers, not bytes."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("key", "value")),
@@ -51,14 +51,14 @@ class Library:
     parallel: Any
     """The address of GOMP_parallel in the OpenMP runtime that torch uses, or None: one thread."""
     instruction_sets: tuple[InstructionSet, ...]
-    """Those that this processor knows and the environment allows, the best one last."""
+    """Instruction sets that the processor supports and the environment allows, in ascending order."""
 
     def scratch_bytes(self, layer: LayerPointers, num_threads: int) -> int:
         """Bytes that `attend` needs for this layer."""
         return int(self.functions.kvmosaic_scratch_bytes(ctypes.byref(layer), num_threads))
 
     def attend(self, layer: LayerPointers, instruction_set: InstructionSet, num_threads: int) -> None:
-        """Carries out one layer."""
+        """Runs one layer."""
         path = INSTRUCTION_SETS.index(instruction_set)
         failed = self.functions.kvmosaic_attend(ctypes.byref(layer), path, self.parallel, num_threads)
         assert not failed, f"the processor knows {self.instruction_sets}, not {instruction_set}"

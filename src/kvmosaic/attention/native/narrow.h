@@ -91,7 +91,7 @@ INLINE void score_narrow(int how, int64_t m, const char *queries, int64_t query_
     }
 }
 
-/* Hides keys, then turns the scores of one query into weights; returns by how much to keep what was summed before. */
+/* Masks keys, then converts the scores of one query to weights; returns the factor on the previous sums. */
 INLINE float weigh(const Unit *unit, int64_t row, int64_t key, int64_t num, float *scores, float *state) {
     const Layer *layer = unit->layer;
     const Call *call = unit->call;

@@ -1,4 +1,4 @@
-/* Rows of queries, keys and values on their way into the products: turned, widened, side by side, with zeros behind. */
+/* Packing of queries, keys and values for the products: rotated, widened, concatenated, padded with zeros. */
 #ifndef KVMOSAIC_PACKING_H
 #define KVMOSAIC_PACKING_H
 
@@ -35,7 +35,7 @@ INLINE void halve(const float *from, int64_t num, uint16_t *to) {
     }
 }
 
-/* Queries of one key head, turned, in the order that the products want: [rows * H/G, words]. */
+/* Queries of one key head, rotated, in the order of the products: [rows * H/G, words]. */
 INLINE void pack_queries(const Unit *unit, int64_t head, int how, int64_t words, char *packed) {
     const Layer *layer = unit->layer;
     int is_half = (int)layer->is_bfloat16;
@@ -105,7 +105,7 @@ INLINE void copy_rows(int how, const char *from, int64_t stride, int64_t num, in
     memset(to + num * 4 * words, 0, (size_t)(4 * words * (all_rows - num)));
 }
 
-/* Rows of bfloat16, two of them in one word: [all_rows / 2, 2 words], zeros behind row `num`. */
+/* Rows of bfloat16, two of them in one word: [all_rows / 2, 2 words], padded with zeros after row `num`. */
 INLINE void pair_rows(const char *from, int64_t stride, int64_t num, int64_t all_rows, int64_t dim, int64_t words,
                       char *to) {
 #if HAS_PAIRS

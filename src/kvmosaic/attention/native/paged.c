@@ -40,7 +40,7 @@ typedef struct {
     int64_t split, num_splits, tile_rows, num_tiles, unit_heads, num_head_parts, num_units;
     int64_t readers; /* query heads per key head */
     int64_t first_unit, first_output, first_state;
-    int64_t num_calls; /* this one and those that are joined with it; 0: it is joined with an earlier one */
+    int64_t num_calls; /* this call and the ones joined with it; 0: joined with an earlier one */
     int64_t left;      /* how many of the next calls are joined with an earlier one */
 } Cut;
 
@@ -63,7 +63,7 @@ static Cut cut(const Layer *layer, const Call *call) {
     return c;
 }
 
-/* How many calls from this one on are one piece of work: few keys each, the same queries, not turned, many of them. */
+/* How many calls from this one on are one piece of work: few keys each, the same queries, not rotated, many of them. */
 static int64_t joined(const Layer *layer, int64_t number) {
     const Call *first = layer->calls + number, *call = first;
     int64_t rows = first->last - first->first, keys = 0;
@@ -76,7 +76,7 @@ static int64_t joined(const Layer *layer, int64_t number) {
     return call > first ? call - first : 1;
 }
 
-/* The cut of call `number`, whose units and partial results lie behind those of the call before it. */
+/* The cut of call `number`, whose units and partial results follow the ones of the previous call. */
 static Cut next_cut(const Layer *layer, int64_t number, Cut before, int joins) {
     int64_t partials = before.num_splits * before.readers * layer->num_kv_heads;
     Cut c = {0};
@@ -110,7 +110,7 @@ static int64_t index_bytes(const Layer *layer) {
 /* Bytes that `kvmosaic_attend` needs in `layer->scratch` (aligned to 64). */
 int64_t kvmosaic_scratch_bytes(const Layer *layer, int64_t num_threads) {
     Cut c = {0};
-    for (int64_t i = 0; i <= layer->num_calls; i++) c = next_cut(layer, i, c, 0); /* whether they are turned is open */
+    for (int64_t i = 0; i <= layer->num_calls; i++) c = next_cut(layer, i, c, 0); /* rotated or not is still open */
     if (num_threads > MOST_THREADS) num_threads = MOST_THREADS;
     return num_threads * thread_bytes() + index_bytes(layer) + 4 * (c.first_output + c.first_state) + 256;
 }

@@ -26,7 +26,7 @@ typedef struct {
     const Pool *pools;
     const Call *calls;
     const int64_t *rows; /* [R], the row of every stacked query */
-    const float *cosines, *sines; /* [R, D] turn the stacked queries, or NULL */
+    const float *cosines, *sines; /* [R, D] rotate the stacked queries, or NULL */
     const int64_t *partners;      /* [D] */
     char *scratch;
     int64_t query_row, query_head, num_rows, num_stacked, num_calls;

@@ -194,7 +194,7 @@ void EXPORT(kvmosaic_gate)(const Gate *gate, bf16 *x, const bf16 *up, int64_t co
 /* Rotation of queries and keys, in place: a pair (a, b) becomes (a cos - b sin, b cos + a sin). */
 typedef struct {
     int64_t num_heads[2], stride[2], head_dim; /* queries, keys; stride: numbers from row to row */
-    int64_t dims;                              /* turned numbers at the beginning of a head */
+    int64_t dims;                              /* rotated numbers at the beginning of a head */
     int64_t pairs;                             /* neighbours are a pair; otherwise a number of each half is */
     int64_t table_dim, second;                 /* table numbers per row; where those of the pairs' b begin */
     int64_t step;                              /* from one pair's table number to the next one's */

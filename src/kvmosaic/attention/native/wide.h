@@ -18,7 +18,7 @@
 #define TILE_ROWS 4
 #endif
 
-/* Rows in memory. Those that are read soon are asked for little by little: a processor waits for so many at once. */
+/* Rows in memory, with software prefetch in small steps: too many at once stall a processor. */
 typedef struct {
     const char *from; /* NULL: none */
     int64_t stride, bytes;
@@ -143,7 +143,7 @@ INLINE void attend_strip(const Unit *unit, int how, int nv, const Block *block, 
 /* Vectors of the next strip, if `left` are left: 3, and no single one at the end if that can be helped. */
 INLINE int64_t strip_of(int64_t left) { return left == 4 ? 2 : left < 3 ? left : 3; }
 
-/* [m, words] to strips of [words, lanes], zeros behind the last query. */
+/* [m, words] to strips of [words, lanes], padded with zeros after the last query. */
 INLINE void turn_rows(const float *from, int64_t m, int64_t words, float *to) {
     for (int64_t first = 0, nv; first < m; first += nv * W, to += nv * W * words) {
         nv = strip_of(whole(m - first, W) / W);

@@ -1,4 +1,4 @@
-"""Rolling cache of one attention layer: sinks that never leave, then a window of the newest tokens."""
+"""Rolling KV cache of one attention layer: sinks that are never evicted, then a window of the newest tokens."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class BlockKVCache:
         filling     [ 0 1 | 2 3 4 5 . . ]        cached_k() is the valid prefix
         full        [ 0 1 | 2 3 4 5 6 7 ]        2 sinks, window of 6, chunks of 2
         rolled      [ 0 1 | 4 5 6 7 8 9 ]        ordered=True: the window moves left, then 8 9 are written
-                    [ 0 1 | 8 9 4 5 6 7 ]        ordered=False: 8 9 take the places of 2 3, nothing moves
+                    [ 0 1 | 8 9 4 5 6 7 ]        ordered=False: 8 9 take the slots of 2 3, nothing moves
 
     One step for chunk i = 0, 1, 2, …:
 
-        cache.before_update(i)               # the next chunk, or the same again to overwrite it; makes room
+        cache.before_update(i)               # the next chunk, or the same again to overwrite it; evicts
         cache.update(k, v)                   # exactly chunk_size tokens; may be called again
         cache.cached_k(), cache.cached_v()   # views with the new chunk in them
         cache.after_update(i)
 
-    What it holds is always the first `sink_size` and the last `window_size` tokens of what was written, each chunk in
-    its last version. Sizes need not divide each other: a chunk may lie across the end of the sinks, and of a chunk
+    It always holds the first `sink_size` and the last `window_size` tokens of what was written, each chunk in
+    its last version. Sizes need not divide each other: a chunk may cross the end of the sinks, and of a chunk
     longer than the window the newest tokens stay.
 
     Once it is full, `update` writes to the same addresses in every step and `cached_k` reads from the same, so that a
@@ -57,13 +57,13 @@ class BlockKVCache:
     chunk_size: int
     """Tokens of every chunk."""
     window_size: int
-    """The newest tokens, which are seen beside the sinks."""
+    """Number of newest tokens that are visible beside the sinks."""
     sink_size: int = 0
-    """The first tokens of the stream, which never leave."""
+    """Number of first tokens of the stream, which are never evicted."""
     device: torch.device | str | None = None
-    """Where the memory lies; default the first GPU, or the CPU where there is none."""
+    """Device of the memory; default the first GPU, or the CPU if there is none."""
     dtype: torch.dtype | None = None
-    """Of keys, values and every chunk; default torch's."""
+    """Dtype of keys, values and every chunk; default torch's."""
     ordered: bool = True
     """Whether views are in order, oldest to newest. False: the window is a ring and no token ever moves. Attention
     does not mind the order when keys are already rotated and every query sees all of them."""
@@ -72,19 +72,19 @@ class BlockKVCache:
     _k: Tensor = field(init=False, repr=False)
     _v: Tensor = field(init=False, repr=False)
     _slots: Tensor | None = field(init=False, repr=False)
-    """[num_kept] places in the ring of the newest chunk's last tokens. On the device, where a graph finds them."""
+    """[num_kept] ring slots of the newest chunk's last tokens. On the device, where a graph reads them."""
     _newest: int = field(init=False, default=-1, repr=False)
     """Number of the last chunk that is complete; -1 before the first."""
     _current: int | None = field(init=False, default=None, repr=False)
-    """Number of the chunk under way."""
-    # What `update` and the views look at once the cache is full. Not numbers: of a cache that belongs to a module,
-    # torch.compile makes a new graph for every number that has changed.
+    """Number of the chunk in progress."""
+    # Read by `update` and the views once the cache is full. Not numbers: for a cache that belongs to a module,
+    # torch.compile builds a new graph for every number that has changed.
     _is_open: bool = field(init=False, default=False, repr=False)
     """Whether a chunk may be written."""
     _is_written: bool = field(init=False, default=False, repr=False)
-    """Whether `update` was called for the chunk under way, now or when it first came."""
+    """Whether `update` was called for the chunk in progress, in this step or when it was first written."""
     _is_steady: bool = field(init=False, default=False, repr=False)
-    """Whether the cache was full before the chunk under way or the last one, and that has no sinks in it."""
+    """Whether the cache was full before the chunk in progress or the last one, and that has no sinks in it."""
 
     def __post_init__(self) -> None:
         sizes = Places(
@@ -99,7 +99,7 @@ class BlockKVCache:
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.dtype = dtype_of(self.dtype)
         self._places = sizes
-        with torch.inference_mode(False):  # or it could be written in inference mode only
+        with torch.inference_mode(False):  # otherwise it could be written in inference mode only
             self._k = torch.zeros(self.k_shape, device=self.device, dtype=self.dtype)
             self._v = torch.zeros(self.v_shape, device=self.device, dtype=self.dtype)
             self._slots = None if self.ordered else torch.zeros(sizes.num_kept, dtype=torch.int64, device=self.device)
@@ -129,7 +129,7 @@ class BlockKVCache:
         return cache
 
     def before_update(self, chunk_index: int) -> None:
-        """Begins a step: a new chunk finds room, the same chunk again will be overwritten.
+        """Begins a step: evicts tokens for a new chunk; a repeated chunk will be overwritten.
 
         Args:
             chunk_index: one more than that of the last step, or the same.
@@ -154,7 +154,7 @@ class BlockKVCache:
         self._current, self._is_open = chunk_index, True
 
     def update(self, k: Tensor, v: Tensor) -> None:
-        """Writes the chunk under way; called again, it is overwritten.
+        """Writes the chunk in progress; called again, it is overwritten.
 
         Args:
             k: exactly chunk_size tokens in dimension `seq_dim`, the rest as in `k_shape`.
@@ -174,18 +174,18 @@ class BlockKVCache:
         self._is_written = True
 
     def cached_k(self) -> Tensor:
-        """View of the keys that may be seen: sinks, then window; `size` tokens in dimension `seq_dim`."""
+        """View of the visible keys: sinks, then window; `size` tokens in dimension `seq_dim`."""
         return self._k.narrow(self.seq_dim, 0, self.size)
 
     def cached_v(self) -> Tensor:
-        """View of the values that may be seen: sinks, then window; `size` tokens in dimension `seq_dim`."""
+        """View of the visible values: sinks, then window; `size` tokens in dimension `seq_dim`."""
         return self._v.narrow(self.seq_dim, 0, self.size)
 
     def after_update(self, chunk_index: int) -> None:
         """Ends the step. In a full cache a captured graph may have written the chunk, without a call of `update`.
 
         Args:
-            chunk_index: that of `before_update`.
+            chunk_index: the one of `before_update`.
         """
         if self._current is None:
             raise OutOfStep(f"after_update({chunk_index}) outside a step; call before_update first")
@@ -198,7 +198,7 @@ class BlockKVCache:
         self._newest, self._current, self._is_open = self._current, None, False
 
     def reset(self) -> None:
-        """Forgets everything, a chunk under way too; the next one is 0. The memory stays where it is."""
+        """Clears the cache, including a chunk in progress; the next one is 0. The memory keeps its address."""
         self._newest, self._current = -1, None
         self._is_open = self._is_steady = False
         if self._slots is not None:
@@ -207,34 +207,34 @@ class BlockKVCache:
 
     @property
     def size(self) -> int:
-        """Number of tokens that may be seen, those of the chunk under way too."""
+        """Number of visible tokens, including the chunk in progress."""
         return self._places.total_size if self._is_steady else self._places.size(self._seen)
 
     @property
     def write_end(self) -> int:
-        """Right edge in the cache of the chunk under way, or of the last one. With `ordered` that is `size`."""
+        """Right edge in the cache of the chunk in progress, or of the last one. With `ordered` that is `size`."""
         return self.size if self.ordered else self._places.ring_end(self._seen)
 
     @property
     def sink_distance(self) -> int:
-        """How far the sinks are moved to stand right before the window; see the function `sink_distance`."""
+        """How far the sinks are moved to be right before the window; see the function `sink_distance`."""
         return sink_distance(self._places.num_tokens(self._seen), self.sink_size, self.window_size)
 
     def is_steady_state(self) -> bool:
-        """Whether the cache was full before the chunk under way (or the next one): from now on no address changes."""
+        """Whether the cache was full before the chunk in progress (or the next one): addresses no longer change."""
         return self._is_steady_with(self._newest + 1) if self._current is None else self._is_steady
 
     @property
     def _seen(self) -> int:
-        """Number of the chunk under way, or of the last one."""
+        """Number of the chunk in progress, or of the last one."""
         return self._newest if self._current is None else self._current
 
     def _is_steady_with(self, chunk_index: int) -> bool:
-        """Whether the cache was full before this chunk is written, now or again, and all of it goes to the window."""
+        """Whether the cache was full before this chunk is written, and all of the chunk goes to the window."""
         return self._places.is_full_before(self._newest + 1) and self._places.is_behind_sinks(chunk_index)
 
     def _make_room(self, chunk_index: int) -> None:
-        """Lets the oldest tokens of the window go for a chunk that comes for the first time."""
+        """Evicts the oldest tokens of the window for a chunk that is written for the first time."""
         if self._slots is not None:
             self._slots.add_(self.chunk_size).remainder_(self.window_size)
             return
@@ -247,6 +247,6 @@ class BlockKVCache:
         """Writes the newest tokens of a chunk to their slots."""
         window = storage.narrow(self.seq_dim, self.sink_size, self.window_size)
         newest = chunk.narrow(self.seq_dim, self.chunk_size - len(slots), len(slots))
-        if storage.element_size() == 1:  # torch cannot index every type of one byte
+        if storage.element_size() == 1:  # torch cannot index every one-byte dtype
             window, newest = window.view(torch.uint8), newest.view(torch.uint8)
         window.index_copy_(self.seq_dim, slots, newest)

@@ -1,4 +1,4 @@
-"""What is asked of the shapes, sizes and chunks of a rolling cache."""
+"""Validation of the shapes, sizes and chunks of a rolling KV cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from kvmosaic.errors import InvalidChunk, InvalidConfig
 
 MAX_SIZE = 2**40
-"""Upper bound of every size that is given; memory ends long before."""
+"""Max value of every size argument; memory ends long before."""
 
 
 def whole_number(name: str, value: object, least: int) -> int:
@@ -47,10 +47,10 @@ def dimension(seq_dim: int, rank: int) -> int:
 
 
 def dtype_of(dtype: torch.dtype | None) -> torch.dtype:
-    """The type of keys and values: torch's default if none is given.
+    """The dtype of keys and values: torch's default if none is given.
 
     Raises:
-        InvalidConfig: it is no type of torch.
+        InvalidConfig: it is not a torch dtype.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise InvalidConfig(f"dtype is {dtype!r}; give one of torch, such as torch.bfloat16")
@@ -60,7 +60,7 @@ def dtype_of(dtype: torch.dtype | None) -> torch.dtype:
 def check_shapes(
     k_shape: tuple[int, ...], v_shape: tuple[int, ...], dim: int, sink_size: int, window_size: int
 ) -> None:
-    """Raises InvalidConfig if keys and values do not fit each other or the sizes."""
+    """Raises InvalidConfig if keys and values do not match each other or the sizes."""
     if len(k_shape) != len(v_shape) or k_shape[:-1] != v_shape[:-1]:
         raise InvalidConfig(f"k_shape {k_shape} and v_shape {v_shape} may differ in the last dimension only")
     for name, shape in (("k_shape", k_shape), ("v_shape", v_shape)):

@@ -1,4 +1,4 @@
-"""Places of a stream's tokens in a cache of sinks and a window: whole numbers, no tensors."""
+"""Slots of a stream's tokens in a cache of sinks and a window: whole numbers, no tensors."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbouring tokens of a chunk that are neighbours in the cache too."""
+    """Consecutive tokens of a chunk with consecutive slots in the cache."""
 
     source: int
-    """First of them in the chunk."""
+    """The first of them in the chunk."""
     target: int
-    """Its place in the cache."""
+    """Its slot in the cache."""
     length: int
 
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """Tokens of the window, `start` to `stop`, of which the first `by` leave and the others move left by as much."""
+    """Tokens of the window, `start` to `stop`: the first `by` are evicted, the others move left by as much."""
 
     start: int
     stop: int
@@ -32,12 +32,12 @@ class Shift:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the chunks of one stream lie; chunk i is the tokens i * chunk_size … (i + 1) * chunk_size - 1.
+    """Slots of the chunks of one stream; chunk i is the tokens i * chunk_size … (i + 1) * chunk_size - 1.
 
-        tokens   0 … sink_size - 1 | gone | the newest window_size
+        tokens   0 … sink_size - 1 | evicted | the newest window_size
         cache       [ sink         |        window ]
 
-    Everything follows from the number of a chunk, so writing it again goes to the same places.
+    Slots depend on the number of a chunk only, so writing it again goes to the same slots.
     """
 
     sink_size: int
@@ -51,11 +51,11 @@ class Places:
 
     @property
     def num_kept(self) -> int:
-        """Tokens of a chunk behind the sinks that find room in the window: its newest."""
+        """Tokens of a chunk after the sinks that fit into the window: its newest."""
         return min(self.chunk_size, self.window_size)
 
     def num_tokens(self, index: int) -> int:
-        """Tokens of the stream up to and with chunk `index`; 0 for -1."""
+        """Tokens of the stream up to and including chunk `index`; 0 for -1."""
         return (index + 1) * self.chunk_size
 
     def size(self, index: int) -> int:
@@ -63,7 +63,7 @@ class Places:
         return min(self.num_tokens(index), self.total_size)
 
     def is_full_before(self, index: int) -> bool:
-        """Whether the cache is full before chunk `index` comes."""
+        """Whether the cache is full before chunk `index` is written."""
         return self.num_tokens(index - 1) >= self.total_size
 
     def is_behind_sinks(self, index: int) -> bool:
@@ -72,11 +72,11 @@ class Places:
 
     @property
     def newest_run(self) -> Run:
-        """Where a chunk is written that comes to a full cache: the same for all of them."""
+        """The run of a chunk that is written to a full cache: the same for all of them."""
         return Run(self.chunk_size - self.num_kept, self.total_size - self.num_kept, self.num_kept)
 
     def runs(self, index: int) -> tuple[Run, ...]:
-        """Where chunk `index` is written, after the window has made room for it; the window oldest to newest."""
+        """Runs of chunk `index`, after the window has been shifted for it; the window oldest to newest."""
         first, end = self.num_tokens(index - 1), self.num_tokens(index)
         runs = []
         if first < self.sink_size:
@@ -87,7 +87,7 @@ class Places:
         return tuple(runs)
 
     def shift(self, index: int) -> Shift | None:
-        """How the window makes room for chunk `index` when it first comes; None if no token has to move."""
+        """The shift of the window before chunk `index` is first written; None if no token has to move."""
         if self.is_full_before(index):
             shift = Shift(self.sink_size, self.total_size, self.chunk_size)
         else:

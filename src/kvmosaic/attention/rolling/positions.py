@@ -1,4 +1,4 @@
-"""Positions in a stream without end, as the model was trained for them."""
+"""StreamingLLM positions: positions in an endless stream, within the model's trained range."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from kvmosaic.errors import InvalidConfig
 
 
 def sink_distance(num_tokens: int, sink_size: int, window_size: int) -> int:
-    """How far the sinks are moved so that they stand right before the window (StreamingLLM positions).
+    """How far the sinks are moved to be right before the window (StreamingLLM positions).
 
-        stream     0 1 2 3 | gone: 4 … 103 | 104 … 1127       keys keep the rotation of these positions
-        seen at    0 1 2 3 |                 4 … 1027         what the model would have been trained for
+        stream     0 1 2 3 | evicted: 4 … 103 | 104 … 1127    keys keep the rotation of these positions
+        seen at    0 1 2 3 |                    4 … 1027      within the trained range
 
-    The window and the query behind it are as far apart in both. Only the sinks have to come nearer, by the number of
-    tokens that are gone. That is the `distance` of a `Piece`: the query is turned back by it, no key is touched. A
-    token at stream position p stands at p - distance in the model's window.
+    The window and the query after it are equally far apart in both. Only the sinks are moved closer, by the number of
+    evicted tokens. That is the `distance` of a `Piece`: the query is rotated back by it, no key is rotated. A
+    token at stream position p is at p - distance in the model's window.
 
     Args:
-        num_tokens: tokens of the stream so far, those of the newest chunk too.
-        sink_size: tokens that stay for ever.
-        window_size: newest tokens that stay.
+        num_tokens: tokens of the stream so far, including the newest chunk.
+        sink_size: first tokens, which are never evicted.
+        window_size: newest tokens, which stay.
 
     Raises:
         InvalidConfig: a negative number.

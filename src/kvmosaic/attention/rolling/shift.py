@@ -1,4 +1,4 @@
-"""Moving the tokens of a window to the left where they lie: each byte once, nothing allocated."""
+"""In-place left shift of a window's tokens: each byte is moved once, nothing is allocated."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 
 _ROWS_PER_BLOCK = 8
-"""So many calls of memmove take about as long as one call of torch."""
+"""Number of memmove calls that take about as long as one torch call."""
 
-# An operation of torch's own, so that torch.compile takes it as it is.
+# A torch custom operation, so that torch.compile does not trace into it.
 _NAME = "kvmosaic::shift_left"
 torch.library.define(_NAME, "(Tensor(a!) storage, int dim, SymInt start, SymInt stop, SymInt by) -> ()")
 
 
 def shift_left(storage: Tensor, dim: int, start: int, stop: int, by: int) -> None:
-    """Moves the tokens start + by … stop - 1 of dimension `dim` to start …; what leaves is overwritten.
+    """Moves the tokens start + by … stop - 1 of dimension `dim` to start …; evicted ones are overwritten.
 
-    Tokens may move onto places that others still have to leave. memmove does that in one go, where the storage is in
-    host memory. Elsewhere blocks of `by` tokens are copied from left to right, each onto places just vacated: with
+    Source and target may overlap. memmove handles that in one call, where the storage is in
+    host memory. Elsewhere blocks of `by` tokens are copied from left to right, each to slots just vacated: with
     chunks much smaller than the window that is many calls, and a ring is the better choice.
 
     Args:
         storage: contiguous, any rank.
         dim: dimension of the tokens.
-        start: where the first token that stays goes.
+        start: target of the first token that stays.
         stop: end of the tokens that move.
         by: how far they move.
     """
@@ -42,18 +42,18 @@ def _shift_left(storage: Tensor, dim: int, start: int, stop: int, by: int) -> No
         move_rows(storage, dim, start, stop, by)
     else:
         copy_blocks(storage, dim, start, stop, by)
-    torch.autograd.graph.increment_version(storage)  # who still needs the old keys for a gradient must be told
+    torch.autograd.graph.increment_version(storage)  # autograd must detect that the old keys are overwritten
 
 
 def _shift_nothing(storage: Tensor, dim: int, start: int, stop: int, by: int) -> None:
-    """What a compiler sees: only that the storage is written."""
+    """Fake implementation for compilers: the storage is written."""
 
 
 torch.library.register_fake(_NAME, _shift_nothing)
 
 
 def copy_blocks(storage: Tensor, dim: int, start: int, stop: int, by: int) -> None:
-    """One copy for every `by` tokens, onto places that the one before has vacated."""
+    """One copy for every `by` tokens, to slots that the previous copy has vacated."""
     for place in range(start, stop - by, by):
         length = min(by, stop - by - place)
         storage.narrow(dim, place, length).copy_(storage.narrow(dim, place + by, length))

@@ -17,27 +17,27 @@ from kvmosaic.attention.triton.work import TILE_HEIGHTS, Work, list_work
 from kvmosaic.rope import RotationTables
 
 MAX_DIM = 256
-"""Longest key or value head."""
+"""Max size of a key or value head."""
 MAX_GROUP = TILE_HEIGHTS[-1]
-"""Most query heads per key head."""
+"""Max query heads per key head."""
 MAX_TALL_BYTES = 256
-"""Longest head for the tallest tile: more does not fit into the shared memory of small GPUs."""
+"""Max head size, in bytes, for the tallest tile: more does not fit into the shared memory of small GPUs."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _MERGED_PARTS = 16
 _MIN_BLOCK = 16
-"""Smallest side of a matrix product in Triton."""
+"""Min side of a matrix product in Triton."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelShape:
-    """How one kernel program is laid out.
+    """Tile shape and pipelining of one kernel program.
 
     Chosen by compiling for compute capability 8.0 to 12.0: 98,816 bytes of shared memory at most (131,104 on 9.0 and
     10.0, which have more than twice as much), and few or no spilled registers.
 
     num_keys: keys read at a time
-    num_stages: how many of such reads are under way
+    num_stages: number of such reads in flight
     """
 
     block_key: int
@@ -48,7 +48,7 @@ class KernelShape:
 
     @classmethod
     def of(cls, key_dim: int, value_dim: int, tile: int, dtype: torch.dtype) -> KernelShape:
-        """The shape for heads of some size and a tile height."""
+        """The shape for a head size and a tile height."""
         block_key, block_value = (max(_MIN_BLOCK, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
         head_bytes = (block_key + block_value) * dtype.itemsize
         num_keys = 64 if head_bytes <= 512 else 32 if head_bytes <= 1024 else 16
@@ -56,7 +56,7 @@ class KernelShape:
 
 
 class TritonBackend(TorchBackend):
-    """Attention by Triton kernels where a layer suits them, by torch everywhere else.
+    """Attention by Triton kernels for supported layers, by torch for others.
 
     Takes layers in float32, bfloat16 or float16 with heads of at most 256 numbers. With TRITON_INTERPRET=1 in the
     environment before Triton is imported, the kernels run on the CPU, slowly: that is for tests.
@@ -71,7 +71,7 @@ class TritonBackend(TorchBackend):
 
 
 class TritonReader:
-    """One plan, with a work list for each grouping of heads that its layers have."""
+    """One plan, with a work list for each grouping of heads in its layers."""
 
     def __init__(self, plan: ReadPlan) -> None:
         self._plan = plan
@@ -143,7 +143,7 @@ class TritonReader:
                 query,
                 *query.stride()[:2],
                 *rotation,
-                # a pool that nobody reads has no tensors: any of the right type will do
+                # a pool that is not read has no tensors: any of the right dtype will do
                 *(argument for pool in POOLS for argument in _arguments(*used.get(pool, (query, query)))),
                 sums if masks is None else masks,
                 self._plan.rows,
@@ -177,7 +177,7 @@ class TritonReader:
         return work
 
     def _mask_bytes(self, device: torch.device) -> Tensor | None:
-        """All masks of the plan one behind the other, one byte per key."""
+        """All masks of the plan, concatenated, one byte per key."""
         if self._masks is None:
             masks = [call.mask.flatten() for call in self._plan.calls if call.mask is not None]
             self._masks = torch.cat(masks).view(torch.uint8) if masks else torch.empty(0, device=device)
@@ -185,7 +185,7 @@ class TritonReader:
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel can read these tensors."""
+    """Whether the kernel supports these tensors."""
     tensors = (query, key, value)
     group, longest = query.shape[1] // key.shape[1], max(key.shape[-1], value.shape[-1])
     is_tall = group > TILE_HEIGHTS[-2]
@@ -204,5 +204,5 @@ def _arguments(key: Tensor, value: Tensor) -> tuple[Tensor | int, ...]:
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels go to the current GPU, which need not be the one of the tensors."""
+    """A context that makes the tensors' GPU the current one, where kernels are launched."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

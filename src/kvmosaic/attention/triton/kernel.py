@@ -1,9 +1,9 @@
-"""Triton kernels: one tile of rows through one walk, and the merge of what the walks leave.
+"""Triton kernels: attention of one tile of rows over one walk, and the merge of the walks' partial results.
 
 Scores are kept in units of log 2, because the GPU computes powers of 2. Everything is accumulated in float32.
 """
-# Triton reads the source of these functions and gives their parameters types of its own; those in capitals are known
-# when a kernel is compiled.
+# Triton reads the source of these functions and gives their parameters types of its own; those in capitals are
+# compile-time constants.
 # mypy: ignore-errors
 # ruff: noqa: N803
 
@@ -14,7 +14,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-# parts of one tensor begin anywhere: their alignment must not decide about another kernel
+# parts of one tensor begin anywhere: their alignment must not trigger a recompilation
 @triton.jit(do_not_specialize_on_alignment=["segments", "units"])
 def attend_walks(
     query,
@@ -124,7 +124,7 @@ def attend_walks(
         limit = tl.minimum(seen, num_keys)
         end = tl.max(tl.where(is_lane, limit, 0), 0)
         for first in range(0, end, KEYS):
-            # 64 bits for where the block begins, 32 inside it: the addresses of a block fill registers
+            # 64 bits for the block's start, 32 inside it: block addresses fill registers
             slot = first + tl.arange(0, KEYS)
             is_key = slot < end
             key_at = (tl.arange(0, KEYS) * key_row)[None, :] + key_dims[:, None]
@@ -143,7 +143,7 @@ def attend_walks(
                 mask_at = masks + mask + (first_row + row[:, None]) * tl.load(segment + 6) + slot[None, :]
                 is_seen = is_seen & (tl.load(mask_at, mask=is_seen & (mask >= 0), other=1) != 0)
             scores = tl.where(is_seen, scores * LOG2_E, -float("inf"))
-            # a lane that saw nothing yet keeps -inf, and -inf - -inf is not a number
+            # a lane that has seen no key keeps -inf, and -inf - -inf is NaN
             new_highest = tl.maximum(highest, tl.max(scores, 1))
             level = tl.where(new_highest == -float("inf"), 0.0, new_highest)
             weights = tl.exp2(scores - level[:, None])
@@ -187,7 +187,7 @@ def merge_walks(
     BLOCK_VALUE: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Program (t, h): joins the partial results of row t and head h by their log-sum-exp."""
+    """Program (t, h): merges the partial results of row t and head h by their log-sum-exp."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dims = tl.arange(0, BLOCK_VALUE)

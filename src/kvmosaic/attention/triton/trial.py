@@ -1,4 +1,4 @@
-"""Trial: whether Triton attention runs on a device at all, found out before a model depends on it."""
+"""Triton trial: checks that Triton attention runs on a device, before a model depends on it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvmosaic.errors import TritonUnavailable
 _MIN_CAPABILITY = (8, 0)
 _NUM_ROWS, _NUM_KEYS = 3, 40
 _TOLERANCE = 0.05
-"""Of outputs of order 1: the trial finds what is broken, the tests find what is inexact."""
+"""Max error for outputs of order 1: the trial finds what is broken, the tests find what is inexact."""
 
 
 def try_triton(backend: TritonBackend, dtype: torch.dtype, device: torch.device) -> None:
     """Compiles the kernels, runs them once on `device`, and compares with the plain backend.
 
     Raises:
-        TritonUnavailable: another device or dtype than it is for, or whatever went wrong.
+        TritonUnavailable: an unsupported device or dtype, or any failure.
     """
     if device.type != "cuda" and not backend.is_interpreted:
         raise TritonUnavailable(
@@ -35,7 +35,7 @@ def try_triton(backend: TritonBackend, dtype: torch.dtype, device: torch.device)
         error = _largest_error(backend, dtype, device)
     except TritonUnavailable:
         raise
-    except Exception as failure:  # a missing compiler or driver shows itself in many ways
+    except Exception as failure:  # a missing compiler or driver shows in many ways
         first_line = (str(failure).strip().splitlines() or [""])[0][:200]
         raise TritonUnavailable(f"a trial on {device} failed: {type(failure).__name__}: {first_line}") from failure
     if not error <= _TOLERANCE:
@@ -43,7 +43,7 @@ def try_triton(backend: TritonBackend, dtype: torch.dtype, device: torch.device)
 
 
 def _largest_error(backend: TritonBackend, dtype: torch.dtype, device: torch.device) -> float:
-    """Of a few rows over two runs, so that both kernels take part."""
+    """The largest error for a few rows over two runs, so that both kernels run."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(count, 2, 64, generator=generator).to(device, dtype) for count in (_NUM_ROWS, _NUM_KEYS, _NUM_KEYS)

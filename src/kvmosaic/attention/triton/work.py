@@ -1,8 +1,8 @@
-"""Work list: what every program of the attention kernel reads, made once per step for all layers of one kind.
+"""Work list: the reads of every program of the attention kernel, built once per step for all layers of one kind.
 
-The runs that the same rows read stand one behind the other, as if they were one long run. That is cut into walks of
-about equal length, so that one row over many keys keeps a whole GPU busy; rows are cut into tiles. A program takes one
-tile of rows (times the query heads of one key head) through one walk, and leaves one partial result per row.
+The runs that the same rows read are concatenated to one long run. That is split into walks of
+about equal length, so that one row over many keys occupies a whole GPU; rows are split into tiles. A program takes one
+tile of rows (times the query heads of one key head) through one walk, and writes one partial result per row.
 
     rows  0 1 2 3 | 4 5     tiles of 4 rows
     keys  [ run A      |  run B  ] [ run B   |  run C  ]      two walks of two segments each: 2 x 2 programs
@@ -21,11 +21,11 @@ from torch import Tensor
 from kvmosaic.attention.reads import POOLS, Call, ReadPlan
 
 TILE_HEIGHTS = (16, 64, 128)
-"""Rows times query heads per key head in one program. Tensor cores want 16 at least."""
+"""Rows times query heads per key head in one program. Tensor cores need at least 16."""
 MIN_WALK = 256
-"""Keys of the shortest walk: shorter ones would spend their time on writing and merging partial results."""
+"""Min keys per walk: shorter ones would spend their time on writing and merging partial results."""
 MAX_PROGRAMS = 512
-"""A walk is long enough that one set of rows takes no more programs: about four for each core of a large GPU."""
+"""max_programs for one set of rows, which bounds the number of walks: about four per core of a large GPU."""
 
 _ALL_SEEN = 1 << 40
 
@@ -35,7 +35,7 @@ class Work:
     """The work list on the device, as rows of int64 numbers.
 
     segments: [S, 7] pool, first slot, number of keys, first stacked query of the call, keys that the call's first row
-        sees (each further row sees one more), where its mask begins (-1: no mask), keys in a row of the mask
+        sees (each further row sees one more), start of its mask (-1: no mask), keys in a row of the mask
     units: per tile height, [U, 5] first segment, last segment, first row of the tile, number of rows, first place
     places: [P] places of partial results, sorted by the row they belong to
     starts: [T + 1] row t owns places[starts[t]:starts[t + 1]]
@@ -65,7 +65,7 @@ def walk_length(num_keys: int, num_programs: int) -> int:
 def list_work(plan: ReadPlan, group: int, num_kv_heads: int, device: torch.device) -> Work:
     """The work of a plan for layers with `group` query heads on each of `num_kv_heads` key heads.
 
-    What a row's own runs are cut into depends on those runs and their readers alone, not on the rest of the step.
+    The split of a row's own runs depends on those runs and their readers alone, not on the rest of the step.
     """
     segments: list[tuple[int, ...]] = []
     units: dict[int, list[tuple[int, ...]]] = {}
@@ -89,7 +89,7 @@ def list_work(plan: ReadPlan, group: int, num_kv_heads: int, device: torch.devic
     starts = np.searchsorted(np.sort(owner), np.arange(plan.num_rows + 1))
     parts = [segments, *units.values(), np.argsort(owner, kind="stable"), starts]
     flat = [np.asarray(part, dtype=np.int64).reshape(-1) for part in parts]
-    # one upload for everything
+    # one upload for all arrays
     on_device = torch.split(torch.from_numpy(np.concatenate(flat)).to(device), [len(part) for part in flat])
     return Work(
         segments=on_device[0],
@@ -107,7 +107,7 @@ def _walks(
     length: int,
     segments: list[tuple[int, ...]],
 ) -> list[tuple[int, int]]:
-    """Appends the segments of some calls, and returns which of them belong to each walk: [first, last)."""
+    """Appends the segments of some calls, and returns the range of segments of each walk: [first, last)."""
     walks: list[tuple[int, int]] = []
     first, room = len(segments), length
     for number in numbers:

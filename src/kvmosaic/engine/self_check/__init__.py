@@ -1,10 +1,10 @@
 """Self-check: does this model, on this machine, give composed what it gives in one dense forward?
 
-    rows        every token has queries, keys and values of its own, and keys rotate as found: near and far
-    layers      attention of every layer is what its own code does; fused operations are what they replace
-    composed    attention over cached pieces is dense attention, where it happens; then in the logits
+    rows        every token has its own queries, keys and values, and keys rotate as detected: near and far
+    layers      attention of every layer equals its own code; fused operations equal what they replace
+    composed    attention over cached pieces equals dense attention, first per layer, then in the logits
 
-Each question is asked where nothing has accumulated, so that the answer depends neither on the prompt nor on rounding
+Each check is made where no error has accumulated, so that the result depends neither on the prompt nor on rounding
 in earlier layers. Only the logits are about whole forwards, and they are judged against the model's own noise.
 """
 
@@ -22,11 +22,11 @@ __all__ = ["Finding", "SelfCheck", "run_self_check"]
 
 _MIN_POSITIONS = 50
 _LENGTHS = ((9, 7, 13, 5, 12), (4, 11, 9, 10), (6, 8, 3, 14, 7))
-"""Tokens of system text, documents and question of the composed prompts."""
+"""Number of tokens of system text, documents and question of the composed prompts."""
 _LONG = (9, 67, 13, 12)
-"""Instead of the first one, where the model has the positions: a document longer than any tile of a kernel."""
+"""Replaces the first one, if the model has the positions: a document longer than any tile of a kernel."""
 _NUM_CPU_ROWS, _NUM_GPU_ROWS = 128, 512
-"""Rows of forwards that look for what happens only to late rows; multiples of all tiles, so that rows round alike."""
+"""Rows of forwards that test effects on late rows only; multiples of all tiles, so that rows round alike."""
 
 
 def run_self_check(model: LoadedModel, backend: AttentionBackend | None = None) -> SelfCheck:
@@ -44,11 +44,11 @@ def run_self_check(model: LoadedModel, backend: AttentionBackend | None = None) 
         findings += check_rows(model, rows)
         findings += check_layers(model, rows)
         findings += check_composed(model, composed_prompts(tokens, lengths), backend)
-    except Exception as error:  # whatever fails here would fail in an answer
+    except Exception as error:  # a failure here would also fail in an answer
         return SelfCheck(tuple(findings), is_moved, f"{type(error).__name__}: {error}")
     return SelfCheck(tuple(findings), is_moved)
 
 
 def _most(model: LoadedModel, count: int) -> int:
-    """So many tokens, or fewer if the model has fewer positions or takes fewer in one forward."""
+    """Returns `count`, or fewer if the model's max position or max tokens per forward is lower."""
     return min(limit for limit in (count, model.max_positions, model.max_forward_tokens) if limit is not None)

@@ -1,11 +1,11 @@
-"""Composed prompts: is attention over cached pieces what dense attention gives, where it happens and in the logits?
+"""Composed prompts: compares attention over cached pieces with dense attention, per layer and in the logits.
 
-    attention      every attention output of one prompt, cold, warm and while answering, against dense attention over
+    attention      every attention output of one prompt, cold, warm and in decode, against dense attention over
                    the queries, keys and values that the layers computed; and every key and value stored, bit by bit
     logits         of several prompts, cold and warm, against one dense forward
 
-What rounding explains is measured where a difference is not tiny: dense attention is computed a second time from
-queries that are off by one rounding, and the dense forward with outputs of attention that are.
+The effect of rounding is measured where a difference is not tiny: dense attention is computed a second time from
+queries that are off by one rounding, and the dense forward with attention outputs that are.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 
 _MAX_NOISE_RATIO = 8.0
-"""A difference may be so many times what one rounding of the queries (or of the outputs) makes."""
+"""Max difference, as a multiple of what one rounding of the queries (or of the outputs) makes."""
 _FLOORS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-4, torch.float64: 1e-7}
 """Differences of one attention output that are allowed even where the noise is smaller, in root mean squares."""
 _LOGIT_FLOORS = {torch.bfloat16: 5e-2, torch.float16: 2e-2, torch.float32: 1e-3, torch.float64: 1e-5}
-"""The same of logits, in standard deviations."""
+"""The same for logits, in standard deviations."""
 _MAX_LOGIT_LIMIT = 1.0
-"""Whatever the noise: logits of another prompt differ by 1.4."""
+"""Upper limit, whatever the noise: logits of unrelated prompts differ by 1.4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class _Answered:
     """A prompt that was answered cold and warm."""
 
     layout: Layout
-    """With the answer's tokens at the end of the question."""
+    """With the answer's tokens appended to the question."""
     requests: tuple[Request, Request]
     logits: Tensor
     """[2 * NUM_ANSWER, V], cold and warm."""
@@ -51,7 +51,7 @@ class _Answered:
 
 def check_composed(model: LoadedModel, prompts: Sequence[Prompt], backend: AttentionBackend | None) -> list[Finding]:
     """Four findings: on positions, on storage and attention (of the first prompt), and on logits."""
-    # context-free documents in sequence are moved the most, and still one dense forward says what they must give
+    # context-free documents in sequence are moved furthest, and one dense forward still is their reference
     strategy: FixedStrategy = "sequential" if moves(model) else "shared"
     context: ChunkContext = "none" if moves(model) else "system"
     engine = RecordingEngine(model, backend, strategy, context)
@@ -75,14 +75,13 @@ def check_composed(model: LoadedModel, prompts: Sequence[Prompt], backend: Atten
 def moves(model: LoadedModel) -> bool:
     """Whether documents of the checked prompts are moved.
 
-    Masks that are cut at fixed positions are another mask for a moved document, so that no single forward says what it
-    must give.
+    Masks that are cut at fixed positions differ for a moved document, so that no single forward is a reference for it.
     """
     return model.is_movable and all(layer.mask.kind != "chunked" for layer in model.layers)
 
 
 def _with_answer(prompt: Prompt, request: Request) -> Prompt:
-    """The prompt, its question continued by all tokens of the answer whose logits were followed."""
+    """The prompt, its question extended by the answer's tokens whose logits were recorded."""
     question = prompt.segments[-1]
     token_ids = (*(question.token_ids or ()), *request.output().outputs[0].token_ids[:-1])
     return replace(prompt, segments=(*prompt.segments[:-1], Segment(SegmentKind.QUESTION, token_ids)))
@@ -101,20 +100,20 @@ def _check_positions(answered: Sequence[_Answered], steps: Sequence[RecordedStep
 
 @dataclass(slots=True)
 class _LayerRows:
-    """What one layer's attention was asked for a request, over all its steps, and what it gave."""
+    """Inputs and outputs of one layer's attention for a request, over all its steps."""
 
     call: AttentionCall
-    """One of them: constants of the layer are the same in all."""
+    """One of them: the layer's constants are the same in all."""
     keys: Tensor
-    """[T, G, D], of all tokens of the prompt, as they were computed last; 0 where they were not yet."""
+    """[T, G, D], of all tokens of the prompt, as computed last; 0 where not computed yet."""
     values: Tensor
     tokens: list[int] = field(default_factory=list)
-    """Numbers of the tokens whose queries follow."""
+    """Numbers of the tokens of the queries."""
     queries: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
 
     def add(self, call: AttentionCall, output: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Adds the rows of one step, which are these tokens."""
+        """Adds the rows of one step, which are of these tokens."""
         self.keys[tokens], self.values[tokens] = call.key[rows], call.value[rows]
         self.tokens += tokens
         self.queries.append(call.query[rows])
@@ -127,7 +126,7 @@ def _check_attention(model: LoadedModel, answered: _Answered, steps: Sequence[Re
     attended: list[Finding] = []
     layers: dict[int, _LayerRows] = {}
     for request in answered.requests:
-        # what the second request finds is what the first one computed; the rest is computed again and rounds otherwise
+        # cache hits of the second request were computed by the first one; the rest is recomputed and rounds differently
         layers = {
             index: _LayerRows(layer.call, layer.keys.clone(), layer.values.clone()) for index, layer in layers.items()
         }
@@ -169,7 +168,7 @@ def _rows_of(layout: Layout, request: Request, step: RecordedStep) -> tuple[list
 
 
 def _compare_attention(attention: DenseAttention, layer: _LayerRows) -> Finding:
-    """The row that differs most for what is allowed, in root mean squares of its output."""
+    """The row with the largest difference relative to its limit, in root mean squares of its output."""
     query, output = torch.cat(layer.queries), torch.cat(layer.outputs)
     dense_output = attention.attend(layer.call, query, layer.keys, layer.values, layer.tokens)
     size = dense_output.square().mean(dim=(1, 2)).sqrt().clamp_min(1e-30)
@@ -185,7 +184,7 @@ def _compare_attention(attention: DenseAttention, layer: _LayerRows) -> Finding:
 
 
 def _check_logits(model: LoadedModel, answered: Sequence[_Answered]) -> Finding:
-    """Of the row in the middle, cold and warm: one row may be ill-conditioned, and one token choose another expert."""
+    """Compares the median row, cold and warm: one row may be ill-conditioned, and one token choose another expert."""
     layouts = [_one_forward(each.layout) for each in answered]
     joined = _side_by_side(layouts)
     ends = np.cumsum([len(layout.token_ids) for layout in layouts])
@@ -205,7 +204,7 @@ def _check_logits(model: LoadedModel, answered: Sequence[_Answered]) -> Finding:
 
 
 def _compare_logits(answered: Sequence[_Answered], theirs: Tensor, limits: Tensor) -> Finding:
-    """The row in the middle of all prompts' rows, cold or warm."""
+    """The median row of all prompts, cold or warm."""
     findings = []
     for name, part in (("cold", 0), ("warm", 1)):
         ours = torch.cat([each.logits.chunk(2)[part] for each in answered])
@@ -216,14 +215,14 @@ def _compare_logits(answered: Sequence[_Answered], theirs: Tensor, limits: Tenso
 
 
 def _one_forward(layout: Layout) -> DenseLayout:
-    """The layout with every token where the question sees it."""
+    """The layout with every token at the position where the question sees it."""
     written = dense(layout)
     assert written.is_one_forward
     return replace(written, positions=written.question_positions, distances=written.distances * 0)
 
 
 def _side_by_side(layouts: Sequence[DenseLayout]) -> DenseLayout:
-    """Several prompts as one, none of which sees another."""
+    """Several prompts in one forward, none of which sees another."""
     sizes = [len(layout.token_ids) for layout in layouts]
     total = sum(sizes)
     mask = np.zeros((total, total), dtype=np.bool_)
@@ -241,7 +240,7 @@ def _side_by_side(layouts: Sequence[DenseLayout]) -> DenseLayout:
 
 
 def _dense_logits(model: LoadedModel, layout: DenseLayout, rows: Sequence[int], receiver: Receiver) -> Tensor:
-    """[rows, V], of the tokens that the answers were sampled from."""
+    """[rows, V], logits of the tokens that the answers were sampled from."""
     return model.forward(
         torch.from_numpy(layout.token_ids).to(model.device),
         torch.from_numpy(layout.positions).to(model.device),
@@ -251,7 +250,7 @@ def _dense_logits(model: LoadedModel, layout: DenseLayout, rows: Sequence[int], 
 
 
 def _off_by_rounding(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers that are off by up to one rounding to `dtype`, each by its own share, the same every time."""
+    """Numbers perturbed by up to one rounding to `dtype`, each independently, and reproducibly."""
     share = torch.linspace(-1, 1, 997, dtype=x.dtype, device=x.device)
     shares = share[torch.arange(x.numel(), device=x.device) * 541 % 997].view(x.shape)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -259,6 +258,6 @@ def _off_by_rounding(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _differences(ours: Tensor, theirs: Tensor) -> Tensor:
-    """[R], of rows: root mean square differences in standard deviations; infinite if anything is not a number."""
+    """[R], per row: root mean square differences in standard deviations; infinite if anything is NaN."""
     apart = (ours - theirs).square().mean(dim=1).sqrt() / theirs.std(dim=1).clamp_min(1e-12)
     return apart.nan_to_num(torch.inf)

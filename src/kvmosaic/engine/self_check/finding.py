@@ -1,4 +1,4 @@
-"""What a self-check found."""
+"""Findings and result of a self-check."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One comparison: the largest difference in it, and what is allowed."""
+    """One comparison: its largest difference, and the limit."""
 
     subject: str
-    """What was looked at: "rotation", "attention", …"""
+    """What was compared: "rotation", "attention", …"""
     reference: str
     """What it was compared with."""
     difference: float
     limit: float
     where: str = ""
-    """The place of the largest difference, such as "layer 3"."""
+    """Location of the largest difference, such as "layer 3"."""
 
     @property
     def passed(self) -> bool:
-        """Whether the difference is within the limit; a difference that is not a number never is."""
+        """Whether the difference is within the limit; NaN never is."""
         return self.difference <= self.limit
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class SelfCheck:
     is_moved: bool
     """Whether the composed prompts had moved documents (not for models whose keys cannot be moved)."""
     error: str = ""
-    """What went wrong, if the check could not be finished."""
+    """Why the check could not be finished, if so."""
 
     @property
     def passed(self) -> bool:
@@ -47,14 +47,14 @@ class SelfCheck:
 
     @property
     def reason(self) -> str:
-        """Why it failed, in words; empty when it passed."""
+        """Why it failed, as text; empty when it passed."""
         if self.error:
             return self.error
         return next((str(finding) for finding in self.findings if not finding.passed), "")
 
 
 def worst_finding(findings: list[Finding]) -> Finding:
-    """The finding that is furthest beyond its limit, or nearest to it."""
+    """The finding with the largest difference relative to its limit."""
     return max(findings, key=lambda finding: _sortable(finding.difference) / max(finding.limit, 1e-30))
 
 

@@ -1,7 +1,7 @@
-"""Layers: is the attention of each layer what its own code does, and are fused operations what they replace?
+"""Layer check: compares attention of each layer with its own code, and fused operations with what they replace.
 
-One forward by the model's own code over ordinary text. In every layer its own attention function (with its own mask,
-windows, soft caps and sinks) gets the same queries, keys and values as dense attention by the layer's facts.
+One forward of the model's own code over ordinary text. In every layer its own attention function (with its own mask,
+windows, soft caps and sinks) gets the same queries, keys and values as dense attention configured by `LayerSpec`.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from kvmosaic.prompt import Prompt
 _ATTENTION_LIMIT = 1e-3
 """Both sides compute in float32 or wider; a wrong mask, scale or soft cap changes outputs by tenths."""
 _LATENT_LIMITS = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Where queries are absorbed into the latent: they are rounded once more."""
+"""For queries absorbed into the latent, which are rounded once more."""
 _MAX_OPENED_TOKENS = 128
-"""Opened modules are compared in the model's own type, in which a bias is rounded the more, the farther it reaches."""
+"""Adapted modules are compared in the model's own dtype, where rounding of a bias grows with the distance."""
 _FUSED_LIMIT = 5e-2
-"""Of what a module adds to its input, averaged: rounding to bfloat16 in another order makes a hundredth of it."""
+"""Relative to what a module adds to its input, averaged: another order of rounding to bfloat16 makes a hundredth."""
 _ROUNDING = 2.0**-6
-"""Two neighbouring numbers in bfloat16 and their neighbours: such differences of single numbers do not count."""
+"""Two units in the last place of bfloat16 either way: such differences of single numbers do not count."""
 
 
 def check_layers(model: LoadedModel, tokens: Sequence[int]) -> list[Finding]:
-    """Findings on attention, and on fused operations where there are any; none for opened modules, which raise instead.
+    """Findings on attention, and on fused operations if any; none for adapted modules, which raise instead.
 
     Raises:
-        UnsupportedModel: an opened attention module differs from its own code.
-        ModelError: the model's own attention function is not to be found.
+        UnsupportedModel: an adapted attention module differs from its own code.
+        ModelError: the model's own attention function is not found.
     """
     if opened := opened_parts(model.module):  # these compare themselves: they have no attention function
         with torch.inference_mode():
@@ -68,7 +68,7 @@ def check_layers(model: LoadedModel, tokens: Sequence[int]) -> list[Finding]:
 
 
 def _fused_difference(call: FusedCall, attention: DenseAttention) -> float:
-    """Mean difference between a fused form and its module's own code, in means of what the module adds to its input."""
+    """Mean difference of a fused form from its module's own code, in means of what the module adds to its input."""
     with torch.inference_mode(), attention_scope(attention):
         result = call.form.forward(*call.arguments, **call.named)
     ours, theirs = (result[0] if isinstance(result, tuple) else result).double(), call.output.double()

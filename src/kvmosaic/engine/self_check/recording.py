@@ -1,4 +1,4 @@
-"""Recording: a small engine whose steps are kept, with the tokens that each row is."""
+"""Recording engine: a small engine that keeps its steps, and which token each row is."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from kvmosaic.sampling import SamplingParams
 
 BLOCK_SIZE = 4
 NUM_ANSWER = 2
-"""Tokens of an answer: one from the rows of the prompt, one from a row of its own."""
+"""Tokens of an answer: one from the prefill, one decoded."""
 _NUM_BLOCKS = 96
 
 
 @dataclass(slots=True)
 class RecordedStep:
-    """One forward: what it computed, and every layer's attention."""
+    """One forward: its work, and every layer's attention."""
 
     works: list[Work]
     positions: Tensor
-    """[T], of its rows."""
+    """[T], positions of its rows."""
     calls: list[tuple[AttentionCall, Tensor]] = field(default_factory=list)
-    """Of every layer: what was asked, and what attention gave."""
+    """Of every layer: attention call and output."""
     stored: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Of every layer: keys and values of the rows, read back from their slots when the step had ended."""
+    """Of every layer: keys and values of the rows, read back from their slots after the step."""
     logits: Tensor | None = None
-    """[R, V], of the works that want them."""
+    """[R, V], of the works that need them."""
 
     def logits_of(self, request: Request) -> Tensor:
         """[R, V], of one request."""
@@ -56,7 +56,7 @@ class RecordingRunner(Runner):
         super().__init__(model, {"request": _NUM_BLOCKS, "chunk_cache": _NUM_BLOCKS}, BLOCK_SIZE, backend)
         self.steps: list[RecordedStep] = []
         self.works: list[Work] = []
-        """What the next step computes."""
+        """Work of the next step."""
 
     def run(self, spans: Sequence[SpanRows], copies: Sequence[BlockCopy] = ()) -> Tensor:
         """See `Runner.run`."""
@@ -102,10 +102,10 @@ class RecordingEngine(Engine):
         super().__init__(RecordingRunner(model, backend), kv_cache, config, EngineConfig(max_batched_tokens=512))
 
     def answer(self, prompts: Sequence[Prompt]) -> list[Request]:
-        """Answers prompts together, greedily, with `NUM_ANSWER` tokens each.
+        """Answers prompts in one batch, greedily, with `NUM_ANSWER` tokens each.
 
         Raises:
-            KVMosaicError: what one of the requests failed with.
+            KVMosaicError: the error of a failed request.
         """
         params = SamplingParams(temperature=0, max_tokens=NUM_ANSWER, ignore_eos=True)
         return self.run([self.add_request(prompt, params) for prompt in prompts])

@@ -1,9 +1,9 @@
-"""Rows: does each token have queries, keys and values of its own, and are its keys the rotated ones at every position?
+"""Row check: each token has its own queries, keys and values, and its keys rotate as detected at every position.
 
-Two forwards in which attention returns each token's own value, so that rows can depend on nothing but their token and
-position. The same rows in another order must be the same rows: a query scaled by the number of its row, or an input
-mixed from tokens before it, shows. One token at many positions must be what it is in the same row of the other forward,
-where it stands at position 0, rotated: rounding, which differs from row to row, is the same in both.
+In two forwards attention returns each token's own value, so that rows can depend only on their token and position.
+The same rows in another order must be the same rows: this finds queries scaled by the row number, or inputs mixed from
+earlier tokens. One token at many positions must equal itself in the same row of the other forward, at position 0,
+rotated: rounding, which differs from row to row, is the same in both.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvmosaic.model.probe import record_calls
 from kvmosaic.rope import ROTATION_TOLERANCES, Heads, of_equal_length, relative_error, turned_error
 
 _MIXING = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Relative difference of a row in another order that rounding explains; an expert may be chosen otherwise, rarely."""
+"""Relative difference of a reordered row that rounding explains; rarely, another expert is chosen."""
 _FINE_MIXING = 1e-4
 _GROUP = 16
-"""Rows whose median is judged: a fault shows in all rows from some number on, a tied expert in one of them."""
+"""Rows per median: a defect shows in all rows from some number on, a tied expert in one of them."""
 _FARTHEST = 100_000
 _ANGLE_ERROR = 2.0**-22
-"""Of a far position: transformers multiplies position and frequency in float32."""
+"""At a far position: transformers multiplies position and frequency in float32."""
 
 
 def check_rows(model: LoadedModel, tokens: Sequence[int]) -> list[Finding]:
@@ -56,7 +56,7 @@ def check_rows(model: LoadedModel, tokens: Sequence[int]) -> list[Finding]:
 
 
 def row_positions(num_rows: int, max_positions: int | None) -> list[int]:
-    """Positions of rows: the first half near, the others from 600 on, if the model has so many."""
+    """Positions of rows: the first half near, the others from 600 on, if the model has them."""
     limit = max_positions or _FARTHEST
     start = 600 if limit >= 600 + num_rows else max(limit - num_rows, 0)
     half = num_rows // 2
@@ -64,7 +64,7 @@ def row_positions(num_rows: int, max_positions: int | None) -> list[int]:
 
 
 def far_positions(max_positions: int | None) -> list[int]:
-    """Position 0, near ones, and farther and farther ones to the last that the model has."""
+    """Position 0, near ones, and increasingly far ones up to the model's max position."""
     limit = min(max_positions or _FARTHEST, _FARTHEST)
     positions = [0, 1, 7, 64, 200, 500, 601, 1000]
     while positions[-1] < limit:
@@ -82,7 +82,7 @@ def _check_order(rows: list[AttentionCall], others: list[AttentionCall], order: 
     for call, other in zip(rows, others, strict=True):
         for mine, theirs in zip(call.rows, other.rows, strict=True):
             change = relative_error(theirs[: len(order)].double(), mine[order].double()).square().mean(dim=-1).sqrt()
-            # by where a row was in the first forward, and in the second one
+            # by row of the first forward, and of the second one
             changes = torch.stack((change[order.argsort()], change))
             medians = [part.median(dim=1).values.max() for part in torch.split(changes, _GROUP, dim=1)]
             difference = float(torch.stack(medians).max())

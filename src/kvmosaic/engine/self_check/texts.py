@@ -1,4 +1,4 @@
-"""Prompts for self-checks: ordinary text, since random tokens are ill-conditioned on real weights."""
+"""Prompts of the self-check: ordinary text, since random tokens are ill-conditioned on real weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ When did the ferry leave, who had to wait for the parcel, and how long does the 
 
 
 def ordinary_tokens(model: LoadedModel, count: int) -> list[int]:
-    """So many tokens of ordinary text; of a model without a tokenizer, or one that makes too few, random ones."""
+    """`count` tokens of ordinary text; random ones without a tokenizer, or if it gives too few."""
     tokenizer = model.tokenizer
     token_ids: list[int] = tokenizer.encode(_TEXT, add_special_tokens=False) if tokenizer is not None else []
     token_ids = [token for token in token_ids if token < model.vocab_size]

@@ -1,13 +1,13 @@
-"""Composed documents inside vLLM: a KV connector, and the ways in which documents reach it.
+"""vLLM integration: a KV connector for composed documents, and the ways in which documents reach it.
 
-    contract.py     what a request says about its segments, in `kv_transfer_params`
-    scheduler/      in the engine process: which chunks are there, what is moved, what is computed first
-    worker/         in every worker: where the bytes are, how they are turned
+    contract.py     segments of a request, in `kv_transfer_params`
+    scheduler/      in the engine process: finds cached chunks, plans moves, requests missing chunks
+    worker/         in every worker: locates keys and values, rotates and moves them
     front/          in the API process: documents in a chat body, separators, handles; the Python `LLM`
-    connector.py    the two halves as one vLLM connector
-    plugin.py       what vLLM loads at its start
+    connector.py    scheduler side and worker side as one vLLM connector
+    plugin.py       entry point that vLLM loads at startup
 
-Nothing of vLLM is patched: the connector, the middleware and the entry point are vLLM's own ways in.
+vLLM is not patched: connector, middleware and entry point are vLLM's own extension points.
 """
 
 from __future__ import annotations

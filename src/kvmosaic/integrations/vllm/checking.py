@@ -1,4 +1,4 @@
-"""A check of vLLM with the plugin on the machine it runs on: `kvmosaic check --vllm`."""
+"""Check of vLLM with the plugin on this machine: `kvmosaic check --vllm`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvmosaic.integrations.vllm.worker.trial.text import ordinary_tokens
 
 _MOST_LOGPROBS = 20
 _NOISE = 4.0
-"""How many times the model's own noise log-probabilities may lie apart."""
+"""Max difference of log-probabilities, as a multiple of the model's own noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was tried."""
+    """The result of one check."""
 
     what: str
     compared_with: str
@@ -35,7 +35,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class EngineCheck:
-    """Everything that was found out about one model in this vLLM on this machine."""
+    """All findings about one model in this vLLM on this machine."""
 
     version: str
     platform: str
@@ -49,18 +49,18 @@ class EngineCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether documents can be composed, and all that was tried came out right."""
+        """Whether documents can be composed, and all checks passed."""
         return not self.trouble and bool(self.findings) and all(finding.passed for finding in self.findings)
 
 
 def check_engine(model: str, options: Sequence[str] = ()) -> EngineCheck:
-    """Starts vLLM with the plugin in this process, and tries it.
+    """Starts vLLM with the plugin in this process, and checks it.
 
     Args:
         model: a folder or a hub name.
-        options: of `vllm serve`, such as `["--tensor-parallel-size", "2"]`.
+        options: options of `vllm serve`, such as `["--tensor-parallel-size", "2"]`.
     """
-    # the scheduler must be in this process, to be asked for its blocks
+    # the scheduler must be in this process, to read its blocks
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import vllm
     from vllm.config import KVTransferConfig
@@ -70,12 +70,12 @@ def check_engine(model: str, options: Sequence[str] = ()) -> EngineCheck:
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     arguments = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *options]))
-    if arguments.enable_prefix_caching is None:  # some models have it off unless it is asked for
+    if arguments.enable_prefix_caching is None:  # some models default to off
         arguments.enable_prefix_caching = True
     arguments.kv_transfer_config = KVTransferConfig(kv_connector=NAME, kv_role="kv_both")
     try:
         llm = vllm.LLM.from_engine_args(arguments)
-    except Exception as error:  # whatever vLLM says of a model or an option
+    except Exception as error:  # any error of vLLM about a model or an option
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise InvalidConfig(f"vLLM does not start with {model!r:.200}: {said[0][:400]}") from error
     try:
@@ -121,7 +121,7 @@ class _Engine:
         return [self._random.randrange(10, self._vocabulary) for _ in range(number)]
 
     def answer(self, token_ids: Sequence[int], composition: Composition | None = None, **prompt: Any) -> Any:
-        """The output for a prompt: greedy, one token, with the log-probabilities of some."""
+        """The output for a prompt: greedy, one token, with some log-probabilities."""
         from vllm import SamplingParams
 
         most = min(_MOST_LOGPROBS, self.config.model_config.max_logprobs)
@@ -131,7 +131,7 @@ class _Engine:
         return output
 
     def moved_keys(self) -> list[Finding]:
-        """Keys of the first layer know a token and its position only: moved ones must equal computed ones.
+        """Compares moved with computed keys of the first layer, which depend on token and position only.
 
         source      │ other text │ chunk … │              distance = the difference of the other texts' lengths
         computed    │ more other text      │ chunk … │
@@ -157,7 +157,7 @@ class _Engine:
         return findings
 
     def _cached(self, token_ids: list[int]) -> list[Any]:
-        """The blocks in which vLLM keeps a prompt, after it was computed."""
+        """The blocks in which vLLM caches a prompt, after its prefill."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
@@ -179,7 +179,7 @@ class _Engine:
         return blocks
 
     def composed(self, *, can_repair: bool, can_shift: bool) -> list[Finding]:
-        """Prompts of documents: composed at all, and one document at its own place like an ordinary prompt."""
+        """Prompts of documents: whether they are composed, and an unmoved document against an ordinary prompt."""
         lengths = (self.block_size // 2 + 3, self.block_size + 11, self.block_size // 2 + 5, 9)
         text = iter(ordinary_tokens(self.config.model_config, sum(lengths)))
         system, first, second, question = ([next(text) for _ in range(length)] for length in lengths)
@@ -200,10 +200,10 @@ class _Engine:
         return findings
 
     def _same(self, composed: Any, prompt: Sequence[int]) -> Finding:
-        """The likeliest next tokens of a composed prompt, against the same tokens as an ordinary one.
+        """Compares the likeliest next tokens of a composed prompt with those of the same tokens as an ordinary prompt.
 
-        What may be is the model's own noise: how far two ordinary ways to compute the prompt lie apart, all of it at
-        once and with its beginning in the prefix cache.
+        The limit is the model's own noise: the difference between two ordinary ways to compute the prompt, in one
+        prefill and with its beginning in the prefix cache.
         """
         plain = self.answer(prompt, cache_salt="at once")
         self.answer(prompt[: self.block_size + 1], cache_salt="in parts")
@@ -220,7 +220,7 @@ class _Engine:
 
 
 def _apart(one: Any, other: Any) -> float:
-    """The largest difference of the log-probabilities that both give; infinite if most are of other tokens."""
+    """The largest difference of the log-probabilities in both; infinite if most are of different tokens."""
     first, second = (
         {token: found.logprob for token, found in output.outputs[0].logprobs[0].items()} for output in (one, other)
     )

@@ -1,4 +1,4 @@
-"""The two halves as one vLLM connector."""
+"""ComposingConnector: scheduler side and worker side as one vLLM KV connector."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from kvmosaic.integrations.vllm.worker.tiering import WorkerTiers, open_worker_t
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """One step's operations, on their way to the workers."""
+    """One step's operations, from the scheduler to the workers."""
 
     operations: Operations
 
 
 @dataclass
 class WorkerMetadata(KVConnectorHandshakeMetadata):
-    """One worker's facts, on their way to the scheduler."""
+    """One worker's facts, from the worker to the scheduler."""
 
     facts: WorkerFacts
 
 
 @dataclass
 class StepReports(KVConnectorWorkerMetadata):
-    """What workers tell after a step, on its way to the scheduler."""
+    """Reports of the workers after a step, to the scheduler."""
 
     reports: list[FetchReport | FingerprintReport]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReports:
-        """Those of both."""
+        """Merges the reports of both."""
         assert isinstance(other, StepReports)
         return StepReports(self.reports + other.reports)
 
@@ -51,8 +51,8 @@ class StepReports(KVConnectorWorkerMetadata):
 class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
     """Documents in any order inside vLLM: `--kv-transfer-config '{"kv_connector":"kvmosaic","kv_role":"kv_both"}'`.
 
-    vLLM makes one in the scheduler's process, which plans (`scheduler/`), and one in every worker, which moves keys and
-    values (`worker/`). Everything here only passes on.
+    vLLM creates one in the scheduler's process, which plans (`scheduler/`), and one in every worker, which moves keys
+    and values (`worker/`). This class only delegates.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -67,13 +67,13 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache: what is lost is computed again."""
+        """False: this is a cache, lost entries are recomputed."""
         return False
 
-    # Numbers, from both
+    # Statistics, on both sides
 
     def get_kv_connector_stats(self) -> ComposingStats | None:
-        """What was counted since the last time."""
+        """Counts since the last call."""
         half = self._composer or self._worker
         assert half is not None
         if self._tiers is not None:
@@ -82,67 +82,67 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ComposingStats:
-        """Counts that come from another process."""
+        """Rebuilds counts from another process."""
         return ComposingStats(data=data or {})
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> ComposingPromMetrics:
-        """What is added to /metrics."""
+        """Creates the Prometheus metrics for /metrics."""
         return ComposingPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    # The scheduler's process
+    # Scheduler side
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """What the workers found out, by (pipeline rank, tensor rank)."""
+        """Handles the workers' facts, by (pipeline rank, tensor rank)."""
         self._kv_cache.on_handshake({rank: said.facts for rank, said in metadata.items()})
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """The same by rank, of versions of vLLM that know no pipeline here."""
+        """The same by rank, for vLLM versions without pipeline ranks here."""
         self._kv_cache.on_handshake({rank: said.facts for rank, said in metadata.items()})
 
     def on_new_request(self, request: Any) -> None:
-        """A request was added to the scheduler."""
+        """Handles a request that was added to the scheduler."""
         self._kv_cache.on_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens can be moved in; None while a chunk is being computed."""
+        """Number of tokens that can be moved in; None while a chunk is being computed."""
         return self._kv_cache.match(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The request was given blocks."""
+        """Handles the allocation of a request's blocks."""
         self._kv_cache.on_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        """A step is scheduled."""
+        """Builds the operations of a scheduled step."""
         return StepMetadata(self._kv_cache.operations(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """A step is over, and workers told something."""
+        """Handles the workers' reports after a step."""
         told = connector_output.kv_connector_worker_meta
         if self._kv_cache.tiering is not None and isinstance(told, StepReports):
             self._kv_cache.tiering.on_reports(told.reports)
 
     def reset_cache(self) -> bool:
-        """What tiers have is of use again when the weights turn out to be the same."""
+        """Handles a reset of the prefix cache; tier entries stay usable if the weights prove to be the same."""
         if self._kv_cache.tiering is not None:
             self._kv_cache.tiering.reset()
         return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended; its blocks are free at once, and its answer carries the report."""
+        """Handles a finished request; its blocks are free at once, and its answer carries the report."""
         return False, self._kv_cache.finished(request)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The same where layers are in groups."""
+        """The same for several KV cache groups."""
         return False, self._kv_cache.finished(request)
 
     @property
     def trouble(self) -> str:
-        """Why nothing is composed here; empty: it is."""
+        """Why no request is composed here; empty: they are."""
         return self._kv_cache.trouble
 
     @property
@@ -150,30 +150,30 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._composer is not None
         return self._composer
 
-    # A worker's process
+    # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """The paged caches are there."""
+        """Registers the paged caches."""
         self._mover.register(kv_caches)
         self._tiers = open_worker_tiers(self._vllm_config, self._mover.places)
 
     def get_handshake_metadata(self) -> WorkerMetadata:
-        """What this worker can do."""
+        """The capabilities of this worker."""
         fingerprint = "" if self._tiers is None else self._tiers.fingerprint
         return WorkerMetadata(replace(self._mover.facts, fingerprint=fingerprint))
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """A step begins."""
+        """Begins a step."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._worker.begin(connector_metadata.operations)
 
     def has_connector_metadata(self) -> bool:
-        """No: layers then do not call before and after each attention, where there is nothing to do."""
+        """False: layers then skip the calls before and after each attention, where there is nothing to do."""
         return False
 
     def clear_connector_metadata(self) -> None:
-        """A step is over."""
+        """Ends a step."""
         super().clear_connector_metadata()
         if self._worker is not None:
             self._worker.end()
@@ -185,16 +185,16 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
         self._mover.run()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded behind the forward's back."""
+        """Does nothing: all loads complete before the forward."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """The prefix cache keeps what is computed."""
+        """Does nothing: the prefix cache keeps what is computed."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved here, which is not called in every step by every version of vLLM."""
+        """Does nothing: some vLLM versions do not call it in every step."""
 
     def build_connector_worker_meta(self) -> StepReports | None:
-        """The forward is over: what it computed is stored, and the worker tells what it has to."""
+        """After the forward: stores what it computed, and collects the worker's reports."""
         if self._tiers is None:
             return None
         if isinstance(self._connector_metadata, StepMetadata):
@@ -210,7 +210,7 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
         return failed
 
     def shutdown(self) -> None:
-        """The worker ends."""
+        """Shuts the worker side down."""
         if self._tiers is not None:
             self._tiers.close()
 

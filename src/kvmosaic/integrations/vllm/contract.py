@@ -1,4 +1,4 @@
-"""What a request to vLLM says about its segments."""
+"""Request contract: the segments of a vLLM request, as fields of `kv_transfer_params`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.strategy import Placing, Strategy, choose_strategy
 
 FIELD = "kvmosaic"
-"""The name inside `kv_transfer_params`, of requests and of answers."""
+"""The key inside `kv_transfer_params`, of requests and of answers."""
 MAX_CHUNKS = 4096
 MAX_TOKENS = 2**27
 MAX_REPAIR_TOKENS = 4096
 
 Saw = Literal["system", "none"]
-"""What chunks saw: the contexts of `kvmosaic.layout.ChunkContext` that there are inside vLLM."""
+"""What chunks saw: the values of `kvmosaic.layout.ChunkContext` that vLLM supports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """The borders of a prompt's token ids: system text, chunks, question.
+    """Segment boundaries of a prompt's token ids: system text, chunks, question.
 
         token ids   s s s s s s | a a a a | b b b b b b | q q q
-                    system = 6    chunks = (4, 6)         what is left: the question
+                    system = 6    chunks = (4, 6)         the rest: the question
 
     A chunk saw the system text and itself, never the other chunks. The question sees everything.
     """
@@ -36,11 +36,11 @@ class Composition:
     position_strategy: Placing = "sequential"
     chunk_context: Saw = "system"
     repair: int = 0
-    """The first tokens of each chunk that are computed again with everything before them in sight; 0: none."""
+    """Tokens at the start of each chunk that are recomputed with everything before them visible; 0: none."""
     ids: tuple[str | None, ...] = ()
     """Names of the chunks for the report; empty, or one each."""
     leaves_repair_open: bool = False
-    """`repair` says nothing: the engine repairs what it repairs by default, where it can."""
+    """`repair` is unset: the engine uses its default repair, where it can."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.system <= MAX_TOKENS:
@@ -77,23 +77,23 @@ class Composition:
 
     @property
     def question_position(self) -> int:
-        """Where the question's first token stands."""
+        """Position of the question's first token."""
         if self.position_strategy == "shared":
             return self.system + max(self.chunks)
         return self.end
 
     def position_of(self, chunk: int) -> int:
-        """Where a chunk's first token stands, as the question sees it."""
+        """Position of a chunk's first token, as the question sees it."""
         return self.system if self.position_strategy == "shared" else self.starts[chunk]
 
     def repaired(self, chunk: int) -> int:
-        """How many first tokens of a chunk are computed again; the first chunk may have seen all there is before it."""
+        """Number of recomputed tokens of a chunk; the first chunk may have seen everything before it."""
         if chunk == 0 and self.chunk_context == "system":
             return 0
         return min(self.repair, self.chunks[chunk])
 
     def to_params(self) -> dict[str, Any]:
-        """As `kv_transfer_params` of a request carry it."""
+        """Encodes it as `kv_transfer_params` of a request."""
         params: dict[str, Any] = {"system": self.system, "chunks": list(self.chunks)}
         params["position_strategy"] = self.position_strategy
         if self.chunk_context != "system":
@@ -113,16 +113,16 @@ class Composition:
         trained_positions: int | None = None,
         default_repair: int = 0,
     ) -> Composition | None:
-        """What a request of `num_tokens` tokens says; None if it says nothing of segments.
+        """Reads the composition of a request of `num_tokens` tokens; None if it has no segments.
 
         Args:
             params: the request's `kv_transfer_params`.
-            num_tokens: of the whole prompt.
-            trained_positions: of the model, for requests that leave the strategy to the engine.
-            default_repair: of requests that say nothing of it.
+            num_tokens: length of the whole prompt.
+            trained_positions: max trained position of the model, for requests that leave the strategy to the engine.
+            default_repair: for requests without a repair setting.
 
         Raises:
-            InvalidConfig: a field of another name or kind, a number out of its limits, or no token left to ask with.
+            InvalidConfig: an unknown field, a wrong type, a number out of range, or no token left for the question.
         """
         if not isinstance(params, Mapping) or params.get(FIELD) is None:
             return None

@@ -1,4 +1,4 @@
-"""What the plugin adds to vLLM's /metrics; names of our own server where the meaning is the same."""
+"""Metric families that the plugin adds to vLLM's /metrics; names of our own server where the meaning is the same."""
 
 from __future__ import annotations
 
@@ -45,4 +45,4 @@ FAMILIES = (
 )
 BY_NAME = {family.name: family for family in FAMILIES}
 LABEL_VALUES = {CHUNK_TOKENS: ACTIONS}
-"""Values that are shown from the start, at zero."""
+"""Label values that are exported from the start, at zero."""

@@ -1,4 +1,4 @@
-"""What the plugin counted, in vLLM's log and on its /metrics."""
+"""Plugin statistics, in vLLM's log and on its /metrics."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from kvmosaic.metrics.family import Family
 
 
 class ComposingStats(KVConnectorStats):
-    """What a `Tally` gave away, on its way from the scheduler, or a worker, to the front end."""
+    """Counts of a `Tally`, from the scheduler or a worker to the front end."""
 
     @classmethod
     def taken_from(cls, tally: Tally) -> ComposingStats | None:
-        """What was counted since the last time; None if nothing was."""
+        """Counts since the last call; None if there are none."""
         data = tally.take()
         return None if data is None else cls(data=data)
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Resets all counts."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> ComposingStats:
-        """Both together, as a new one: what is held by others does not change."""
+        """Merges both into a new one, since others may hold references to the old ones."""
         return ComposingStats(data=merged(self.data, other.data))
 
     def reduce(self) -> dict[str, int | float]:
@@ -41,7 +41,7 @@ class ComposingStats(KVConnectorStats):
 
 
 class ComposingPromMetrics(KVConnectorPromMetrics):
-    """The families of the plugin, with vLLM's labels (model_name, engine) and their own."""
+    """Prometheus families of the plugin, with vLLM's labels (model_name, engine) and their own."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -55,7 +55,7 @@ class ComposingPromMetrics(KVConnectorPromMetrics):
                     metric.labels(*engine, *filter(None, (value,)))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Adds what a step counted, and keeps its reports for the answers of this process."""
+        """Adds the counts of a step, and stores its reports for the answers of this process."""
         engine = self._engines[engine_idx]
         for name, values in transfer_stats_data.get("counts", {}).items():
             if (family := BY_NAME.get(name)) is None:
@@ -72,6 +72,6 @@ class ComposingPromMetrics(KVConnectorPromMetrics):
 
 @cache
 def _metric(kind: Any, family: Family, labels: tuple[str, ...]) -> Any:
-    """Made once in a process, however many engines it has one after another: a name can be registered only once."""
+    """Created once per process, however many engines it runs in sequence: a name can be registered only once."""
     modes = {"multiprocess_mode": "mostrecent"} if family.kind == "gauge" else {}
     return kind(name=family.name, documentation=family.meaning, labelnames=[*labels, *family.labels[1:]], **modes)

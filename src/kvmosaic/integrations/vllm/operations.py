@@ -1,4 +1,4 @@
-"""What the scheduler tells every worker to do before a step's forward."""
+"""Operations: the work that the scheduler assigns to every worker before a step's forward."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A run of tokens whose keys and values are copied inside the paged cache, and whose keys are turned.
+    """A run of tokens whose keys and values are copied inside the paged cache, and whose keys are rotated.
 
         source_blocks    │ . . . c c │ c c c c c │ c . . . . │    source_start = 3, num_tokens = 9
         target_blocks    │ r r r r c │ c c c c c │ c c c . . │    target_start = 4
 
-    Token i of the run lies in slot `source_start + i` of its source blocks, was computed at `position + i`, and goes to
-    slot `target_start + i` of the target blocks, where it stands at `position + distance + i`.
+    Token i of the run is in slot `source_start + i` of its source blocks, was computed at `position + i`, and goes to
+    slot `target_start + i` of the target blocks, at `position + distance + i`.
     """
 
     source_blocks: tuple[int, ...]
@@ -27,9 +27,9 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """A run of tokens computed again, seeing everything before it in its request: token `start + i` is `token_ids[i]`.
+    """A run of recomputed tokens that see everything before them: token `start + i` is `token_ids[i]`.
 
-    `blocks` hold the request's tokens 0, 1, … up to the end of the run at least. The run stands at `position`.
+    `blocks` hold the request's tokens 0, 1, … at least up to the end of the run. The run begins at `position`.
     """
 
     blocks: tuple[int, ...]
@@ -40,7 +40,7 @@ class Repair:
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """Tokens that this step writes into these blocks stand `distance` positions earlier than their index says."""
+    """Tokens that this step writes into these blocks are `distance` positions earlier than their index says."""
 
     blocks: tuple[int, ...]
     distance: int
@@ -48,16 +48,16 @@ class Shift:
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """A run of tokens as tiers know it: all that names it, and what its entry must say to be used.
+    """A run of tokens as an entry of the tiers: its full identity, and what its entry must match.
 
-    Its first token stands at position `start`, which is also its index in its chunk prompt.
+    Its first token is at position `start`, which is also its index in its chunk prompt.
     """
 
     fingerprint: str
-    """Of the model, made of those of all workers."""
+    """Fingerprint of the model, combined from all workers."""
     key: bytes
     root: bytes
-    """What it saw, and where it starts; see `kvmosaic.cache.keys`."""
+    """What it saw, and its start; see `kvmosaic.cache.keys`."""
     start: int
     tokens: bytes
 
@@ -69,17 +69,17 @@ class StoredRun:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A run to be looked for in the tiers and kept in host memory under this number, until it is dropped."""
+    """A run to fetch from the tiers and to keep in host memory under this number, until it is dropped."""
 
     number: int
     run: StoredRun
     compute_seconds: float | None
-    """What computing it would take; None: nobody knows."""
+    """Estimated time to compute it; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Tokens of a fetched run that are written into blocks, unturned.
+    """Tokens of a fetched run that are written into blocks, without rotation.
 
     the run, fetched       │ . . x x x x │       skip = 2, num_tokens = 4
     blocks of a prompt     │ . . . . . . . x │ x x x . . . . . │     start = 7
@@ -94,7 +94,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A run that lies complete in these blocks after the step's forward, in slot `run.start` and on; to be stored."""
+    """A run to store, which is complete in these blocks after the step's forward, from slot `run.start` on."""
 
     run: StoredRun
     blocks: tuple[int, ...]
@@ -115,33 +115,33 @@ class Operations:
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     drops: list[int] = field(default_factory=list)
-    """Numbers of fetches that nobody waits for any longer."""
+    """Numbers of fetches that are no longer needed."""
     fingerprint_round: int | None = None
-    """Take the fingerprint of the weights again, and tell it with this number."""
+    """Compute the fingerprint of the weights again, and report it with this number."""
 
     def __bool__(self) -> bool:
         return bool(self.moves or self.repairs or self.shifts or self.uses_tiers)
 
     @property
     def uses_tiers(self) -> bool:
-        """Whether there is anything to do for the tiers."""
+        """Whether there is any work for the tiers."""
         asks = self.fetches or self.loads or self.stores or self.drops
         return bool(asks) or self.fingerprint_round is not None
 
 
 @dataclass(frozen=True, slots=True)
 class FetchReport:
-    """What became of a fetch on one worker."""
+    """The outcome of a fetch on one worker."""
 
     number: int
     rank: int
     tier: str
-    """Where it was found; empty: nowhere, or it is faster to compute it."""
+    """The tier that had it; empty: none, or computing it is faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class FingerprintReport:
-    """The fingerprint of one worker's weights, taken in this round; empty: they cannot be told from others."""
+    """The fingerprint of one worker's weights in this round; empty: it cannot be computed."""
 
     number: int
     rank: int
@@ -150,11 +150,11 @@ class FingerprintReport:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What one worker found out about its share of the model, told to the scheduler once at the start."""
+    """Capabilities of one worker, reported to the scheduler once at startup."""
 
     trouble: str = ""
     """Why chunks cannot be moved on this worker; empty: they can."""
     can_repair: bool = False
     can_shift: bool = False
     fingerprint: str = ""
-    """The identity of this worker's weights; empty: unknown."""
+    """The fingerprint of this worker's weights; empty: unknown."""

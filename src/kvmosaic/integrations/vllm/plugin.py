@@ -1,4 +1,4 @@
-"""What vLLM loads at its start, in each of its processes."""
+"""Entry point that vLLM loads at startup, in each of its processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ NAME = "kvmosaic"
 
 
 def register() -> None:
-    """Names the connector to vLLM; loads nothing until a configuration asks for it. Safe to call again."""
+    """Registers the connector with vLLM; imports nothing until a configuration names it. Safe to call again."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if NAME not in KVConnectorFactory._registry:

@@ -1,4 +1,4 @@
-"""The reuse report of one composed request inside vLLM, as JSON."""
+"""Reuse report of one composed request inside vLLM, as JSON."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ _NOTES: dict[Source, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ChunkOutcome:
-    """Where a chunk's keys and values came from."""
+    """Source of a chunk's keys and values."""
 
     source: Source
-    """cached: they were there. computed: for this request. awaited: for another one, which this one waited for.
-    same: the same document stands earlier in the prompt."""
+    """cached: a cache hit. computed: for this request. awaited: computed for another request, which this one waited
+    for. same: the same document occurs earlier in the prompt."""
     tier: str = "device"
-    """If they were there: "device", or the tier that they were loaded from."""
+    """For cache hits: "device", or the tier that they were loaded from."""
     seconds: float = 0.0
-    """From asking for them until they were there."""
+    """Time from the lookup until they were available."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComposedReport:
-    """What became of the segments of one request.
+    """Outcome of the segments of one request.
 
         token ids    s s s s s s s s | a a a a | b b b b b b | q q q q
                      └─ prefix_tokens ─┘   more than the system text if vLLM still has parts of the composed prompt
 
-    Everything is a number, a text or None, so that any process can send it to any other.
+    All values are numbers, texts or None, so that any process can send it to any other.
     """
 
     composition: Composition
     num_tokens: int
     """Tokens of the whole prompt."""
     chunks: tuple[ChunkOutcome, ...] = ()
-    """One each; empty if nothing was composed."""
+    """One per chunk; empty if the request was not composed."""
     prefix_tokens: int = 0
-    """The first tokens of the prompt that vLLM's own prefix cache had."""
+    """Tokens at the start of the prompt that hit vLLM's own prefix cache."""
     bypass: str = ""
     """Why it was answered as an ordinary prompt; empty: it was composed."""
 
@@ -56,12 +56,12 @@ class ComposedReport:
 
     @property
     def is_composed(self) -> bool:
-        """Whether chunks were put together; if not, it was an ordinary prompt."""
+        """Whether the prompt was composed from chunks; if not, it was an ordinary prompt."""
         return not self.bypass and bool(self.chunks)
 
     @property
     def repaired_tokens(self) -> int:
-        """Tokens of chunks that were computed again in this prompt."""
+        """Tokens of chunks that were recomputed in this prompt."""
         shape = self.composition
         if not self.is_composed or not shape.repair:
             return 0
@@ -69,7 +69,7 @@ class ComposedReport:
         return sum(shape.repaired(chunk) for chunk, end in enumerate(ends) if self.prefix_tokens < end)
 
     def to_json(self) -> dict[str, Any]:
-        """The value of the field `kvmosaic` of an answer: that of our own server, and `totals` and `bypass`."""
+        """The value of the answer's field `kvmosaic`: that of our own server, plus `totals` and `bypass`."""
         segments = self.segments()
         reused = sum(segment["reused_tokens"] for segment in segments)
         exact = reused
@@ -77,7 +77,7 @@ class ComposedReport:
             exact = sum(segment["reused_tokens"] for segment in segments if segment["kind"] == "system")
         return {
             "composition": self._meaning(),
-            "time_to_first_token_ms": None,  # the scheduler, which makes this, does not know it
+            "time_to_first_token_ms": None,  # unknown to the scheduler, which builds this
             "documents": [segment for segment in segments if segment["kind"] == "chunk"],
             "segments": segments,
             "totals": {
@@ -87,12 +87,12 @@ class ComposedReport:
                 "recomputed_tokens": self.num_tokens - reused,
                 "moved_tokens": sum(segment["reused_tokens"] for segment in segments if segment["distance"]),
             },
-            "repair": None,  # what was computed again is among the recomputed tokens; its time is not known here
+            "repair": None,  # repaired tokens are among the recomputed tokens; their time is unknown here
             "bypass": self.bypass or None,
         }
 
     def segments(self) -> list[dict[str, Any]]:
-        """System text, chunks and question, in the order of the prompt; a system text of no tokens is left out."""
+        """System text, chunks and question, in prompt order; an empty system text is omitted."""
         shape = self.composition
         rows = [_row("system", shape.system, self._system_reused())] if shape.system else []
         for index, start in enumerate(shape.starts):
@@ -102,11 +102,11 @@ class ComposedReport:
         return rows
 
     def _of_prefix(self, start: int, length: int) -> int:
-        """How many of `length` tokens from `start` on the prefix cache had."""
+        """How many of `length` tokens from `start` on hit the prefix cache."""
         return min(max(self.prefix_tokens - start, 0), length)
 
     def _system_reused(self) -> int:
-        """All of it if a chunk was cached that saw it; else what the prefix cache had."""
+        """All of it if a cached chunk saw it; else the prefix cache hits."""
         system = self.composition.system
         saw_it = self.is_composed and self.composition.chunk_context == "system"
         if saw_it and any(chunk.source == "cached" for chunk in self.chunks):
@@ -142,7 +142,7 @@ class ComposedReport:
         )
 
     def _meaning(self) -> str:
-        """What the prompt meant, in words."""
+        """Describes what the prompt computed: exact attention, or which approximation."""
         if not self.is_composed:
             return "exact"
         shape = self.composition

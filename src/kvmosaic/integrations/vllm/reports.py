@@ -1,4 +1,4 @@
-"""Reports of requests under way, in the process that answers them."""
+"""Report shelf: reports of in-flight requests, in the process that answers them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 MOST_REPORTS = 4096
 MOST_SEGMENTS = 65_536
-"""Segments of all kept reports; one takes about half a kilobyte."""
+"""max_segments of all kept reports; one takes about half a kilobyte."""
 MOST_SECONDS = 600.0
 _ADDED = re.compile(r"-[0-9a-f]{8}\Z")
-"""What vLLM adds to the id of a request inside the engine."""
+"""Suffix that vLLM appends to request ids inside the engine."""
 
 
 class ReportShelf:
@@ -42,7 +42,7 @@ class ReportShelf:
         return len(self._kept)
 
     def put(self, request_id: str, report: dict[str, Any]) -> None:
-        """Keeps a report; another one of the same request is replaced."""
+        """Stores a report; replaces an earlier one of the same request."""
         most_reports, most_segments, most_seconds = self._limits
         with self._lock:
             now = self._clock()
@@ -58,7 +58,7 @@ class ReportShelf:
                 self._drop(next(iter(self._kept)))
 
     def take(self, request_id: str) -> dict[str, Any] | None:
-        """Gives a report away; None if there is none, or none any more."""
+        """Removes and returns a report; None if there is none, or it was dropped."""
         with self._lock:
             return self._drop(request_id) or self._drop(self._names.get(request_id, ""))
 
@@ -73,6 +73,6 @@ class ReportShelf:
 
 
 SHELF = ReportShelf()
-"""The one of this process: vLLM makes what receives the reports, and another part of it answers the requests."""
+"""The shelf of this process: vLLM creates the receiver of the reports, and another part answers the requests."""
 
 put, take = SHELF.put, SHELF.take

@@ -1,4 +1,4 @@
-"""Where documents stand if a request leaves it to the engine."""
+"""Position strategy of requests that leave it to the engine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Strategy = Literal["auto", "sequential", "shared"]
 
 
 def choose_strategy(strategy: Strategy, num_tokens: int, trained_positions: int | None) -> Placing:
-    """The strategy that "auto" stands for (see `kvmosaic.layout.choose_strategy`); any other stands for itself.
+    """Resolves "auto" (see `kvmosaic.layout.choose_strategy`); returns any other strategy unchanged.
 
     Args:
-        strategy: as a request or a setting says.
-        num_tokens: of the whole prompt.
-        trained_positions: of the model; None: unknown, or no limit.
+        strategy: of the request or the settings.
+        num_tokens: length of the whole prompt.
+        trained_positions: max trained position of the model; None: unknown, or no limit.
     """
     if strategy != "auto":
         return strategy
@@ -25,9 +25,9 @@ def choose_strategy(strategy: Strategy, num_tokens: int, trained_positions: int 
 
 
 def trained_positions(model_config: Any) -> int | None:
-    """How many positions a model of vLLM was trained for, as its configuration says; None: it does not say.
+    """Max trained position of a vLLM model, from its configuration; None: not specified.
 
-    Not `max_model_len`, which vLLM computes: it may be less, or more where angles are scaled.
+    Not `max_model_len`, which vLLM computes: it may be lower, or higher with scaled angles.
     """
     text = getattr(model_config, "hf_text_config", None)
     number = getattr(text, "max_position_embeddings", None)

@@ -1,4 +1,4 @@
-"""What the plugin counts between two steps, as plain data that travels from the scheduler to the front end."""
+"""Tally: counters of the plugin between two steps, as plain data from the scheduler to the front end."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kvmosaic.metrics.family import Family
 
 MOST_REASONS = 32
 OTHER = "other"
-"""The label of all further reasons, so that there are never more than so many."""
+"""The label of all further reasons, which bounds their number."""
 MOST_REPORTS = 256
-"""Between two steps; older ones are dropped."""
+"""max_reports between two steps; older ones are dropped."""
 
 Counts = dict[str, dict[str, float]]
-"""By name of a family, and by the value of its own label ("" if it has none)."""
+"""By name of a family, and by label value ("" if it has none)."""
 
 
 class Tally:
-    """Counts, and reports of requests that began, until someone takes them.
+    """Counters, and reports of requests that began, until they are taken.
 
         tally.composed(report, request_id); tally.moved(2048, 0.06)
         tally.take()    {"counts": {"kvmosaic:moved_tokens": {"": 2048}, ...}, "reports": {request_id: {...}}}
@@ -36,7 +36,7 @@ class Tally:
         self._num_running = 0
 
     def composed(self, report: ComposedReport, request_id: str | None = None) -> None:
-        """A request was put together from chunks; with its id, the report can be had in the front end."""
+        """Counts a composed request; with its id, the front end can take the report."""
         told = report.to_json()
         self._add(families.COMPOSED, 1)
         for row in told["documents"]:
@@ -56,7 +56,7 @@ class Tally:
         self._keep(request_id, told)
 
     def bypassed(self, code: str, report: ComposedReport | None = None, request_id: str | None = None) -> None:
-        """A request with documents is answered as an ordinary prompt; `code` is its reason in one word."""
+        """Counts a request with documents that is answered as an ordinary prompt; `code` is the reason in one word."""
         if code not in self._reasons:
             if len(self._reasons) < MOST_REASONS:
                 self._reasons.add(code)
@@ -67,23 +67,23 @@ class Tally:
             self._keep(request_id, report.to_json())
 
     def chunk_prompts(self, num_started: int, num_running: int) -> None:
-        """So many internal requests began, and so many are not done now; to be said after every step."""
+        """Records started and running internal requests; called after every step."""
         self._add(families.CHUNK_PROMPTS, num_started)
         if num_running != self._num_running:
             self._num_running = num_running
             self._counts[families.CHUNK_PROMPTS_RUNNING.name] = {"": num_running}
 
     def moved(self, num_tokens: int, seconds: float = 0.0) -> None:
-        """A worker took `seconds` to copy tokens; the scheduler counts the tokens once, each worker its seconds."""
+        """Counts moved tokens and a worker's seconds; the scheduler counts tokens once, each worker its seconds."""
         self._add(families.MOVED_TOKENS, num_tokens)
         self._add(families.MOVE_SECONDS, seconds)
 
     def counted(self, family: Family, number: float, label: str = "") -> None:
-        """Something was counted elsewhere."""
+        """Adds a count from elsewhere."""
         self._add(family, number, label)
 
     def take(self) -> dict[str, Any] | None:
-        """What was counted since the last time; None if nothing was."""
+        """Counts since the last call; None if there are none."""
         if not self._counts and not self._reports:
             return None
         taken = {"counts": self._counts, "reports": self._reports}
@@ -103,7 +103,7 @@ class Tally:
 
 
 def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Both together: counters add up, a gauge has the later value, and the latest reports stay."""
+    """Merges two: counters add up, a gauge takes the later value, and the latest reports stay."""
     counts: Counts = {name: dict(values) for name, values in first.get("counts", {}).items()}
     for name, values in second.get("counts", {}).items():
         into = counts.setdefault(name, {})
@@ -114,7 +114,7 @@ def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any
 
 
 def summary(data: Mapping[str, Any]) -> dict[str, int | float]:
-    """One number for each count, for a line of the log."""
+    """One number for each count, for a log line."""
     numbers: dict[str, int | float] = {}
     for name, values in data.get("counts", {}).items():
         for label, number in values.items():

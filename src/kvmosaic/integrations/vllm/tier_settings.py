@@ -1,4 +1,4 @@
-"""Which tiers a vLLM engine has, as `kv_connector_extra_config` says it."""
+"""Tier settings of a vLLM engine, from `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _OPTIONS = ("compression", "loading", "pending", "staged")
 
 
 def tier_config(extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> TierConfig | None:
-    """The tiers of an engine, None without any.
+    """Reads the tiers of an engine; None without any.
 
         {"tiers": ["host:4GiB", "env:CHUNK_REDIS"], "compression": "zstd", "loading": "always", "staged": "1GiB"}
 
     Args:
         extra: `kv_connector_extra_config`. vLLM prints it, so a URL with a password is given as `env:` and the name of
             a variable that holds it; the secret of the entries is always a variable.
-        environment: of the process.
+        environment: environment variables of the process.
 
     Raises:
-        InvalidConfig: something that cannot be, or a codec: what is loaded here becomes part of vLLM's own prefix
+        InvalidConfig: an invalid setting, or a lossy codec: what is loaded here becomes part of vLLM's own prefix
             cache, which ordinary prompts use, so it must be exact.
     """
     places = extra.get("tiers")

@@ -1,1 +1,1 @@
-"""In the API process: how documents reach a request."""
+"""API-process side of the plugin: how documents reach a request."""

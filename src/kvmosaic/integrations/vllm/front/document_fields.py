@@ -1,4 +1,4 @@
-"""Documents of a request body: texts, objects, and handles of stored documents."""
+"""Documents in request bodies: texts, objects, and handles of stored documents."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvmosaic.prompt import Document
 
 KEYS = ("id", "doc_id", "title", "text", "priority", "metadata")
 Resolve = Callable[[str], Document]
-"""The stored document of an id; raises UnknownDocument."""
+"""Returns the stored document of an id; raises UnknownDocument."""
 
 
 def read_documents(value: Any, resolve: Resolve, most: int) -> tuple[Document, ...]:
-    """The documents of a body, stored ones fetched.
+    """Reads the documents of a body, and fetches stored ones.
 
     Raises:
         InvalidDocument: not a list, more than `most`, or an entry that is not a document.

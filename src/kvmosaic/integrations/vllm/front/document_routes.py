@@ -1,4 +1,4 @@
-"""/v1/documents beside vLLM's own routes: stored texts that prompts name by their ids."""
+"""/v1/documents next to vLLM's own routes: stored texts that prompts reference by id."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _VERB = re.compile(rf"(.*):({'|'.join(VERBS)})", re.DOTALL)
 class DocumentRoutes:
     """Creates, replaces, reads, lists, deletes and warms documents, as our own server does.
 
-    Whoever may not ask vLLM for its models may not do any of this: the same key is checked by vLLM itself.
+    Requires the same API key as vLLM's /v1/models: vLLM itself checks it.
     """
 
     def __init__(self, front: ComposedDocuments) -> None:

@@ -1,4 +1,4 @@
-"""Prompts with documents for vLLM's Python `LLM`."""
+"""Prompts with documents for vLLM's Python `LLM`: `generate` and `chat`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def engine_arguments(**options: Any) -> dict[str, Any]:
     """The arguments that vLLM's `LLM` needs for documents: `LLM(model, **engine_arguments())`.
 
     Args:
-        options: of the connector, for its `kv_connector_extra_config`.
+        options: connector options, for its `kv_connector_extra_config`.
     """
     connector: dict[str, Any] = {"kv_connector": NAME, "kv_role": "kv_both"}
     if options:
@@ -40,28 +40,28 @@ def generate(
     separator: str | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Answers prompts, each document of which is computed once and reused at any place in any later prompt.
+    """Answers prompts; each document is computed once and reused at any position in any later prompt.
 
     Args:
-        llm: a `vllm.LLM`, made with `engine_arguments()`.
+        llm: a `vllm.LLM`, created with `engine_arguments()`.
         prompts: `Prompt`s, such as Prompt.from_documents(…); token ids; or texts, which are ordinary prompts unless a
-            separator is named.
+            separator is given.
         sampling_params: vLLM's, one for all or one for each; None: the model's defaults.
-        position_strategy: "sequential" (documents stand one behind the other), "shared" (they overlap), or "auto": the
-            former where the prompt fits the positions the model was trained for, else the latter.
+        position_strategy: "sequential" (documents follow each other), "shared" (they overlap), or "auto": the
+            former if the prompt fits the model's max trained position, else the latter.
         chunk_context: what a document saw when it was computed: "system" or "none".
-        repair: "none", or "first(16)" to compute the first 16 tokens of each document again in its place; None: what
-            is done by default, where it can be.
+        repair: "none", or "first(16)" to recompute the first 16 tokens of each document at its position; None: the
+            default repair, where the engine can.
         separator: what separates the segments of a text such as "System text. ## A document. ## Question?": "##" here;
             None or "": texts are never split.
-        options: of vLLM's `LLM.generate`, such as use_tqdm and lora_request.
+        options: options of vLLM's `LLM.generate`, such as use_tqdm and lora_request.
 
     Returns:
-        vLLM's `RequestOutput`s; `kv_transfer_params["kvmosaic"]` of each tells what was reused.
+        vLLM's `RequestOutput`s; `kv_transfer_params["kvmosaic"]` of each is the reuse report.
 
     Raises:
-        InvalidPrompt: a prompt that cannot be read, with the value, the limit and the way out.
-        InvalidConfig: a choice that vLLM does not have.
+        InvalidPrompt: a prompt that cannot be read, with the value, the limit and the fix.
+        InvalidConfig: a choice that vLLM does not support.
     """
     how = _how(position_strategy, chunk_context, repair)
     encoder = _encoder(_model_of(llm), separator)
@@ -87,21 +87,21 @@ def chat(
     tools: Sequence[Any] | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Answers one conversation, or several, over documents, rendered through the model's chat template.
+    """Answers one conversation, or several, over documents, rendered with the model's chat template.
 
     Args:
-        llm: a `vllm.LLM`, made with `engine_arguments()`.
+        llm: a `vllm.LLM`, created with `engine_arguments()`.
         messages: a conversation of {"role", "content"}, or a list of conversations.
-        sampling_params: as for `generate`, which explains the choices too.
+        sampling_params: as for `generate`, which also explains the choices.
         documents: texts or {"id", "title", "text"}, the same for all conversations.
         salt: prompts with different salts share nothing in the cache.
         position_strategy: as for `generate`.
         chunk_context: as for `generate`.
         repair: as for `generate`.
-        chat_template: in place of the model's own.
+        chat_template: replaces the model's own.
         chat_template_kwargs: variables of the template, such as enable_thinking.
         tools: functions that the model may call.
-        options: of vLLM's `LLM.generate`.
+        options: options of vLLM's `LLM.generate`.
 
     Raises:
         InvalidMessages, InvalidDocument: not a conversation, or not documents.
@@ -145,7 +145,7 @@ def _input(ready: Composed, salt: str) -> dict[str, Any]:
 
 
 def _with_borders(ready: Composed, params: Any) -> Any:
-    """A copy of sampling parameters that says where the segments of a prompt end."""
+    """A copy of sampling parameters with the segment boundaries of a prompt."""
     if ready.composition is None:
         return params
     changed = params.clone()

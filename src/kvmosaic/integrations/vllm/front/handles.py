@@ -1,4 +1,4 @@
-"""Handles: documents that are stored once and named by their ids afterwards."""
+"""Document handles: documents that are stored once and then referenced by id."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIELDS = ("id", "text", "title", "metadata", "ttl_seconds", "refresh_ttl_on_hit"
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a client wants to be stored; white space around text and title is removed."""
+    """A document that a client wants to store; white space around text and title is stripped."""
 
     text: str
     title: str | None = None
@@ -42,7 +42,7 @@ class Draft:
         """Reads the body of a document.
 
         Raises:
-            InvalidDocument: a field that is unknown, of another kind or out of its limits, or not possible inside vLLM.
+            InvalidDocument: an unknown field, a wrong type, a value out of range, or one not supported inside vLLM.
         """
         if unknown := next((name for name in body if name not in FIELDS), None):
             raise InvalidDocument(f"a document has no field {unknown!r:.80}; its fields are {', '.join(FIELDS)}")
@@ -65,7 +65,7 @@ class Draft:
 
 @dataclass(slots=True)
 class Hits:
-    """How often this process read a document, and when last."""
+    """Read counter of a document in this process, and the time of the last read."""
 
     number: int = 0
     last: float | None = None
@@ -74,8 +74,8 @@ class Hits:
 class Handles:
     """The stored documents of one server, or of several that share a folder.
 
-    Every change happens under the lock of its place, so two servers never mix up their versions. A document whose time
-    is over is not found any more, and goes with the next change or list.
+    Every change holds the lock of the storage, so two servers never mix up versions. An expired document is not found
+    any more, and is removed by the next change or list.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Handles:
 
     @classmethod
     def opened(cls, settings: FrontSettings) -> Handles:
-        """Handles in the folder that the settings name, or in memory."""
+        """Opens handles in the configured folder, or in memory."""
         folder = settings.documents_dir
         return cls(MemoryPlace() if folder is None else FolderPlace(folder), settings)
 
     def resolve(self, document_id: str) -> Document:
-        """The text of a document for a prompt; counts a hit, and its time begins anew if that was asked for.
+        """The text of a document for a prompt; counts a hit, and restarts its TTL if configured.
 
         Raises:
             UnknownDocument: there is none with this id, or it has expired.
@@ -128,16 +128,16 @@ class Handles:
         return document
 
     def hits(self, document_id: str) -> Hits:
-        """How often this process read a document."""
+        """Read counter of a document in this process."""
         return self._hits.get(document_id, Hits())
 
     def create(self, draft: Draft, document_id: str | None = None) -> StoredDocument:
         """Stores a new document.
 
         Raises:
-            InvalidDocument: an id that cannot be used.
+            InvalidDocument: an invalid id.
             DocumentExists: the id is taken; `put` replaces.
-            DocumentTooLarge, DocumentStoreFull: more than may be stored.
+            DocumentTooLarge, DocumentStoreFull: a storage limit is exceeded.
         """
         document_id = f"doc-{secrets.token_hex(12)}" if document_id is None else check_id(document_id)
         with self._place.locked():
@@ -148,10 +148,10 @@ class Handles:
             return self._put(document_id, draft, None)
 
     def put(self, document_id: str, draft: Draft, if_match: str | None = None) -> tuple[StoredDocument, bool]:
-        """Stores a document under an id, in place of the one that is there; tells whether it is new.
+        """Stores a document under an id, replacing an existing one; returns whether it is new.
 
         Raises:
-            DocumentChanged: what is stored is not one of the versions of `if_match`, a header of ETags.
+            DocumentChanged: the stored version is none of `if_match`, a header of ETags.
             InvalidDocument, DocumentTooLarge, DocumentStoreFull: as for `create`; the old document stays.
         """
         check_id(document_id)
@@ -161,7 +161,7 @@ class Handles:
             return self._put(document_id, draft, before), before is None
 
     def delete(self, document_id: str, if_match: str | None = None) -> None:
-        """Drops a document; what was computed from it leaves vLLM's cache in its own time.
+        """Deletes a document; its blocks in vLLM's cache are evicted in the course of time.
 
         Raises:
             UnknownDocument: see `resolve`.
@@ -173,7 +173,7 @@ class Handles:
             self._hits.pop(document_id, None)
 
     def all(self) -> list[StoredDocument]:
-        """All documents without their texts, in the order of creation; those whose time is over are dropped."""
+        """All documents without their texts, in the order of creation; expired ones are removed."""
         kept, now = [], self._clock()
         for head in self._place.heads():
             if head.has_expired(now):

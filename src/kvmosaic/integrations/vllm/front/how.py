@@ -1,4 +1,4 @@
-"""How a prompt is composed: where its documents stand, what they saw, and what is computed again."""
+"""Composition options of a prompt: position strategy, chunk context and repair."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _FIRST = re.compile(r"\s*first\s*\(\s*(\d{1,9})\s*\)\s*", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """The choices of one request, or what a server takes for choices that a request leaves out."""
+    """Composition options of one request, or a server's defaults for options that a request omits."""
 
     position_strategy: Strategy = "auto"
     chunk_context: Saw = "system"
     repair: int | None = None
-    """The first tokens of each document that are computed again with everything before them in sight; None: as many as
-    the engine repairs by default, where it can."""
+    """Tokens at the start of each document that are recomputed with everything before them visible; None: the engine's
+    default repair, where it can."""
 
     def __post_init__(self) -> None:
         _check("position_strategy", self.position_strategy, get_args(Strategy))
         _check("chunk_context", self.chunk_context, get_args(Saw))
 
     def updated(self, fields: Mapping[str, Any]) -> How:
-        """The same with the fields that are there and not None.
+        """A copy with the fields that are present and not None.
 
         Raises:
-            InvalidConfig: a value that is none of those a field may have.
+            InvalidConfig: an invalid value.
         """
         given = {name: fields[name] for name in FIELDS if fields.get(name) is not None}
         if "repair" in given:
@@ -42,7 +42,7 @@ class How:
 
 
 def read_repair(value: object) -> int:
-    """The number of first tokens that "none", "first(16)" or {"first": 16} stand for.
+    """Parses "none", "first(16)" or {"first": 16} into the number of recomputed tokens.
 
     Raises:
         InvalidConfig: anything else.

@@ -1,4 +1,4 @@
-"""The middleware of `vllm serve`: documents in the bodies of requests, and /v1/documents."""
+"""ASGI middleware of `vllm serve`: documents in request bodies, and /v1/documents."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class ComposedDocuments:
                      │ /v1/documents                                            │ receive()
                      └ a body with documents is rewritten when a route reads it ◀┘
 
-    It stands outside of vLLM's check of keys. So a body is read and rewritten only when a route behind that check asks
-    for it. Requests without documents pass as they are, and so do the answers to them.
+    It wraps vLLM's API key check. So a body is read and rewritten only when a route inside that check reads it.
+    Requests without documents pass unchanged, and so do their answers.
     """
 
     def __init__(self, app: App, settings: FrontSettings | None = None) -> None:
-        """Takes the app behind, and what the environment says if no settings are given.
+        """Wraps an app; without settings, reads them from the environment.
 
         Raises:
-            InvalidConfig: a variable of the environment whose value cannot be used.
+            InvalidConfig: an environment variable with an invalid value.
         """
         self.app = app
         self.settings = settings or FrontSettings.from_environment(os.environ)
@@ -56,7 +56,7 @@ class ComposedDocuments:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="kvmosaic-front")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request, or lets it through."""
+        """Answers one request, or passes it on."""
         if scope["type"] != "http" or scope["method"] == "OPTIONS":
             return await self.app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -68,19 +68,19 @@ class ComposedDocuments:
         return await _Exchange(self, route, scope, receive, send).run()
 
     async def rewritten(self, content: bytes, route: Route, scope: Scope) -> Rewritten | None:
-        """A body with its documents composed; None if it has none.
+        """Composes the documents of a body; None if it has none.
 
         Raises:
-            Refusal: what is wrong with it.
+            Refusal: the body is invalid.
         """
         renderer = partial(self.renderer, scope)
         return await self.in_thread(rewritten, content, route, renderer, self.settings.how)  # type: ignore[no-any-return]
 
     def renderer(self, scope: Scope) -> Renderer:
-        """What writes the prompts of the served model; made when it is first needed, since vLLM loads it after us.
+        """The prompt renderer of the served model; created on first use, since vLLM loads the model later.
 
         Raises:
-            Refusal: the model is not there yet, or its prompts cannot be written here.
+            Refusal: the model is not loaded yet, or its prompts cannot be rendered here.
         """
         if self._renderer is None:
             model = find_model(scope["app"].state)
@@ -88,12 +88,12 @@ class ComposedDocuments:
         return self._renderer
 
     async def in_thread(self, work: Any, *arguments: Any) -> Any:
-        """Does some work beside the event loop."""
+        """Runs work in a thread, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
 
 class _Elsewhere(Exception):
-    """A body that another route is to answer."""
+    """A body that another route answers."""
 
 
 class _Exchange:
@@ -113,9 +113,9 @@ class _Exchange:
         self._is_there = False
 
     async def run(self) -> None:
-        """Lets vLLM answer; if the body cannot be used, says so instead of whatever vLLM says."""
+        """Lets vLLM answer; if the body is invalid, sends the refusal instead of vLLM's reply."""
         before = {**self._scope, "state": dict(self._scope.get("state") or {})}
-        with suppress(Refusal, _Elsewhere):  # our own, if nobody in between made something else of them
+        with suppress(Refusal, _Elsewhere):  # our own, unless a middleware in between converted them
             await self._front.app(self._scope, self.receive, self.send)
         if self._asked is not None and self._asked.is_elsewhere:
             await self._ask_elsewhere(before, self._asked.content)
@@ -123,7 +123,7 @@ class _Exchange:
             await json_reply(self._refusal.body, self._refusal.status).send(self._send)
 
     async def receive(self) -> Message:
-        """The whole body, rewritten if it has documents; afterwards, what the client does."""
+        """The whole body, rewritten if it has documents; afterwards, the client's messages."""
         if self._is_read:
             return await self._receive()
         self._is_read = True
@@ -141,7 +141,7 @@ class _Exchange:
         return {"type": "http.request", "body": self._asked.content if self._asked else content, "more_body": False}
 
     async def _ask_elsewhere(self, scope: Scope, content: bytes) -> None:
-        """Asks on /v1/completions instead; whoever got so far has the key."""
+        """Forwards to /v1/completions instead; a request that got here has passed the key check."""
         path = scope.get("root_path", "") + COMPLETIONS
         scope = {**scope, "path": path, "raw_path": path.encode()}
         body: list[Message] = [{"type": "http.request", "body": content, "more_body": False}]
@@ -153,9 +153,9 @@ class _Exchange:
         await self._front.app(scope, receive, self.send)
 
     async def send(self, message: Message) -> None:
-        """Passes the answer on, with the report of a composed prompt in its place."""
+        """Passes the answer on, with the report of a composed prompt in its field."""
         if self._refusal is not None or (self._asked is not None and self._asked.is_elsewhere and not self._is_there):
-            return  # what vLLM says of a body that was not given to it
+            return  # vLLM's reply to a body that was withheld
         self._has_begun = True
         if message["type"] == "http.response.start" and self._asked is not None and message["status"] == 200:
             kinds = [value for name, value in message.get("headers", ()) if name.lower() == b"content-type"]
@@ -174,7 +174,7 @@ class _Exchange:
 
 
 def take_report(request_id: str) -> Report | None:
-    """The report of a composed request whose answer does not carry it.
+    """Takes the report of a composed request whose answer does not carry it.
 
     Inside the engine a prompt of /v1/completions is called `cmpl-7-0`, and the first of several answers `0_chatcmpl-7`.
     """

@@ -1,4 +1,4 @@
-"""Conversations on a vLLM that takes token ids on /v1/completions only, as 0.23 does."""
+"""Chat fallback for vLLM versions that take token ids on /v1/completions only, such as 0.23."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _OF_CONVERSATIONS = {
 
 
 def as_completion(body: Mapping[str, Any], token_ids: Sequence[int], max_positions: int | None) -> dict[str, Any]:
-    """The body of /v1/completions that draws the same answer.
+    """The body of /v1/completions that samples the same answer.
 
     Raises:
-        Refusal: 501, a field that only vLLM's own conversations know.
+        Refusal: 501, a field that only vLLM's chat route supports.
     """
     for name, allowed in _REFUSED.items():
         if body.get(name) not in allowed:
@@ -45,7 +45,7 @@ def as_completion(body: Mapping[str, Any], token_ids: Sequence[int], max_positio
 
 
 def as_conversation(answer: dict[str, Any]) -> None:
-    """Gives a whole answer of /v1/completions the shape of a conversation's."""
+    """Converts a whole answer of /v1/completions to the chat format."""
     if "choices" not in answer:
         return
     answer["object"] = "chat.completion"
@@ -56,7 +56,7 @@ def as_conversation(answer: dict[str, Any]) -> None:
 
 
 def as_chunk(event: bytes) -> bytes:
-    """Gives one event of a stream of /v1/completions the shape of a conversation's."""
+    """Converts one stream event of /v1/completions to the chat format."""
     if not event.startswith(b"data: {"):
         return event
     try:

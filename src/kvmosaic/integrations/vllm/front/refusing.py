@@ -1,4 +1,4 @@
-"""Refusals: what a client is told, in OpenAI's shape."""
+"""Refusals: error replies in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kvmosaic import errors
 from kvmosaic.prompt.ways_out import for_clients
 
 MAX_MESSAGE_CHARACTERS = 2_000
-"""Messages quote what was sent; they must not send it all back."""
+"""Messages quote the input; they must not echo all of it."""
 
-# The first row that fits an error decides.
+# The first matching row decides.
 _ROWS: tuple[tuple[type[Exception], int, str | None], ...] = (
     (errors.PromptTooLong, 400, "context_length_exceeded"),
     (errors.InvalidPrompt, 400, None),
@@ -25,7 +25,7 @@ _ROWS: tuple[tuple[type[Exception], int, str | None], ...] = (
 
 
 class Refusal(Exception):
-    """A request that is not answered: `{"error": {"message", "type", "param", "code"}}` with a status."""
+    """A rejected request: `{"error": {"message", "type", "param", "code"}}` with a status."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ class Refusal(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What the client reads."""
+        """The JSON body of the reply."""
         message = str(self)
         if len(message) > MAX_MESSAGE_CHARACTERS:
             message = message[: MAX_MESSAGE_CHARACTERS - 1] + "…"
@@ -45,7 +45,7 @@ class Refusal(Exception):
 
 
 def refusal_of(error: errors.KVMosaicError, body: Mapping[str, Any] | None = None) -> Refusal:
-    """What to say of an error about a body, naming the place of the document that is to blame."""
+    """Converts an error about a body to a refusal that names the invalid document's location."""
     status, code = next(((status, code) for kind, status, code in _ROWS if isinstance(error, kind)), (500, None))
     place = error.document if isinstance(error, errors.InvalidPrompt) else None
     documents = (body or {}).get("documents")

@@ -1,4 +1,4 @@
-"""Request bodies become prompts of segments: as vLLM itself would write them, cut where documents begin and end."""
+"""Rendering of request bodies into segmented prompts: vLLM's own text, cut at document boundaries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Body = Mapping[str, Any]
 
 
 class Renderer:
-    """Writes the prompts of one served model; None stands for a prompt without documents, which is vLLM's to write."""
+    """Renders the prompts of one served model; None is a prompt without documents, which vLLM renders itself."""
 
     def __init__(self, model: ServedModel, settings: FrontSettings, resolve: Resolve) -> None:
         self.model = model
@@ -49,7 +49,7 @@ class Renderer:
         """The prompt of /v1/responses: a text, or messages of texts.
 
         Raises:
-            InvalidMessages: an input of another kind, or the reply to an earlier response; and as for `chat`.
+            InvalidMessages: an input of another type, or the reply to an earlier response; and as for `chat`.
         """
         asked, instructions = body.get("input"), body.get("instructions")
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
@@ -65,7 +65,7 @@ class Renderer:
         """The prompt of /v1/completions.
 
         Raises:
-            InvalidPrompt: documents beside several prompts or token ids, and its other kinds.
+            InvalidPrompt: documents together with several prompts or token ids; see also its subclasses.
             UnknownDocument: an id that is not stored.
         """
         documents = read_documents(body.get("documents"), self._resolve, self._settings.max_prompt_chunks)
@@ -82,7 +82,7 @@ class Renderer:
         return self.encoder.encode(Prompt.from_documents((*documents, *map(Document, bodies)), question, system=system))
 
     def warming(self, documents: Sequence[Document], system: str | None, endpoint: str | None) -> Prompt:
-        """A prompt whose segments before the question are those of later prompts with these documents.
+        """A prompt whose segments before the question equal those of later prompts with these documents.
 
         Raises:
             InvalidMessages, InvalidDocument, InvalidPrompt: as for these prompts.
@@ -99,14 +99,14 @@ class Renderer:
         documents = read_documents(body.get("documents"), self._resolve, self._settings.max_prompt_chunks)
         if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
             if not documents:
-                return None  # vLLM says best what is wrong
+                return None  # vLLM reports the error best
             raise InvalidMessages('documents go with a list of messages {"role": ..., "content": ...} of text')
         try:
             kept, marked = take_marked(messages)
             kept, separated = take_separated(read_messages(_with_read_arguments(kept)), self._settings.separator)
         except InvalidMessages:
             if not documents:
-                return None  # images, audio and the like, which vLLM may know
+                return None  # images, audio and the like, which vLLM may support
             raise
         if not (documents or marked or separated):
             return None
@@ -138,7 +138,7 @@ class Renderer:
         return self.encoder.encode_chat(messages, documents, **options)
 
     def _without_template(self, messages: Sequence[Mapping[str, Any]], documents: Sequence[Document]) -> Prompt:
-        """A model without a template takes one question with an optional system text, as plain text."""
+        """Plain-text prompt for a model without a template: one question with an optional system text."""
         if [message["role"] for message in messages] not in (["user"], ["system", "user"]):
             raise InvalidMessages(
                 "this model has no chat template, so it takes one question of the user and at most one system text; "
@@ -149,7 +149,7 @@ class Renderer:
         return self.encoder.encode(prompt, control_tokens=False)
 
     def _variables(self, body: Body, effort: Any) -> dict[str, Any]:
-        """Variables of the template as vLLM sets them: its own defaults, those of the request, and the effort."""
+        """Template variables as vLLM sets them: its defaults, the request's, and the reasoning effort."""
         given = body.get("chat_template_kwargs") or {}
         if not isinstance(given, Mapping):
             raise InvalidMessages(f"chat_template_kwargs is {given!r:.80}; send an object")
@@ -166,7 +166,7 @@ def _is_split(text: Any, separator: str | None) -> bool:
 
 
 def _plain_input(messages: Any) -> Any:
-    """Messages of /v1/responses as a conversation has them; None if there is more among them than messages of text."""
+    """Messages of /v1/responses in chat format; None if there are others than text messages."""
     if not isinstance(messages, list):
         return None
     plain = []
@@ -184,7 +184,7 @@ def _plain_input(messages: Any) -> Any:
 
 
 def _with_read_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The conversation with the arguments of tool calls as objects instead of JSON, as templates and vLLM want them."""
+    """The conversation with tool call arguments as objects instead of JSON, as templates and vLLM expect."""
     return [
         {**message, "tool_calls": [_with_read_call(call) for call in calls]}
         if isinstance(calls := message.get("tool_calls"), list)

@@ -1,4 +1,4 @@
-"""Bodies with documents become bodies that vLLM understands: token ids, and where their segments end."""
+"""Rewriting of bodies with documents into bodies for vLLM: token ids and segment boundaries."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ _OTHERWISE: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (None,),
     "add_special_tokens": (None, False),
 }
-"""Fields that would change the prompt once more, and the values that do not."""
+"""Fields that would change the prompt again, and their neutral values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A body for vLLM, and what its answer will look like."""
+    """A body for vLLM, and the format of its answer."""
 
     content: bytes
     num_choices: int
-    """Answers that are drawn."""
+    """Number of answers."""
     includes_usage: bool
     """Whether the last chunk of a stream holds the usage."""
     is_elsewhere: bool = False
-    """Whether a conversation goes to /v1/completions, since this vLLM takes token ids only there."""
+    """Whether a conversation is sent to /v1/completions, since this vLLM takes token ids only there."""
 
 
 def may_have_documents(content: bytes, separator: str | None) -> bool:
-    """Whether a body is worth reading; True is always right. Escapes could hide anything, and so could UTF-16."""
+    """Whether a body may have documents; True is always safe, since escapes or UTF-16 could hide anything."""
     if b"\\u" in content or b"\0" in content or b'"documents"' in content or _OWN_BORDERS in content:
         return True
     if any(mark.encode() in content for mark in MARKS):
@@ -58,12 +58,12 @@ def may_have_documents(content: bytes, separator: str | None) -> bool:
 
 
 def rewritten(content: bytes, route: Route, renderer: Callable[[], Renderer], default: How) -> Rewritten | None:
-    """The body with its documents composed; None if it has none, so that it goes to vLLM as it came.
+    """Composes the documents of a body; None if it has none, so that it is passed to vLLM unchanged.
 
-    A body whose sender set the borders himself is checked and stays as it is.
+    A body that already has segment boundaries is checked and stays as it is.
 
     Raises:
-        Refusal: what is wrong with the documents, or with what stands beside them.
+        Refusal: invalid documents, or fields that do not go with them.
     """
     try:
         body = json.loads(content)
@@ -130,7 +130,7 @@ def _as_it_is(content: bytes, body: dict[str, Any]) -> Rewritten:
 
 
 def _check_borders(body: dict[str, Any], route: Route, params: dict[str, Any]) -> None:
-    """Borders that a request brings along count its own token ids."""
+    """Checks that boundaries set by the client come with its own token ids."""
     token_ids = body.get("prompt") if route == "completion" else params.get(_TOKENS)
     if not isinstance(token_ids, list) or not all(type(token) is int for token in token_ids):
         place = "prompt" if route == "completion" else f"kv_transfer_params.{_TOKENS}"

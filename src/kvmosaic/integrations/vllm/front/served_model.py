@@ -1,4 +1,4 @@
-"""The model that a running vLLM serves, as far as prompts need it: found in the state of its app, changing nothing."""
+"""Served model: tokenizer, template and limits of a running vLLM, read from its app's state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvmosaic.integrations.vllm.plugin import NAME
 from kvmosaic.integrations.vllm.strategy import trained_positions
 
 _PLACES = ("online_renderer", "openai_serving_render")
-"""Where vLLM 0.32 and 0.23 keep what renders conversations."""
+"""Attributes in which vLLM 0.32 and 0.23 keep the conversation renderer."""
 
 
 @dataclass(frozen=True)
@@ -25,20 +25,20 @@ class ServedModel:
     vocab_size: int
     max_positions: int | None
     chat_template: str | None = None
-    """In place of the tokenizer's own."""
+    """Overrides the tokenizer's own."""
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     takes_other_templates: bool = False
     takes_chat_tokens: bool = True
-    """Whether this vLLM takes the token ids of a conversation that somebody else rendered."""
+    """Whether this vLLM takes token ids for a conversation that was rendered elsewhere."""
     reasons: bool = False
-    """Whether vLLM takes what a model thinks out of its answers."""
+    """Whether vLLM separates the reasoning from the answers."""
     config: Any = None
     has_connector: bool = True
-    """Whether what composes documents runs in its engine."""
+    """Whether our connector runs in its engine."""
 
     @property
     def trained_positions(self) -> int | None:
-        """Positions that the model was trained for; None: unknown."""
+        """Max trained position of the model; None: unknown."""
         return self.max_positions if self.config is None else trained_positions(self.config)
 
     def template_for(self, wanted: str | None, tools: Any) -> str | None:
@@ -50,16 +50,16 @@ class ServedModel:
             from vllm.renderers.hf import resolve_chat_template
 
             found = resolve_chat_template(self.tokenizer, wanted, tools, model_config=self.config)
-        except Exception:  # another vLLM, or a tokenizer that is none of transformers'
+        except Exception:  # another vLLM, or a tokenizer that is not from transformers
             return wanted
         return None if found is None else str(found)
 
 
 def find_model(state: Any) -> ServedModel:
-    """What the state of vLLM's app says.
+    """Reads the served model from the state of vLLM's app.
 
     Raises:
-        Refusal: 503, before the app is up; 501, a model whose prompts only vLLM itself can write.
+        Refusal: 503, before the app is up; 501, a model whose prompts only vLLM itself can render.
     """
     door = next((found for name in _PLACES if (found := getattr(state, name, None)) is not None), None)
     if door is None:
@@ -71,7 +71,7 @@ def find_model(state: Any) -> ServedModel:
         )
     config = door.model_config
     return ServedModel(
-        tokenizer=copy.deepcopy(tokenizer),  # vLLM's own is used by its threads
+        tokenizer=copy.deepcopy(tokenizer),  # vLLM's threads use the original
         vocab_size=config.get_vocab_size(),
         max_positions=config.max_model_len,
         chat_template=getattr(door, "chat_template", None),
@@ -85,7 +85,7 @@ def find_model(state: Any) -> ServedModel:
 
 
 def _has_connector(state: Any) -> bool:
-    """Whether the connector is ours, or one of several; True if the state does not tell."""
+    """Whether the connector is ours, or includes it; True if the state does not tell."""
     config = getattr(state, "vllm_config", None)
     if config is None:
         return True
@@ -94,17 +94,17 @@ def _has_connector(state: Any) -> bool:
 
 
 def template_tools(tools: Any) -> Any:
-    """Tools as vLLM shows them to a template: with the fields that a request left out."""
+    """Tools as vLLM passes them to a template: with the fields that a request omitted."""
     try:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
 
         return [ChatCompletionToolsParam.model_validate(tool).model_dump() for tool in tools]
-    except Exception:  # another vLLM; or tools that are none, which vLLM itself tells best
+    except Exception:  # another vLLM; or invalid tools, which vLLM itself reports best
         return tools
 
 
 def _takes_chat_tokens(kind: type) -> bool:
-    """Looks whether the module that renders conversations reads token ids; an older one would pass over them."""
+    """Whether the module that renders conversations reads token ids; an older one would ignore them."""
     try:
         source = inspect.getsource(sys.modules[kind.__module__])
     except (OSError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""What whoever starts vLLM says about documents, in the environment: `--middleware` takes no arguments."""
+"""Front-end settings, read from environment variables: `--middleware` takes no arguments."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvmosaic.prompt.lead_in import LEAD_IN
 from kvmosaic.prompt.separator import read_separator
 
 PREFIX = "KVMOSAIC_"
-"""As for our own server: the same settings have the same names."""
+"""The same prefix and names as for our own server."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontSettings:
-    """Limits and defaults of the front; the first four are those of a `PromptEncoder`."""
+    """Limits and defaults of the front end; the first four are those of a `PromptEncoder`."""
 
     separator: str | None = None
     """Text that splits a prompt into documents; None or "": prompts are never split."""
@@ -28,15 +28,15 @@ class FrontSettings:
     how: How = field(default_factory=How)
     max_body_bytes: int = 2**26
     documents_dir: Path | None = None
-    """Where stored documents are kept, to be shared by several servers; None: in memory."""
+    """Folder of stored documents, which several servers may share; None: in memory."""
     max_documents: int = 10_000
     max_documents_bytes: int = 2**28
     document_ttl: int | None = 3_600
-    """Seconds that a stored document lives if its creator says nothing about it; None: for ever."""
+    """Default TTL of a stored document, in seconds; None: no expiry."""
 
     @property
     def lead_in(self) -> str:
-        """Read by `PromptEncoder`; inside vLLM no document has a lead-in."""
+        """Empty, read by `PromptEncoder`: inside vLLM no document has a lead-in."""
         return LEAD_IN
 
     def __post_init__(self) -> None:
@@ -46,10 +46,10 @@ class FrontSettings:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> FrontSettings:
-        """Reads the variables that begin with KVMOSAIC_; those that are not there have their defaults.
+        """Reads the variables that begin with KVMOSAIC_; missing ones have their defaults.
 
         Raises:
-            InvalidConfig: a variable whose value cannot be used, by its name.
+            InvalidConfig: a variable with an invalid value; the message names it.
         """
         said = {name.removeprefix(PREFIX).lower(): value for name, value in environ.items() if value}
         given: dict[str, Any] = {"how": How().updated({name: said[name] for name in FIELDS if name in said})}

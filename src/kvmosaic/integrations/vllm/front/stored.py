@@ -1,4 +1,4 @@
-"""Stored documents, and the two places where they are kept: in memory, or in a folder that several servers share."""
+"""Document storage, in memory or in a folder that several servers share."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _SUFFIX = ".kvmosaic.json"
 
 @dataclass(frozen=True, slots=True)
 class StoredDocument:
-    """One document with what is known about it."""
+    """One stored document with its metadata."""
 
     id: str
     number: int
-    """Grows with the time of creation; a replacement keeps it."""
+    """Grows with the time of creation; unchanged by a replacement."""
     version: int
-    """Counts what was stored under this id, from 1."""
+    """Number of versions stored under this id, from 1."""
     title: str | None
     created_at: float
     """Unix seconds, as are the other times."""
@@ -42,42 +42,42 @@ class StoredDocument:
     """Bytes of title and text in UTF-8."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     text: str = ""
-    """Empty where only the heads of documents are listed."""
+    """Empty in listings."""
 
     @property
     def expires_at(self) -> float | None:
-        """When its time is over; None: never."""
+        """When it expires; None: never."""
         return None if self.ttl_seconds is None else self.ttl_started_at + self.ttl_seconds
 
     def has_expired(self, now: float) -> bool:
-        """Whether its time is over."""
+        """Whether it has expired."""
         return self.expires_at is not None and self.expires_at <= now
 
 
 class Place(Protocol):
-    """Where documents are kept. What is written is there whole or not at all."""
+    """Storage backend of documents. Writes are atomic."""
 
     def locked(self) -> Any:
-        """A context in which nobody else writes."""
+        """A context with the exclusive right to write."""
 
     def read(self, document_id: str) -> StoredDocument | None:
-        """One document; None: there is none."""
+        """Returns a document; None: there is none."""
 
     def write(self, document: StoredDocument) -> None:
-        """Adds or replaces one."""
+        """Adds or replaces a document."""
 
     def remove(self, document_id: str) -> None:
-        """Drops one, if it is there."""
+        """Removes a document, if it exists."""
 
     def touch(self, document: StoredDocument, now: float) -> None:
-        """Begins its time to live anew."""
+        """Restarts the TTL of a document."""
 
     def heads(self) -> list[StoredDocument]:
         """All documents, without their texts."""
 
 
 class MemoryPlace:
-    """Documents of one process."""
+    """In-memory storage of one process."""
 
     def __init__(self) -> None:
         self._documents: dict[str, StoredDocument] = {}
@@ -88,19 +88,19 @@ class MemoryPlace:
         return self._lock
 
     def read(self, document_id: str) -> StoredDocument | None:
-        """One document; None: there is none."""
+        """Returns a document; None: there is none."""
         return self._documents.get(document_id)
 
     def write(self, document: StoredDocument) -> None:
-        """Adds or replaces one."""
+        """Adds or replaces a document."""
         self._documents[document.id] = document
 
     def remove(self, document_id: str) -> None:
-        """Drops one, if it is there."""
+        """Removes a document, if it exists."""
         self._documents.pop(document_id, None)
 
     def touch(self, document: StoredDocument, now: float) -> None:
-        """Begins its time to live anew."""
+        """Restarts the TTL of a document."""
         if document.id in self._documents:
             self._documents[document.id] = replace(document, ttl_started_at=now)
 
@@ -114,17 +114,17 @@ class FolderPlace:
 
         9f86d081….kvmosaic.json     first line: all but the text; second line: the text
                                     its name is the SHA-256 of the id, so no id is ever a path
-                                    its time of change is the beginning of its time to live
-        lock                        held while somebody writes
+                                    its modification time is the start of its TTL
+        lock                        held during a write
 
-    A file is written under another name and moved into place, so readers see the old document or the new one.
+    A file is written under another name and renamed, so readers see the old document or the new one.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Takes a folder, which is made if it is not there.
+        """Opens a folder, which is created if it does not exist.
 
         Raises:
-            InvalidConfig: a place that is no folder, or cannot be written to.
+            InvalidConfig: not a folder, or not writable.
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -140,9 +140,9 @@ class FolderPlace:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """A context in which no other thread and no other process writes; one inside another is welcome."""
+        """A context in which no other thread and no other process writes; reentrant."""
         with self._lock, ExitStack() as held:
-            if not self._is_locked:  # a second lock of the same file would wait for the first one for ever
+            if not self._is_locked:  # a second lock of the same file would deadlock
                 file = held.enter_context((self._folder / "lock").open("rb"))
                 fcntl.flock(file, fcntl.LOCK_EX)
                 self._is_locked = True
@@ -150,12 +150,12 @@ class FolderPlace:
             yield
 
     def read(self, document_id: str) -> StoredDocument | None:
-        """One document; None: there is none, or its file is damaged."""
+        """Returns a document; None: there is none, or its file is damaged."""
         document = _read(self._file_of(document_id), with_text=True)
         return document if document is not None and document.id == document_id else None
 
     def write(self, document: StoredDocument) -> None:
-        """Adds or replaces one."""
+        """Adds or replaces a document."""
         fields = {name: value for name, value in asdict(document).items() if name not in ("text", "ttl_started_at")}
         handle, name = tempfile.mkstemp(dir=self._folder, prefix=".new-")
         try:
@@ -169,11 +169,11 @@ class FolderPlace:
             raise
 
     def remove(self, document_id: str) -> None:
-        """Drops one, if it is there."""
+        """Removes a document, if it exists."""
         self._file_of(document_id).unlink(missing_ok=True)
 
     def touch(self, document: StoredDocument, now: float) -> None:
-        """Begins its time to live anew."""
+        """Restarts the TTL of a document."""
         with suppress(OSError):
             os.utime(self._file_of(document.id), (now, now))
 

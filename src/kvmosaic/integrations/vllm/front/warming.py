@@ -1,4 +1,4 @@
-"""Warming: documents are computed before anyone asks, by requests of one token through vLLM itself."""
+"""Cache warming: prefills documents with requests of one token through vLLM itself."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _FIELDS = ("ids", "documents", "system", "cache_salt", "endpoint", "stream", "mo
 async def warm(
     front: ComposedDocuments, scope: Scope, entries: Sequence[Any], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Computes documents one by one, a few at once; tells what became of each. One that fails stops no other.
+    """Prefills documents separately, a few concurrently; returns the result of each. A failed one does not stop others.
 
     Raises:
-        Refusal: options that cannot be used, more documents than allowed, or every document failed.
+        Refusal: invalid options, too many documents, or every document failed.
     """
     if unknown := next((name for name in options if name not in _FIELDS), None):
         raise Refusal(400, f"there is no field {unknown!r:.80}; there are {', '.join(_FIELDS)}", param=unknown[:200])
@@ -101,7 +101,7 @@ async def _warm_one(front: ComposedDocuments, scope: Scope, entry: Any, options:
 
 
 def _prompt_of(front: ComposedDocuments, scope: Scope, entry: Any, options: Mapping[str, Any]) -> Any:
-    """The prompt of a request that has this document alone."""
+    """The prompt of a request with this document alone."""
     try:
         documents = read_documents([entry], front.handles.document, 1)
         renderer = front.renderer(scope)

@@ -1,1 +1,1 @@
-"""In the engine process: which chunks are there, what is moved, and what is computed first."""
+"""Scheduler side, in the engine process: finds cached chunks, plans moves, requests missing chunks."""

@@ -1,4 +1,4 @@
-"""The scheduler that a connector belongs to."""
+"""Access to the scheduler that a connector belongs to."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 def calling_scheduler() -> Any:
-    """The scheduler in whose construction this is called.
+    """Returns the scheduler whose constructor is calling.
 
-    vLLM makes a connector inside its scheduler, but tells it neither that scheduler nor any other way to ask for
-    something to be computed. So it is read from the callers, and nothing in it is changed: only its public
-    `add_request` and its cache manager are used.
+    vLLM creates a connector inside its scheduler, but passes it neither that scheduler nor any other way to request
+    computation. So it is read from the call stack, and nothing in it is changed: only its public `add_request` and
+    its cache manager are used.
 
     Raises:
         LookupError: no caller is a scheduler.

@@ -1,4 +1,4 @@
-"""Chunk prompts on their way through vLLM: computed once, whoever waits for them."""
+"""Chunk requests: in-flight chunk prompts in vLLM, each computed once for all waiting requests."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvmosaic.integrations.vllm.scheduler.tiering import LoadedChunk, Tiering
 
 
 class ChunkRequests:
-    """Asks the scheduler for chunk prompts, as for any request, and remembers which are under way.
+    """Submits chunk prompts to the scheduler, as ordinary requests, and tracks which are in flight.
 
-    A chunk prompt is named by the hash of its last block, which stands for all its tokens, its salt and its adapter.
-    What of it is in a tier is not computed, but loaded.
+    A chunk prompt is identified by the hash of its last block, which covers all its tokens, its salt and its adapter.
+    Parts that are in a tier are loaded, not computed.
     """
 
     def __init__(self, submit: Callable[[Any], None], tiering: Tiering | None = None) -> None:
@@ -37,11 +37,11 @@ class ChunkRequests:
         return len(self._names)
 
     def is_under_way(self, name: Any) -> bool:
-        """Whether a chunk prompt of that name is waiting or running."""
+        """Whether a chunk prompt of that name is in flight."""
         return name in self._under_way
 
     def build(self, composed: ComposedRequest, prompt: ChunkPrompt) -> Any:
-        """A request for a chunk prompt; its block hashes are those under which an ordinary prompt finds it."""
+        """Builds a request for a chunk prompt; its block hashes are the ones by which an ordinary prompt finds it."""
         asker = composed.request
         return Request(
             request_id=f"{self._prefix}{next(self._numbers)}",
@@ -57,7 +57,7 @@ class ChunkRequests:
         )
 
     def ask(self, request: Any, prompt: ChunkPrompt) -> None:
-        """Has a request that was built for a chunk prompt computed."""
+        """Submits a request that was built for a chunk prompt."""
         name = request.block_hashes[-1]
         self._under_way[name] = request.request_id
         self._names[request.request_id] = name
@@ -66,16 +66,16 @@ class ChunkRequests:
         self._submit(request)
 
     def match(self, request: Any, num_local: int) -> int | None:
-        """How many tokens after the first `num_local` can be loaded; None: wait."""
+        """Number of tokens after the first `num_local` that can be loaded; None: wait."""
         return 0 if self.tiering is None else self.tiering.match(request, num_local)
 
     def on_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
-        """A request of ours was given its blocks."""
+        """Handles the block allocation of one of our requests."""
         if self.tiering is not None:
             self.tiering.on_alloc(request, blocks, num_external)
 
     def finished(self, request: Any) -> tuple[Any, LoadedChunk | None]:
-        """Forgets a request that ended, in whatever way; its name, and where its chunk came from if from a tier."""
+        """Removes a finished request; returns its name, and the source of its chunk if it came from a tier."""
         name = self._names.pop(request.request_id)
         if self._under_way.get(name) == request.request_id:
             del self._under_way[name]

@@ -1,4 +1,4 @@
-"""Hashes of a composed request's blocks: what only composing can fill is named in a space of its own."""
+"""Block hashes of composed requests: private blocks, which only composing fills, have a hash space of their own."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class ComposedHasher:
 
         block          0       1       2       3       4
                    │ s s s │ s a a │ a b b │ b b q │ q q q │
-        hash           as an ordinary     private, each with what begins in it
+        hash           of an ordinary     private, each with the segments that begin in it
                        prompt's
 
-    A block is named by its tokens, all blocks before it, and (from the first private one on) how it was composed, how
-    long the system text is, where chunks begin in it, and where the question does. So an ordinary prompt never meets
+    A block's hash covers its tokens, all blocks before it, and (from the first private one on) how it was composed, the
+    length of the system text, and where chunks and the question begin in it. So an ordinary prompt never hits
     approximate keys, and two composed prompts share their blocks as long as they begin alike.
     """
 
@@ -36,7 +36,7 @@ class ComposedHasher:
         self._chunks, self._question = composition.starts, composition.end
 
     def __call__(self, request: Any) -> list[BlockHash]:
-        """Hashes of the full blocks that have none yet."""
+        """Computes the missing hashes of full blocks."""
         hashes: list[BlockHash] = []
         size = self._block_size
         before = request.block_hashes[-1] if request.block_hashes else None
@@ -45,7 +45,7 @@ class ComposedHasher:
             extra, _ = generate_block_hash_extra_keys(request, start, stop, 0)
             if block >= self._first_private:
                 extra = (*(extra or ()), *self._method, *(at - start for at in self._chunks if start <= at < stop))
-                if start <= self._question < stop:  # it sees all that a chunk at its place would not
+                if start <= self._question < stop:  # it sees everything, unlike a chunk at its position
                     extra = (*extra, "question", self._question - start)
             before = hash_block_tokens(self._digest, before, request.all_token_ids[start:stop], extra)
             hashes.append(before)

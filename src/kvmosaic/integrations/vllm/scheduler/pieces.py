@@ -1,4 +1,4 @@
-"""Where the tokens of a composed prompt come from: pieces of chunk prompts. No torch, no vLLM."""
+"""Pieces of chunk prompts that make up a composed prompt. No torch, no vLLM."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from kvmosaic.integrations.vllm.contract import Composition
 
 PADDING_TOKEN = 0
-"""Fills the last block of a chunk prompt; what it computes is never read."""
+"""Fills the last block of a chunk prompt; its keys and values are never read."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPrompt:
-    """What is computed, and found again, for a chunk: what it saw, the chunk, and padding up to a full block.
+    """The prompt that computes and caches a chunk: what it saw, the chunk, and padding up to a full block.
 
         system + chunk    │ s s s s │ s c c c │ c c p p │     context 5 tokens, chunk 5 tokens, 2 of padding
 
-    vLLM keeps full blocks only, so without padding the last tokens of nearly every chunk would be lost. Padding comes
-    last, so nothing sees it.
+    vLLM caches full blocks only, so without padding the last tokens of nearly every chunk would be lost. Padding comes
+    last, so no token sees it.
     """
 
     token_ids: tuple[int, ...]
@@ -37,10 +37,10 @@ class ChunkPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of a composed prompt, `start` to `stop`, and where it is in a chunk prompt.
+    """A run of a composed prompt, `start` to `stop`, and its location in a chunk prompt.
 
-    Token `start` of the composed prompt is token `offset` of chunk prompt number `prompt`, where it stands at position
-    `offset`; the composed prompt reads it `distance` positions further on.
+    Token `start` of the composed prompt is token `offset` of chunk prompt number `prompt`, at position `offset`; the
+    composed prompt reads it `distance` positions further on.
     """
 
     start: int
@@ -55,10 +55,10 @@ class Piece:
 def take_apart(
     composition: Composition, token_ids: Sequence[int], block_size: int
 ) -> tuple[tuple[ChunkPrompt, ...], tuple[Piece, ...]]:
-    """The chunk prompts that a composed prompt needs, and its pieces, which cover tokens 0 to `composition.end`.
+    """Splits a composed prompt into chunk prompts and pieces, which cover tokens 0 to `composition.end`.
 
-    Chunks of the same tokens share one chunk prompt. The system text comes out of the first chunk's prompt, where the
-    chunks saw it, and has a prompt of its own where they did not.
+    Chunks of the same tokens share one chunk prompt. The system text comes from the first chunk's prompt, if the
+    chunks saw it, and has its own prompt if they did not.
     """
     system = token_ids[: composition.system]
     seen = system if composition.chunk_context == "system" else ()
@@ -80,9 +80,9 @@ def take_apart(
 
 
 def first_private_block(composition: Composition, block_size: int) -> int:
-    """The first block that an ordinary prompt with the same tokens would fill with other keys and values.
+    """The first block whose keys and values differ from those of an ordinary prompt with the same tokens.
 
-    The system text and the first chunk, at its place behind it, are what an ordinary prompt would compute: their full
+    The system text and the first chunk, directly after it, are what an ordinary prompt would compute: their full
     blocks are shared with it.
     """
     exact = composition.system
@@ -92,9 +92,9 @@ def first_private_block(composition: Composition, block_size: int) -> int:
 
 
 def repaired_runs(composition: Composition, num_cached: int) -> tuple[tuple[int, int], ...]:
-    """What is computed again, as (start, stop): the first tokens of each chunk, as far as they are not cached already.
+    """Recomputed runs, as (start, stop): the first tokens of each chunk, unless they are cached already.
 
-    The first chunk is left out where it saw the system text: it has seen all that comes before it.
+    The first chunk is omitted if it saw the system text: it has seen everything before it.
     """
     runs = []
     for chunk, start in enumerate(composition.starts):

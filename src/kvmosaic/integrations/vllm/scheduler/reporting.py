@@ -1,4 +1,4 @@
-"""The report of a composed request, from what the scheduler's half knows of it."""
+"""Builds the report of a composed request from the scheduler side's state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvmosaic.integrations.vllm.scheduler.composed import ComposedRequest
 
 
 def report_of(composed: ComposedRequest) -> ComposedReport:
-    """What was reused, moved and computed, or why nothing was."""
+    """Reports what was reused, moved and computed, or why the request was bypassed."""
     shape, num_tokens = composed.composition, composed.request.num_prompt_tokens
     if composed.bypass is not None:
         return ComposedReport(shape, num_tokens, prefix_tokens=composed.num_cached, bypass=composed.bypass.reason)

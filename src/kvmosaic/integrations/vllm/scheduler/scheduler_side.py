@@ -1,4 +1,4 @@
-"""The scheduler's half: finds chunks, asks for those that are missing, and plans what a step moves."""
+"""Scheduler side of the connector: finds chunks, requests missing ones, and plans what a step moves."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from kvmosaic.integrations.vllm.strategy import trained_positions
 from kvmosaic.integrations.vllm.tally import Tally
 
 _MAX_ASKED = 8
-"""How often a chunk is computed for one request, if it is evicted each time before all others are there."""
+"""max_retries of a chunk for one request, if it is evicted each time before all others are there."""
 
 _log = logging.getLogger(__name__)
 
 
 class SchedulerSide:
-    """Follows every request with segments from its arrival to its end.
+    """Tracks every request with segments from arrival to finish.
 
-        arrival          borders are read; chunks are looked up; missing ones are asked for
-        being scheduled  waits (`matched` gives None) until every piece was seen before this step; then its blocks are
+        arrival          boundaries are read; chunks are looked up; missing ones are requested
+        being scheduled  waits (`match` gives None) until every piece was found before this step; then its blocks are
                          held until the step is complete
         admitted         its pieces become moves into its own blocks
         step complete    `operations` for the workers
 
-    Nothing here raises: vLLM's engine would end. What cannot be composed is bypassed, with the reason in its report.
+    Nothing here raises: vLLM's engine would die. What cannot be composed is bypassed, with the reason in its report.
     """
 
     def __init__(self, config: Any, kv_cache_config: Any, scheduler: Any) -> None:
@@ -59,17 +59,17 @@ class SchedulerSide:
         self._digest = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         self._requests: dict[str, ComposedRequest] = {}
         self._invalid: dict[str, str] = {}
-        """Requests whose borders cannot be used, and why."""
+        """Requests with invalid boundaries, and the reason."""
         self.tiering = Tiering.of(config, kv_cache_config, self._num_workers, lambda: self.store)
         self._chunks = ChunkRequests(scheduler.add_request, self.tiering)
         self._waiters: dict[Any, set[str]] = {}
-        """Chunk prompts under way, and the composed requests that wait for them."""
+        """In-flight chunk prompts, and the composed requests that wait for them."""
         self._admitted: list[str] = []
         self._moved: dict[str, int] = {}
-        """Tokens that are moved or loaded into requests that begin in the step that is being scheduled."""
+        """Tokens moved or loaded into requests that begin in the step being scheduled."""
         self._written = WriteLog(self._block_size)
         self._again: str | None = None
-        """The one request that may ask for a chunk it asked for before: if all did, they would evict each other's."""
+        """The one request that may submit a chunk again: if all did, they would evict each other's."""
         self._step = 0
         self._num_asked = 0
         self.tally = Tally()
@@ -77,18 +77,18 @@ class SchedulerSide:
 
     @property
     def store(self) -> BlockStore:
-        """The scheduler's block pool; it is made after the connector."""
+        """The scheduler's block pool; it is created after the connector."""
         if self._store is None:
             self._store = BlockStore(self._scheduler.kv_cache_manager.block_pool)
         return self._store
 
     @property
     def trouble(self) -> str:
-        """Why nothing is composed here; empty: it is."""
+        """Why no request is composed here; empty: they are."""
         return self._trouble.reason if self._trouble else ""
 
     def on_handshake(self, facts: Mapping[Any, WorkerFacts]) -> None:
-        """What the workers can do, told once at the start."""
+        """Handles the workers' capabilities, once at startup."""
         self._facts = tuple(facts[rank] for rank in sorted(facts))
         self._trouble = self._trouble or workers_trouble(self._facts, self._num_workers)
         if self._trouble:
@@ -103,10 +103,10 @@ class SchedulerSide:
         if self.tiering is not None:
             self.tiering.on_handshake(dict(enumerate(fact.fingerprint for fact in self._facts)))
 
-    # Arrival and end
+    # Arrival and finish
 
     def on_request(self, request: Any) -> None:
-        """A request was added; if it has segments, they are looked up, and asked for."""
+        """Handles an added request; if it has segments, they are looked up, and missing ones are requested."""
         if request.request_id in self._chunks:
             return
         try:
@@ -138,7 +138,7 @@ class SchedulerSide:
             self._ask(composed, range(len(composed.pieces)))
 
     def finished(self, request: Any) -> dict[str, Any] | None:
-        """A request ended; what its answer says of it."""
+        """Handles a finished request; returns the fields for its answer."""
         if request.request_id in self._chunks:
             self._chunk_finished(*self._chunks.finished(request))
             return None
@@ -161,7 +161,7 @@ class SchedulerSide:
                 composed.loaded[composed.pieces[pieces[-1]].prompt] = loaded
 
     def _take_apart(self, composed: ComposedRequest) -> None:
-        """Finds pieces and hashes of a request, or the reason why there is no room for them."""
+        """Computes pieces and hashes of a request, or the reason why there is no room for them."""
         request, size = composed.request, self._block_size
         composed.prompts, composed.pieces = take_apart(composed.composition, request.prompt_token_ids, size)
         longest = max(len(prompt.token_ids) for prompt in composed.prompts)
@@ -189,10 +189,10 @@ class SchedulerSide:
         request.block_hashes.clear()
         request.update_block_hashes()
 
-    # Looking and asking
+    # Lookup of chunks and requests for missing ones
 
     def _look(self, composed: ComposedRequest, pieces: Any, step: int) -> None:
-        """Finds the blocks of pieces; they may be moved by steps after `step`."""
+        """Finds the cached blocks of pieces; steps after `step` may move them."""
         for index in pieces:
             piece = composed.pieces[index]
             blocks = self.store.find(self._hashes(composed, piece))
@@ -208,7 +208,7 @@ class SchedulerSide:
         return composed.hashes[piece.prompt][first : -(-stop // self._block_size)]
 
     def _ask(self, composed: ComposedRequest, pieces: Any) -> None:
-        """Has the chunk prompts of missing pieces computed, and waits for them."""
+        """Submits the chunk prompts of missing pieces, and waits for them."""
         missing = {composed.pieces[index].prompt for index in pieces if index not in composed.sightings}
         for number in sorted(missing):
             name = composed.hashes[number][-1]
@@ -241,7 +241,7 @@ class SchedulerSide:
     # Scheduling
 
     def match(self, request: Any, num_local: int) -> int | None:
-        """How many tokens after the first `num_local` this step can move into the request's blocks; None: wait."""
+        """Number of tokens after the first `num_local` that this step can move into its blocks; None: wait."""
         if request.request_id in self._chunks:
             return self._chunks.match(request, num_local)
         composed = self._requests.get(request.request_id)
@@ -255,7 +255,7 @@ class SchedulerSide:
         self._look(composed, needed, self._step)
         if any(index not in composed.sightings for index in needed):
             self._ask(composed, needed)
-            return None  # given up: the first tokens are to be looked up again, as those of an ordinary prompt
+            return None  # bypassed: the prefix is to be looked up again, as that of an ordinary prompt
         if any(composed.sightings[index].step >= self._step for index in needed):
             return None
         if composed.composition.repair and not self._has_seen_prefix(composed, num_local, self._step):
@@ -266,9 +266,9 @@ class SchedulerSide:
         return composed.composition.end - num_local
 
     def _has_seen_prefix(self, composed: ComposedRequest, num_local: int, step: int) -> bool:
-        """Whether the blocks of the first `num_local` tokens were seen before this step.
+        """Whether the blocks of the first `num_local` tokens were found before this step.
 
-        Repairs read them before the step's forward, while vLLM hands out blocks that only this forward writes.
+        Repairs read them before the step's forward, while vLLM reports blocks that only this forward writes as cached.
         """
         blocks = self.store.find(composed.request.block_hashes[: num_local // self._block_size])
         if blocks is None:
@@ -281,14 +281,14 @@ class SchedulerSide:
         return not blocks
 
     def _remainder(self, composed: ComposedRequest, index: int, num_local: int) -> tuple[Piece, tuple[Any, ...]]:
-        """What is left of a piece behind the first `num_local` tokens, and the blocks that hold it."""
+        """The rest of a piece after the first `num_local` tokens, and the blocks that hold it."""
         piece, blocks = composed.pieces[index], composed.sightings[index].blocks
         cut = max(num_local - piece.start, 0)
         left = replace(piece, start=piece.start + cut, offset=piece.offset + cut)
         return left, blocks[left.offset // self._block_size - piece.offset // self._block_size :]
 
     def on_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
-        """A request was given its blocks; the last `num_external` tokens of what it has are to be moved in."""
+        """Handles the block allocation of a request; the last `num_external` of its tokens are to be moved in."""
         if num_external:
             self._moved[request.request_id] = num_external
         if request.request_id in self._chunks:
@@ -332,7 +332,7 @@ class SchedulerSide:
         return repairs
 
     def operations(self, scheduled: Any) -> Operations:
-        """What the workers do in the step that has just been scheduled; held blocks are free again after it."""
+        """The workers' operations for the step just scheduled; releases the held blocks after it."""
         done = Operations()
         for request_id in self._admitted:
             composed = self._requests.get(request_id)

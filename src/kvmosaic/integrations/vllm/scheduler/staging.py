@@ -1,4 +1,4 @@
-"""Runs that are fetched from tiers into the workers' host memory, for chunk prompts that wait. No torch, no vLLM."""
+"""Staging: runs fetched from tiers into the workers' host memory, for waiting chunk prompts. No torch, no vLLM."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from dataclasses import dataclass, field
 from kvmosaic.integrations.vllm.operations import Fetch, FetchReport, StoredRun
 
 MISS_SECONDS = 2.0
-"""So long a run that no tier had is not asked for again: it is being computed, or the tiers fail."""
+"""Time during which a run that no tier had is not fetched again: it is being computed, or the tiers fail."""
 MOST_MISSES = 4096
 
 
 @dataclass(slots=True, eq=False)
 class StagedRun:
-    """A run on its way, here, or known to be nowhere."""
+    """A run being fetched, fetched, or missed."""
 
     run: StoredRun
     number: int
     num_bytes: int
     began: float
     waiters: set[str] = field(default_factory=set)
-    """Requests that will load it, or have yet to learn that they cannot."""
+    """Requests that will load it, or still have to see that they cannot."""
     told: dict[int, str] = field(default_factory=dict)
-    """By rank, the tier that had it there; empty: it had none."""
+    """By rank, the tier that had it; empty: none had it."""
     seconds: float | None = None
-    """From asking until all ranks had told."""
+    """Time until all ranks had reported."""
 
     @property
     def is_over(self) -> bool:
-        """Whether every rank has told."""
+        """Whether every rank has reported."""
         return self.seconds is not None
 
     @property
     def tier(self) -> str:
-        """Where it was found; empty if some rank does not have it, so that none can use it."""
+        """The tier that had it; empty if some rank misses it, so that none can use it."""
         return self.told[min(self.told)] if self.is_over and all(self.told.values()) else ""
 
 
 class Staging:
-    """Asks all workers for runs, once for all who wait, and counts what they hold.
+    """Fetches runs on all workers, once for all waiting requests, and tracks the memory they take.
 
-        want ──▶ `fetches` ──▶ told by every rank ──┬─ all have it: `tier`, until nobody waits for it any longer
-                                                    └─ one has not: dropped everywhere at once
+        want ──▶ `fetches` ──▶ reported by every rank ──┬─ all have it: `tier`, until no request waits for it
+                                                        └─ one misses it: dropped on all ranks at once
 
-    What is staged takes at most `most_bytes` on each worker, or one prompt's runs if these are larger.
+    Staged runs take at most `most_bytes` on each worker, or one prompt's runs if these are larger.
     """
 
     def __init__(self, num_workers: int, most_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -58,9 +58,9 @@ class Staging:
         self._last_number = 0
         self.num_bytes = 0
         self.fetches: list[Fetch] = []
-        """To be asked for in the next step."""
+        """Fetches to send in the next step."""
         self.drops: list[int] = []
-        """Numbers that workers need not hold any longer."""
+        """Numbers of runs that workers need not hold any longer."""
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -68,12 +68,12 @@ class Staging:
     def want(
         self, request_id: str, runs: Sequence[StoredRun], bytes_per_token: int, token_seconds: float | None = None
     ) -> list[StagedRun | None] | None:
-        """Begins to fetch runs for a request, or joins others; None if there is no room for them now.
+        """Starts to fetch runs for a request, or joins in-flight fetches; None if there is no room for them now.
 
-        Whoever waits for room holds nothing meanwhile: if all held something and waited for more, nobody would go on.
+        A request that waits for room holds nothing meanwhile: partial holds could deadlock.
 
         Returns:
-            Of each run, how far it is; None for one that was nowhere a moment ago.
+            The state of each run; None for one that was recently missed everywhere.
         """
         new = self._new(runs)
         if not self._has_room(new, bytes_per_token):
@@ -96,7 +96,7 @@ class Staging:
         return found
 
     def on_report(self, report: FetchReport) -> StagedRun | None:
-        """A worker tells what became of a fetch; the run, if it was the last one to do so."""
+        """Handles a worker's fetch report; returns the run, if this was its last report."""
         staged = self._by_number.get(report.number)
         if staged is None or staged.is_over:
             return None
@@ -110,7 +110,7 @@ class Staging:
         return staged
 
     def release(self, request_id: str) -> None:
-        """A request has loaded what it waited for, or is gone; safe for one that waits for nothing."""
+        """Releases the runs of a request that has loaded them, or is finished; safe for one that waits for nothing."""
         for staged in self._of_request.pop(request_id, ()):
             staged.waiters.discard(request_id)
             if not staged.waiters:
@@ -119,12 +119,12 @@ class Staging:
                     del self._runs[staged.run.key]
 
     def stored(self, keys: Iterable[bytes]) -> None:
-        """These are written to the tiers now."""
+        """Records that these are now being written to the tiers."""
         for key in keys:
             self._misses.pop(key, None)
 
     def clear(self) -> None:
-        """Lets go of everything: the weights have changed, and with them all keys."""
+        """Drops everything: the weights have changed, and with them all keys."""
         for staged in self._runs.values():
             self._forget_bytes(staged)
         self._runs.clear()
@@ -133,7 +133,7 @@ class Staging:
         self.fetches.clear()
 
     def check_invariants(self) -> None:
-        """Bytes are those of the runs that workers may hold, and every run has somebody who waits."""
+        """Checks that bytes match the runs that workers may hold, and that every run has a waiter."""
         assert self.num_bytes == sum(staged.num_bytes for staged in self._by_number.values())
         assert all(staged.waiters for staged in self._runs.values())
         waiters = {request_id for staged in self._runs.values() for request_id in staged.waiters}

@@ -1,4 +1,4 @@
-"""What the runs of a chunk prompt are called in tiers. No torch, no vLLM."""
+"""Tier keys of a chunk prompt's runs. No torch, no vLLM."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def engine_fingerprint(workers: Sequence[str]) -> str:
 def stored_runs(prompt: ChunkPrompt, fingerprint: str, salt: str) -> tuple[StoredRun, ...]:
     """The runs of a chunk prompt without its padding: what the chunk saw, if anything, and the chunk.
 
-    Keys are those of our own engine: what a run is called depends on the model, the salt, its tokens, where it starts
-    and what it saw, and not on the size of a block.
+    Keys are built as in our own engine: from the model, the salt, the run's tokens, its start and what it saw, but not
+    from the block size.
     """
     chain = KeyChain(fingerprint, salt)
     seen = encode_tokens(prompt.token_ids[: prompt.num_seen])

@@ -1,4 +1,4 @@
-"""The scheduler's side of the tiers: what chunk prompts load instead of computing, and what is stored."""
+"""Scheduler side of the tiers: what chunk prompts load instead of computing, and what is stored."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedChunk:
-    """A chunk that was not computed."""
+    """A chunk that was loaded, not computed."""
 
     tier: str
     seconds: float
-    """From asking for it until all workers had it in memory."""
+    """Time until all workers had it in memory."""
 
 
 @dataclass(slots=True)
 class _Prompt:
-    """A chunk prompt under way."""
+    """An in-flight chunk prompt."""
 
     prompt: ChunkPrompt
     salt: str
     runs: tuple[StoredRun, ...] = ()
     planned: list[StagedRun] = field(default_factory=list)
-    """Those that are loaded if it is admitted in this step."""
+    """Runs to load if it is admitted in this step."""
     num_local: int = 0
     loads: list[Load] = field(default_factory=list)
     loaded: LoadedChunk | None = None
@@ -57,17 +57,18 @@ class _Prompt:
 
 
 class Tiering:
-    """Follows every chunk prompt from `begin` to `finished`.
+    """Tracks every chunk prompt from `begin` to `finished`.
 
-        being scheduled   its runs, what the chunk saw and the chunk, are fetched (`matched` gives None meanwhile)
+        being scheduled   its runs, what the chunk saw and the chunk, are fetched (`match` gives None meanwhile)
         admitted          what all workers have is loaded into its blocks; the rest, and its padding, is computed
         finished          what was computed is stored in a step in which its blocks are still cached
 
-    So a chunk that comes back from a tier is in vLLM's prefix cache again, for whoever asks next. What is loaded are
-    the very bytes that were computed once, at the same positions, so these blocks are as exact as any.
+    So a chunk that is loaded from a tier is in vLLM's prefix cache again, for every later request. Loaded bytes are
+    identical to the ones computed originally, at the same positions, so these blocks are as exact as any.
 
-    Keys need the fingerprint of the weights. When vLLM forgets its prefix cache, the weights may be others: everything
-    that is staged is dropped, and chunk prompts wait until all workers have told their fingerprints again.
+    Keys need the fingerprint of the weights. When vLLM resets its prefix cache, the weights may have changed:
+    everything that is staged is dropped, and chunk prompts wait until all workers have reported their fingerprints
+    again.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Tiering:
         find_store: Callable[[], BlockStore],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Knows nothing of the weights yet; `find_store` gives the scheduler's blocks."""
+        """Starts without a fingerprint; `find_store` returns the scheduler's block store."""
         self._num_workers, self._block_size, self._bytes_per_token = num_workers, block_size, bytes_per_token
         self._find_store, self._clock = find_store, clock
         self._staging = Staging(num_workers, most_staged_bytes, clock)
@@ -87,13 +88,13 @@ class Tiering:
         self._admitted: list[str] = []
         self._complete: list[tuple[_Prompt, tuple[Any, ...], float]] = []
         self._stored: OrderedDict[bytes, None] = OrderedDict()
-        """Keys of runs that were stored or loaded lately."""
+        """Keys of recently stored or loaded runs."""
         self._cost = ComputeCost()
         self._fingerprint = ""
         self._round = 0
         self._told: dict[int, str] = {}
         self._is_asking = False
-        """Whether workers are still to be asked for their fingerprints in this round."""
+        """Whether workers have not been asked for their fingerprints in this round yet."""
         self._is_refreshing = False
         self._cache: object | None = None
 
@@ -101,10 +102,10 @@ class Tiering:
     def of(
         cls, config: Any, kv_cache_config: Any, num_workers: int, find_store: Callable[[], BlockStore]
     ) -> Tiering | None:
-        """The tiers that vLLM's configuration names; None without any.
+        """Creates the tiers of vLLM's configuration; None without any.
 
         Raises:
-            InvalidConfig: they cannot be.
+            InvalidConfig: invalid tier settings.
         """
         tiers = tier_config(config.kv_transfer_config.kv_connector_extra_config)
         if tiers is None:
@@ -115,19 +116,19 @@ class Tiering:
         return cls(num_workers, block_size, bytes_per_token, parse_bytes(tiers.staged), find_store)
 
     def on_handshake(self, fingerprints: Mapping[int, str]) -> None:
-        """The workers' fingerprints, by rank; without all of them nothing is stored or loaded."""
+        """Sets the workers' fingerprints, by rank; without all of them nothing is stored or loaded."""
         ordered = [fingerprints[rank] for rank in sorted(fingerprints)]
         self._fingerprint = engine_fingerprint(ordered) if len(ordered) == self._num_workers else ""
         if not self._fingerprint:
             _log.warning("kvmosaic: tiers are not used: the weights of some worker cannot be told from others")
 
     def begin(self, request: Any, prompt: ChunkPrompt) -> None:
-        """A chunk prompt was asked for. With an adapter it is computed: a name does not say which weights that has."""
+        """Starts a chunk prompt. With an adapter it is computed: an adapter's name does not identify its weights."""
         if self._is_on and request.lora_request is None:
             self._prompts[request.request_id] = _Prompt(prompt, request.cache_salt or "")
 
     def match(self, request: Any, num_local: int) -> int | None:
-        """How many tokens after the first `num_local` can be loaded into a chunk prompt's blocks; None: wait."""
+        """Number of tokens after the first `num_local` that can be loaded into its blocks; None: wait."""
         entry = self._prompts.get(request.request_id)
         self._watch()
         if entry is None:
@@ -155,7 +156,7 @@ class Tiering:
         return stop - num_local
 
     def on_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
-        """A chunk prompt was given its blocks; so many tokens behind the cached ones are to be loaded."""
+        """Handles the block allocation of a chunk prompt; plans the load of `num_external` uncached tokens."""
         entry = self._prompts.get(request.request_id)
         if entry is None:
             return
@@ -173,7 +174,7 @@ class Tiering:
         self._admitted.append(request.request_id)
 
     def finished(self, request_id: str, hashes: Iterable[Any]) -> LoadedChunk | None:
-        """A chunk prompt ended, in whatever way; where it came from if it was not computed."""
+        """Handles a finished chunk prompt; returns its source if it was not computed."""
         entry = self._prompts.pop(request_id, None)
         self._staging.release(request_id)
         if entry is None:
@@ -185,7 +186,7 @@ class Tiering:
         return entry.loaded
 
     def operations(self, done: Operations, scheduled: Any, is_paused: bool = False) -> None:
-        """Adds what the workers do for the tiers in the step that was just scheduled."""
+        """Adds the workers' tier operations for the step just scheduled."""
         self._watch()
         for request_id in self._admitted:
             entry = self._prompts.get(request_id)
@@ -193,7 +194,7 @@ class Tiering:
                 done.loads += entry.loads
             self._staging.release(request_id)
         self._admitted.clear()
-        if self._is_asking and not is_paused:  # while it is paused, the weights may still be on their way
+        if self._is_asking and not is_paused:  # while paused, the weights may still be loading
             self._is_asking = False
             done.fingerprint_round = self._round
         if self._is_on and not self._is_refreshing:
@@ -203,7 +204,7 @@ class Tiering:
         done.drops, self._staging.drops = self._staging.drops, []
 
     def on_reports(self, reports: Iterable[FetchReport | FingerprintReport]) -> None:
-        """What workers had to tell after a step."""
+        """Handles the workers' reports after a step."""
         for report in reports:
             if isinstance(report, FetchReport):
                 staged = self._staging.on_report(report)
@@ -216,7 +217,7 @@ class Tiering:
                     self.on_handshake(self._told)
 
     def reset(self) -> None:
-        """What was computed before is not used any more, unless the weights turn out to be the same."""
+        """Invalidates all computed entries, unless the weights turn out to be the same."""
         self._staging.clear()
         self._complete.clear()
         self._admitted.clear()
@@ -228,7 +229,7 @@ class Tiering:
         self._is_asking = self._is_refreshing = True
 
     def check_invariants(self) -> None:
-        """Nobody holds what is staged but prompts under way."""
+        """Checks that only in-flight prompts hold staged runs."""
         self._staging.check_invariants()
         if not self._prompts:
             assert not len(self._staging)
@@ -238,7 +239,7 @@ class Tiering:
         return bool(self._fingerprint)
 
     def _watch(self) -> None:
-        """VLLM makes a new table of cached blocks when it forgets them: also when nobody tells its connector."""
+        """Detects a reset of vLLM's prefix cache by its new hash table, even if the connector is not notified."""
         cache = self._find_store().table
         if cache is not self._cache:
             if self._cache is not None:
@@ -248,7 +249,7 @@ class Tiering:
     def _stores(self) -> Iterable[Store]:
         """Runs that were computed, and whose blocks are still cached when this step's forward is over.
 
-        No block of the cache is written by this step, so they need not be held.
+        This step writes no cached block, so no references are needed.
         """
         store, size = self._find_store(), self._block_size
         for entry, hashes, seconds in self._complete:

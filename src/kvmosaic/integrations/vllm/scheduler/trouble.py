@@ -1,4 +1,4 @@
-"""Why an engine, or one request, cannot be composed."""
+"""Checks why an engine, or one request, cannot be composed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Bypass:
     """Why a request with segments is answered as an ordinary prompt."""
 
     code: str
-    """One word, for counting."""
+    """One word, as a metric label."""
     reason: str
 
 
 def engine_trouble(config: Any, kv_cache_config: Any) -> Bypass | None:
-    """Why no request of this engine can be composed; None if they can."""
+    """Why this engine cannot compose requests; None if it can."""
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     if not cache.enable_prefix_caching:
@@ -71,7 +71,7 @@ def workers_trouble(facts: Iterable[WorkerFacts], num_expected: int) -> Bypass |
 
 
 def default_repair(facts: Iterable[WorkerFacts]) -> int:
-    """The first tokens of each chunk that are repaired where a request says nothing of it; 0 where workers cannot."""
+    """Recomputed tokens per chunk for requests without a repair setting; 0 if workers cannot repair."""
     policy = repair_policy(DEFAULT_REPAIR)
     if not isinstance(policy, FirstTokens) or not all(fact.can_repair for fact in facts):
         return 0

@@ -1,4 +1,4 @@
-"""When blocks were last given away to be written. No torch, no vLLM."""
+"""Write log: when each block was last allocated to be written. No torch, no vLLM."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP
 
 
 class WriteLog:
-    """The last step in which each block was given to a request that writes it.
+    """The last step in which each block was allocated to a request that writes it.
 
-    A block can lose what it has, be written by others, and be cached once more under its old name, while nobody looks.
-    Then it has what its name says only after the step that writes it.
+    A block can be evicted, written by others, and cached again under its old hash, unnoticed between two lookups. Then
+    its content matches its hash only after the step that writes it.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -20,7 +20,7 @@ class WriteLog:
         self._last: dict[int, int] = {}
 
     def note(self, scheduled: Any, step: int, moved: Mapping[str, int]) -> None:
-        """A step was scheduled; `moved` tells of requests that begin in it how many tokens are moved or loaded in.
+        """Records a scheduled step; `moved` has the tokens moved or loaded in, for requests that begin in it.
 
         Blocks that a request found in the prefix cache are not written.
         """
@@ -39,5 +39,5 @@ class WriteLog:
             self._last[block_id] = step
 
     def since(self, blocks: Iterable[Any], step: int) -> bool:
-        """Whether one of these blocks was given away in `step` or later."""
+        """Whether any of these blocks was allocated in `step` or later."""
         return any(self._last.get(block.block_id, -1) >= step for block in blocks)

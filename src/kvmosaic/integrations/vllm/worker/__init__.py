@@ -1,1 +1,1 @@
-"""In every worker: where keys and values lie, and how keys are turned."""
+"""Worker side, in every worker: location of keys and values, and rotation of keys."""

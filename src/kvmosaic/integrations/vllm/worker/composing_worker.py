@@ -1,4 +1,4 @@
-"""A worker's half: does what the scheduler planned for a step, before the step's forward."""
+"""Worker side of the connector: runs a step's operations before its forward."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _log = logging.getLogger(__name__)
 class ComposingWorker:
     """Moves, repairs and shifts of one worker's share of the model.
 
-    register    once: where keys and values lie, how they are turned, what this worker can do (`facts`)
-    begin       a step's operations are there; positions are shifted from now on
+    register    once: finds the KV layout, the key rotation, and this worker's capabilities (`facts`)
+    begin       takes a step's operations; positions are shifted from now on
     run         moves, then repairs: before the step's forward
-    end         the step is over
+    end         ends the step
     """
 
     def __init__(self, config: Any, kv_cache_config: Any) -> None:
@@ -51,24 +51,24 @@ class ComposingWorker:
 
     @property
     def places(self) -> KVLayout | None:
-        """Where keys and values lie; None: that is not known."""
+        """Layout of keys and values; None: unknown."""
         return None if self._mover is None else self._mover.places
 
     def register(self, kv_caches: dict[str, Any]) -> None:
-        """Finds out where keys and values lie and how they are turned; what is impossible becomes a fact."""
+        """Finds the KV layout and the key rotation; failures become facts."""
         try:
             places = KVLayout.of(self._config, kv_caches, self._kv_cache_config)
         except KVMosaicError as error:
             self.facts = WorkerFacts(trouble=str(error))
             return
-        except Exception as error:  # vLLM must come up, without composing, whatever its parts say to being tried
+        except Exception as error:  # vLLM must start, without composing, whatever its parts raise
             self.facts = WorkerFacts(trouble=f"its cache could not be tried: {type(error).__name__}: {error}"[:400])
             return
         forward = find_nested(self._config, self._kv_cache_config, places.root)
         no_repair = ""
         if isinstance(forward, str):
             no_repair = forward
-            # vLLM-Ascend's embeddings turn by angles that its runner looked up before, whatever positions they get
+            # vLLM-Ascend's embeddings rotate by angles that its runner looked up before, whatever positions they get
             is_direct = not is_npu(self._config)
             trouble = check_rotations(places, int(self._config.model_config.max_model_len)) if is_direct else ""
         else:
@@ -87,9 +87,9 @@ class ComposingWorker:
         self.facts = WorkerFacts(can_repair=not no_repair, can_shift=not no_shift)
 
     def begin(self, operations: Operations) -> None:
-        """A step begins."""
+        """Begins a step."""
         self._operations = operations
-        if not operations.repairs:  # they run at positions of their own
+        if not operations.repairs:  # these run at their own positions
             self._begin_shifts(operations)
 
     def run(self) -> None:
@@ -106,7 +106,7 @@ class ComposingWorker:
             self._begin_shifts(operations)
 
     def end(self) -> None:
-        """A step is over."""
+        """Ends a step."""
         self._operations = Operations()
         if self._shift is not None:
             self._shift.end()

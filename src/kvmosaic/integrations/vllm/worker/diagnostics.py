@@ -1,4 +1,4 @@
-"""What a worker tells whoever checks it: what it found out, and whether its moved keys are those it would compute."""
+"""Worker diagnostics: detected layouts, and a comparison of moved with computed keys."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
 
 @dataclass(frozen=True, slots=True)
 class WorkerDiagnostics:
-    """One worker, in words and numbers."""
+    """The state of one worker, for people."""
 
     rank: str
     device: str
     num_layers: int
     layouts: tuple[str, ...]
-    """Kinds of caches, each with the number of layers that have it."""
+    """Layout names, each with its number of layers."""
     rotations: tuple[str, ...]
     trouble: str
     no_repair: str
@@ -34,13 +34,13 @@ class WorkerDiagnostics:
 
 @dataclass(frozen=True, slots=True)
 class KeyDifference:
-    """Keys and values of the first layer, moved and computed, in parts of the largest computed one."""
+    """Differences of moved from computed keys and values of the first layer, relative to the largest computed one."""
 
     keys: float
     unturned: float
-    """The same without turning the keys: what a wrong rotation would look like."""
+    """The same without rotation, for comparison with a wrong rotation."""
     values: float | None
-    """None: a latent cache has none of their own."""
+    """None: a latent cache has no separate values."""
     allowed: float
 
 
@@ -67,16 +67,16 @@ def diagnose(worker: Any) -> WorkerDiagnostics:
 
 
 def compare_keys(worker: Any, move: Move, computed_blocks: Sequence[int], computed_start: int) -> KeyDifference | None:
-    """Carries out a move and compares what it wrote with what the model computed at that place.
+    """Carries out a move and compares the result with what the model computed at that position.
 
     Args:
         worker: vLLM's own.
-        move: into blocks that are in nobody's use.
+        move: a move into unused blocks.
         computed_blocks: hold the same tokens, computed `move.distance` positions further on.
         computed_start: the slot of the first of them.
 
     Returns:
-        None on a worker that does not have the model's first layer.
+        The differences; None on a worker without the model's first layer.
     """
     from vllm.distributed import get_pp_group
 

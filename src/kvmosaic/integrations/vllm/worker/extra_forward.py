@@ -1,4 +1,4 @@
-"""A forward of our own inside a worker: tokens are computed once more, and only their keys and values are wanted."""
+"""Extra forward inside a worker: recomputes tokens for their keys and values only."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvmosaic.integrations.vllm.worker.metadata import AttentionRows, layer_grou
 
 
 class ExtraForward:
-    """Runs of tokens through the model, each seeing what its blocks hold before it.
+    """Runs tokens through the model, each run with its blocks as context.
 
-    Every run becomes a row of its own, with the block table of its request. A layer writes the keys and values of all
+    Every run becomes a batch row, with the block table of its request. A layer writes the keys and values of all
     rows before any row reads them, so rows of one request see each other as in an ordinary prefill:
 
         blocks of a request   │ s s s s │ a a a a │ a b b b │ b b q q │
@@ -25,11 +25,11 @@ class ExtraForward:
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, root_module: nn.Module) -> None:
-        """Takes the module that vLLM's runner calls, after the paged caches were bound to its layers."""
+        """Takes the module that vLLM's runner calls, once the paged caches are bound to its layers."""
         self.block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self.num_blocks = int(kv_cache_config.num_blocks)
         self.max_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
-        """Of one forward: what vLLM's own buffers were made for."""
+        """max_tokens of one forward, for which vLLM's own buffers are allocated."""
         self.max_runs = int(vllm_config.scheduler_config.max_num_seqs)
         self.max_length = int(vllm_config.model_config.max_model_len)
         self.model_config = vllm_config.model_config
@@ -41,16 +41,16 @@ class ExtraForward:
 
     @torch.inference_mode()
     def forward(self, runs: Sequence[Repair], *, compiled: bool = True) -> Any:
-        """Computes the runs in one forward and leaves their keys and values in their blocks.
+        """Computes the runs in one forward, which writes their keys and values to their blocks.
 
         Args:
             runs: at most `max_runs`, of at most `max_tokens` tokens together.
-            compiled: False: without the compiled graph, as long as it may not be there.
+            compiled: False: without the compiled graph, which may not exist yet.
 
         Returns:
-            What the model's root module gives: hidden states, in the order of the runs' lengths.
+            Output of the model's root module: hidden states, in the order of the runs' lengths.
         """
-        # backends want rows that look like a decode before longer ones
+        # backends expect rows that look like decode before longer ones
         with self.step(sorted(runs, key=lambda run: len(run.token_ids)), compiled=compiled) as rows:
             return self._root(
                 input_ids=rows.token_ids, positions=rows.positions, intermediate_tensors=None, inputs_embeds=None
@@ -58,7 +58,7 @@ class ExtraForward:
 
     @contextmanager
     def step(self, runs: Sequence[Repair], *, compiled: bool) -> Iterator[AttentionRows]:
-        """The surroundings in which vLLM's layers compute these runs, in this order; see `forward`."""
+        """Context in which vLLM's layers compute these runs, in this order; see `forward`."""
         from vllm.forward_context import set_forward_context
 
         assert 0 < len(runs) <= self.max_runs, f"{len(runs)} runs in one forward; at most {self.max_runs}"
@@ -79,9 +79,9 @@ class ExtraForward:
             yield rows
 
     def resume(self, runs: Sequence[Repair]) -> None:
-        """Goes on with the forward of these runs, in the midst of which there were other steps.
+        """Resumes the forward of these runs after it was interleaved with other steps.
 
-        Builders and the kernels behind them keep parts of the metadata that they made last.
+        Builders and their kernels keep parts of the metadata that they built last.
         """
         from vllm.forward_context import get_forward_context
 
@@ -93,13 +93,13 @@ class ExtraForward:
 
 @contextmanager
 def _unseen_by_the_connector() -> Iterator[None]:
-    """Hides the step's metadata: layers then leave the connector alone, ours and any other beside it."""
+    """Hides the step's metadata, so that layers do not call the connector, ours or any other beside it."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if not has_kv_transfer_group():
         yield
         return
-    # not bind and clear, which would begin and end the step of every connector inside
+    # not bind and clear, which would begin and end the step of every nested connector
     connector = get_kv_transfer_group()
     metadata, connector._connector_metadata = connector._connector_metadata, None
     try:
@@ -109,17 +109,17 @@ def _unseen_by_the_connector() -> Iterator[None]:
 
 
 def find_nested(vllm_config: Any, kv_cache_config: Any, root_module: nn.Module) -> ExtraForward | str:
-    """A nested forward, or why there is none."""
+    """Creates an extra forward, or returns why there is none."""
     if reason := can_run(vllm_config, kv_cache_config):
         return reason
     try:
         return ExtraForward(vllm_config, kv_cache_config, root_module)
-    except Exception as error:  # vLLM comes up without it, whatever its backends say to being asked
+    except Exception as error:  # vLLM starts without it, whatever its backends raise
         return f"an attention backend was not made a second time: {type(error).__name__}: {error}"[:400]
 
 
 def can_run(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Why a nested forward must not run under this configuration; empty: it may."""
+    """Why an extra forward must not run under this configuration; empty: it may."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     reasons = {

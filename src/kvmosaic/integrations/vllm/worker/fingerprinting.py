@@ -1,4 +1,4 @@
-"""The identity of one worker's weights."""
+"""Fingerprint of one worker's weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.model.fingerprint import fingerprint
 
 _PROBES = 4
-"""Columns read from a weight that is only there in packed form."""
+"""Number of columns read from a weight that exists in packed form only."""
 _TABLE_ROWS = 64
 
 _log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 def worker_fingerprint(vllm_config: Any, places: KVLayout) -> str:
     """SHA-256 (hex) of this worker's configuration, weights and rotation tables; empty if they cannot be read.
 
-    The same weights in the same split over workers give the same fingerprint on every machine. What counts is in
+    The same weights, split over workers in the same way, give the same fingerprint on every machine. For its inputs see
     `kvmosaic.model.fingerprint`: weights are sampled, so it is no signature against an attacker.
     """
     parallel = vllm_config.parallel_config
@@ -36,16 +36,16 @@ def worker_fingerprint(vllm_config: Any, places: KVLayout) -> str:
         for name, table in _tables(places.root):
             rows = torch.linspace(0, table.shape[0] - 1, _TABLE_ROWS, dtype=torch.float64).long().to(table.device)
             digest.update(f"{name}{tuple(table.shape)}{table.dtype}".encode() + _bytes(table[rows]))
-    except Exception:  # whatever kind of weights that are, the engine works without tiers, too
+    except Exception:  # whatever the weights are, the engine also works without tiers
         _log.warning("kvmosaic: the weights cannot be told from others", exc_info=True)
         return ""
     return digest.hexdigest()
 
 
 def _packed(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Columns of the weights that were packed for a CPU and then removed: what the layer makes of single ones.
+    """Columns of weights that were packed for a CPU and then freed: the layer's output for unit vectors.
 
-    All products but one are zero, so these are the weight's own numbers, in whatever order they are added.
+    All products but one are zero, so these are the weight's own numbers, in whatever order they are summed.
     """
     for name, module in root.named_modules():
         weight = module._parameters.get("weight")

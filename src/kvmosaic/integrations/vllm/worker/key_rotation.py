@@ -1,4 +1,4 @@
-"""Keys turned from the positions they were computed at to others, with the model's own table of angles."""
+"""Key rotation: moves keys to other positions with the model's own table of cosines and sines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvmosaic.errors import NotMovable, PromptTooLong
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What turns T keys: cosines and sines of the angle between two positions, [T, 1, R/2] each."""
+    """Rotation factors of T keys: cosines and sines of the angle between two positions, [T, 1, R/2] each."""
 
     cos: Tensor
     sin: Tensor
@@ -21,27 +21,27 @@ class Factors:
 
 @dataclass(frozen=True, eq=False)
 class KeyRotation:
-    """How a layer's keys turn with their position.
+    """How a layer's keys rotate with their position.
 
-        key:    │ … unturned … │ first … first + R │ … unturned … │        R = rotary_dim
+        key:    │ … not rotated … │ first … first + R │ … not rotated … │        R = rotary_dim
         half           pairs (0, R/2), (1, R/2 + 1), …      interleaved    pairs (0, 1), (2, 3), …
 
-    Every position has a row of cosines and sines in the model's table. Turning by the old row's inverse and then by the
-    new row gives what the model would have computed at the new position, whatever scaling made the table. The rows are
-    rounded, so their squares add up to nearly 1 only: the inverse divides by what they add up to.
+    Every position has a row of cosines and sines in the model's table. Rotating by the inverse of the old row and then
+    by the new row gives what the model computes at the new position, whatever scaling made the table. The rows are
+    rounded, so their squares sum to only nearly 1: the inverse divides by that sum.
     """
 
     rotary: Any
-    """The model's rotary embedding. Its table is read again each time: vLLM replaces it when it changes the type."""
+    """The model's rotary embedding. Its table is read each time: vLLM replaces it when it changes the dtype."""
     dtype: torch.dtype
-    """Of the model's activations, to which vLLM casts the table."""
+    """Dtype of the model's activations, to which vLLM casts the table."""
     first: int
     rotary_dim: int
     is_interleaved: bool
 
     @property
     def table(self) -> Tensor:
-        """[positions, R], cosines then sines; the forward uses them in the type of `rows`."""
+        """[positions, R], cosines then sines; the forward uses them in the dtype of `rows`."""
         rotary = self.rotary
         both = getattr(rotary, "long_short_cos_sin_cache", None)
         if both is not None:  # short rows, then long ones; the forward uses one of the two for every position
@@ -53,7 +53,7 @@ class KeyRotation:
 
     @property
     def num_positions(self) -> int:
-        """Positions that the table has."""
+        """Number of positions in the table."""
         return len(self.table)
 
     def rows(self, positions: Tensor) -> Tensor:
@@ -70,12 +70,12 @@ class KeyRotation:
             )
 
     def factors(self, old: Tensor, new: Tensor, dtype: torch.dtype = torch.float32) -> Factors:
-        """The factors of T keys.
+        """Computes the rotation factors of T keys.
 
         Args:
             old: [T] positions at which the keys were computed.
-            new: [T] positions to which they go; both inside the table (`require`).
-            dtype: of the arithmetic.
+            new: [T] target positions; both inside the table (`require`).
+            dtype: dtype of the arithmetic.
         """
         half = self.rotary_dim // 2
         before, after = self.rows(old).to(dtype)[:, None], self.rows(new).to(dtype)[:, None]
@@ -84,11 +84,11 @@ class KeyRotation:
         return Factors((cos1 * cos0 + sin1 * sin0) / size, (sin1 * cos0 - cos1 * sin0) / size)
 
     def rotate(self, keys: Tensor, factors: Factors) -> None:
-        """Turns keys in place.
+        """Rotates keys in place.
 
         Args:
             keys: [T, G, D]; not a view of the cache.
-            factors: of T keys. The arithmetic is done in their type and rounded once, to that of the keys.
+            factors: factors of T keys. The arithmetic uses their dtype and is rounded once, to that of the keys.
         """
         part = keys[..., self.first : self.first + self.rotary_dim]
         if self.is_interleaved:
@@ -102,22 +102,22 @@ class KeyRotation:
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """The type in which keys of this type are turned."""
+    """The dtype of the arithmetic that rotates keys of this dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def find_key_rotation(layer_name: str, rotary: Any, dtype: torch.dtype, key_size: int, *, at_end: bool) -> KeyRotation:
-    """How a rotary embedding of vLLM turns keys.
+    """Reads the rotation of a vLLM rotary embedding.
 
     Args:
-        layer_name: for the message of an error.
+        layer_name: for error messages.
         rotary: a module of `vllm.model_executor.layers.rotary_embedding`.
-        dtype: of the model's activations.
-        key_size: D, the numbers of a key.
+        dtype: dtype of the model's activations.
+        key_size: D, the head size of a key.
         at_end: the rotary part is the last of the key, not the first.
 
     Raises:
-        NotMovable: an embedding whose turn is not one row of cosines and sines per position.
+        NotMovable: an embedding whose rotation is not one row of cosines and sines per position.
     """
     kind = type(rotary).__name__
     if getattr(rotary, "mrope_section", None) is not None:

@@ -1,4 +1,4 @@
-"""Everything that moving needs to know of a worker's share of the model, layer by layer."""
+"""KV layout of a worker: cache layout and key rotation of its attention layers."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from kvmosaic.integrations.vllm.worker.modules import ModuleTree, require_attent
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LayerPlace:
-    """One attention layer."""
+    """One attention layer, its cache layout and rotation."""
 
     name: str
     layer: Any
     """vLLM's attention layer."""
     layout: KeyValueLayout
     rotation: KeyRotation | None
-    """Layers that turn alike share one; None: keys of this layer do not depend on their position."""
+    """Layers with equal rotations share one; None: keys of this layer do not depend on their position."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class KVLayout:
-    """The attention layers of one worker, all of which keep a token in the same slot."""
+    """The attention layers of one worker, all of which store a token in the same slot."""
 
     layers: tuple[LayerPlace, ...]
     block_size: int
-    """Tokens of one block, as the scheduler counts them."""
+    """Tokens per block, as the scheduler counts them."""
     num_blocks: int
     device: torch.device
     root: nn.Module
@@ -41,15 +41,15 @@ class KVLayout:
 
     @classmethod
     def of(cls, vllm_config: Any, kv_caches: Mapping[str, Any], kv_cache_config: Any = None) -> KVLayout:
-        """Finds the place of every layer that has a cache.
+        """Finds the layout of every layer that has a cache.
 
         Args:
             vllm_config: vLLM's configuration, after the model was loaded.
-            kv_caches: what `register_kv_caches` was given: a cache for each layer's name.
-            kv_cache_config: how the scheduler cuts them into blocks; None: all as the configuration says.
+            kv_caches: argument of `register_kv_caches`: a cache for each layer's name.
+            kv_cache_config: how the scheduler splits them into blocks; None: as the configuration says.
 
         Raises:
-            NotMovable: some layer cannot be moved; the message names it and says why.
+            NotMovable: some layer cannot be moved; the message names it and the reason.
         """
         _require_whole_tokens(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
@@ -96,7 +96,7 @@ class KVLayout:
         )
 
     def slots(self, blocks: Sequence[int], start: int, num_tokens: int) -> Tensor:
-        """The slots of tokens `start …` of a run of blocks: [num_tokens] int64, on the host."""
+        """[num_tokens] int64, on the host: slots of tokens `start …` of a run of blocks."""
         index = torch.arange(start, start + num_tokens)
         wanted = blocks[start // self.block_size : -(-(start + num_tokens) // self.block_size)]
         if not wanted or len(wanted) * self.block_size < start % self.block_size + num_tokens:
@@ -108,7 +108,7 @@ class KVLayout:
         return torch.tensor(wanted)[offset // self.block_size] * self.block_size + index % self.block_size
 
     def require(self, position: int) -> None:
-        """Raises `PromptTooLong` if some layer's table has no such position."""
+        """Raises `PromptTooLong` if the table of some layer has no such position."""
         for rotation in {place.rotation for place in self.layers if place.rotation is not None}:
             rotation.require(position)
 

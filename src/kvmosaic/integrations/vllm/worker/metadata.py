@@ -1,4 +1,4 @@
-"""What attention backends are told of rows of our own, by the builders that they bring."""
+"""Attention metadata for rows of our own, built by the backends' builders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvmosaic.integrations.vllm.operations import Repair
 
 @dataclass(frozen=True, slots=True)
 class AttentionRows:
-    """Runs of tokens as one flat batch: one row each.
+    """Runs of tokens as one flat batch, one row each.
 
     token_ids, positions, slots [T]     │ run 0 │ run 1     │ run 2 │
     starts [rows + 1]                   0       3           8      11
@@ -25,13 +25,13 @@ class AttentionRows:
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
-    """Where each token's keys and values go."""
+    """Slot for each token's keys and values."""
     starts: Tensor
-    """In `token_ids`, with the end of the last row."""
+    """Row offsets in `token_ids`, with the end of the last row."""
     lengths: Tensor
     """[rows]: tokens of a row's request up to the end of the row."""
     block_table: Tensor
-    """[rows, most blocks of a row], filled up with block 0."""
+    """[rows, most blocks of a row], padded with block 0."""
 
     @classmethod
     def of(cls, runs: Sequence[Repair], block_size: int, device: torch.device) -> AttentionRows:
@@ -52,7 +52,7 @@ class AttentionRows:
             tables.append(blocks)
         width = max(map(len, tables))
         return cls(
-            # the types that vLLM's runner gives a model: a compiled one takes no others
+            # the dtypes that vLLM's runner passes to a model: a compiled one accepts no others
             token_ids=torch.tensor(token_ids, dtype=torch.int32).to(device),
             positions=torch.tensor(positions, dtype=torch.int64).to(device),
             slots=torch.tensor(slots, dtype=torch.int64).to(device),
@@ -64,7 +64,7 @@ class AttentionRows:
         )
 
     def common(self, blocks_per_block: int) -> Any:
-        """The batch as vLLM describes one, for a kernel whose blocks are parts of the scheduler's blocks."""
+        """The batch as vLLM's common metadata, for a kernel whose blocks are parts of the scheduler's blocks."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
         device = self.slots.device
@@ -94,19 +94,19 @@ class AttentionRows:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that one builder serves. The builder is ours: the runner's own keeps what its captured graphs read."""
+    """Layers that share one builder. The builder is ours: captured graphs read the state of the runner's own."""
 
     layer_names: tuple[str, ...]
     builder: Any
     blocks_per_block: int
 
     def metadata(self, rows: AttentionRows) -> dict[str, Any]:
-        """What each of the layers is told of these rows."""
+        """Attention metadata of these rows, by layer."""
         return dict.fromkeys(self.layer_names, self.builder.build(0, rows.common(self.blocks_per_block)))
 
 
 def layer_groups(vllm_config: Any, kv_cache_config: Any, device: torch.device) -> tuple[LayerGroup, ...]:
-    """The attention layers of the only group of blocks, by what their builders must agree on."""
+    """The attention layers of the only KV cache group, by what their builders must agree on."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.worker.utils import AttentionGroup
 
@@ -115,7 +115,7 @@ def layer_groups(vllm_config: Any, kv_cache_config: Any, device: torch.device) -
     specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     by_kind: dict[Any, list[str]] = {}
     for name, layer in layers.items():
-        # a layer without a cache of its own reads that of another layer, and is in no group
+        # a layer without its own cache reads that of another layer, and is in no group
         owner = getattr(layer, "kv_sharing_target_layer_name", None) or name
         if owner in group.layer_names:
             spec = group.kv_cache_spec if specs is None else specs[owner]
@@ -135,9 +135,9 @@ def layer_groups(vllm_config: Any, kv_cache_config: Any, device: torch.device) -
 
 
 def _kernel_block_size(block_size: int, backends: list[Any], specs: list[Any]) -> int:
-    """Tokens of a block as the kernels count them: vLLM splits blocks that are too large for a kernel."""
+    """Tokens per block as the kernels count them: vLLM splits blocks that are too large for a kernel."""
     from vllm.v1.worker.utils import select_common_block_size
 
     arguments = (block_size, backends, specs)
-    # the specs came to it with a later version
+    # the specs are an argument of later versions only
     return int(select_common_block_size(*arguments[: len(inspect.signature(select_common_block_size).parameters)]))

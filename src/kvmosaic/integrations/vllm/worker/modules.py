@@ -1,4 +1,4 @@
-"""The modules around vLLM's attention layers: who applies the rotation, and where the model begins."""
+"""Module tree around vLLM's attention layers: finds rotary embeddings and the model's root."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import nn
 from kvmosaic.errors import NotMovable
 
 _MAX_CLIMB = 3
-"""Modules above an attention layer that may belong to it: its wrapper, the attention module, one more."""
+"""max_depth of modules above an attention layer that may belong to it: wrapper, attention module, one more."""
 
 
 class ModuleTree:
-    """Who holds whom among the live modules, found by one look at all of them."""
+    """Parents of all live modules, found by one scan."""
 
     def __init__(self) -> None:
         self._parents: dict[int, list[nn.Module]] = {}
         is_frozen = gc.get_freeze_count() > 0
-        if is_frozen:  # vLLM freezes what is alive once it is up, and frozen objects are not listed
+        if is_frozen:  # vLLM freezes live objects once it is up, and frozen objects are not listed
             gc.unfreeze()
         objects = gc.get_objects()
         if is_frozen:
@@ -46,10 +46,10 @@ class ModuleTree:
             seen.add(id(module))
 
     def rotary(self, layer_name: str, layer: nn.Module) -> Any | None:
-        """The rotary embedding that turns this layer's keys; None if its module has none or does not use it.
+        """The rotary embedding that rotates this layer's keys; None if its module has none or does not use it.
 
         Raises:
-            NotMovable: the layer is held by no module, or by one with several embeddings and no telling name.
+            NotMovable: no module holds the layer, or one with several embeddings and no unambiguous name.
         """
         level = self.parents(layer)
         if not level:
@@ -75,7 +75,7 @@ class ModuleTree:
 
 
 def _is_unused(module: nn.Module) -> bool:
-    """Whether a module says that its keys are not turned, though it may have a rotary embedding."""
+    """Whether a module declares that its keys are not rotated, though it may have a rotary embedding."""
     return getattr(module, "use_rope", None) is False or getattr(module, "nope", None) is True
 
 
@@ -90,14 +90,14 @@ def _rotaries(module: nn.Module) -> Iterable[Any]:
 
 
 def require_attention(layer_name: str, layer: Any) -> None:
-    """Raises `NotMovable` unless the layer is ordinary attention, of which every token sees all before it."""
+    """Raises `NotMovable` unless the layer is ordinary attention, in which every token sees all before it."""
     if not hasattr(layer, "head_size") or not hasattr(layer, "impl"):
         raise NotMovable(f"{layer_name} ({type(layer).__name__}) keeps something else than keys and values of tokens")
     kind = type(layer)
     is_derived = any(base.__name__ in ("Attention", "MLAAttention") for base in kind.__mro__[1:])
     if is_derived and kind.__module__.startswith(
         "vllm."
-    ):  # sinks before the prompt, windows, blocks pooled: each its own
+    ):  # sinks before the prompt, windows, pooled blocks: one check each
         raise NotMovable(f"{layer_name} is a {kind.__name__}, whose use of the cache is not known; nothing is moved")
     reasons = {
         "a window: it does not see all tokens before it": getattr(layer, "sliding_window", None) not in (None, -1),

@@ -1,4 +1,4 @@
-"""Moves carried out: keys and values copied inside the paged cache, keys turned on the way."""
+"""Mover: copies keys and values inside the paged cache, and rotates keys on the way."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 class Mover:
     """Carries out all moves of a step, layer by layer.
 
-        slots of all moves:    │ turned … turned │ only copied … │        cut into parts of bounded size
-        for each part and layer:    read sources ─▶ turn keys ─▶ write targets
+        slots of all moves:    │ rotated … rotated │ only copied … │        split into parts of bounded size
+        for each part and layer:    read sources ─▶ rotate keys ─▶ write targets
 
     Blocks that are read must not be written in the same step. Nothing is written before all moves are known to be
     possible. A move by distance 0 copies bytes.
     """
 
     def __init__(self, places: KVLayout, part_tokens: int = 2048) -> None:
-        """Keeps copies of at most `part_tokens` tokens of one layer at a time."""
+        """Buffers at most `part_tokens` tokens of one layer at a time."""
         assert part_tokens > 0
         self.places = places
         self.part_tokens = part_tokens
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Carries out moves.
+        """Carries out moves, or none of them.
 
         Raises:
-            PromptTooLong: a key goes to a position that the model's table does not have; nothing was written.
+            PromptTooLong: a key's target position is not in the model's table; nothing was written.
             ValueError: a run outside its blocks, or a block that is read and written; nothing was written.
         """
         moves = [move for move in moves if move.num_tokens]

@@ -1,4 +1,4 @@
-"""Repairs of a step: runs of tokens computed again, in as few nested forwards as may be."""
+"""Repairer: recomputes runs of tokens in a step, in as few extra forwards as possible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvmosaic.integrations.vllm.operations import Repair
 
 
 class Forward(Protocol):
-    """What `Nested` offers to a repairer."""
+    """The interface of `ExtraForward` that a repairer uses."""
 
     max_tokens: int
     max_runs: int
@@ -29,7 +29,7 @@ class Repairer:
         """Computes all runs; call it before the step's forward, and before its shifts are on.
 
         Returns:
-            The number of forwards that it took.
+            The number of forwards.
         """
         num_forwards = 0
         for runs in forwards(repairs, self._nested.max_tokens, self._nested.max_runs):
@@ -39,12 +39,12 @@ class Repairer:
 
 
 def forwards(repairs: Iterable[Repair], max_tokens: int, max_runs: int) -> Iterator[list[Repair]]:
-    """The runs in lists for one forward each, such that no forward reads what a later one computes.
+    """Splits the runs into batches of one forward each, such that no forward reads what a later one computes.
 
         max_tokens = 6:   runs of 4, 1 and 5 tokens   ->   │ 4 1 1 │ 4 │
 
     A token sees only tokens of lower index, in blocks of its own request or in blocks that another request shares at
-    the same index. So runs go in the order of their start, and a run that does not fit is cut.
+    the same index. So runs are sorted by their start, and a run that does not fit is split.
     """
     runs: list[Repair] = []
     room = max_tokens

@@ -1,4 +1,4 @@
-"""The check at start: what is moved must be what the model would have computed there, in every layer."""
+"""Self-check at startup: moved keys and values must be what the model would have computed there, in every layer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _log = logging.getLogger(__name__)
 
 @torch.inference_mode()
 def check(places: KVLayout, nested: ExtraForward) -> str:
-    """Why moved chunks would not be what the model computes; empty: they are.
+    """Why moved chunks would differ from what the model computes; empty: they do not.
 
-    Runs before anything is served: its blocks are in nobody's use, and it leaves zeros in them. Every worker runs the
-    same forwards whatever it finds, so that workers that compute together stay together.
+    Runs before any request is served: its blocks are unused, and it zeroes them afterwards. Every worker runs the same
+    forwards whatever it finds, so that workers that compute together stay in sync.
     """
     length = min([nested.max_length, *(place.rotation.num_positions for place in places.layers if place.rotation)])
     num_tokens = min(NUM_TOKENS, nested.max_tokens, length - 1)
@@ -41,19 +41,19 @@ def check(places: KVLayout, nested: ExtraForward) -> str:
         found = ModelTrial(places, nested, plan).trouble()
         _clear(places, plan.blocks)
         return found
-    except Exception as error:  # vLLM comes up, without composing, whatever its parts say to being called
+    except Exception as error:  # vLLM must start, without composing, whatever its parts raise
         return f"the check at start failed: {type(error).__name__}: {error}"[:400]
 
 
 @torch.inference_mode()
 def check_rotations(places: KVLayout, max_length: int) -> str:
-    """The same as far as it can be found out without a forward: every rotary embedding is called directly."""
+    """The part of the check without a forward: every rotary embedding is called directly."""
     turnings = {place.rotation: place for place in places.layers if place.rotation is not None}
     for rotation, place in turnings.items():
         last = min(max_length, rotation.num_positions) - HEAD_TOKENS - 1
         try:
             found = direct_trouble(place, far_positions(last))
-        except Exception as error:  # it is called in another way, or not outside a forward: nothing is known of it
+        except Exception as error:  # another signature, or not callable outside a forward: unknown
             _log.info("kvmosaic: the rotation of %s was not tried: %s", place.name, error)
             continue
         if found:
@@ -62,7 +62,7 @@ def check_rotations(places: KVLayout, max_length: int) -> str:
 
 
 def _clear(places: KVLayout, blocks: tuple[int, ...]) -> None:
-    """Leaves zeros, as vLLM's own allocation does."""
+    """Zeroes blocks, as vLLM's own allocation does."""
     slots = places.slots(blocks, 0, len(blocks) * places.block_size).to(places.device)
     for place in places.layers:
         keys, values = place.layout.read(slots)

@@ -1,4 +1,4 @@
-"""Shared positions: in some steps tokens stand earlier than their index says."""
+"""Position shift: in some steps, tokens have lower positions than their index."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvmosaic.integrations.vllm.worker.layouts.ascend import is_npu
 
 
 class PositionShift:
-    """Lowers the positions that the model is given, for tokens whose keys and values go into shifted blocks.
+    """Lowers the positions passed to the model, for tokens whose keys and values go into shifted blocks.
 
         index (vLLM's)      │ 0 1 2 │ 3 4 5 │ 6 7 8 │ 9 10        blocks of a request, 3 tokens each
         Shift(blocks 2 3, distance 3)
         position            │ 0 1 2 │ 3 4 5 │ 3 4 5 │ 6 7
 
-    Only between `begin` and `end` is anything hooked to the model.
+    The model has hooks only between `begin` and `end`.
     """
 
     def __init__(self, root_module: nn.Module, block_size: int, *, in_place: bool = False) -> None:
@@ -28,8 +28,8 @@ class PositionShift:
         Args:
             root_module: called with `positions`, [T] or [3, T].
             block_size: tokens of the scheduler's blocks.
-            in_place: change the given tensor and put it back after the forward: captured graphs read that tensor and
-                no copy of it.
+            in_place: change the given tensor and restore it after the forward: captured graphs read that tensor, not a
+                copy of it.
         """
         self._root = root_module
         self._block_size = block_size
@@ -39,7 +39,7 @@ class PositionShift:
         self._changed: tuple[Tensor, Tensor] | None = None
 
     def begin(self, shifts: Sequence[Shift]) -> None:
-        """From now on forwards are shifted. With no shifts, nothing happens."""
+        """Shifts all forwards from now on. With no shifts, nothing happens."""
         self.end()
         distances = {block: shift.distance for shift in shifts for block in shift.blocks if shift.distance}
         if not distances:
@@ -53,7 +53,7 @@ class PositionShift:
             self._hooks.append(self._root.register_forward_hook(self._restore, always_call=True))
 
     def end(self) -> None:
-        """The step is over; safe at any time."""
+        """Ends the step; safe at any time."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -82,7 +82,7 @@ class PositionShift:
             self._changed = None
 
     def _distances_of(self, slots: Tensor) -> Tensor:
-        """[T]: by how much each token is lowered; 0 for padding, whose slot is negative and so in no block."""
+        """[T]: the shift of each token; 0 for padding, whose slot is negative and so in no block."""
         blocks, distances = self._blocks.to(slots.device), self._distances.to(slots.device)
         block = slots.to(torch.int64).div(self._block_size, rounding_mode="floor")
         nearest = torch.searchsorted(blocks, block).clamp(max=len(blocks) - 1)
@@ -90,9 +90,9 @@ class PositionShift:
 
 
 def step_slots() -> Tensor | None:
-    """[T]: where the tokens of the forward that runs now are written; None if that is not known.
+    """[T]: slots of the tokens of the current forward; None if unknown.
 
-    vLLM keeps it beside the attention metadata, older versions inside it.
+    vLLM keeps them beside the attention metadata, older versions inside it.
     """
     from vllm.forward_context import get_forward_context, is_forward_context_available
 

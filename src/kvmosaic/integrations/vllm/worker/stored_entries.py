@@ -1,4 +1,4 @@
-"""Runs of a worker's share of the model as entries of tiers."""
+"""Stored entries: serialization of runs of a worker's share of the model for the tiers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvmosaic.tiers import Entry
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which part of the model a worker has."""
+    """The part of the model on one worker."""
 
     pipeline_rank: int = 0
     pipeline_size: int = 1
@@ -46,13 +46,13 @@ class Share:
 
 
 class StoredEntries:
-    """Makes entries of runs, and runs of entries; layers are numbered from 0 on every worker."""
+    """Serializes runs into entries, and decodes entries; layers are numbered from 0 on every worker."""
 
     def __init__(self, places: KVLayout, share: Share, config: TierConfig) -> None:
         """Describes the layers of `places`.
 
         Raises:
-            InvalidConfig: zstandard is asked for and not installed. NotMovable: layers of several dtypes.
+            InvalidConfig: zstandard is requested and not installed. NotMovable: layers of several dtypes.
         """
         if config.compression == "zstd" and find_spec("zstandard") is None:
             raise InvalidConfig("compression is 'zstd' and zstandard is not installed; pip install 'kvmosaic[tiers]'")
@@ -64,7 +64,7 @@ class StoredEntries:
             dtypes.add(keys.dtype)
         if len(dtypes) > 1:
             raise NotMovable(f"layers keep their keys as {', '.join(sorted(map(str, dtypes)))}; tiers store one dtype")
-        if all(layer.value_in_key for layer in layers):  # every tensor rank has all of a latent row
+        if all(layer.value_in_key for layer in layers):  # every tensor rank has the full latent row
             share = Share(share.pipeline_rank, share.pipeline_size)
         self._share, self._layers, self._config = share, tuple(layers), config
         self.dtype = dtypes.pop()
@@ -74,15 +74,15 @@ class StoredEntries:
         )
 
     def key(self, run: StoredRun) -> Key:
-        """What this worker's share of a run is stored under."""
+        """The key of this worker's share of a run."""
         return self._share.key(run.key)
 
     def max_bytes(self, run: StoredRun) -> int:
-        """Most bytes that an entry of a run has; what is larger is not read."""
+        """Max size of an entry of a run; larger ones are not read."""
         return self._bound.max_bytes(run.num_tokens)
 
     def encode(self, run: StoredRun, compute_seconds: float) -> Callable[[ChunkTensors], Entry | None]:
-        """What makes an entry of a run's tensors, on any thread."""
+        """Returns a function that serializes a run's tensors, on any thread."""
         header = EntryHeader(
             fingerprint=run.fingerprint,
             key=self.key(run),
@@ -98,7 +98,7 @@ class StoredEntries:
         return lambda layers: encode_entry(header, layers, self._config.secret)
 
     def accept(self, run: StoredRun) -> Callable[[Entry], ChunkTensors]:
-        """What verifies an entry and reads it; raises InvalidEntry for one that is not this run, bit for bit."""
+        """Returns a function that validates and reads an entry; InvalidEntry unless it is this run, bit for bit."""
         expected = EntryExpectation(
             fingerprint=run.fingerprint,
             key=self.key(run),

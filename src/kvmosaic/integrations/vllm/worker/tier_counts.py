@@ -1,4 +1,4 @@
-"""What the tiers of one worker did, as counts for vLLM's /metrics."""
+"""Tier counters of one worker, as counts for vLLM's /metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EVERY_SECONDS = 1.0
 
 
 class TierCounts:
-    """Tells a tally by how much the counters of a tiered store have grown since the last time."""
+    """Adds the growth of a tiered store's counters to a tally."""
 
     def __init__(self, tiered_store: TieredStore[Any], clock: Callable[[], float] = time.monotonic) -> None:
         self._tiered_store, self._clock = tiered_store, clock
@@ -23,7 +23,7 @@ class TierCounts:
         self._next = 0.0
 
     def add_to(self, tally: Tally) -> None:
-        """Adds what is new; looks at most once a second, since every step asks."""
+        """Adds the growth since the last call; at most once a second, since every step calls it."""
         if self._clock() < self._next:
             return
         self._next = self._clock() + _EVERY_SECONDS

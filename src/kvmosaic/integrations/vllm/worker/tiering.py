@@ -1,4 +1,4 @@
-"""A worker's side of the tiers: runs of tokens between the paged cache, host memory and the tiers."""
+"""Worker side of the tiers: moves runs of tokens between the paged cache, host memory and the tiers."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ class _Staged:
     run: StoredRun
     fetch: TierFetch[ChunkTensors]
     until: float
-    """Nobody waits longer, on the monotonic clock."""
+    """Deadline of the waiting requests, on the monotonic clock."""
     is_told: bool = False
     tensors: ChunkTensors | None = None
 
 
 class WorkerTiers:
-    """Does what the scheduler's `Tiering` plans.
+    """Carries out what the scheduler's `Tiering` plans.
 
-        run     before a step's forward, or after one that loads nothing: loads, drops, fetches begin
-        save    after every forward: runs to be stored are copied to the host; a thread of the tiered store writes them
-        told    what became of fetches since the last time
+        run     before a step's forward, or after one that loads nothing: loads, drops, starts fetches
+        save    after every forward: copies runs to store to the host; a thread of the tiered store writes them
+        told    reports of fetches since the last call
 
-    Tiers are read and entries are verified on threads of the tiered store; a step only copies. A run that was reported
-    as fetched stays in memory until it is dropped, so its load needs no tier.
+    Threads of the tiered store read tiers and validate entries; a step only copies. A run that was reported as fetched
+    stays in memory until it is dropped, so its load needs no tier.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class WorkerTiers:
         """Opens the tiers.
 
         Args:
-            places: of the paged cache.
-            share: which part of the model this worker has.
-            config: which tiers.
-            rank: this worker's number among all that must have a run before it is loaded.
-            take_fingerprint: of the weights, as they are then.
+            places: layout of the paged cache.
+            share: the part of the model on this worker.
+            config: tier settings.
+            rank: number of this worker among all that must have a run before it is loaded.
+            take_fingerprint: computes the fingerprint of the current weights.
 
         Raises:
             InvalidConfig: a tier that cannot be opened. NotMovable: a cache that cannot be stored.
@@ -85,7 +85,7 @@ class WorkerTiers:
         self._staged: dict[int, _Staged] = {}
         self._reports: list[FetchReport | FingerprintReport] = []
         self.failed_blocks: set[int] = set()
-        """Blocks into which nothing could be loaded; vLLM computes them."""
+        """Blocks whose load failed; vLLM computes them."""
         self._counts = TierCounts(self.tiered_store)
         self.fingerprint = take_fingerprint()
 
@@ -93,7 +93,7 @@ class WorkerTiers:
         return len(self._staged)
 
     def run(self, operations: Operations) -> None:
-        """Loads, lets go of what is not needed any longer, and begins to fetch."""
+        """Loads, drops what is no longer needed, and starts fetches."""
         for load in operations.loads:
             try:
                 self._load(load)
@@ -113,7 +113,7 @@ class WorkerTiers:
             self._reports.append(FingerprintReport(operations.fingerprint_round, self._rank, self.fingerprint))
 
     def save(self, stores: Sequence[Store]) -> None:
-        """Copies runs to the host and queues them to be written; what there is no room for is not stored."""
+        """Copies runs to the host and queues the writes; runs without room are not stored."""
         for store in stores:
             try:
                 self._store(store)
@@ -121,7 +121,7 @@ class WorkerTiers:
                 _log.exception("kvmosaic: a run could not be stored")
 
     def told(self) -> list[FetchReport | FingerprintReport]:
-        """Reports since the last time."""
+        """Reports since the last call."""
         now = time.monotonic()
         for number, staged in self._staged.items():
             fetch = staged.fetch
@@ -139,11 +139,11 @@ class WorkerTiers:
         return reports
 
     def count(self, tally: Tally) -> None:
-        """Adds what the tiers did since the last time, about once a second."""
+        """Adds the tiers' counts since the last call, about once a second."""
         self._counts.add_to(tally)
 
     def close(self) -> None:
-        """Writes what is queued, as far as that is possible in a moment, and closes the tiers."""
+        """Flushes queued writes for a short time, and closes the tiers."""
         self._staged.clear()
         self.tiered_store.close(CLOSE_SECONDS)
 
@@ -190,14 +190,14 @@ class WorkerTiers:
         self.tiered_store.store(self._entries.key(run), tensors, num_bytes, encode, persistent=True, volatile=True)
 
     def _promote(self, run: StoredRun, tensors: ChunkTensors) -> None:
-        """What came from a slow tier is kept in the faster ones of this process, too."""
+        """Copies a run from a slow tier to the faster ones of this process."""
         num_bytes = run.num_tokens * self._entries.bytes_per_token
         encode = self._entries.encode(run, 0.0)
         self.tiered_store.store(self._entries.key(run), tensors, num_bytes, encode, persistent=False, volatile=True)
 
 
 def _on(device: object, rows: Tensor) -> Tensor:
-    """A copy where the cache is: what was decoded may be read-only memory of a tier."""
+    """A copy on the cache's device: decoded rows may be read-only memory of a tier."""
     return rows.clone() if device == rows.device else rows.to(device)  # type: ignore[call-overload]
 
 

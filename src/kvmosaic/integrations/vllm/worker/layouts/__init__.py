@@ -1,4 +1,4 @@
-"""One protocol and one file per order in which vLLM's attention backends keep keys and values."""
+"""KV cache layouts of vLLM's attention backends: one protocol, and one file per layout."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ LAYOUTS: tuple[Any, ...] = (
     StackedLayout,
     SeparateLayout,
 )
-"""Asked in this order: `of(layer_name, layer, kv_cache)` says None for caches of another kind."""
+"""In order of preference: `of(layer_name, layer, kv_cache)` returns None for caches of another layout."""
 
 
 def find_layout(layer_name: str, layer: Any, kv_cache: Any) -> KeyValueLayout:
-    """The layout of an attention layer's cache.
+    """Finds the layout of an attention layer's cache.
 
     Raises:
-        NotMovable: nothing is known that reads this cache, or it must not be moved; the message says why.
+        NotMovable: no known layout reads this cache, or it must not be moved; the message says why.
     """
     for kind in LAYOUTS:
         try:
             found: KeyValueLayout | None = kind.of(layer_name, layer, kv_cache)
         except NotMovable:
             raise
-        except Exception as error:  # whatever a foreign kernel says to being tried, the cache is not known then
+        except Exception as error:  # whatever a foreign kernel raises, the cache is unknown then
             backend = layer.attn_backend.get_name()
             raise NotMovable(f"{layer_name}: trying the cache of {backend} fails: {error}") from error
         if found is not None:

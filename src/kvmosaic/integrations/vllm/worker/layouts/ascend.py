@@ -1,4 +1,4 @@
-"""The caches of vLLM-Ascend: keys and values apart, or a latent and the part that turns apart."""
+"""Cache layouts of vLLM-Ascend: separate keys and values, or a latent and a separate rotary part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACKAGE = "vllm_ascend."
 
 
 def is_ascend(layer: Any) -> bool:
-    """Whether an attention layer is computed by vLLM-Ascend."""
+    """Whether vLLM-Ascend computes an attention layer."""
     return type(layer.impl).__module__.startswith(_PACKAGE)
 
 
@@ -33,7 +33,7 @@ class AscendLayout:
     is_latent = False
 
     def __init__(self, layer: Any, impl: Any, keys: Tensor, values: Tensor) -> None:
-        """Takes the implementation that writes: the layer's own, or a copy of it to try something with."""
+        """Takes the implementation that writes: the layer's own, or a copy for a trial."""
         self.layer, self.impl, self.keys, self.values = layer, impl, keys, values
         num_blocks, self.block_size, _, self.key_size = keys.shape
         self.num_slots = num_blocks * self.block_size
@@ -43,7 +43,7 @@ class AscendLayout:
         """The layout of a layer with keys and values; None for a latent one, or one of another platform.
 
         Raises:
-            NotMovable: a cache that is quantized, shared out over devices, or in an order made for one chip.
+            NotMovable: a cache that is quantized, sharded over devices, or in a chip-specific order.
         """
         if not is_ascend(layer) or hasattr(layer, "kv_lora_rank"):
             return None
@@ -53,7 +53,7 @@ class AscendLayout:
         _require_shape(layer_name, "values", values, (num_heads, value_size))
         if getattr(layer, "hashk_cache", None) is not None:
             raise NotMovable(f"{layer_name} selects tokens by hashes of their keys (KVComp), which are not moved")
-        # the implementation keeps the first cache that it is given: what it is tried on goes to a copy
+        # the implementation keeps the first cache that it is given, so the trial uses a copy
         trying = copy.copy(layer.impl)
         trying.key_cache = trying.value_cache = None
         _confirm(layer_name, cls(layer, trying, stand_in(keys, 0), stand_in(values, 0)))
@@ -68,7 +68,7 @@ class AscendLayout:
         """See `KeyValueLayout.write`."""
         assert values is not None
         update = getattr(self.impl, "do_kv_cache_update", None)
-        if update is not None:  # its kernel takes slots of 32 bits only
+        if update is not None:  # its kernel takes 32-bit slots only
             cache = (self.keys, self.values)
             update(self.layer, keys.contiguous(), values.contiguous(), cache, slots.to(torch.int32))
             return
@@ -77,17 +77,17 @@ class AscendLayout:
 
 
 class AscendLatentLayout:
-    """A latent and the part of the key that turns, in two tensors, token by token.
+    """A latent and the rotary part of the key, in two tensors, token by token.
 
-        latent [N, P, 1, C]    turning [N, P, 1, R]        read as one row │ latent │ turning │
+        latent [N, P, 1, C]    rotary [N, P, 1, R]         read as one row │ latent │ rotary │
 
-    The model may pair neighbours (0, 1), (2, 3), …: the kernel that turns them stores all first ones, then all
+    The model may pair neighbours (0, 1), (2, 3), …: the kernel that rotates them stores all first ones, then all
     second ones, whatever the model says. Queries are sorted alike, so no score changes.
     """
 
     is_latent = True
     is_sorted_apart = True
-    """The turning part is stored in halves, also where the model pairs neighbours."""
+    """The rotary part is stored in halves, also where the model pairs neighbours."""
 
     def __init__(self, latent: Tensor, rotation: Tensor) -> None:
         self.latent, self.rotation = latent, rotation
@@ -100,8 +100,8 @@ class AscendLatentLayout:
         """The layout of a latent layer; None for one with keys and values, or of another platform.
 
         Raises:
-            NotMovable: a cache with a sparse index, quantized, shared out over devices, or in an order made for one
-                chip; or the kernel stores something else than expected.
+            NotMovable: a cache with a sparse index, quantized, sharded over devices, or in a chip-specific order; or
+                the kernel stores something else than expected.
         """
         if not is_ascend(layer) or not hasattr(layer, "kv_lora_rank"):
             return None
@@ -133,7 +133,7 @@ class AscendLatentLayout:
 
 
 def _pair(layer_name: str, layer: Any, kv_cache: Any) -> tuple[Tensor, Tensor]:
-    """The two tensors of a layer's cache, of plain numbers and whole on this device."""
+    """The two tensors of a layer's cache, checked to be plain numbers and whole on this device."""
     kind = type(layer.impl)
     if ".context_parallel" in kind.__module__:
         raise NotMovable(f"{layer_name}: context parallel spreads the tokens of a block over several devices")
@@ -156,7 +156,7 @@ def _require_shape(layer_name: str, what: str, cache: Tensor, row: tuple[int, in
 
 
 def _confirm(layer_name: str, layout: AscendLayout) -> None:
-    """Has the kernel write numbers into a small cache and finds them where this layout looks."""
+    """Checks with a small cache that the kernel writes numbers where this layout reads them."""
     slots = torch.arange(layout.num_slots, device=layout.keys.device).flip(0)
     keys = numbered(len(slots), *layout.keys.shape[2:], like=layout.keys)
     values = numbered(len(slots), *layout.values.shape[2:], like=layout.values, first=7)
@@ -167,7 +167,7 @@ def _confirm(layer_name: str, layout: AscendLayout) -> None:
 
 
 def _confirm_rows(layer_name: str, impl: Any, layout: AscendLatentLayout) -> None:
-    """Has the kernel write a row that is not turned, and looks where it lies and in which order."""
+    """Checks where the kernel writes an unrotated row, and in which order."""
     write = getattr(impl, "exec_kv_prefill", None)
     if write is None:
         raise NotMovable(f"{layer_name}: {type(impl).__name__} has no exec_kv_prefill, so its order cannot be tried")

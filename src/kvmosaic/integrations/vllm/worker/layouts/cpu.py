@@ -1,4 +1,4 @@
-"""The cache of vLLM's CPU attention: each block and head packed in the order of the machine's instructions."""
+"""Cache layout of vLLM's CPU attention: each block and head packed for the CPU's instruction set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvmosaic.integrations.vllm.worker.layouts.layout import heads_of, numbered,
 
 
 class CpuWriter:
-    """Writes through vLLM's own kernel, which knows the order of every instruction set."""
+    """Writes with vLLM's own kernel, which knows the order of every instruction set."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -24,7 +24,7 @@ class CpuWriter:
         if update is not None:
             update(self.layer, keys, values, cache, slots)
             return
-        # before vLLM had that method, its forward called the kernel itself
+        # before vLLM had that method, its forward called the kernel directly
         from vllm import _custom_ops as operations
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -35,14 +35,14 @@ class CpuWriter:
 
 
 class CpuLayout:
-    """The cache of a layer of the CPU backend, in whatever order."""
+    """The cache of a layer of the CPU backend, in any order."""
 
     @classmethod
     def of(cls, layer_name: str, layer: Any, kv_cache: Any) -> CpuVectorLayout | CpuTiledLayout | None:
         """The layout of a layer of the CPU backend; None for a layer of another one.
 
         Raises:
-            NotMovable: a quantized cache, or one whose numbers are not found again.
+            NotMovable: a quantized cache, or one from which written numbers are not read back.
         """
         if not isinstance(kv_cache, Tensor) or layer.attn_backend.get_name() != "CPU_ATTN":
             return None
@@ -94,11 +94,11 @@ class CpuVectorLayout:
 
 
 class CpuTiledLayout:
-    """Another order, such as tiles for matrix instructions: tokens found by where the kernel put what it was given.
+    """Another order, such as tiles for matrix instructions: detected from where the kernel writes known numbers.
 
-        key_places, value_places [P, G, D]:    where in a block [2·G·P·D] token p keeps number d of head g
+        key_places, value_places [P, G, D]:    where in a block [2·G·P·D] number d of head g of token p is stored
 
-    Writing goes through the kernel; reading looks the places up.
+    Writes use the kernel; reads use these tables.
     """
 
     is_latent = False
@@ -123,7 +123,7 @@ class CpuTiledLayout:
 
 
 def _places(layer_name: str, cache: Tensor, writer: CpuWriter, key_size: int, value_size: int) -> tuple[Tensor, Tensor]:
-    """Where in a block each number of each token lies: keys [P, G, D], values [P, G, Dv]."""
+    """Locations in a block of each number of each token: keys [P, G, D], values [P, G, Dv]."""
     trial = stand_in(cache, 0, num_blocks=1)
     _, num_heads, block_size, _ = trial.shape
     sizes = {"keys": key_size, "values": value_size}
@@ -133,7 +133,7 @@ def _places(layer_name: str, cache: Tensor, writer: CpuWriter, key_size: int, va
         ranks = torch.arange(total).reshape(block_size, num_heads, sizes[which])
         rank_at = torch.zeros(trial.numel(), dtype=torch.int64)
         is_mine = torch.zeros(trial.numel(), dtype=torch.bool)
-        # the kernel writes no numbers above 256 exactly in every type: rank = high digits · 128 + low digit, plus one
+        # numbers above 256 are not exact in every dtype: a rank is written as base-128 digits, each plus one
         for shift in range(0, max(1, total.bit_length()), 7):
             digit = (ranks >> shift) % 128 + 1
             given = {name: torch.zeros(block_size, num_heads, size) for name, size in sizes.items()}
@@ -154,7 +154,7 @@ def _places(layer_name: str, cache: Tensor, writer: CpuWriter, key_size: int, va
 
 
 def _is_found(layout: CpuVectorLayout | CpuTiledLayout) -> bool:
-    """Whether numbers that the kernel wrote to a small cache, in another order of tokens, are read again."""
+    """Whether numbers that the kernel wrote to a small cache, in another order of tokens, are read back."""
     slots = torch.arange(layout.num_slots).flip(0)
     num_heads = layout.cache.shape[1]
     keys = numbered(len(slots), num_heads, layout.key_size, like=layout.cache)

@@ -1,4 +1,4 @@
-"""Keys and values side by side in one row, as attention on GPUs keeps them."""
+"""Joined layout: keys and values next to each other in one row, as in GPU attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvmosaic.integrations.vllm.worker.layouts.paged import PagedLayout, checked
 
 
 class JoinedLayout:
-    """The cache that vLLM always shows as [blocks, heads, tokens, numbers], in whatever order the bytes lie.
+    """The cache that vLLM always shows as [blocks, heads, tokens, numbers], whatever the byte order.
 
     cache [N, G, P, D + Dv]:    one row │ key │ value │
     """

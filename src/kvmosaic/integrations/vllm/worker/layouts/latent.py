@@ -1,4 +1,4 @@
-"""The cache of multi-head latent attention (MLA): one row per token, for keys and values together."""
+"""Latent layout of multi-head latent attention (MLA): one row per token, for keys and values together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvmosaic.integrations.vllm.worker.layouts.layout import numbered, require_p
 
 
 class LatentLayout:
-    """Rows of a latent and the part of the key that turns.
+    """Rows of a latent and the rotary part of the key.
 
     cache [N, P, C], also seen as [N, 1, P, C]:    one row │ latent (kv_lora_rank) │ rotary part │
 
@@ -32,7 +32,7 @@ class LatentLayout:
         """The layout of a latent layer; None for a layer with keys and values.
 
         Raises:
-            NotMovable: a sparse index beside it, a quantized cache, or rows of another shape.
+            NotMovable: an additional sparse index, a quantized cache, or rows of another shape.
         """
         if not isinstance(kv_cache, Tensor) or not hasattr(layer, "kv_lora_rank"):
             return None
@@ -60,7 +60,7 @@ class LatentLayout:
 
 
 def _confirm(layer_name: str, layer: Any, kv_cache: Tensor) -> None:
-    """Has the layer write numbers into a small cache and finds them where this layout looks."""
+    """Checks with a small cache that the layer writes numbers where this layout reads them."""
     update = getattr(layer.impl, "do_kv_cache_update", None)
     if update is None:
         return

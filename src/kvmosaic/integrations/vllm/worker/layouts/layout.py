@@ -1,4 +1,4 @@
-"""Where the keys and values of a layer lie in vLLM's paged cache."""
+"""Protocol of KV cache layouts: access to a layer's keys and values in vLLM's paged cache."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from kvmosaic.errors import NotMovable
 
 
 class KeyValueLayout(Protocol):
-    """Reads and writes the keys and values of tokens, wherever one attention layer keeps them.
+    """Reads and writes the keys and values of tokens in one attention layer's cache.
 
-    A slot is `block * block_size + offset`: the place of one token. A cache whose blocks are parts of the scheduler's
-    blocks numbers its slots the same way, so a slot means the same token under both block sizes.
+    A slot is `block * block_size + offset`: the location of one token. A cache whose blocks are parts of the
+    scheduler's blocks numbers its slots the same way, so a slot means the same token under both block sizes.
     """
 
     block_size: int
-    """Tokens of one block, as the attention kernel counts them."""
+    """Tokens per block, as the attention kernel counts them."""
     num_slots: int
     key_size: int
-    """D, the numbers in a key of one head; of a latent row, all of it."""
+    """D, the head size of a key; for a latent row, its full size."""
     is_latent: bool
-    """One row per token instead of keys and values; its last numbers are the part that turns."""
+    """One row per token instead of keys and values; its last numbers are the rotary part."""
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Copies of what lies in these slots.
+        """Copies the content of these slots.
 
         Args:
             slots: [T] whole numbers (int64), on the cache's device.
@@ -36,11 +36,11 @@ class KeyValueLayout(Protocol):
         """
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
-        """Puts into these slots what `read` gave for others: `read` of them then gives the same bytes."""
+        """Writes into these slots what `read` returned for others: `read` of them then returns the same bytes."""
 
 
 def heads_of(layer: Any) -> tuple[int, int, int]:
-    """G, D and Dv of an attention layer: its heads in the cache, the numbers of a key, and those of a value."""
+    """G, D and Dv of an attention layer: its KV heads, and the head sizes of keys and values."""
     key_size = int(layer.head_size)
     return int(layer.num_kv_heads), key_size, int(getattr(layer, "head_size_v", None) or key_size)
 
@@ -55,12 +55,12 @@ def require_plain(layer_name: str, cache: Tensor) -> None:
 
 
 def stand_in(cache: Tensor, block_dim: int, num_blocks: int = 2) -> Tensor:
-    """A small cache of zeros in the same order of memory, to try something on."""
+    """A small cache of zeros in the same memory order, for trials."""
     return torch.empty_like(cache.narrow(block_dim, 0, min(num_blocks, cache.shape[block_dim]))).zero_()
 
 
 def numbered(num_tokens: int, num_heads: int, size: int, *, like: Tensor, first: int = 0) -> Tensor:
-    """[T, G, D] of small whole numbers, exact in every type, that differ from their neighbours in every direction."""
+    """[T, G, D] of small whole numbers, exact in every dtype, different from their neighbours in every dimension."""
     shape = (num_tokens, num_heads, size)
     numbers = torch.arange(num_tokens * num_heads * size, dtype=torch.int64).reshape(shape)
     return ((numbers * 31 + first) % 251).to(device=like.device, dtype=like.dtype)

@@ -1,4 +1,4 @@
-"""Keys and values that two views of a cache show token by token, whatever the strides."""
+"""Paged layout: keys and values as two views of a cache, token by token, with any strides."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class PagedLayout:
 def checked(
     layer_name: str, layer: Any, caches: tuple[Tensor, ...], block_dim: int, views: Callable[..., tuple[Tensor, Tensor]]
 ) -> PagedLayout:
-    """The layout of a layer's cache, seen through `views(*caches)`.
+    """Creates the layout of a layer's cache, seen through `views(*caches)`.
 
-    The layer's backend writes numbers into a small cache of the same order, and they must lie where the views look.
+    The layer's backend writes numbers into a small cache of the same order, and the views must show them.
 
     Raises:
-        NotMovable: they do not, views of another shape than the layer's heads, or a quantized cache.
+        NotMovable: they do not, the views' shape is not that of the layer's heads, or the cache is quantized.
     """
     for cache in caches:
         require_plain(layer_name, cache)

@@ -1,4 +1,4 @@
-"""Keys and values in two tensors."""
+"""Separate layout: keys and values in two tensors."""
 
 from __future__ import annotations
 

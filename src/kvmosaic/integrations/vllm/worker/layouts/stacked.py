@@ -1,4 +1,4 @@
-"""Keys and values one behind the other in one tensor, as attention on GPUs kept them up to vLLM 0.23."""
+"""Stacked layout: all keys, then all values in one tensor, as in GPU attention up to vLLM 0.23."""
 
 from __future__ import annotations
 

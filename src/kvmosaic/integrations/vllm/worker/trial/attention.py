@@ -1,4 +1,4 @@
-"""What attention layers are given and what they give, and the same by a dense softmax over the cache."""
+"""Attention trial: inputs and outputs of attention layers, compared with a dense softmax over the cache."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
 from kvmosaic.integrations.vllm.worker.trial.rounding import unit, wide
 
 ROUNDINGS = 3
-"""To the type of its queries, of scores, weights or sums: as many as a kernel may do."""
+"""To the dtype of its queries, of scores, weights or sums: the max number in any kernel."""
 SUMMING = 2.0**-16
-"""Of long sums in float32, whatever the type of their terms."""
+"""Error of long sums in float32, whatever the dtype of their terms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +34,24 @@ class Attended:
     output: Tensor
 
     def of(self, tokens: slice) -> Attended:
-        """The same of some of the tokens."""
+        """The same for a subset of the tokens."""
         values = None if self.values is None else self.values[tokens]
         return Attended(self.queries[tokens], self.keys[tokens], values, self.output[tokens])
 
 
 class AttentionRecorder:
-    """Sees every call of some attention layers while it watches."""
+    """Records every call of some attention layers while it watches."""
 
     def __init__(self, places: Sequence[LayerPlace]) -> None:
         self._places = places
         self.calls: dict[str, Attended] = {}
         """The last call of each layer, by its name."""
         self.replaced: Callable[[str, Tensor], Tensor] | None = None
-        """Given a layer's name and output, what the model gets instead."""
+        """Given a layer's name and output, the output to pass on instead."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Hooks are on the layers in here only."""
+        """Installs the hooks inside this context only."""
         hooks = [place.layer.register_forward_hook(self._hook(place), with_kwargs=True) for place in self._places]
         try:
             yield
@@ -72,7 +72,7 @@ class AttentionRecorder:
 
 def _attended(place: LayerPlace, queries: Tensor, keys: Tensor, values: Tensor, output: Tensor) -> Attended:
     num_tokens, size = len(queries), place.layout.key_size
-    if place.layout.is_latent:  # the latent and the part that turns, which lie side by side in the cache
+    if place.layout.is_latent:  # the latent and the rotary part, which are adjacent in the cache
         rows = torch.cat([keys.reshape(num_tokens, 1, -1), values.reshape(num_tokens, 1, -1)], -1)
         num_heads = int(place.layer.num_heads)
         return Attended(
@@ -92,9 +92,10 @@ def _attended(place: LayerPlace, queries: Tensor, keys: Tensor, values: Tensor, 
 
 
 def attention_error(places: KVLayout, place: LayerPlace, run: Repair, seen: Attended) -> float:
-    """How far a layer's output for a run lies from a softmax over all that its blocks hold, in parts of what may be.
+    """The distance of a layer's output for a run from a softmax over its blocks, as a fraction of the allowed error.
 
-    What may be follows from the numbers: weights and values rounded once, and scores that are off by the rounding of
+    The allowed error follows from the numbers: weights and values rounded once, and scores that are off by the
+    rounding of their products. So it holds however large queries and keys are.
     their products. So it holds however large queries and keys are.
     """
     num_tokens = len(run.token_ids)
@@ -116,7 +117,7 @@ def attention_error(places: KVLayout, place: LayerPlace, run: Repair, seen: Atte
         scores = torch.cat([scores, sinks[:, None, None].expand(-1, num_tokens, 1)], -1)
     weights = scores.softmax(-1)[..., :end]
     wanted = weights @ values
-    # a score is off by the rounding of its products, and moves its weight from the other values to its own
+    # a score is off by the rounding of its products, and moves weight between its value and the others
     off = (queries.square() @ keys.square().transpose(1, 2)).sqrt() * scale
     to_output = (
         (values.square().sum(-1)[:, None] - 2 * wanted @ values.transpose(1, 2) + wanted.square().sum(-1)[..., None])
@@ -126,19 +127,19 @@ def attention_error(places: KVLayout, place: LayerPlace, run: Repair, seen: Atte
     bound = (weights * (values.norm(dim=-1)[:, None] + off * to_output)).sum(-1)
     error = (wide(seen.output).to(dtype).transpose(0, 1) - wanted).norm(dim=-1)
     bound = bound * (ROUNDINGS * unit(seen.queries.dtype, seen.output.dtype) + SUMMING)
-    # weights that a type has no number for become zero
+    # weights below the smallest number of a dtype become zero
     bound += torch.finfo(seen.queries.dtype).smallest_normal * torch.finfo(seen.queries.dtype).eps * _norms(values)
     far = error / bound.clamp(min=1e-30)
     return float(far.max()) if far.isfinite().all() else float("inf")
 
 
 def _norms(values: Tensor) -> Tensor:
-    """[H, 1]: the sizes of all values of a head, added up."""
+    """[H, 1]: the sum of the norms of all values of a head."""
     return values.square().sum(-1).sqrt().sum(-1, keepdim=True)
 
 
 def _constants(place: LayerPlace, dtype: torch.dtype) -> tuple[float, float, Tensor | None]:
-    """The factor of a layer's scores, the cap on them (0: none), and what each head adds to the softmax's sum."""
+    """A layer's score scale, score cap (0: none), and each head's addition to the softmax's sum."""
     layer = place.layer
     scale = getattr(layer.impl, "scale", None) or getattr(layer, "scale", None) or float(layer.head_size) ** -0.5
     sinks = getattr(layer.impl, "sinks", None)
@@ -147,7 +148,7 @@ def _constants(place: LayerPlace, dtype: torch.dtype) -> tuple[float, float, Ten
 
 
 def _expanded(place: LayerPlace, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of every head that latent rows [T, 1, D] stand for."""
+    """Keys and values of every head, expanded from latent rows [T, 1, D]."""
     layer = place.layer
     latent, turning_part = torch.split(rows, [layer.kv_lora_rank, layer.qk_rope_head_dim], -1)
     both = layer.kv_b_proj(latent[:, 0].contiguous())[0].view(len(rows), layer.num_heads, -1)

@@ -1,4 +1,4 @@
-"""A layer of the model, called again with what it was given."""
+"""Layer call: a layer of the model, called again with its recorded arguments."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvmosaic.integrations.vllm.worker.trial.rounding import perturbed
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """What one module was called with in a forward of T tokens.
+    """Recorded arguments of one module in a forward of T tokens.
 
     Every argument with T rows is of these tokens; one of them is their positions. The same rows with other positions,
-    or some rows alone, are what the module would be given if the tokens stood elsewhere, or were computed later.
+    or some rows alone, are what the module would get if the tokens were at other positions, or were computed later.
     """
 
     module: nn.Module
@@ -33,7 +33,7 @@ class LayerCall:
     def of(
         cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], positions: Tensor
     ) -> LayerCall | None:
-        """Keeps copies; None if the module does not take the positions, or numbers of other than these tokens."""
+        """Copies the arguments; None if the module takes no positions, or numbers of other tokens than these."""
         from vllm.forward_context import get_forward_context
 
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
@@ -46,7 +46,7 @@ class LayerCall:
 
     @property
     def inputs(self) -> list[Tensor]:
-        """Its arguments of floating point with a row for each token."""
+        """Its floating-point arguments with a row for each token."""
         return [each for each in tree_leaves((self.args, self.kwargs)) if _is_numbers(each, len(self.positions))]
 
     def again(
@@ -55,13 +55,13 @@ class LayerCall:
         """Calls it with the rows of these tokens, at the positions of these runs and with their blocks.
 
         Args:
-            nested: makes what attention layers are told.
+            nested: builds the attention metadata.
             runs: as many tokens as `tokens` together.
-            tokens: of the forward that is kept.
-            noisy: every number of floating point is off by about one rounding.
+            tokens: tokens of the recorded forward.
+            noisy: every floating-point number is off by about one rounding.
 
         Returns:
-            What it gives, with a row for each token.
+            Its output, with a row for each token.
         """
         from vllm.forward_context import get_forward_context
 
@@ -83,7 +83,7 @@ class LayerCall:
 
 
 def outputs(given: Any, num_tokens: int) -> list[Tensor]:
-    """Copies of the tensors that a module gave, as far as they have a row for each token."""
+    """Copies of a module's output tensors that have a row for each token."""
     return [each.clone() for each in tree_leaves(given) if _is_numbers(each, num_tokens)]
 
 

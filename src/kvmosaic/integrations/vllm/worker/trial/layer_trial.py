@@ -1,4 +1,4 @@
-"""One layer of the model, tried on what it is given in a forward."""
+"""Layer trial: one layer of the model, checked on its inputs in a forward."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from kvmosaic.integrations.vllm.worker.trial.rotation import allowed, apart, fit
 from kvmosaic.integrations.vllm.worker.trial.rounding import noise_ratio, unit
 
 SAME = 0.5
-"""How many times the noise of one rounding of its input a layer's output may be off for equal rows of one batch."""
+"""Max error of a layer's output for equal rows of one batch, in multiples of the noise of one rounding of its input."""
 LATER = 2.0
-"""The same of tokens that are computed in another batch, with the rest in the cache."""
+"""The same for tokens that are computed in another batch, with the rest in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTrial:
-    """What one layer gives for the runs of a plan.
+    """Outputs of one layer for the runs of a plan.
 
-    Its input is that of one forward over ordinary text. The same rows are given to it again: at other positions, and
-    some of them alone, later. So nothing here depends on what the layers before it make of rounding.
+    Its input is from one forward over ordinary text. The same rows are passed to it again: at other positions, and
+    some of them alone, later. So nothing here depends on how earlier layers amplify rounding.
     """
 
     places: KVLayout
@@ -38,12 +38,12 @@ class LayerTrial:
     recorder: AttentionRecorder
 
     def trouble(self, call: LayerCall, given: list[Tensor], names: tuple[str, ...]) -> str:
-        """What is wrong with a layer; empty: nothing. Runs the same forwards whatever it finds.
+        """The defect of a layer; empty: none. Runs the same forwards whatever it finds.
 
         Args:
-            call: of the plan's whole text; the layer was called with it just now.
-            given: what it gave.
-            names: of the attention layers in it.
+            call: the call of the plan's whole text, made just now.
+            given: its output.
+            names: names of the attention layers in it.
         """
         layers = [place for place in self.places.layers if place.name in names]
         whole = [(place, self.plan.text_run, self.recorder.calls[place.name]) for place in layers]
@@ -61,7 +61,7 @@ class LayerTrial:
             still: dict[str, Attended] = {}
 
             def same(name: str, output: Tensor, still: dict[str, Attended] = still) -> Tensor:
-                """Every run goes on with what attention gave at position 0: they may have had others before them."""
+                """Replaces attention outputs by the ones at position 0: the runs may have other tokens before them."""
                 first = still.setdefault(name, self.recorder.calls[name].of(slice(head))).output
                 return first.repeat(len(output) // head, 1, 1).reshape(output.shape)
 
@@ -86,7 +86,7 @@ class LayerTrial:
         return self._moved(place, run) if run.position else ""
 
     def _turned(self, place: LayerPlace, run: Repair, still: Attended, seen: Attended) -> str:
-        """Keys and queries turn, values do not."""
+        """Checks that keys and queries rotate, and values do not."""
         most = allowed(self.nested.dtype, seen.keys.dtype)
         for name, old, new in (("keys", still.keys, seen.keys), ("queries", still.queries, seen.queries)):
             rotation = fitted(place.rotation, place, new.shape[-1])
@@ -103,7 +103,7 @@ class LayerTrial:
         return ""
 
     def _moved(self, place: LayerPlace, run: Repair) -> str:
-        """What is moved to where another head stands is what was computed there."""
+        """Compares keys and values moved to another head's position with those computed there."""
         if trouble := self._move(place, run):
             return trouble
         computed = self._read(place, run.blocks, run.start)
@@ -125,7 +125,7 @@ class LayerTrial:
         return ""
 
     def _behind(self, call: LayerCall, layers: list[LayerPlace]) -> str:
-        """A token after a moved head attends to what was moved."""
+        """Checks that a token after a moved head attends to the moved keys."""
         run = self.plan.moved_head
         trouble = next(filter(None, [self._move(place, run) for place in layers]), "")
         call.again(self.nested, [self.plan.behind(run)], [self.plan.head % len(self.plan.tokens)])
@@ -134,10 +134,10 @@ class LayerTrial:
         seen = ((place, self.recorder.calls[place.name]) for place in layers)
         return next(filter(None, (self._of_softmax(place, self.plan.behind(run), each) for place, each in seen)), "")
 
-    # What was given, what was stored, what came out
+    # Inputs, cache contents and outputs
 
     def _attended(self, place: LayerPlace, run: Repair, seen: Attended) -> str:
-        """The cache holds what attention was given, and attention gives what the cache holds."""
+        """Checks that the cache holds the inputs of attention, and that attention's output follows from the cache."""
         stored = self._read(place, run.blocks, run.start, len(run.token_ids))
         for name, one, other in zip(("keys", "values"), stored, (seen.keys, seen.values), strict=True):
             if one is None or other is None:
@@ -160,7 +160,7 @@ class LayerTrial:
         return ""
 
     def _tail(self, call: LayerCall, given: list[Tensor], layers: list[LayerPlace]) -> str:
-        """Tokens computed later, with the others in the cache, are what they were among them."""
+        """Compares tokens computed later, with the others in the cache, with the same tokens computed among them."""
         run = self.plan.tail_run
         tokens = list(range(self.plan.tail, len(self.plan.tokens)))
         noisy = call.again(self.nested, [run], tokens, noisy=True)

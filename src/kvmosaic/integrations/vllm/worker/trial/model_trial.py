@@ -1,4 +1,4 @@
-"""All layers tried in one forward over ordinary text, and the whole model against its own noise."""
+"""Model trial: all layers checked in one forward over ordinary text, and the whole model against its own noise."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from kvmosaic.integrations.vllm.worker.trial.plan import Plan
 from kvmosaic.integrations.vllm.worker.trial.rounding import noise_ratio, perturbed, unit, wide
 
 NOISE = 4.0
-"""How many times the noise of one rounding before every layer the model's hidden states may be off."""
+"""Max error of the model's hidden states, in multiples of the noise of one rounding before every layer."""
 
 
 class ModelTrial:
-    """Hooks on the model's layers, each of which is tried as soon as it was called.
+    """Hooks on the model's layers, each of which is checked directly after its call.
 
     the model's forward over the text       layer 0 ──▶ layer 1 ──▶ … ──▶ hidden states
                                                │           │
-    each layer again, with what it was given   └ try it    └ try it
+    each layer again, with its inputs       └ trial     └ trial
     """
 
     def __init__(self, places: KVLayout, nested: ExtraForward, plan: Plan) -> None:
@@ -36,14 +36,14 @@ class ModelTrial:
         self._trial = LayerTrial(places, nested, plan, self._recorder)
         self._units = _units(places)
         self._open: dict[str, LayerCall] = {}
-        """Calls under way, by the attention layer in them."""
+        """Calls in progress, by the attention layer in them."""
         self._found: dict[str, str] = {}
         self._inputs: list[Tensor] = []
-        """Of the layer that was called first."""
+        """Inputs of the layer that was called first."""
         self._is_busy = False
 
     def trouble(self) -> str:
-        """What is wrong with the first layer of which something is wrong, or with all of them together."""
+        """The defect of the first defective layer, or of all layers together."""
         plan = self._plan
         with self._recorder.watching(), self._hooked(self._before, self._after):
             hidden = outputs(self._nested.forward([plan.text_run], compiled=False), len(plan.tokens))
@@ -104,7 +104,7 @@ class ModelTrial:
     # The whole model
 
     def _whole(self, run: Repair, hidden: list[Tensor], tokens: slice) -> str:
-        """A part of the text computed in another forward: what the first layer is given, and the hidden states."""
+        """Recomputes a part of the text in another forward: compares the first layer's inputs and hidden states."""
         num_tokens, seen = len(run.token_ids), list[Tensor]()
 
         def look(module: nn.Module, args: Any, kwargs: Any, positions: Tensor) -> None:
@@ -142,7 +142,7 @@ def _add_noise(module: nn.Module, args: Any, kwargs: Any, positions: Tensor) -> 
 
 
 def _units(places: KVLayout) -> dict[nn.Module, tuple[str, ...]]:
-    """The modules around each attention layer, from the layer of the model that it is in to the one that holds it."""
+    """The modules around each attention layer, from the model's decoder layer down to its direct parent."""
     modules = dict(places.root.named_modules())
     names = {id(module): name for name, module in modules.items()}
     found: dict[nn.Module, list[str]] = {}

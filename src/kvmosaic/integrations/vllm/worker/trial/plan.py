@@ -1,4 +1,4 @@
-"""Which tokens a check computes, at which positions, and in which blocks."""
+"""Trial plan: the tokens of a check, their positions and blocks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from kvmosaic.integrations.vllm.operations import Move, Repair
 
 NUM_TOKENS = 192
 HEAD_TOKENS = 17
-"""Of the runs that stand at many positions."""
+"""Tokens of the runs at many positions."""
 TAIL_TOKENS = 64
 MAX_CONTEXT = 1024
-"""A run at a position up to this one also has as many tokens before it."""
+"""Max position up to which a run also has as many tokens before it."""
 POSITIONS = (1, 7, 37, 64, 129, 300, 500, 700, 1000, 1800, 3000, 4200, 6000, 9000, 17_000, 33_000, 66_000, 131_000)
 
 
@@ -33,23 +33,23 @@ class Plan:
     tail: int
     """The first token of the tail."""
     positions: tuple[int, ...]
-    """Of the heads; the first is 0."""
+    """Positions of the heads; the first is 0."""
     block_size: int
     text_blocks: tuple[int, ...]
     first_blocks: tuple[int, ...]
-    """Of the head at position 0."""
+    """Blocks of the head at position 0."""
     head_blocks: tuple[tuple[int, ...], ...]
-    """Of the other heads that are computed at once."""
+    """Blocks of the other heads that are computed at once."""
     moved_blocks: tuple[int, ...]
 
     @classmethod
     def of(
         cls, tokens: tuple[int, ...], positions: tuple[int, ...], *, block_size: int, num_blocks: int, max_runs: int
     ) -> Plan | str:
-        """A plan for these tokens, or why a cache of so many blocks has no room for it."""
+        """A plan for these tokens, or why a cache of `num_blocks` blocks has no room for it."""
         head, tail = min(HEAD_TOKENS, len(tokens)), len(tokens) - min(TAIL_TOKENS, len(tokens) // 3)
         of_text, of_head = -(-len(tokens) // block_size), -(-(block_size - 1 + head + 1) // block_size)
-        free = num_blocks - 1 - of_text - 2 * of_head  # block 0 is vLLM's stand-in for no block
+        free = num_blocks - 1 - of_text - 2 * of_head  # block 0 is vLLM's null block
         at_once = min(free // of_head, max(max_runs - 1, 1), max(len(positions) - 1, 1))
         if at_once < 1:
             needed = 1 + of_text + 3 * of_head
@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """All that are written to."""
+        """All blocks that are written."""
         heads = (block for blocks in self.head_blocks for block in blocks)
         return (*self.text_blocks, *self.first_blocks, *self.moved_blocks, *heads)
 
@@ -84,13 +84,13 @@ class Plan:
 
     @property
     def tail_run(self) -> Repair:
-        """Its tail, with the rest before it."""
+        """The tail of the text, with the rest before it."""
         return Repair(self.text_blocks, self.tail, self.tokens[self.tail :], self.tail)
 
     def head_runs(self) -> list[list[Repair]]:
-        """The heads, as many at once as there are blocks for, each time with the one at position 0 before them.
+        """The heads, as many at once as there are blocks for, each batch with the one at position 0 before them.
 
-        What is computed in one forward is computed alike, so these runs differ by their positions alone.
+        Runs of one forward are computed alike, so they differ by their positions alone.
         """
         first, others = self._head(self.first_blocks, 0), self.positions[1:]
         at_once = len(self.head_blocks)
@@ -107,7 +107,7 @@ class Plan:
         return self._head(self.head_blocks[0], position)
 
     def move_to(self, run: Repair) -> Move:
-        """Moves the first head to where another one stands, into blocks of its own."""
+        """Moves the first head to the position of another one, into blocks of its own."""
         return Move(self.first_blocks, 0, self.moved_blocks, run.start % self.block_size, self.head, 0, run.position)
 
     def behind(self, run: Repair) -> Repair:

@@ -1,4 +1,4 @@
-"""Keys and queries at two positions: what turning them gives, against what the model gives there."""
+"""Rotation trial: keys and queries rotated between two positions, against the model's output there."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kvmosaic.integrations.vllm.worker.kv_layout import LayerPlace
 from kvmosaic.integrations.vllm.worker.trial.rounding import unit, wide
 
 ROUNDINGS = 4
-"""Of the table, two products and their sum: an error of this many roundings is allowed."""
+"""Roundings of the table, two products and their sum: the max error."""
 
 
 def fitted(rotation: KeyRotation | None, place: LayerPlace, size: int) -> KeyRotation | None:
-    """The turning of a layer for vectors of another size than its keys: queries of a layer with a latent cache."""
+    """The rotation of a layer for vectors of another size than its keys: queries of a layer with a latent cache."""
     if rotation is None or size == place.layout.key_size:
         return rotation
     return replace(rotation, first=size - rotation.rotary_dim)
 
 
 def turned(rotation: KeyRotation | None, vectors: Tensor, old: int, new: int) -> Tensor:
-    """[T, H, D] vectors of neighbouring tokens, the first at position `old`, as they are from position `new` on."""
+    """[T, H, D] vectors of consecutive tokens, rotated from position `old` of the first one to position `new`."""
     vectors = wide(vectors).clone()
     if rotation is not None and old != new:
         tokens = torch.arange(len(vectors), device=vectors.device)
@@ -33,10 +33,10 @@ def turned(rotation: KeyRotation | None, vectors: Tensor, old: int, new: int) ->
 
 
 def apart(rotation: KeyRotation | None, found: Tensor, wanted: Tensor) -> float:
-    """How far [T, H, D] vectors lie apart: of all D numbers the worst, in parts of the pair that it turns in.
+    """Distance of [T, H, D] vectors: the worst of all D numbers, relative to the pair that it rotates in.
 
     Rounding the larger number of a pair moves the smaller one by as much, so the pair is the measure. All tokens and
-    heads are taken together, so that it is the mean of many roundings.
+    heads are averaged, so that it is the mean of many roundings.
     """
     found, wanted = wide(found), wide(wanted)
     size = (_pair_size(rotation, found) + _pair_size(rotation, wanted)).square().mean((0, 1)).sqrt() / 2
@@ -46,12 +46,12 @@ def apart(rotation: KeyRotation | None, found: Tensor, wanted: Tensor) -> float:
 
 
 def allowed(*dtypes: torch.dtype) -> float:
-    """The most that `apart` may give for vectors of these types."""
+    """Max value of `apart` for vectors of these dtypes."""
     return ROUNDINGS * unit(*dtypes)
 
 
 def _pair_size(rotation: KeyRotation | None, vectors: Tensor) -> Tensor:
-    """[T, H, D]: the length of the pair in which each number turns; of a number that does not turn, its own size."""
+    """[T, H, D]: the length of the pair in which each number rotates; its own size if it does not rotate."""
     sizes = vectors.abs()
     if rotation is None:
         return sizes
@@ -64,14 +64,14 @@ def _pair_size(rotation: KeyRotation | None, vectors: Tensor) -> Tensor:
 
 
 def direct_trouble(place: LayerPlace, positions: tuple[int, ...]) -> str:
-    """What a layer's rotary embedding, called with random queries and keys, does otherwise than turning them.
+    """How a layer's rotary embedding, called with random queries and keys, differs from the detected rotation.
 
     Args:
-        place: a layer whose keys turn.
-        positions: at which it is called; the first is what the others are turned from.
+        place: a layer with rotated keys.
+        positions: positions of the calls; the others are rotated from the first.
 
     Returns:
-        Empty: nothing.
+        Empty: it does not.
     """
     rotation, num_tokens = place.rotation, 8
     assert rotation is not None
@@ -96,7 +96,7 @@ def direct_trouble(place: LayerPlace, positions: tuple[int, ...]) -> str:
 
 
 def misunderstood(name: str, old: int, new: int, far: float, most: float) -> str:
-    """A rotation that is another one, in words."""
+    """The error text for a wrong rotation."""
     return (
         f"{name} turned from position {old} to {new} are {far:.2g} of their size away from those that the model turns "
         f"there itself (at most {most:.2g}): its rotation was not understood"

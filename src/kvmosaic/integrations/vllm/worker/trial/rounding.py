@@ -1,4 +1,4 @@
-"""How far numbers may lie apart that were computed in two valid ways."""
+"""Rounding limits: distances between numbers that were computed in two valid ways."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ import torch
 from torch import Tensor
 
 _ARITHMETIC = 2.0**-20
-"""Of sums in float32, whatever the type of their terms."""
+"""Error of sums in float32, whatever the dtype of their terms."""
 
 
 def unit(*dtypes: torch.dtype) -> float:
-    """The relative error of one rounding to the coarsest of these types, with that of the arithmetic before it."""
+    """The relative error of one rounding to the coarsest of these dtypes, plus that of the arithmetic before it."""
     return max(torch.finfo(dtype).eps for dtype in dtypes) / 2 + _ARITHMETIC
 
 
 def wide(numbers: Tensor) -> Tensor:
-    """Numbers in a type in which comparing them adds no rounding of its own."""
+    """Numbers in a dtype in which comparing them adds no rounding."""
     return numbers.float() if numbers.dtype in (torch.bfloat16, torch.float16) else numbers.double()
 
 
 def perturbed(numbers: Tensor, seed: int = 0) -> Tensor:
-    """Numbers of floating point, each moved up or down by about one rounding; the same on every worker."""
+    """Floating-point numbers, each moved up or down by about one rounding; the same on every worker."""
     signs = torch.randint(2, numbers.shape, generator=torch.Generator().manual_seed(seed)).to(numbers.device) * 2 - 1
     return (wide(numbers) * (1 + 2 * unit(numbers.dtype) * signs)).to(numbers.dtype)
 
 
 def noise_ratio(found: Sequence[Tensor], wanted: Sequence[Tensor], noisy: Sequence[Tensor]) -> float:
-    """How many times further `found` lies from `wanted` than `noisy` does; infinite if it is not finite.
+    """The distance of `found` from `wanted`, divided by that of `noisy`; infinite if it is not finite.
 
     Args:
         found: tensors [T, …].
         wanted: the same by another computation.
         noisy: the same by the other computation again, after its input was `perturbed`.
 
-    Some channels of a model are many times larger than all others and hide them: each is compared with its own size,
-    and the one in the middle counts.
+    Some channels of a model are many times larger than all others and hide them: each is normalized by its own size,
+    and the median counts.
     """
     largest = 0.0
     for one, other, third in zip(found, wanted, noisy, strict=True):

@@ -1,4 +1,4 @@
-"""The tokens of an ordinary text: of random ones a model makes numbers that it never makes otherwise."""
+"""Tokens of an ordinary text: random ones produce activations that do not occur otherwise."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ money from a lottery. On Sundays there is coffee, and the wheel turns for the gu
 
 
 def ordinary_tokens(model_config: Any, num_tokens: int) -> tuple[int, ...]:
-    """The first tokens of a text in the model's vocabulary; without a tokenizer, tokens that differ from each other."""
+    """The first tokens of a text in the model's vocabulary; without a tokenizer, distinct tokens."""
     vocabulary = int(model_config.get_vocab_size())
     try:
         from vllm.tokenizers.registry import cached_tokenizer_from_config
 
         found = list(cached_tokenizer_from_config(model_config).encode(_TEXT))
-    except Exception:  # none was asked for, or one that only vLLM's front half can load
+    except Exception:  # none was requested, or one that only vLLM's front end can load
         found = []
     found = [int(token) for token in found if 0 <= int(token) < vocabulary]
     shuffled = torch.randperm(min(vocabulary, 2**15), generator=torch.Generator().manual_seed(0)).tolist()
