@@ -70,7 +70,7 @@ class Slower(KeyRotation):
 class Partly(KeyRotation):
     """Leaves a quarter of what turns."""
 
-    def turn(self, keys: Any, factors: Factors) -> None:
+    def rotate(self, keys: Any, factors: Factors) -> None:
         part = slice(self.first + self.rotary_dim // 4, self.first + self.rotary_dim // 2)
         kept = keys[..., part].clone()
         super().rotate(keys, factors)
