@@ -352,7 +352,7 @@ class KVCache:
             self._chunks.close(tenant)
 
     def delete(
-        """Drops chunks, pinned or not, all with this name or none; returns how many.
+        self, name_or_key: str | Key, salt: str | None = "", tenant: str = "", *, when_idle: bool = False
     ) -> int:
         """Drops chunks, pinned or not, all with this name or none; returns how many.
 
