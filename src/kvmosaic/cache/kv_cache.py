@@ -385,7 +385,7 @@ class KVCache:
         """Sets or (None) removes a limit on the chunk blocks of a tenant; whole blocks only.
 
         Evicts idle chunks at once as far as needed. What is pinned or in use above the quota stays, and nothing new is
-        computed until there is room again.
+        computed until enough is released.
 
         Raises:
             InvalidConfig: not between 0 and 2**50.

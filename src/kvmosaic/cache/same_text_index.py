@@ -20,7 +20,7 @@ def sees_only_system(layout: Layout, index: int) -> bool:
 class SameTextIndex:
     """Tells, when a chunk misses, whether it is cached after another system text.
 
-    Such a miss is easily overlooked: a document warmed without the system text of the later requests is computed again.
+    Such a miss is easily overlooked: a document warmed without the system text of the later requests is recomputed.
     Only chunks of `sees_only_system` are indexed; a lookup hashes the tokens once.
     """
 

@@ -16,8 +16,7 @@ class RollingWindow:
         sinks           tokens 0 … S - 1
         window          the newest W tokens, itself included: t - W + 1 … t
 
-    with contiguous positions, as if only these existed (positions as in StreamingLLM,
-    https://arxiv.org/abs/2309.17453):
+    at contiguous positions, as if only these existed (StreamingLLM, https://arxiv.org/abs/2309.17453):
 
         text            s s s s . . . . . . . . . w w w w w w        token t is the last one
         seen at         0 1 2 3                   4 5 6 7 8 9        place in the cache, from the span's start on

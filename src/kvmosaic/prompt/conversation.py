@@ -46,7 +46,7 @@ class Conversation:
     """A checked conversation and the template that renders it.
 
     Contents are rendered as marks and substituted afterwards. So a content cannot change what the template writes, and
-    the template's own text is known to the character. The result is compared with an ordinary rendering; templates that
+    the template's own text is known exactly. The result is compared with an ordinary rendering; templates that
     edit contents (cut out old reasoning, trim line breaks) are followed. Tools are rendered in this way too if a text
     in them could write a control token; others are passed to the template unchanged.
     """

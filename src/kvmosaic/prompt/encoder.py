@@ -274,8 +274,8 @@ class PromptEncoder:
     def _room(self, segments: Sequence[Segment]) -> int:
         """Maximum tokens per part of a split chunk: usually half of the positions after the system prompt.
 
-        A long question reduces it to a quarter, or an eighth: powers of two, since a document's parts must not change
-        with every question, or they would never be cache hits.
+        A long question halves it to a quarter, or an eighth. It changes in such steps only: if a document's
+        parts changed with every question, they would never be cache hits.
         """
         if self.max_positions is None:
             return MAX_POSITION

@@ -76,8 +76,8 @@ class Segment:
     part: tuple[int, int] | None = field(default=None, compare=False)
     """Chunks of a split document: (part, number of parts), counted from 1."""
     document_offset: int = field(default=0, compare=False)
-    """Chunks of a split document: tokens of the document before this part. Its positions start so much later, unless the
-    document is longer than the model's positions: then this is 0, and its parts overlap."""
+    """Chunks of a split document: tokens of the document before this part. Its positions start so much later, unless
+    the document is longer than the model's positions: then this is 0, and its parts overlap."""
     number: int | None = field(default=None, compare=False)
     """Chunks of a prompt with several documents: index of its document, from 0."""
 
@@ -138,7 +138,7 @@ class Prompt:
     """An ordered tuple of segments: `[system] chunk* question`, or one `plain` segment.
 
     salt, tenant: prompts that differ in either never share a cached byte. A salt is chosen by the client; a tenant is
-    the authenticated client, with names, pins and a quota of its own.
+    the client as the server knows it, with names, pins and a quota of its own.
     """
 
     segments: tuple[Segment, ...]
@@ -213,8 +213,8 @@ class Prompt:
         r"""Splits a text at its separators: the first part is the system text, the last one the question.
 
         White space around each part is removed and the separator itself never reaches the model. A text with fewer than
-        two separators is an ordinary prompt. A backslash before a separator makes it text: `\##`. Texts passed to an `LLM`
-        directly (not through this method) are split only where its settings name a separator.
+        two separators is an ordinary prompt. A backslash before a separator makes it text: `\##`. Texts passed to an
+        `LLM` directly (not through this method) are split only where its settings name a separator.
 
         Args:
             text: for example "Answer from the documents. ## first document ## second document ## question".

@@ -32,8 +32,8 @@ class ChunkSignals:
     num_tokens: int
     is_exact: bool = False
     deviation: Sequence[float] = ()
-    """By token: squared distance of the second layer's keys from their values when the token sees everything before it.
-    Empty unless requested."""
+    """By token: squared distance between the second layer's cached keys and those computed when the token sees
+    everything before it. Empty unless requested."""
     attention: Sequence[float] = ()
     """By token: attention of the question to it, as a share summed over the question's tokens, averaged over heads and
     the later half of the layers. Empty unless requested."""
