@@ -19,7 +19,7 @@ from kvmosaic.errors import OutOfBlocks
 
 
 class Allocator:
-    """Acquires what a plan reuses first, so that evicting for the rest cannot free it."""
+    """All-or-nothing allocator: acquires cache hits first, so that evicting for the rest cannot free them."""
 
     def __init__(self, prefix: PrefixCache, chunks: ChunkIndex, room: CapacityCheck, counters: Counters) -> None:
         self._prefix = prefix

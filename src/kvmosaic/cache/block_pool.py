@@ -15,7 +15,7 @@ _MAX_BLOCKS = 2**31 - 1
 
 
 class BlockPool:
-    """Allocates blocks of `block_size` token slots each and counts references to them. No tensors here.
+    """Pool of blocks of `block_size` token slots each, with a ref count per block. No tensors here.
 
         block        0   1   2   3   4   5   6   7
         references   1   2   2   0   0   0   1   0      0: free; 2 or more: shared, copied before it is written

@@ -22,7 +22,7 @@ class BlockCopy(NamedTuple):
 
 
 class BlockRun(NamedTuple):
-    """Tokens in neighbouring slots: one strided view of the pool's tensor."""
+    """A run of tokens in neighbouring slots: one strided view of the pool's tensor."""
 
     first_slot: int
     num_tokens: int

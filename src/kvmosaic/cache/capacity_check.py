@@ -18,7 +18,7 @@ from kvmosaic.errors import ChunkCacheFull, OutOfBlocks, QuotaExceeded, QuotaInU
 
 @dataclass(frozen=True, slots=True)
 class BlockDemand:
-    """Blocks and chunks that a plan allocates."""
+    """Demand of a plan: the blocks and chunks that it allocates."""
 
     request_blocks: int
     chunk_blocks: int
@@ -29,7 +29,7 @@ class BlockDemand:
 
 
 class CapacityCheck:
-    """Checks first and evicts second, so that a rejected plan leaves both caches unchanged."""
+    """Capacity check of plans: checks first and evicts second, so that a rejected plan leaves both caches unchanged."""
 
     def __init__(self, request_pool: BlockPool, prefix: PrefixCache, chunks: ChunkIndex) -> None:
         self._request_pool = request_pool

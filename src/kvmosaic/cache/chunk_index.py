@@ -20,7 +20,7 @@ _MOST_KEPT = 0.5
 
 
 class ChunkIndex:
-    """Looks chunks up, counts references, and evicts unreferenced chunks.
+    """Index of all chunks, with lookup by key and by name, ref counts, quotas and eviction.
 
         by key     key -> chunk                     being computed, or ready
         by name    (tenant, name) -> chunks         one document under two system prompts is two chunks

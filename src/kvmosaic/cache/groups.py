@@ -10,7 +10,7 @@ MemberT = TypeVar("MemberT", bound=Hashable)
 
 
 class Groups(Generic[PlaceT, MemberT]):
-    """Members by place, in insertion order. A member is anything hashable that is not a dictionary.
+    """Multimap: members by place, in insertion order. A member is anything hashable that is not a dictionary.
 
         "guide"   -> a                   almost every place has one member, stored directly
         "manual"  -> {b, c, d}           several are an ordered set: more than 200 bytes, only where needed

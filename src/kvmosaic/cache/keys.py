@@ -57,7 +57,7 @@ def decode_tokens(tokens: bytes) -> tuple[int, ...]:
 
 
 class KeyChain:
-    """Makes the keys of one model, one tenant and one salt.
+    """Key derivation for one model, one tenant and one salt.
 
         root(start, seen)             what a span saw and where it starts; no tokens yet
           ├─ run(root, tokens)        a whole closed span: a chunk, a system prompt; the key listed in `seen`

@@ -75,7 +75,7 @@ def num_usable(layout: Layout, index: int) -> int:
 
 
 class CacheLookup:
-    """Turns layouts into plans. Reads the caches without changing them."""
+    """Planner of layouts: looks up all spans, without changing the caches."""
 
     def __init__(
         self, chunks: ChunkIndex, prefix: PrefixCache | None, counters: Counters, clock: Callable[[], float]

@@ -27,7 +27,7 @@ class TenantUsage:
 
 
 class TenantAccount:
-    """Counts chunks and their blocks, and queues the evictable ones.
+    """Account of chunks and their blocks, with a queue of the evictable ones.
 
         num_blocks          ├─────── in the index ───────┤├─ leaving: deleted or abandoned, still in use ─┤
         eviction queue      ├─ idle ─┤

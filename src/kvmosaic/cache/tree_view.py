@@ -93,7 +93,7 @@ def _first_ids(span: SpanPlan | None) -> tuple[int, ...]:
 
 
 class TreeView:
-    """Builds one tree from the caches."""
+    """Builder of one tree from the caches."""
 
     def __init__(
         self, prefix: PrefixCache, chunks: ChunkIndex, origins: Origins, limits: TreeLimits, now: float

@@ -6,7 +6,7 @@ from kvmosaic.eviction.policy import Candidate
 
 
 class LRU:
-    """Evicts the least recently used block or chunk first."""
+    """LRU policy: the least recently used block or chunk is evicted first."""
 
     name = "lru"
 

@@ -11,7 +11,7 @@ from kvmosaic.eviction.policy import Candidate
 
 @dataclass(frozen=True, slots=True)
 class Priority:
-    """Keeps items of high priority that are complete, recently used and small.
+    """Priority policy: keeps items of high priority that are complete, recently used and small.
 
         rank = 0.4 priority + 0.3 progress - 0.2 age - 0.1 size          the lowest is evicted first
 

@@ -30,7 +30,7 @@ SMALLEST_ENTRY = _LABEL_END
 
 
 class Checksum:
-    """Computes and verifies checksums, with or without a secret."""
+    """Computation and verification of checksums, with or without a secret."""
 
     def __init__(self, secret: str | None = None) -> None:
         """Accepts any text as a secret; use a long random one against attackers.

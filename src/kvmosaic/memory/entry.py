@@ -1,7 +1,7 @@
 """An entry: the serialized form of a chunk in a tier, a valid safetensors file.
 
     8 bytes | header: checksum, label, metadata, tensor table, padding | keys and values, layer by layer
-    length  | JSON, ends on a multiple of 64 bytes                          | scales and codes, or one zstd frame
+    length  | JSON, ends on a multiple of 64 bytes                     | scales and codes, or one zstd frame
 
 Nothing is used before the checksum over all bytes is verified, and before model, root, tokens and start match the
 requested ones. Reading allocates no object larger than expected.

@@ -28,7 +28,7 @@ _EMPTY_LINE = "\n\n"
 
 
 class PromptEncoder:
-    """Turns any prompt input into a prompt of token ids.
+    """Encoder of any prompt input into a prompt of token ids.
 
     Each segment is tokenized alone, so a document has the same tokens in every prompt. The BOS token is at the start of
     the first segment, in a system segment of its own if documents come first; the EOS token that some tokenizers append

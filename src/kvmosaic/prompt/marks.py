@@ -53,7 +53,7 @@ class Place:
 
 
 class Marks:
-    """Makes marks and finds them in rendered text.
+    """Factory of marks, and finder of marks in rendered text.
 
     A mark is `open probe close`, with random numbers in `open` and `close` that the author of a message or a document
     cannot know. The text between them after rendering shows how the template escapes.

@@ -64,7 +64,7 @@ def control_tokens(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 class PieceTokenizer:
-    """Tokenizes pieces as one text, where only trusted pieces can write control tokens.
+    """Tokenizer of pieces as one text, where only trusted pieces can write control tokens.
 
     A fast tokenizer reports the characters of each token. If a control token was made from untrusted characters, the
     text is cut inside that token and the two sides are tokenized apart, until none is left:

@@ -58,7 +58,7 @@ class RepairPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NoRepair:
-    """Recomputes nothing: documents do not see each other."""
+    """No repair: nothing is recomputed, and documents do not see each other."""
 
     signals: ClassVar[frozenset[Signal]] = frozenset()
 
@@ -72,7 +72,7 @@ class NoRepair:
 
 @dataclass(frozen=True, slots=True)
 class FullRepair:
-    """Recomputes everything, as ordinary causal attention over the whole prompt; no cached chunk is read."""
+    """Full recomputation, as ordinary causal attention over the whole prompt; no cached chunk is read."""
 
     signals: ClassVar[frozenset[Signal]] = frozenset()
 
@@ -86,7 +86,7 @@ class FullRepair:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens:
-    """Recomputes the first tokens of every chunk, which act as attention sinks of their chunk (EPIC, LegoLink)."""
+    """The first tokens of every chunk, which act as attention sinks of their chunk (EPIC, LegoLink)."""
 
     tokens: int = 16
     signals: ClassVar[frozenset[Signal]] = frozenset()
@@ -109,7 +109,7 @@ class FirstTokens:
 
 @dataclass(frozen=True, slots=True)
 class KeyDeviation:
-    """Recomputes the tokens whose keys deviate most from those with everything before them visible (CacheBlend)."""
+    """The tokens whose keys deviate most from those with everything before them visible (CacheBlend)."""
 
     fraction: float = 0.15
     signals: ClassVar[frozenset[Signal]] = frozenset({"deviation"})
@@ -127,7 +127,7 @@ class KeyDeviation:
 
 @dataclass(frozen=True, slots=True)
 class QueryAttention:
-    """Recomputes the tokens with the most attention from the question (ProphetKV)."""
+    """The tokens with the most attention from the question (ProphetKV)."""
 
     fraction: float = 0.15
     signals: ClassVar[frozenset[Signal]] = frozenset({"attention"})
@@ -145,7 +145,7 @@ class QueryAttention:
 
 @dataclass(frozen=True, slots=True)
 class Combined:
-    """Recomputes tokens with attention from the question, and tokens with wrong keys (both signals, as in QCFuse).
+    """The tokens with attention from the question, and those with wrong keys (both signals, as in QCFuse).
 
     A token's score is the root of its share of all attention, plus half the root of its share of all deviation. One
     finds what the question asks for, the other what must be recomputed for it. (Products, and sums without roots, were
@@ -177,7 +177,7 @@ class Combined:
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Recomputes nothing; question and answer attend to chunks with another temperature and scale (APE).
+    """No recomputation; question and answer attend to chunks with another temperature and scale (APE).
 
     Scores of chunk keys are divided by `temperature`, and their sum in the softmax is multiplied by `scale`.
     """

@@ -28,7 +28,7 @@ _TRIMMING_SECONDS = 1.0
 
 
 class DiskTier:
-    """Entries as files, at most `quota_bytes` of them; least recently used entries are evicted first.
+    """Disk tier: entries as files, at most `quota_bytes` of them; LRU eviction.
 
     Entries outlive the process, however it ends. `DiskStore` documents sharing between processes, `EntryFolder` the
     folder's layout. Nothing is kept open between calls.

@@ -27,7 +27,7 @@ class Draft:
 
 
 class Drafts:
-    """Writes drafts, and removes stale ones of dead writers.
+    """Writer of drafts, and garbage collector of stale ones of dead writers.
 
         .<key hex>.<host>.<random>.partial      locked (flock) by its writer, for as long as that lives
 

@@ -29,7 +29,7 @@ _DRAFTS = 1 / 4
 
 
 class DiskStore:
-    """Entries in a folder, with an LRU index for the eviction order.
+    """Store of entries in a folder, with an LRU index for the eviction order.
 
         put:  [ lock: evict LRU until it fits ] ──▶ draft ──written──▶ [ lock: rename ] ──▶ sync
         LRU index: this process's view of the folder     files: the truth, for every process

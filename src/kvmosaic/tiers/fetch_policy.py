@@ -37,7 +37,7 @@ class _Record:
 
 
 class FetchPolicy:
-    """Records the cost of asking each tier, and compares it with computing.
+    """Fetch policy: compares the measured cost of asking each tier with that of computing.
 
         worth asking ──slow, or only misses──▶ not worth asking ──a periodic probe was fast──▶ worth asking
 

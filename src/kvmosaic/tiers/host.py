@@ -19,7 +19,7 @@ Allocate = Callable[[int], memoryview]
 
 
 class HostTier:
-    """Entries in memory, at most `quota_bytes` of them; least recently used entries are evicted first.
+    """Host tier: entries in memory, at most `quota_bytes` of them; LRU eviction.
 
     Entries are immutable from outside: anything but `bytes` is copied on put, and memory from `allocate` is returned
     as a read-only view. An entry that is evicted while being read is no longer counted, and takes memory until its

@@ -25,7 +25,7 @@ class LRUEntry(NamedTuple):
 
 
 class LRUIndex:
-    """Entries by key, and in the order of their last use.
+    """Index of entries by key, and in the order of their last use.
 
         lines   key -> LRUEntry      current entries
         queue   heap of entries      eviction order; entries no longer in `lines` are skipped

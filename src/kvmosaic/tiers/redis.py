@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 
 
 class RedisTier:
-    """Entries in parts, with a manifest that is written last.
+    """Redis tier: entries in parts, with a manifest that is written last.
 
         put:  RESERVE space ─▶ SET part 0, 1, … (with TTL) ─▶ COMMIT: all parts there? replace the manifest, keep them
         get:  LOOK: the manifest, if all parts are there; counts as a use ─▶ GET part 0, 1, …

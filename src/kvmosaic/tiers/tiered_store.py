@@ -42,7 +42,7 @@ class _Store(Generic[T]):
 
 
 class TieredStore(Generic[T]):
-    """Offloads chunks to the tiers and fetches missing ones. `T` is a chunk in memory: its tensors.
+    """Multi-tier store: offloads chunks and fetches missing ones. `T` is a chunk in memory: its tensors.
 
         engine ── store ──▶ writes ──▶ writer ──▶ host ▸ disk ▸ redis
            ▲                  │ found here, too                │
