@@ -1,4 +1,4 @@
-"""What can be reused: keys, pools, tables, caches, and the KV cache over all of them. No tensors here."""
+"""KV cache planning: keys, pools, tables, caches, and the `KVCache` facade. No tensors here."""
 
 from kvmosaic.cache.allocation import Allocation, SpanAllocation
 from kvmosaic.cache.block_map import BlockMap, BlockState

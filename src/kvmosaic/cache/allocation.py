@@ -1,4 +1,4 @@
-"""An allocation: a plan made true, with everything that one running sequence holds."""
+"""An allocation: the blocks, chunks and prefix entries that one running sequence holds."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from kvmosaic.prompt import SegmentKind
 class SpanAllocation:
     """One span of an allocation.
 
-    Its table has room for all of its tokens; the first `num_computed` of them hold keys and values, or will after the
+    Its table has slots for all of its tokens; the first `num_computed` of them hold keys and values, or will after the
     step being assembled.
     """
 
     index: int
     kind: SegmentKind
     action: Action
-    """As finally done, which may differ from the plan: something was evicted, or came to be cached, in between."""
+    """The final action; it may differ from the plan if something was evicted or cached in between."""
     table: BlockTable
-    """Where its tokens lie; a chunk's table belongs to the chunk and is shared by all who read it."""
+    """Block table of its tokens; a chunk's table belongs to the chunk and is shared by all readers."""
     root: Key = field(repr=False)
     tokens: bytearray = field(repr=False)
     """Encoded token ids, answer included; empty for chunks."""
@@ -34,22 +34,22 @@ class SpanAllocation:
     is_owner: bool = False
     """Chunks: this span must compute it."""
     has_twin: bool = False
-    """Its owner, when allocated: equal tokens were ready behind another system text of this tenant and salt."""
+    """Owned chunks: when allocated, equal tokens were ready after another system text of this tenant and salt."""
     is_closed: bool = True
-    """Nothing will be written behind its tokens."""
+    """No token will be appended."""
     computed: int = 0
     """Tokens computed, for spans that are not chunks; read `num_computed`."""
     computed_step: int = -1
-    """The step that computes the last of them; -1: none did."""
+    """The step that computes the last of them; -1: none."""
     entries: list[PrefixEntry] = field(default_factory=list, repr=False)
-    """The prefix entries of its first blocks, all held."""
+    """The prefix entries of its first blocks, all acquired."""
     registered: list[PrefixEntry] = field(default_factory=list, repr=False)
-    """Of these, new ones by this span in the step `registered_step`."""
+    """The subset of `entries` that this span registered in step `registered_step`."""
     registered_step: int = -1
     is_unregistrable: bool = False
-    """A block could not or may not be made known, so those after it cannot either."""
+    """A block could not or must not be registered, so later blocks cannot be either."""
     num_left: int = 0
-    """Tokens of a rolling window's text that are not in the table any more: see `KVCache.roll`."""
+    """Tokens already evicted from a rolling window's table: see `KVCache.evict_window`."""
 
     @property
     def num_tokens(self) -> int:
@@ -67,7 +67,7 @@ class SpanAllocation:
         return self.num_computed == self.num_tokens
 
     def register(self, prefix: PrefixCache, chain: KeyChain, step: int) -> None:
-        """Makes its newly computed blocks known: full ones, and the last one of a closed span that is complete."""
+        """Registers its newly computed blocks: full ones, and the last block of a closed, complete span."""
         size = self.table.pool.block_size
         is_whole = self.is_closed and self.is_ready
         num_blocks = len(self.table.block_ids) if is_whole else self.computed // size
@@ -89,10 +89,10 @@ class SpanAllocation:
                 self.registered.append(entry)
 
     def register_tail(self, prefix: PrefixCache, chain: KeyChain, step: int) -> None:
-        """Makes the partly filled last block of a span that grows no further known, with the tokens that are computed.
+        """Registers the partly filled last block of a span that no longer grows, with its computed tokens.
 
-        A conversation that goes on finds it; one that goes on in another way takes a copy of what is alike. A block
-        that somebody else still reads (another answer to the same prompt) is left to the last of them.
+        A continued conversation finds it; a diverging one copies the common tokens. A block with other readers (another
+        answer to the same prompt) is registered when the last reader releases it.
         """
         pool = self.table.pool
         size = pool.block_size
@@ -111,7 +111,7 @@ class SpanAllocation:
             self.entries.append(entry)
 
     def fork(self, prefix: PrefixCache) -> SpanAllocation:
-        """The same span for a second holder; a chunk's user is counted by the caller."""
+        """The same span for a second holder; the caller raises a chunk's ref count."""
         prefix.acquire(self.entries)
         return SpanAllocation(
             index=self.index,
@@ -132,7 +132,7 @@ class SpanAllocation:
 
 @dataclass(slots=True, eq=False)
 class Allocation:
-    """Everything one sequence holds: one allocated span per span of its layout, in order."""
+    """Everything one sequence holds: one span allocation per span of its layout, in order."""
 
     layout: Layout
     salt: str
@@ -140,21 +140,21 @@ class Allocation:
     spans: list[SpanAllocation]
     chain: KeyChain = field(repr=False)
     copies: list[BlockCopy] = field(default_factory=list)
-    """Blocks to copy before anything of the step in which it was allocated is written."""
+    """Block copies to carry out before anything of the allocating step is written."""
     is_released: bool = False
     is_forgotten: bool = False
-    """A step failed with it: `release` is all that is left to do."""
+    """A step with it failed: only `release` is allowed."""
 
     @property
     def last(self) -> SpanAllocation:
-        """The span that grows with the answer."""
+        """The span that the answer is appended to."""
         return self.spans[-1]
 
     @property
     def is_stale(self) -> bool:
-        """Whether something it reads was given up: release it and plan again.
+        """Whether something it reads is invalid: release it and plan again.
 
-        That is a chunk which was abandoned, or a prefix block whose step failed.
+        That is an abandoned chunk, or a prefix block whose step failed.
         """
         return self.is_forgotten or any(
             (span.chunk is not None and span.chunk.is_abandoned) or (span.entries and span.entries[-1].is_dropped)
@@ -162,5 +162,5 @@ class Allocation:
         )
 
     def held_chunks(self) -> list[Chunk]:
-        """Its chunks, each once."""
+        """Its chunks, without repetition."""
         return list({span.chunk.key: span.chunk for span in self.spans if span.chunk is not None}.values())

@@ -1,4 +1,4 @@
-"""Allocating: a plan is made true, all of it or nothing."""
+"""The allocator: turns a plan into an allocation, all or nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvmosaic.errors import OutOfBlocks
 
 
 class Allocator:
-    """Holds what a plan reuses first, so that making room for the rest cannot evict it."""
+    """All-or-nothing allocator: acquires cache hits first, so that evicting for the rest cannot free them."""
 
     def __init__(self, prefix: PrefixCache, chunks: ChunkIndex, room: CapacityCheck, counters: Counters) -> None:
         self._prefix = prefix
@@ -28,13 +28,13 @@ class Allocator:
         self._counters = counters
 
     def allocate(self, plan: Plan, found: Sequence[CacheHit], chain: KeyChain, *, again: bool = False) -> Allocation:
-        """Holds everything that was found and makes room for everything else; see `KVCache.allocate`.
+        """Acquires everything that was found and allocates blocks for the rest; see `KVCache.allocate`.
 
         Args:
             plan: what to allocate.
-            found: what its spans find in the caches now.
-            chain: makes the keys of what will be registered.
-            again: whether what it finds was counted when the prompt was allocated before.
+            found: the current cache hits of its spans.
+            chain: makes the keys of blocks and chunks to register.
+            again: whether its hits were already counted, because the prompt was allocated before.
         """
         need = self._need(plan, found)
         for here in found:
@@ -64,7 +64,7 @@ class Allocator:
         return Allocation(plan.layout, plan.salt, plan.tenant, spans, chain, copies)
 
     def _need(self, plan: Plan, found: Sequence[CacheHit]) -> BlockDemand:
-        """What the plan takes; where there is no room to hold blocks while they are copied, none are."""
+        """What the plan demands; without blocks to copy into, nothing is copied."""
         try:
             return self._room.check(plan, found)
         except OutOfBlocks:
@@ -81,7 +81,7 @@ class Allocator:
         held: dict[Key, Chunk],
         known: dict[Key, Chunk],
     ) -> None:
-        """Undoes an allocate that failed half way."""
+        """Undoes an allocation that failed half way."""
         for span in spans:
             if span.chunk is None:
                 span.table.release()
@@ -114,7 +114,7 @@ class Allocator:
         if span.name is not None:
             self._chunks.name(chunk, span.name)
         if (priority := plan.layout.spans[span.index].segment.priority) is not None:
-            chunk.priority = priority  # it is held, so it has no place in line that this could change
+            chunk.priority = priority  # it is referenced, so it is not in the eviction queue
         action: Action = "compute" if is_owner else ("reuse" if chunk.is_ready else "wait")
         return SpanAllocation(
             span.index,
@@ -156,5 +156,5 @@ class Allocator:
 
 
 def _held(here: CacheHit) -> list[PrefixEntry]:
-    """The prefix entries that allocating holds: those that it shares, and the one that is copied."""
+    """The prefix entries that an allocation acquires: the shared ones, and the copied one."""
     return here.entries if here.source is None else [*here.entries, here.source]

@@ -1,4 +1,4 @@
-"""The block map: what every block of both pools is doing, one small number each."""
+"""The block map: the state of every block of both pools, one byte each."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from kvmosaic.cache.block_pool import BlockId, BlockPool
 
 
 class BlockState(IntEnum):
-    """What one block is doing."""
+    """State of one block."""
 
     FREE = 0
     IDLE = 1
-    """Kept by a cache, read by nobody: it leaves when room is needed."""
+    """Cached, without readers: evictable."""
     IN_USE = 2
-    """Read or written by one holder."""
+    """Ref count 1, besides the cache's."""
     SHARED = 3
-    """Read by several."""
+    """Ref count 2 or more, besides the cache's."""
     PINNED = 4
     """Of a pinned chunk, in use or not."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """One moment of both pools: byte i is the `BlockState` of block i."""
+    """A snapshot of both pools: byte i is the `BlockState` of block i."""
 
     request: bytes
     chunk_cache: bytes
 
 
 def _by_references(kept: bool) -> bytes:
-    """State by number of references (3: three or more), for blocks with or without a reference of a cache."""
+    """State per ref count (3: three or more), for blocks with or without a cache reference."""
     free, idle, used, shared = BlockState.FREE, BlockState.IDLE, BlockState.IN_USE, BlockState.SHARED
     return bytes((free, idle, used, shared) if kept else (free, used, shared, shared))
 
 
 def _up_to_three(references: array[int]) -> bytes:
-    """Every number, at most 3, as a byte."""
+    """Every ref count, at most 3, as a byte."""
     data, width = references.tobytes(), references.itemsize
     pieces = [data[index::width] for index in range(width)]
     lowest = pieces.pop(0 if sys.byteorder == "little" else -1)
@@ -54,8 +54,8 @@ def states_of(pool: BlockPool, *, kept: Iterable[BlockId] | None, pinned: Iterab
     """The state of every block of a pool, in one pass over it.
 
     Args:
-        pool: whose blocks.
-        kept: blocks to which a cache has a reference, besides those of its readers; None: every used block.
+        pool: the pool.
+        kept: blocks with a cache reference besides those of readers; None: every used block.
         pinned: blocks of pinned chunks.
     """
     counts = _up_to_three(pool.references)

@@ -1,4 +1,4 @@
-"""The block pool: block ids, their references, and which of them are free."""
+"""The block pool: block ids, ref counts, and the free blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_BLOCKS = 2**31 - 1
 
 
 class BlockPool:
-    """Hands out blocks of `block_size` token slots each, and counts who refers to them. No tensors here.
+    """Pool of blocks of `block_size` token slots each, with a ref count per block. No tensors here.
 
         block        0   1   2   3   4   5   6   7
         references   1   2   2   0   0   0   1   0      0: free; 2 or more: shared, copied before it is written
@@ -24,11 +24,11 @@ class BlockPool:
     Invariants:
         a block is free exactly when it has no reference
         num_free + num_used == num_blocks
-    Always safe: `allocate(0)`, `release([])`, asking for more than there is (nothing changes but the error).
+    Always safe: `allocate(0)`, `release([])`, allocating more than is free (raises, changes nothing).
 
     Neighbouring blocks can be read as one piece without a gather, so runs are preferred: first the blocks right after
-    `after`, then the shortest free run that fits, then as few runs as possible. What will grow starts in the middle of
-    the longest free run instead, so that sequences that decode side by side do not run into each other.
+    `after`, then the shortest free run that fits, then as few runs as possible. A growing allocation starts in the
+    middle of the longest free run instead, so that concurrently decoding sequences do not interleave.
     """
 
     def __init__(self, name: str, num_blocks: int, block_size: int) -> None:
@@ -61,16 +61,16 @@ class BlockPool:
 
     @property
     def num_references(self) -> int:
-        """References to all blocks together."""
+        """Sum of all ref counts."""
         return self._num_references
 
     @property
     def references(self) -> array[int]:
-        """References to every block, by block id; read only."""
+        """Ref count of every block, by block id; read only."""
         return self._references
 
     def reference_count(self, block_id: BlockId) -> int:
-        """References to one block; 0 when it is free."""
+        """Ref count of one block; 0 when it is free."""
         return self._references[block_id]
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -82,12 +82,12 @@ class BlockPool:
         return count <= self._free.num_free
 
     def allocate(self, count: int, *, after: BlockId | None = None, grows: bool | None = None) -> list[BlockId]:
-        """Takes free blocks, each with one reference; all of them or none.
+        """Allocates free blocks, each with ref count 1; all of them or none.
 
         Args:
             count: how many.
-            after: take the blocks right behind this one if they are free.
-            grows: more will follow later, so leave room behind; None: when `count` is 1.
+            after: take the blocks right after this one if they are free.
+            grows: more will be allocated later, so leave free blocks after them; None: when `count` is 1.
 
         Raises:
             OutOfBlocks: fewer than `count` are free; nothing has changed.
@@ -129,7 +129,7 @@ class BlockPool:
                 self._num_shared += 1
 
     def release(self, block_ids: Sequence[BlockId]) -> None:
-        """Takes a reference from each block; those without any are free again."""
+        """Removes a reference from each block; blocks with ref count 0 are free again."""
         references = self._references
         first = length = 0
         for block_id in block_ids:
@@ -148,7 +148,7 @@ class BlockPool:
         self._num_references -= len(block_ids)
 
     def check_invariants(self) -> None:
-        """Checks the counts against each other (slow: looks at every block)."""
+        """Checks the ref counts against each other (slow: reads every block)."""
         self._free.check_invariants()
         free = {first + i for first, length in self._free.runs() for i in range(length)}
         assert free == {block_id for block_id, count in enumerate(self._references) if count == 0}
@@ -161,7 +161,7 @@ class BlockPool:
         block_ids.extend(range(taken, taken + count))
 
     def _take_roomy(self, count: int, block_ids: list[int]) -> None:
-        """Takes one run from the middle of the longest free one: half of the gap stays for its neighbour."""
+        """Takes one run from the middle of the longest free run: half of the gap remains for its neighbour."""
         length = self._free.longest
         if not 0 < count <= length:
             return

@@ -1,4 +1,4 @@
-"""The block table: where the tokens of one span lie in a pool."""
+"""The block table: the blocks that hold the tokens of one span."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 from kvmosaic.cache.block_pool import BlockId, BlockPool
 
 _ONE_RUN = (0,)
-"""Where the runs of most tables begin."""
+"""Run starts of most tables."""
 
 
 class BlockCopy(NamedTuple):
@@ -22,7 +22,7 @@ class BlockCopy(NamedTuple):
 
 
 class BlockRun(NamedTuple):
-    """Tokens in neighbouring slots: one strided view of the pool's tensor."""
+    """A run of tokens in neighbouring slots: one strided view of the pool's tensor."""
 
     first_slot: int
     num_tokens: int
@@ -35,8 +35,8 @@ class BlockTable:
         block_ids [7, 8, 2]              slot     28 … 31 | 32 … 35 | 8 9 . .
         runs      (28, 8 tokens), (8, 2 tokens)           blocks 7 and 8 are neighbours
 
-    Only slots behind the last token are ever written. So a block can need a copy in one case only: it is the last one,
-    partly filled, and somebody else refers to it too. `append` checks that before every write.
+    Only slots after the last token are ever written. So a block needs a copy in one case only: it is the last one,
+    partly filled and shared. `append` checks that before every write.
 
     Invariants:
         len(block_ids) == ceil(num_tokens / block_size)
@@ -47,7 +47,7 @@ class BlockTable:
     __slots__ = ("_block_ids", "_finished_runs", "_run_starts", "grows", "is_released", "num_tokens", "pool")
 
     def __init__(self, pool: BlockPool, *, grows: bool = False) -> None:
-        """An empty table; `grows` leaves room behind its blocks (see `BlockPool.allocate`)."""
+        """An empty table; `grows` leaves free blocks after its own (see `BlockPool.allocate`)."""
         self.pool = pool
         self.grows = grows
         self.num_tokens = 0
@@ -62,7 +62,7 @@ class BlockTable:
     def adopt(
         cls, pool: BlockPool, block_ids: Sequence[BlockId], num_tokens: int, *, grows: bool = False
     ) -> BlockTable:
-        """A table over blocks that were retained for it: it takes over those references."""
+        """A table over blocks that were retained for it; it takes over those references."""
         assert len(block_ids) == pool.blocks_for(num_tokens)
         table = cls(pool, grows=grows)
         table._add_blocks(block_ids)
@@ -75,13 +75,13 @@ class BlockTable:
         return self._block_ids
 
     def blocks_to_append(self, count: int) -> int:
-        """Blocks that `append(count)` would take from the pool, a copied one included."""
+        """Blocks that `append(count)` would allocate, a copied one included."""
         if not count:
             return 0
         return self.pool.blocks_for(self.num_tokens + count) - len(self._block_ids) + self._last_is_shared()
 
     def append(self, count: int) -> list[BlockCopy]:
-        """Makes room for `count` more tokens; returns the copies to carry out before they are written.
+        """Allocates slots for `count` more tokens; returns the copies to carry out before they are written.
 
         Raises:
             OutOfBlocks: the pool has too few free blocks; the table is unchanged.
@@ -102,9 +102,9 @@ class BlockTable:
         return copies
 
     def cut(self, first: int, count: int) -> None:
-        """Gives `count` whole blocks from block number `first` on back; the tokens after them move up.
+        """Frees `count` whole blocks from block number `first` on; the tokens after them move up.
 
-        A text without end gives its oldest tokens back like this. Costs O(blocks of the table).
+        A rolling window frees its oldest tokens this way. Costs O(blocks of the table).
         """
         assert not self.is_released and first >= 0 and count > 0
         assert (first + count) * self.pool.block_size <= self.num_tokens, "what is written next stays in its block"
@@ -116,7 +116,7 @@ class BlockTable:
         self.pool.release(gone)
 
     def fork(self) -> BlockTable:
-        """A second table over the same blocks; whoever appends first copies a partly filled last block."""
+        """A second table over the same blocks; the first to append copies a partly filled last block."""
         assert not self.is_released
         self.pool.retain(self._block_ids)
         other = BlockTable(self.pool, grows=self.grows)
@@ -127,7 +127,7 @@ class BlockTable:
         return other
 
     def release(self) -> None:
-        """Gives all references back; a second call does nothing."""
+        """Releases all references; a second call does nothing."""
         if self.is_released:
             return
         self.is_released = True
@@ -135,7 +135,7 @@ class BlockTable:
         self._block_ids, self._run_starts, self._finished_runs, self.num_tokens = _no_blocks(), (), (), 0
 
     def slots(self, first: int, count: int) -> list[int]:
-        """The slots of `count` tokens from token number `first`: block_id * block_size + offset each."""
+        """The slots of `count` tokens from token index `first`: block_id * block_size + offset each."""
         assert first >= 0 and first + count <= self.num_tokens, "slots lie inside the table"
         size = self.pool.block_size
         slots: list[int] = []
@@ -150,7 +150,7 @@ class BlockTable:
     def runs(self, num_tokens: int | None = None) -> tuple[BlockRun, ...]:
         """The first `num_tokens` tokens (all by default) as runs of neighbouring slots.
 
-        Costs O(number of runs), whatever the number of blocks: the table keeps its runs up to date as it grows.
+        Costs O(number of runs), independent of the number of blocks: the table updates its runs as it grows.
         """
         count = self.num_tokens if num_tokens is None else num_tokens
         assert 0 <= count <= self.num_tokens
@@ -163,7 +163,7 @@ class BlockTable:
         return (*self._finished_runs[:last], run) if last else (run,)
 
     def runs_between(self, first: int, last: int) -> tuple[BlockRun, ...]:
-        """The tokens from number `first` to `last`, which is left out, as runs of neighbouring slots."""
+        """The tokens from index `first` up to, not including, `last`, as runs of neighbouring slots."""
         assert 0 <= first <= last
         parts, skipped = [], first
         for run in self.runs(last):
@@ -174,7 +174,7 @@ class BlockTable:
         return tuple(parts)
 
     def check_invariants(self) -> None:
-        """Checks blocks, references and runs against each other."""
+        """Checks blocks, ref counts and runs against each other."""
         assert len(self._block_ids) == self.pool.blocks_for(self.num_tokens)
         assert all(self.pool.reference_count(block_id) > 0 for block_id in self._block_ids)
         starts = [i for i, b in enumerate(self._block_ids) if i == 0 or self._block_ids[i - 1] + 1 != b]
@@ -209,5 +209,5 @@ class BlockTable:
 
 
 def _no_blocks() -> MutableSequence[BlockId]:
-    """Four bytes a block: a cache has millions."""
+    """An array with four bytes per block: a cache has millions."""
     return cast(MutableSequence[BlockId], array("i"))

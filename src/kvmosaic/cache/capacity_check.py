@@ -1,4 +1,4 @@
-"""Room: whether a plan fits into the pools, and making it fit."""
+"""The capacity check: whether a plan fits into the pools, and evicting until it does."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from kvmosaic.errors import ChunkCacheFull, OutOfBlocks, QuotaExceeded, QuotaInU
 
 @dataclass(frozen=True, slots=True)
 class BlockDemand:
-    """What a plan takes from the pools."""
+    """Demand of a plan: the blocks and chunks that it allocates."""
 
     request_blocks: int
     chunk_blocks: int
     num_chunks: int
-    """Chunks that are new to the index."""
+    """New chunks."""
     tenant: str
-    """Whose they will be."""
+    """The tenant they are charged to."""
 
 
 class CapacityCheck:
-    """Checks first and evicts second, so that a refusal leaves both caches exactly as they were."""
+    """Capacity check of plans: checks first and evicts second, so that a rejected plan leaves both caches unchanged."""
 
     def __init__(self, request_pool: BlockPool, prefix: PrefixCache, chunks: ChunkIndex) -> None:
         self._request_pool = request_pool
@@ -37,14 +37,14 @@ class CapacityCheck:
         self._chunks = chunks
 
     def check(self, plan: Plan, found: Sequence[CacheHit]) -> BlockDemand:
-        """What the plan needs, given what was found.
+        """The demand of a plan, given its cache hits.
 
         Raises:
             RequestTooLarge: more blocks than the request pool has.
             ChunkCacheFull: the prompt's chunks would not fit next to the pinned ones, even if nothing else were cached;
-                QuotaExceeded, if the tenant's quota is what they do not fit into.
-            OutOfBlocks: they would fit if running requests did not hold so much; try again later. QuotaInUse, if these
-                are requests of this tenant and its quota is in the way, whatever others do.
+                QuotaExceeded, if the tenant's quota is the limit.
+            OutOfBlocks: they would fit if running requests held fewer blocks; retry later. QuotaInUse, if these
+                requests are of this tenant and its quota is the limit, independent of other tenants.
         """
         request_blocks = self._check_request(plan, found)
         missing: dict[Key, SpanPlan] = {}
@@ -64,9 +64,9 @@ class CapacityCheck:
         return BlockDemand(request_blocks, chunk_blocks, len(missing), plan.tenant)
 
     def make(self, need: BlockDemand) -> None:
-        """Evicts until what was checked fits; everything found must be held by now.
+        """Evicts until a checked demand fits; every cache hit must be acquired by now.
 
-        A tenant makes room in its quota at its own cost; room in the pool is made by whoever was idle for longest.
+        For its quota, a tenant evicts its own chunks; for the pool, chunks of all tenants are evicted in common order.
         """
         self.make_request_blocks(need.request_blocks)
         if not need.num_chunks:
@@ -84,7 +84,7 @@ class CapacityCheck:
         """Evicts prefix blocks until `count` blocks of the request pool are free.
 
         Raises:
-            OutOfBlocks: even without the prefix cache there are fewer; nothing has changed.
+            OutOfBlocks: evicting the whole prefix cache would not suffice; nothing has changed.
         """
         pool = self._request_pool
         missing = count - pool.num_free

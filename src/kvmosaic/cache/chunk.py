@@ -1,4 +1,4 @@
-"""A chunk: the keys and values of one document segment, kept whole."""
+"""A chunk: the cached keys and values of one document segment."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ MAX_NAMES = 16
 
 
 class ChunkState(StrEnum):
-    """How far a chunk has come."""
+    """Progress of a chunk."""
 
     COMPUTING = "computing"
     READY = "ready"
     ABANDONED = "abandoned"
-    """Its owner ended, or its step failed, before it was complete: wait no longer, plan again."""
+    """Its owner ended, or its step failed, before it was complete: waiting requests plan again."""
 
 
 Place: TypeAlias = "tuple[float, int, Chunk]"
-"""Rank, number (it counts up, so that equal ranks leave in the order in which they came), and whose place it is."""
+"""Rank, number (it counts up, so that equal ranks are evicted in FIFO order), and the chunk."""
 
 
 @dataclass(slots=True, eq=False)
 class Chunk:
     """One entry of the chunk index.
 
-        COMPUTING ──advance──▶ READY ──evict, delete──▶ gone
-            └─────abandon────▶ ABANDONED ──last user leaves──▶ gone
+        COMPUTING ──advance──▶ READY ──evict, delete──▶ freed
+            └─────abandon────▶ ABANDONED ──last release──▶ freed
 
-    One that is deleted while in use is only dropped from the index: nobody new finds it, and it goes when its last user
-    leaves. Until then it changes state like any other: its owner completes it, and those who wait for it get it.
+    A chunk that is deleted while in use is only dropped from the index: new lookups miss it, and its last release frees
+    it. Until then it changes state like any other: its owner completes it, and waiting requests get it.
 
-    Its blocks are written once, by the allocation that owns it, and never again. The chunk's table holds one reference
-    to each block, and every allocation that reads it one more.
+    Its blocks are written once, by the allocation that owns it. The chunk's table holds one reference to each block,
+    and every allocation that reads it one more.
     """
 
     key: Key
     root: Key
-    """What it saw and where it starts."""
+    """Key of what it sees and where it starts."""
     tokens: bytes
     """Its token ids, encoded; see `token_ids`."""
     start: int
-    """Position of its first token, as computed."""
+    """Position of its first token when computed."""
     salt: str
     tenant: str
     table: BlockTable
@@ -55,30 +55,30 @@ class Chunk:
     """Seconds on the KV cache's clock."""
     last_used: float
     identity: Key
-    """What keys of later spans say of it: its run key, whatever hash its own key has."""
+    """Its run key, which goes into keys of later spans, independent of the hash of its own key."""
     names: tuple[str, ...] = ()
-    """What people call it, latest last; at most `MAX_NAMES`, older ones are forgotten."""
+    """Its names, latest last; at most `MAX_NAMES`, the oldest are dropped."""
     state: ChunkState = ChunkState.COMPUTING
     is_dropped: bool = False
-    """No longer to be found: evicted, deleted or abandoned."""
+    """Not in the index any more: evicted, deleted or abandoned."""
     num_computed: int = 0
-    """Tokens that are computed, or will be by the step being assembled."""
+    """Computed tokens, those of the step being assembled included."""
     pinned: bool = False
     priority: float = 0.5
     ref_count: int = 0
     """Allocations that hold it."""
     hits: int = 0
-    """Spans that were allocated to it without computing it."""
+    """Cache hits: spans allocated to it without computing it."""
     compute_ms: float = 0.0
-    """Milliseconds that computing it took, as reported by the engine."""
+    """Milliseconds of compute, as reported by the engine."""
     completed_step: int = -1
     """The step that completed it."""
     codec: str = ""
-    """If it came from a tier in fewer bits than the model's: the codec that lost them."""
+    """The lossy codec of the tier it was loaded from; empty if none."""
     is_stored: bool = False
-    """Whether the tiers that outlive the process have it, or will soon."""
+    """Whether a persistent tier has it, or will soon."""
     place: Place | None = field(default=None, repr=False)
-    """Where it stands in the lines for eviction; None while it may not leave."""
+    """Its place in the eviction queues; None while it is not evictable."""
 
     @property
     def num_tokens(self) -> int:
@@ -107,10 +107,10 @@ class Chunk:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether whoever waits for it must plan again."""
+        """Whether waiting requests must plan again."""
         return self.state is ChunkState.ABANDONED
 
     @property
     def is_evictable(self) -> bool:
-        """Whether it may leave when room is needed."""
+        """Whether it may be evicted."""
         return self.state is ChunkState.READY and self.ref_count == 0 and not self.pinned and not self.is_dropped

@@ -1,4 +1,4 @@
-"""The chunk index: every chunk that is cached or being computed, by key and by name."""
+"""The chunk index: all chunks, cached or being computed, by key and by name."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from kvmosaic.errors import ChunkInUse, UnknownChunk
 from kvmosaic.eviction import Candidate, EvictionPolicy
 
 _MOST_KEPT = 0.5
-"""Part of a tenant's room that pins of kept names may fill: each system prompt makes another chunk of a document."""
+"""Share of a tenant's blocks for pins of pinned names: each system prompt makes another chunk of a document."""
 
 
 class ChunkIndex:
-    """Finds chunks, counts who uses them, and lets idle ones leave.
+    """Index of all chunks, with lookup by key and by name, ref counts, quotas and eviction.
 
         by key     key -> chunk                     being computed, or ready
         by name    (tenant, name) -> chunks         one document under two system prompts is two chunks
-        twins      equal tokens -> chunks           behind several system texts
-        leaving    deleted or abandoned             held by their last users, found by nobody
+        same text  equal tokens -> chunks           after different system texts
+        leaving    deleted or abandoned             still referenced, not found by lookups
         accounts   all tenants, and each one        usage and eviction order
 
-    A chunk that is being computed can be found like any other: whoever finds it allocates to it and waits.
+    A chunk that is being computed is found like any other: the new allocation acquires it and waits.
 
     Invariants:
-        in line for eviction are exactly the chunks with `is_evictable`
-        a tenant above its quota has nobody in line: what becomes idle then leaves at once
-        the chunk's table holds one reference to each block, every user one more
-    Always safe: `evict_one` with nobody in line; abandoning twice.
+        the eviction queue holds exactly the chunks with `is_evictable`
+        a tenant above its quota has an empty eviction queue: chunks that become idle then are evicted at once
+        the chunk's table holds one reference to each block, each acquirer one more
+    Always safe: `evict_one` with an empty queue; abandoning twice.
 
-    Eviction takes O(log n) for n chunks under any policy (see `EvictionLine`), of any tenant or of a certain one.
+    Eviction takes O(log n) for n chunks under any policy (see `EvictionLine`), of all tenants or of one.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class ChunkIndex:
         self.max_chunks = max_chunks
         self.num_evictions = 0
         self.on_evict: Callable[[Chunk], None] = lambda _: None
-        """Told of every chunk that leaves to make room, while its blocks still hold it; must not raise."""
+        """Called with every chunk evicted for capacity, while its blocks still hold it; must not raise."""
         self.on_delete: Callable[[Chunk], None] = lambda _: None
-        """Told of every chunk that is deleted; must not raise."""
+        """Called with every deleted chunk; must not raise."""
         self.on_free: Callable[[Chunk], None] = lambda _: None
-        """Told of every chunk whose blocks are given back, just before that; must not raise."""
+        """Called with every chunk right before its blocks are freed; must not raise."""
         self.total = TenantAccount()
         """All tenants together."""
         self.twins = SameTextIndex()
@@ -78,22 +78,22 @@ class ChunkIndex:
         return list(self._chunks.values())
 
     def newest_first(self) -> Iterator[Chunk]:
-        """All chunks, the newest first, without a copy of them all."""
+        """All chunks, newest first, without a copy of the list."""
         return reversed(self._chunks.values())
 
     def account(self, tenant: str) -> TenantAccount:
-        """What a tenant has; one that has nothing gets an empty account to look at, or to `open`."""
+        """A tenant's account; a tenant without one gets an empty account to read, or to `open`."""
         return self._accounts.get(tenant) or TenantAccount()
 
     def open(self, tenant: str) -> TenantAccount:
-        """The account of a tenant, made if need be; `close` it when nothing is left in it."""
+        """A tenant's account, created if missing; `close` it when it is empty."""
         account = self._accounts.get(tenant)
         if account is None:
             account = self._accounts[tenant] = TenantAccount()
         return account
 
     def close(self, tenant: str) -> None:
-        """Forgets an account without anything in it."""
+        """Removes an empty account."""
         account = self._accounts.get(tenant)
         if account is not None and account.is_closed:
             del self._accounts[tenant]
@@ -106,10 +106,10 @@ class ChunkIndex:
     def find(
         self, chain: KeyChain, root: Key, tokens: bytes, planned: Mapping[Key, tuple[Key, bytes]]
     ) -> tuple[Key, Chunk | None]:
-        """The key of a chunk and the chunk under it, if there is one.
+        """The key of a chunk and the chunk under it, if any.
 
-        A key that is taken by other tokens (a collision) is passed over and the next one is tried; `planned` tells root
-        and tokens of chunks that are not in the index yet but will be.
+        A key taken by other tokens (a collision) is skipped and the next one is tried; `planned` holds root and tokens
+        of planned chunks that are not in the index yet.
         """
         key = chain.chunk(root, tokens)
         while True:
@@ -124,14 +124,14 @@ class ChunkIndex:
         return self._chunks.get(key)
 
     def is_same(self, chunk: Chunk, root: Key, tokens: bytes) -> bool:
-        """Whether a chunk holds these tokens and saw the same."""
+        """Whether a chunk has these tokens and this root."""
         return not self._verify or (chunk.root == root and chunk.tokens == tokens)
 
     def named(self, name_or_key: str | Key, salt: str | None, tenant: str) -> list[Chunk]:
-        """The chunks of a tenant with this name, under one salt or (None) any, or the one with this key.
+        """The chunks of a tenant with this name, under one salt or (None) all, or the one with this key.
 
         Raises:
-            UnknownChunk: there is none.
+            UnknownChunk: no such chunk.
         """
         if isinstance(name_or_key, str):
             chunks = [self._chunks[key] for key in self._names.members((tenant, name_or_key))]
@@ -158,7 +158,7 @@ class ChunkIndex:
         *,
         identity: Key | None = None,
     ) -> Chunk:
-        """A new chunk that is being computed, with blocks for all of its tokens; see `Chunk` for its fields.
+        """Creates a chunk to be computed, with blocks for all of its tokens; see `Chunk` for its fields.
 
         Raises:
             OutOfBlocks: the pool has too few free blocks; nothing has changed.
@@ -173,7 +173,7 @@ class ChunkIndex:
         return chunk
 
     def name(self, chunk: Chunk, name: str) -> None:
-        """Adds a name; the oldest of more than `MAX_NAMES` is forgotten."""
+        """Adds a name; above `MAX_NAMES`, the oldest is dropped."""
         if name in chunk.names:
             return
         chunk.names = (*chunk.names, name)
@@ -182,14 +182,14 @@ class ChunkIndex:
             self._unname(chunk, chunk.names[0])
 
     def acquire(self, chunk: Chunk) -> None:
-        """Adds a user, with a reference to each block."""
+        """Adds a reference to the chunk and to each block."""
         self._unline(chunk)
         self.pool.retain(chunk.block_ids)
         chunk.ref_count += 1
         chunk.last_used = self._clock()
 
     def release(self, chunk: Chunk) -> None:
-        """Takes a user and its references; the last user of a chunk that is deleted or abandoned frees it."""
+        """Removes a reference to the chunk and its blocks; the last one of a deleted or abandoned chunk frees it."""
         assert chunk.ref_count > 0
         self.pool.release(chunk.block_ids)
         chunk.ref_count -= 1
@@ -208,13 +208,13 @@ class ChunkIndex:
         self.pin_if_kept(chunk)
 
     def abandon(self, chunk: Chunk) -> None:
-        """Makes a chunk that was not (correctly) computed unknown; its blocks are free when its last user has left."""
+        """Removes a chunk that was not (correctly) computed; its last release frees the blocks."""
         if not chunk.is_abandoned:
             self._drop(chunk)
             chunk.state = ChunkState.ABANDONED
 
     def evict_one(self, account: TenantAccount | None = None) -> Chunk | None:
-        """Lets the first chunk in line leave, of all or of one account; returns it, or None if nobody is in line."""
+        """Evicts the first chunk of the queue, of all or of one account; returns it, or None if the queue is empty."""
         chunk = (account or self.total).first()
         if chunk is not None:
             self.evict(chunk)
@@ -225,18 +225,18 @@ class ChunkIndex:
         assert chunk.ref_count == 0 and chunk.is_ready and not chunk.pinned
         try:
             self.on_evict(chunk)
-        finally:  # an interrupt while it is copied must not leave it in the index, but in no line
+        finally:  # an interrupt during the copy must not leave it indexed, but not queued
             self._drop(chunk)
             self.num_evictions += 1
 
     def clear(self) -> None:
-        """Forgets all chunks that nobody uses, pinned ones too, as if they had never been."""
+        """Drops all unreferenced chunks, pinned ones too, without callbacks."""
         for chunk in self.chunks():
             if not chunk.ref_count:
                 self._drop(chunk)
 
     def trim(self, tenant: str) -> None:
-        """Lets idle chunks of a tenant leave until it is within its quota, or has none."""
+        """Evicts idle chunks of a tenant until it is within its quota, or has none."""
         account = self.account(tenant)
         while not account.has_room(0) and self.evict_one(account) is not None:
             pass
@@ -244,7 +244,7 @@ class ChunkIndex:
     def delete(self, chunks: Iterable[Chunk], *, when_idle: bool = False) -> None:
         """Drops chunks, pinned or not; all of them or none.
 
-        With `when_idle`, those in use are no longer found from now on and go when their last user leaves.
+        With `when_idle`, chunks in use are not found by new lookups, and their last release frees them.
 
         Raises:
             ChunkInUse: a request reads or computes one of them, and `when_idle` is off.
@@ -261,7 +261,7 @@ class ChunkIndex:
             self.on_delete(chunk)
 
     def set_pinned(self, chunk: Chunk, pinned: bool) -> None:
-        """Protects a chunk from eviction, or no longer."""
+        """Pins or unpins a chunk; pinned chunks are not evicted."""
         if chunk.pinned != pinned:
             self._unline(chunk)
             chunk.pinned = pinned
@@ -270,7 +270,7 @@ class ChunkIndex:
             self._line_up(chunk)
 
     def pin_if_kept(self, chunk: Chunk) -> None:
-        """Pins a ready chunk with a kept name, unless such pins take too much of what its tenant may have."""
+        """Pins a ready chunk with a pinned name, unless such pins take too much of its tenant's capacity."""
         account = self.account(chunk.tenant)
         if not chunk.is_ready or chunk.pinned or not account.kept.cover(chunk.names):
             return
@@ -279,7 +279,7 @@ class ChunkIndex:
             self.set_pinned(chunk, True)
 
     def set_quota(self, tenant: str, num_bytes: int | None, bytes_per_block: int) -> None:
-        """Limits the blocks of a tenant, or no longer; its idle chunks leave as far as needed."""
+        """Sets or removes a limit on the blocks of a tenant; evicts idle chunks as far as needed."""
         self._changed.add(tenant)
         account = self.open(tenant)
         account.quota_bytes = num_bytes
@@ -288,13 +288,13 @@ class ChunkIndex:
         self.close(tenant)
 
     def set_priority(self, chunk: Chunk, priority: float) -> None:
-        """Changes how much a chunk is wanted; only the policy `priority` looks at it."""
+        """Changes a chunk's priority; only the policy `priority` reads it."""
         self._unline(chunk)
         chunk.priority = priority
         self._line_up(chunk)
 
     def check_invariants(self) -> None:
-        """Checks index, names, lines, accounts and references against each other."""
+        """Checks index, names, queues, accounts and ref counts against each other."""
         chunks = self._chunks.values()
         for key, chunk in self._chunks.items():
             assert chunk.key == key and not chunk.is_abandoned and not chunk.is_dropped
@@ -328,7 +328,7 @@ class ChunkIndex:
         assert account.num_pinned_blocks == sum(chunk.num_blocks for chunk in pinned)
 
     def _both(self, chunk: Chunk) -> tuple[TenantAccount, TenantAccount]:
-        """The accounts of a chunk, to be changed."""
+        """The accounts of a chunk, for updates."""
         self._changed.add(chunk.tenant)
         return self.total, self.open(chunk.tenant)
 
@@ -358,7 +358,7 @@ class ChunkIndex:
         self._names.discard((chunk.tenant, name), chunk.key)
 
     def _drop(self, chunk: Chunk) -> None:
-        """Makes a chunk unknown; its blocks go now, or with its last user. Safe for one that is unknown already."""
+        """Removes a chunk from the index; its blocks are freed now, or with the last release. Safe to call twice."""
         if chunk.is_dropped:
             return
         self._unline(chunk)
@@ -381,6 +381,6 @@ class ChunkIndex:
         num_blocks = chunk.num_blocks
         try:
             self.on_free(chunk)
-        finally:  # an interrupt must not keep the blocks
+        finally:  # an interrupt must not leak the blocks
             chunk.table.release()
             self._count(chunk, 0, -num_blocks)

@@ -1,4 +1,4 @@
-"""Free blocks, kept as runs of neighbours."""
+"""Free blocks as runs of neighbours."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ _NONE = -1
 
 
 class FreeRuns:
-    """The free blocks of a pool: which runs of neighbours there are, and which one fits.
+    """The free blocks of a pool, as runs of neighbours with a best-fit search.
 
         block          0 1 2 3 4 5 6 7 8 9
         free           . . x x x . x . x x        x = free
         runs           [2, 3, 4], [6], [8, 9]
         from a first   0 0 3 0 0 0 1 0 2 0        length of the run that starts here
         to a last      0 0 0 0 3 0 1 0 0 2        length of the run that ends here
-        in line        1: 6      2: 8      3: 2   runs of equal length are linked, oldest first
+        by length      1: 6      2: 8      3: 2   runs of equal length are linked, oldest first
 
     Invariants: runs do not overlap and never touch (neighbours are merged at once).
 
     N blocks have at most sqrt(2 N) different run lengths, so the sorted list of lengths stays short (4,472 for ten
     million blocks) and every call costs O(log N) plus one small insertion. It takes 16 bytes per block in flat arrays,
-    however many runs there are: nothing grows, and the garbage collector has nothing to look at.
+    independent of the number of runs: nothing grows, and the garbage collector traverses nothing.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -33,10 +33,10 @@ class FreeRuns:
         self._ending = array("i", [0]) * num_blocks
         self._next = array("i", [_NONE]) * num_blocks
         self._previous = array("i", [_NONE]) * num_blocks
-        """First block of a run -> first block of the run before or behind it in the line of its length."""
+        """First block of a run -> first block of the previous or next run in the linked list of its length."""
         self._oldest: dict[int, int] = {}
         self._newest: dict[int, int] = {}
-        """Length -> first block of the run at the head or the end of its line."""
+        """Length -> first block of the run at the head or the tail of its list."""
         self._lengths: list[int] = []
         """The lengths that occur, sorted."""
         self.put(0, num_blocks)

@@ -1,4 +1,4 @@
-"""What releasing allocations would make free, before anybody does it."""
+"""Blocks that releasing allocations would free."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvmosaic.cache.chunk import Chunk
 
 
 def freed_by(allocations: Iterable[Allocation], request_pool: BlockPool) -> dict[str, int]:
-    """By pool: the blocks that would be free, or free to leave, if all of these allocations were released.
+    """By pool: the blocks that would be free or evictable if all of these allocations were released.
 
-    What somebody else holds as well would not be, nor would pinned chunks.
+    Blocks with other holders are not counted, nor are pinned chunks.
     """
     references: Counter[BlockId] = Counter()
     holders: Counter[Chunk] = Counter()
@@ -33,7 +33,7 @@ def freed_by(allocations: Iterable[Allocation], request_pool: BlockPool) -> dict
 
 
 def own_blocks(allocation: Allocation) -> int:
-    """The first block of the last span that nobody else holds; from it on, all are this allocation's own."""
+    """The first block of the last span with no other holder; all later ones are this allocation's own."""
     span = allocation.last
     cached = {entry.block_id for entry in span.entries if not entry.is_dropped}
     pool, first = span.table.pool, len(span.table.block_ids)

@@ -1,4 +1,4 @@
-"""Groups: a few members under each of very many places."""
+"""Groups: a multimap with few members under each of very many keys."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ MemberT = TypeVar("MemberT", bound=Hashable)
 
 
 class Groups(Generic[PlaceT, MemberT]):
-    """Members by place, in the order in which they came. A member is anything hashable that is not a dictionary.
+    """Multimap: members by place, in insertion order. A member is anything hashable that is not a dictionary.
 
-        "guide"   -> a                   almost every place has one member, which is kept as it is
-        "manual"  -> {b, c, d}           several are an ordered set: more than 200 bytes, only where it is needed
+        "guide"   -> a                   almost every place has one member, stored directly
+        "manual"  -> {b, c, d}           several are an ordered set: more than 200 bytes, only where needed
 
-    Invariant: a place without members is forgotten.
-    Always safe: adding what is there, discarding what is not.
+    Invariant: a place without members is removed.
+    Always safe: adding a present member, discarding an absent one.
     """
 
     __slots__ = ("_members",)
@@ -25,14 +25,14 @@ class Groups(Generic[PlaceT, MemberT]):
         self._members: dict[PlaceT, MemberT | dict[MemberT, None]] = {}
 
     def __len__(self) -> int:
-        """Places."""
+        """Number of places."""
         return len(self._members)
 
     def __iter__(self) -> Iterator[PlaceT]:
         return iter(self._members)
 
     def add(self, place: PlaceT, member: MemberT) -> None:
-        """Puts a member into its place."""
+        """Adds a member to a place."""
         present = self._members.setdefault(place, member)
         if isinstance(present, dict):
             present[member] = None
@@ -40,7 +40,7 @@ class Groups(Generic[PlaceT, MemberT]):
             self._members[place] = {present: None, member: None}
 
     def discard(self, place: PlaceT, member: MemberT) -> None:
-        """Takes a member out of its place."""
+        """Removes a member from a place."""
         present = self._members.get(place)
         if isinstance(present, dict):
             present.pop(member, None)

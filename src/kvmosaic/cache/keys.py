@@ -1,4 +1,4 @@
-"""Cache keys: what a run of tokens is, and what it saw."""
+"""Cache keys: hashes of a run of tokens and of what it saw."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HashAlgorithm = Literal["sha256", "xxh3_128"]
 
 TOKEN_BYTES = 4
 DEFAULT_TENANT = "default"
-"""Of a server that is told of no other, and of whoever names none: what one computes, the other finds."""
+"""Default secret and tenant, when none is configured or named: entries are shared among all such users."""
 _MAX_TOKEN_ID = 2**32 - 1
 _ROOT, _BLOCK, _RUN, _NEXT, _PART = b"kvm-root", b"kvm-blok", b"kvm-run.", b"kvm-next", b"kvm-part"
 
@@ -36,7 +36,7 @@ _DIGESTS: Mapping[str, Callable[[bytes], bytes]] = MappingProxyType({"sha256": _
 
 
 def encode_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as 4 little-endian bytes each: what is hashed, compared and kept.
+    """Token ids as 4 little-endian bytes each: the form that is hashed, compared and stored.
 
     Raises:
         InvalidTokenId: an id that is not a whole number from 0 to 2**32 - 1.
@@ -52,30 +52,30 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def decode_tokens(tokens: bytes) -> tuple[int, ...]:
-    """The token ids again."""
+    """Inverse of `encode_tokens`."""
     return struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens)
 
 
 class KeyChain:
-    """Makes the keys of one model, one tenant and one salt.
+    """Key derivation for one model, one tenant and one salt.
 
         root(start, seen)             what a span saw and where it starts; no tokens yet
-          ├─ run(root, tokens)        a whole closed span: a chunk, a system prompt; the key that others name in `seen`
-          ├─ chunk(root, tokens)      a chunk, where it is looked up: the same bytes under the chosen hash
-          └─ extend(root, block 0)    one block of the chain: the key of block i stands for everything up to block i
+          ├─ run(root, tokens)        a whole closed span: a chunk, a system prompt; the key listed in `seen`
+          ├─ chunk(root, tokens)      a chunk, for lookups: the same bytes under the chosen hash
+          └─ extend(root, block 0)    one block of the chain: the key of block i covers everything up to block i
                └─ extend(…, block 1)
 
     A run key hashes all tokens of the span at once, so it does not depend on the block size, and it can never be
     mistaken for a block key: each kind of key starts with its own tag. Numbers have a fixed width, texts and lists
     carry their length, so no two different inputs give the same bytes to hash.
 
-    What was seen is a collection without order (with repetitions): attention does not know in which order its keys are
-    listed. So a question that reads the same chunks at the same distances has one root, whatever the prompt order.
+    What was seen is an unordered multiset: attention does not depend on the order of keys. So a question that reads the
+    same chunks at the same distances has one root, independent of the prompt order.
 
-    Roots and runs are always SHA-256: they enter other keys, where no collision could be noticed. `xxh3_128` makes the
-    keys by which blocks and chunks are looked up faster. It is no defence against people who search for collisions, so
-    the prefix cache then compares tokens, parents and roots of every block, and the chunk index and the tiers tokens
-    and root of every chunk, whatever the configuration says.
+    Roots and runs are always SHA-256: they enter other keys, where a collision would go unnoticed. `xxh3_128` makes the
+    lookup keys of blocks and chunks faster to compute. It does not resist crafted collisions, so the prefix cache then
+    compares tokens, parents and roots of every block, and the chunk index and the tiers tokens and root of every chunk,
+    independent of the configuration.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class KeyChain:
         self._origin = _ROOT + _text(fingerprint) + _text(tenant) + _text(salt)
 
     def root(self, start: int, seen: Iterable[tuple[Key, int]] = ()) -> Key:
-        """The key of a span before its first token: its start, and which runs it saw from which distance."""
+        """The key of a span before its first token: its start, and the runs it saw, each with its distance."""
         views = sorted(seen)
         parts = [self._origin, struct.pack("<qI", start, len(views))]
         parts += [struct.pack("<qI", distance, len(key)) + key for key, distance in views]
@@ -112,11 +112,11 @@ class KeyChain:
         return Key(_sha256(_run(root, tokens)))
 
     def chunk(self, root: Key, tokens: bytes) -> Key:
-        """The key by which a chunk is looked up, its tokens from `encode_tokens`; compare them with what it finds."""
+        """The lookup key of a chunk, its tokens from `encode_tokens`; compare them with those of the hit."""
         return Key(self._digest(_run(root, tokens)))
 
     def part_of(self, key: Key, *numbers: Sequence[int] | Sequence[float]) -> Key:
-        """The key of a run that is seen in part, or not as it is: lists of numbers say what differs."""
+        """The key of a run seen in part or modified; lists of numbers say what differs."""
         parts = [_PART, struct.pack("<I", len(key)), key]
         for values in numbers:
             parts.append(struct.pack("<I", len(values)))
@@ -124,7 +124,7 @@ class KeyChain:
         return Key(_sha256(b"".join(parts)))
 
     def next_after(self, key: Key) -> Key:
-        """The key to try when `key` is taken by other tokens (a collision)."""
+        """The key to try next when `key` is taken by other tokens (a collision)."""
         return Key(_sha256(_NEXT + key))
 
 

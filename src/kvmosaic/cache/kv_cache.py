@@ -1,4 +1,4 @@
-"""The KV cache: plans prompts, and keeps pools, tables and caches in step with what the engine does."""
+"""The KV cache: plans prompts, and keeps pools, tables and caches in step with the engine."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ MAX_QUOTA_BYTES = 2**50
 
 
 class KVCache:
-    """Everything the engine needs to know about memory, without a tensor.
+    """Facade for KV cache planning: allocation, prefix and chunk caches, quotas and pins. Holds no tensors.
 
-        plan = kv_cache.plan(layout)               what would be reused, computed, waited for
-        allocation = kv_cache.allocate(plan)         room for all of it, all or nothing
+        plan = kv_cache.plan(layout)                     what would be reused, computed, waited for
+        allocation = kv_cache.allocate(plan)             blocks for all of it, all or nothing
         kv_cache.begin_step()
-        kv_cache.advance(allocation, 1, 512)       span 1 gets 512 tokens in the step being assembled
-        kv_cache.end_step()                        they are computed
-        copies = kv_cache.extend(allocation, [t])  a sampled token: room for its keys and values
-        other = kv_cache.fork(allocation)          a second answer to the same prompt
-        kv_cache.release(allocation)               always, in the end
+        kv_cache.advance(allocation, 1, 512)             span 1 gets 512 tokens in the step being assembled
+        kv_cache.end_step()                              they are computed
+        copies = kv_cache.append_slots(allocation, [t])  slots for the keys and values of a sampled token
+        other = kv_cache.fork(allocation)                a second answer to the same prompt
+        kv_cache.release(allocation)                     always, in the end
 
-    An operation that raises leaves everything as it was. One loop calls all of this; there are no locks.
+    An operation that raises leaves everything as it was. Not thread-safe: one loop makes all calls, without locks.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class KVCache:
         """Makes empty pools and caches.
 
         Args:
-            fingerprint: identifies the model and everything else that decides keys and values.
+            fingerprint: identifies the model and everything else that determines keys and values.
             config: block size, limits, hash and eviction.
             request_blocks: size of the pool for prefixes, questions and answers.
             chunk_blocks: size of the pool for chunks.
-            prefix_caching: whether blocks outside chunks are kept for later requests.
+            prefix_caching: whether blocks outside chunks are cached for later requests.
             bytes_per_block: of all layers together, for quotas and usage.
-            clock: seconds that never run backwards.
+            clock: monotonic seconds.
         """
         policy = choose(config.eviction)
         verify = config.verify_tokens or config.hash_algorithm != "sha256"
@@ -86,23 +86,23 @@ class KVCache:
         self._step = 0
 
     def plan(self, layout: Layout, salt: str = "", tenant: str = "") -> Plan:
-        """What would be reused, computed or waited for. Changes nothing but the number and time of lookups."""
+        """Finds what would be reused, computed or waited for. Changes only the number and time of lookups."""
         return self._lookup.plan(layout, salt, tenant, self._chain(salt, tenant))
 
     def allocate(self, plan: Plan, *, again: bool = False) -> Allocation:
-        """Holds everything that is reused and makes room for everything that is not; all of it or nothing.
+        """Acquires everything that is reused and allocates everything else; all of it or nothing.
 
-        What the plan found is looked up again: what was evicted since is computed, what came to be cached is used.
-        The allocation's `copies` are to be carried out before anything of the next step is written.
+        The plan is revalidated: what was evicted since is computed, what was cached since is reused. Carry out the
+        allocation's `copies` before anything of the next step is written.
 
         Args:
             plan: what to allocate.
-            again: whether the prompt was allocated before, in another layout: what it found then is not counted twice.
+            again: whether the prompt was allocated before, in another layout: its hits are not counted twice.
 
         Raises:
-            OutOfBlocks: running requests hold too much right now; try again when one has ended. QuotaInUse: they are
-                of this tenant, and hold what its quota allows.
-            ChunkCacheFull: the prompt's chunks can never fit (pinned ones stay). QuotaExceeded: not into the quota.
+            OutOfBlocks: running requests hold too many blocks now; retry when one has ended. QuotaInUse: they are of
+                this tenant and fill its quota.
+            ChunkCacheFull: the prompt's chunks can never fit next to the pinned ones. QuotaExceeded: in the quota.
             RequestTooLarge: the rest of the prompt can never fit.
         """
         started = self._clock()
@@ -120,11 +120,11 @@ class KVCache:
         return allocation
 
     def why_blocked(self, plan: Plan) -> OutOfBlocks | None:
-        """Why a plan cannot be allocated now, though it can when others have ended; None if it can now, or never."""
+        """Why a plan cannot be allocated now, but can after other requests end; None if it can now, or never."""
         found = self._lookup.revalidate(plan)
         assert found is not None, "the plan is of this moment"
         for here in found:
-            here.source, here.num_copied = None, 0  # blocks are copied only where there is room for it
+            here.source, here.num_copied = None, 0  # blocks are copied only if there are free blocks for it
         try:
             self._room.check(plan, found)
         except OutOfBlocks as error:
@@ -134,18 +134,18 @@ class KVCache:
         return None
 
     def begin_step(self) -> None:
-        """Says that a new step is being assembled: `forget` undoes what was advanced since the last call."""
+        """Starts assembling a step: `rollback_step` undoes what was advanced since this call."""
         self._step += 1
         self._prefix.begin_step(self._step)
 
     def end_step(self) -> None:
-        """Says that the step has been carried out: what it computed may be copied from now on."""
+        """Ends a step that was carried out: what it computed may be copied from now on."""
         self._prefix.end_step()
 
     def advance(self, allocation: Allocation, span_index: int, num_tokens: int) -> None:
-        """Notes that the next `num_tokens` tokens of a span are computed, or will be by the step being assembled.
+        """Marks the next `num_tokens` tokens of a span as computed, by the step being assembled at the latest.
 
-        Full blocks become known to the prefix cache, a closed span's last block too, and a complete chunk is ready.
+        Registers full blocks with the prefix cache, a closed span's last block too; a complete chunk becomes ready.
         """
         assert not allocation.is_released and not allocation.is_forgotten
         span = allocation.spans[span_index]
@@ -163,7 +163,7 @@ class KVCache:
             span.register(self._prefix, allocation.chain, self._step)
 
     def load(self, allocation: Allocation, span_index: int) -> None:
-        """Notes that a chunk which this allocation owns was not computed, but copied into its blocks from a tier."""
+        """Marks a chunk that this allocation owns as loaded from a tier into its blocks instead of computed."""
         span = allocation.spans[span_index]
         chunk = span.chunk
         assert chunk is not None and span.is_owner and not chunk.num_computed, "what is begun is computed to its end"
@@ -180,23 +180,23 @@ class KVCache:
         deleted: Callable[[Chunk], None],
         freed: Callable[[Chunk], None],
     ) -> None:
-        """Has chunks that leave to make room shown to `evicted`, while their blocks still hold them.
+        """Sets callbacks: `evicted` gets chunks evicted for capacity, while their blocks still hold them.
 
-        Those that are deleted, by name or key, are shown to `deleted`, and all whose blocks are given back, for
-        whatever reason, to `freed`, just before that. None of them may raise.
+        `deleted` gets chunks deleted by name or key; `freed` gets all chunks right before their blocks are freed, for
+        any reason. None of them may raise.
         """
         self._chunks.on_evict, self._chunks.on_delete, self._chunks.on_free = evicted, deleted, freed
 
     def append_slots(
         self, allocation: Allocation, token_ids: Sequence[int], *, is_private: bool = False
     ) -> list[BlockCopy]:
-        """Grows the last span by answer tokens, which are then to be computed; returns the copies to carry out first.
+        """Appends answer tokens, yet to be computed, to the last span; returns the copies to carry out first.
 
-        With `is_private`, neither these tokens nor later ones become known to the prefix cache: they do not see all
-        that is before them.
+        With `is_private`, neither these tokens nor later ones are registered with the prefix cache: they do not see all
+        tokens before them.
 
         Raises:
-            OutOfBlocks: the request pool is full of things in use; nothing has changed.
+            OutOfBlocks: all blocks of the request pool are in use; nothing has changed.
         """
         assert not allocation.is_released and not allocation.is_forgotten
         span = allocation.last
@@ -210,12 +210,12 @@ class KVCache:
         return copies
 
     def evict_window(self, allocation: Allocation, num_sinks: int, oldest: int) -> None:
-        """Gives back the blocks of the last span that lie between its sinks and a token, numbered as in the text.
+        """Frees the blocks of the last span between its sinks and the oldest visible token, numbered as in the text.
 
-            before    [ s s s . ] [ . . . . ] [ . . . . ] [ . o w w ] [ w . . . ]      o: the oldest that is still seen
+            before    [ s s s . ] [ . . . . ] [ . . . . ] [ . o w w ] [ w . . . ]      o: the oldest still visible
             after     [ s s s . ] [ . o w w ] [ w . . . ]                              num_left is 8 more
 
-        Only whole blocks leave. Those that the prefix cache knows stay there, and may be evicted once all of them left.
+        Frees whole blocks only. Blocks in the prefix cache stay there, and are evictable after their last release.
         """
         assert not allocation.is_released and not allocation.is_forgotten
         span, size = allocation.last, self.request_pool.block_size
@@ -232,25 +232,25 @@ class KVCache:
             del span.entries[first:]
 
     def skip_tokens(self, allocation: Allocation, num_tokens: int) -> None:
-        """Leaves so many tokens out of the last span: the next ones count as if those stood before them."""
+        """Skips so many tokens in the last span: the next ones are numbered as if those came before them."""
         assert not allocation.is_released and not allocation.is_forgotten
         allocation.last.num_left += num_tokens
         allocation.last.is_unregistrable = True
 
     def holds_copies(self, allocation: Allocation) -> bool:
-        """Whether it keeps blocks whose content the prefix cache has in others; allocated anew, it would share those.
+        """Whether it has private copies of blocks in the prefix cache, which a new allocation would share.
 
-        That happens when requests with equal tokens run side by side: the first one's blocks become known.
+        That happens when requests with equal tokens run concurrently: only the first one's blocks are registered.
         """
         return any(
             entry.block_id != block_id
             for span in allocation.spans
-            if not span.num_left  # a text that has rolled on has other blocks behind its sinks
+            if not span.num_left  # a rolled window has other blocks after its sinks
             for entry, block_id in zip(span.entries, span.table.block_ids, strict=False)
         )
 
     def fork(self, allocation: Allocation) -> Allocation:
-        """A second holder of the same blocks, for another answer; the last block is copied by whoever writes first.
+        """A second holder of the same blocks, for another answer; the first to write copies the last block.
 
         All tokens must be computed, because a block is written by one holder only.
         """
@@ -262,10 +262,10 @@ class KVCache:
         return Allocation(allocation.layout, allocation.salt, allocation.tenant, spans, allocation.chain)
 
     def release(self, allocation: Allocation) -> None:
-        """Gives everything back; a second call does nothing.
+        """Releases everything; a second call does nothing.
 
-        What is computed of its last span stays known to the last token, for a conversation that goes on.
-        A chunk that it owns and has not completed is abandoned, so that those who wait for it plan again.
+        The computed tokens of its last span stay registered, for a conversation that goes on. A chunk that it owns and
+        has not completed is abandoned, so that waiting requests plan again.
         """
         if allocation.is_released:
             return
@@ -284,11 +284,11 @@ class KVCache:
             self._chunks.release(chunk)
 
     def rollback_step(self, allocation: Allocation) -> None:
-        """Takes back what this allocation made known in the current step, because the step failed.
+        """Undoes what this allocation registered in the current step, because the step failed.
 
-        Prefix blocks that it registered since `begin_step`, and all that was computed after them, are not found any
-        more; chunks that it completed since then, or has not completed, are abandoned. Only `release` is left to do.
-        Call it for every allocation that took part in the step; others who read any of it see `is_stale`.
+        Prefix blocks that it registered since `begin_step`, and all that was computed after them, are dropped; chunks
+        that it completed since then, or has not completed, are abandoned. Only `release` is allowed afterwards. Call it
+        for every allocation that took part in the step; other readers see `is_stale`.
         """
         allocation.is_forgotten = True
         for span in allocation.spans:
@@ -300,7 +300,7 @@ class KVCache:
                 self._chunks.abandon(chunk)
 
     def record_compute(self, chunk: Chunk, milliseconds: float) -> None:
-        """Notes how long a chunk took to compute, for the statistics."""
+        """Records a chunk's compute time, for the statistics."""
         chunk.compute_ms += milliseconds
         self._counters.computes += 1
         self._counters.compute_ms += milliseconds
@@ -310,39 +310,39 @@ class KVCache:
         return self._chunks.chunks()
 
     def find_chunks(self, name_or_key: str | Key, salt: str | None = "", tenant: str = "") -> list[Chunk]:
-        """The chunks of a tenant with this name, under one salt or (None) any, or the one with this key.
+        """The chunks of a tenant with this name, under one salt or (None) all, or the one with this key.
 
         Raises:
-            UnknownChunk: there is none.
+            UnknownChunk: no such chunk.
         """
         return self._chunks.named(name_or_key, salt, tenant)
 
     def pin(self, name_or_key: str | Key, salt: str | None = "", tenant: str = "") -> int:
-        """Protects chunks from eviction, those that there are now; returns how many. See `keep` for later ones.
+        """Pins all present matching chunks, which are then not evicted; returns how many. See `pin_when_ready`.
 
         Raises:
-            UnknownChunk: there is none.
+            UnknownChunk: no such chunk.
         """
         return self._set_pinned(name_or_key, salt, tenant, True)
 
     def unpin(self, name_or_key: str | Key, salt: str | None = "", tenant: str = "") -> int:
-        """Lets chunks be evicted again; returns how many have this name.
+        """Unpins chunks, which may then be evicted; returns how many have this name.
 
         Raises:
-            UnknownChunk: there is none.
+            UnknownChunk: no such chunk.
         """
         return self._set_pinned(name_or_key, salt, tenant, False)
 
     def pin_when_ready(self, name: str, tenant: str = "", wanted: bool = True) -> None:
-        """Says that chunks of a tenant which get this name from now on, under any salt, are to be pinned when ready.
+        """Pins future chunks of a tenant with this name, under any salt, when they are ready.
 
-        The name of a document stands for its parts, too, if it is split ("name (1/3)").
-        They are pinned as long as the tenant's pins leave half of its quota (half of the pool, if it has none) to what
-        is not pinned; further ones are cached like any other. `wanted=False` ends it, for known names or not; what is
-        pinned stays so until `unpin`.
+        The name of a split document covers its parts, too ("name (1/3)").
+        Chunks are pinned as long as the tenant's pins leave half of its quota (half of the pool, if it has none)
+        unpinned; further ones are cached like any other. `wanted=False` ends it, for known names or not; pinned chunks
+        stay pinned until `unpin`.
 
         Raises:
-            QuotaExceeded: the tenant keeps `MAX_KEPT_NAMES` names already.
+            QuotaExceeded: the tenant already has `MAX_KEPT_NAMES` pinned names.
         """
         kept = self._chunks.open(tenant).kept
         if wanted:
@@ -356,11 +356,11 @@ class KVCache:
     ) -> int:
         """Drops chunks, pinned or not, all with this name or none; returns how many.
 
-        With `when_idle`, those in use or being computed are found by nobody new from now on. Requests that hold them
-        go on with them, and their blocks are free when the last of these has left.
+        With `when_idle`, chunks in use or being computed are not found by new lookups. Requests that hold them
+        continue, and the last release frees their blocks.
 
         Raises:
-            UnknownChunk: there is none.
+            UnknownChunk: no such chunk.
             ChunkInUse: a running request uses one of them, and `when_idle` is off.
         """
         chunks = self._chunks.named(name_or_key, salt, tenant)
@@ -368,10 +368,10 @@ class KVCache:
         return len(chunks)
 
     def set_priority(self, name_or_key: str | Key, priority: float, salt: str | None = "", tenant: str = "") -> int:
-        """Says how much chunks are wanted, 0 to 1 (0.5 at first), for the policy `priority`; returns how many.
+        """Sets the priority of chunks, 0 to 1 (default 0.5), for the policy `priority`; returns how many.
 
         Raises:
-            UnknownChunk: there is none.
+            UnknownChunk: no such chunk.
             InvalidConfig: not between 0 and 1.
         """
         if isinstance(priority, bool) or not isinstance(priority, int | float) or not 0.0 <= priority <= 1.0:
@@ -382,10 +382,10 @@ class KVCache:
         return len(chunks)
 
     def set_quota(self, tenant: str, num_bytes: int | None) -> None:
-        """Limits the chunk blocks of a tenant, or (None) no longer; whole blocks only.
+        """Sets or (None) removes a limit on the chunk blocks of a tenant; whole blocks only.
 
-        Its idle chunks leave at once as far as needed. What is pinned or in use above the quota stays, and nothing new
-        is computed until there is room again.
+        Evicts idle chunks at once as far as needed. What is pinned or in use above the quota stays, and nothing new is
+        computed until enough is released.
 
         Raises:
             InvalidConfig: not between 0 and 2**50.
@@ -395,7 +395,7 @@ class KVCache:
         self._chunks.set_quota(tenant, num_bytes, self.bytes_per_block)
 
     def tenant_usage(self, tenant: str = "") -> TenantUsage:
-        """What a tenant has in the chunk pool now."""
+        """Current chunk pool usage of a tenant."""
         account = self._chunks.account(tenant)
         num_bytes = account.num_blocks * self.bytes_per_block
         return TenantUsage(
@@ -408,9 +408,9 @@ class KVCache:
         )
 
     def usages(self) -> Mapping[str, TenantUsage]:
-        """What each tenant has in the chunk pool now; tenants without chunks and quota are left out.
+        """Current chunk pool usage of each tenant; tenants without chunks and quota are omitted.
 
-        The mapping is never changed afterwards. Only tenants with a change since the last call are looked at.
+        The mapping is a snapshot. Only tenants changed since the last call are visited.
         """
         if changed := self._chunks.take_changed():
             usages = dict(self._usages)
@@ -422,15 +422,15 @@ class KVCache:
         return self._usages
 
     def prefix_tree(self, limits: TreeLimits | None = None, tenant: str | None = "") -> PrefixTree:
-        """The conversations and documents that are known of a tenant, or (None) of all, as a tree.
+        """The cached conversations and documents of a tenant, or (None) of all, as a tree.
 
-        Takes time for what is shown, however much is cached; see `TreeLimits`.
+        Takes time proportional to what is shown, independent of the cache size; see `TreeLimits`.
         """
         view = TreeView(self._prefix, self._chunks, self._origins, limits or TreeLimits(), self._clock())
         return view.tree(tenant)
 
     def block_map(self) -> BlockMap:
-        """What every block of both pools is doing now; one pass over them."""
+        """The current state of every block of both pools; one pass over them."""
         pinned = (block_id for chunk in self._chunks.chunks() if chunk.pinned for block_id in chunk.block_ids)
         return BlockMap(
             request=states_of(self.request_pool, kept=self._prefix.block_ids()),
@@ -438,23 +438,23 @@ class KVCache:
         )
 
     def reset(self) -> None:
-        """Drops everything that no allocation holds, pinned chunks too."""
+        """Drops everything unreferenced, pinned chunks too."""
         self._prefix.clear()
         self._chunks.clear()
 
     @property
     def num_spare_blocks(self) -> int:
-        """Blocks of the request pool that are free, or that only the prefix cache holds."""
+        """Blocks of the request pool that are free or evictable."""
         return self.request_pool.num_free + self._prefix.num_idle
 
     def used_blocks(self) -> tuple[list[BlockId], list[BlockId]]:
-        """Blocks of the request pool and of the chunk pool that hold something."""
+        """Blocks of the request pool and of the chunk pool with at least one reference."""
         return _used(self.request_pool), _used(self.chunk_pool)
 
     def evict_cold(self, min_accesses: int, idle_seconds: float) -> int:
-        """Lets chunks leave that are idle for so long, and were used less often than that; returns how many.
+        """Evicts chunks idle for at least so long and with fewer accesses; returns how many.
 
-        Those that are pinned or in use stay.
+        Pinned chunks and chunks in use stay.
 
         Raises:
             InvalidConfig: a number outside its range.
@@ -475,7 +475,7 @@ class KVCache:
         return len(cold)
 
     def statistics(self) -> ChunkCacheStats:
-        """Counters and fill levels at this moment."""
+        """A snapshot of counters and fill levels."""
         return snapshot(self._counters, self._chunks, self._prefix, self.request_pool)
 
     def check_invariants(self) -> None:

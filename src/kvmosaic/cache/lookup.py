@@ -1,4 +1,4 @@
-"""Looking a layout up: what of it is cached."""
+"""The cache lookup: which spans of a layout are cached."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from kvmosaic.prompt import SegmentKind
 
 @dataclass(slots=True)
 class CacheHit:
-    """What a span of a plan finds in the caches now."""
+    """Cached blocks of one span of a plan."""
 
     entries: list[PrefixEntry] = field(default_factory=list)
-    """The blocks that it shares, in order."""
+    """The blocks to share, in order."""
     chunk: Chunk | None = None
     source: PrefixEntry | None = None
-    """A block that begins as its next one does: to be copied."""
+    """A block that begins like its next one: to be copied."""
     num_copied: int = 0
-    """How many tokens of that block are alike."""
+    """Number of common tokens in that block."""
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A plan being written."""
+    """A plan under construction."""
 
     layout: Layout
     chain: KeyChain
@@ -39,10 +39,10 @@ class _Draft:
     missing: dict[Key, tuple[Key, bytes]] = field(default_factory=dict)
     """Chunks this plan computes: key -> root and tokens."""
     roots: dict[tuple[int, tuple[View, ...], tuple[int, ...]], Key] = field(default_factory=dict)
-    """Most chunks of a prompt saw the same: their root is made once, and is once in memory."""
+    """Roots by what was seen: most chunks of a prompt saw the same, so their root is made and stored once."""
 
     def root(self, index: int) -> Key:
-        """What a span saw: the keys of earlier spans, which are in the plan by now."""
+        """Root key of a span: from the keys of earlier spans, which are in the plan by now."""
         span = self.layout.spans[index]
         root = self.roots.get((span.start, span.views, span.places))
         if root is None:
@@ -60,7 +60,7 @@ class _Draft:
 
 
 def is_closed(layout: Layout, index: int) -> bool:
-    """Whether nothing will ever be written behind a span: a system prompt, a chunk, or any span but the last."""
+    """Whether no token will ever follow in a span: a system prompt, a chunk, or any span but the last."""
     kind = layout.spans[index].segment.kind
     return kind in (SegmentKind.SYSTEM, SegmentKind.CHUNK) or index < len(layout.spans) - 1
 
@@ -68,14 +68,14 @@ def is_closed(layout: Layout, index: int) -> bool:
 def num_usable(layout: Layout, index: int) -> int:
     """How many tokens of a span may be taken from the prefix cache.
 
-    An answer comes from the logits of the last token of all, so that one is computed at least.
+    An answer needs the logits of the last prompt token, so at least that one is computed.
     """
     count = layout.spans[index].num_tokens
     return count if is_closed(layout, index) else max(count - max(layout.fresh_tokens, 1), 0)
 
 
 class CacheLookup:
-    """Turns layouts into plans. Reads the caches and changes nothing in them."""
+    """Planner of layouts: looks up all spans, without changing the caches."""
 
     def __init__(
         self, chunks: ChunkIndex, prefix: PrefixCache | None, counters: Counters, clock: Callable[[], float]
@@ -86,7 +86,7 @@ class CacheLookup:
         self._clock = clock
 
     def plan(self, layout: Layout, salt: str, tenant: str, chain: KeyChain) -> Plan:
-        """Looks every span up, in order: the keys of later spans are made from those of the spans they see."""
+        """Looks up every span, in order: the keys of later spans depend on those of the spans they see."""
         draft = _Draft(layout, chain, {view.span: view.distance for view in layout.last.views})
         for index, span in enumerate(layout.spans):
             is_chunk = span.segment.kind is SegmentKind.CHUNK
@@ -94,9 +94,9 @@ class CacheLookup:
         return Plan(layout, salt, tuple(_without_idle_lead_in(layout, draft.spans)), tenant)
 
     def revalidate(self, plan: Plan) -> list[CacheHit] | None:
-        """What the spans of an older plan find now; None if it does not hold any more.
+        """Current cache hits for the spans of an older plan; None if the plan is no longer valid.
 
-        That is, if a key of it has been taken by other tokens since, or a lead-in is needed that it does without.
+        That is, if one of its keys has been taken by other tokens since, or an omitted lead-in is needed after all.
         """
         found: list[CacheHit] = []
         for span in plan.spans:
@@ -105,9 +105,9 @@ class CacheLookup:
                 return None
             here = CacheHit(chunk=chunk)
             if chunk is None and any(plan.spans[view.span].is_left_out for view in plan.layout.spans[span.index].views):
-                return None  # it was cached when that was planned, and has been evicted
+                return None  # it was cached when planned, and has been evicted
             if not span.is_chunk:
-                usable = span.tokens[: num_usable(plan.layout, span.index) * TOKEN_BYTES]  # none, if it is left out
+                usable = span.tokens[: num_usable(plan.layout, span.index) * TOKEN_BYTES]  # none, if it is omitted
                 self._find_cached(here, span.root, usable, span.block_keys, is_closed(plan.layout, span.index))
             found.append(here)
         return found
@@ -115,14 +115,14 @@ class CacheLookup:
     def _find_cached(
         self, here: CacheHit, root: Key, usable: bytes, keys: Iterable[Key] | KeyChain, closed: bool
     ) -> None:
-        """Finds the blocks of a span that are known.
+        """Finds the cached blocks of a span.
 
         Args:
-            here: where to note them.
+            here: receives them.
             root: key of the span before its first token.
             usable: the tokens of the span that need not be computed; see `num_usable`.
-            keys: of its full blocks, as far as they may be known; or what makes them.
-            closed: whether nothing will be appended to the span.
+            keys: of its full blocks, as far as they may be cached; or a generator of them.
+            closed: whether no token will be appended to the span.
         """
         if self._prefix is None:
             return
@@ -195,14 +195,14 @@ class CacheLookup:
 
 
 def _identity(chain: KeyChain, key: Key, root: Key, tokens: bytes, chunk: Chunk | None) -> Key:
-    """What later keys say of a chunk; a chunk that is there knows it, so a hit is never hashed slowly."""
+    """The identity of a chunk in later keys; a cached chunk stores it, so a hit needs no slow hash."""
     if chunk is not None:
         return chunk.identity
     return key if chain.algorithm == "sha256" else chain.run_encoded(root, tokens)
 
 
 def _without_idle_lead_in(layout: Layout, spans: list[SpanPlan]) -> Iterator[SpanPlan]:
-    """The spans of a plan; a lead-in takes no room and is not computed while no chunk needs it."""
+    """The spans of a plan; a lead-in that no chunk needs takes no blocks and is not computed."""
     lead_in = next((span.index for span in spans if span.kind is SegmentKind.LEAD_IN), None)
     is_needed = lead_in is not None and any(
         span.action == "compute" and any(view.span == lead_in for view in layout.spans[span.index].views)

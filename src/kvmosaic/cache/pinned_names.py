@@ -1,4 +1,4 @@
-"""Kept names: what a tenant wants pinned, whenever it is computed."""
+"""Pinned names: documents that a tenant wants pinned whenever they are computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PART = re.compile(r" \([0-9]+/[0-9]+\)$")
 
 
 class PinnedNames:
-    """Names of one tenant; a chunk that has one, or is a part of a split document that has one, is to be pinned."""
+    """Names of one tenant; chunks with such a name, or parts of a split document with one, are to be pinned."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
@@ -21,10 +21,10 @@ class PinnedNames:
         return len(self._names)
 
     def add(self, name: str) -> None:
-        """Keeps a name.
+        """Adds a name.
 
         Raises:
-            QuotaExceeded: there are too many; the limit bounds memory, since names come from outside.
+            QuotaExceeded: too many names; the limit bounds memory, since names come from clients.
         """
         if name not in self._names and len(self._names) >= MAX_KEPT_NAMES:
             raise QuotaExceeded(
@@ -33,9 +33,9 @@ class PinnedNames:
         self._names.add(name)
 
     def discard(self, name: str) -> None:
-        """Keeps a name no longer; safe for one that is not kept."""
+        """Removes a name; safe for an absent one."""
         self._names.discard(name)
 
     def cover(self, names: Iterable[str]) -> bool:
-        """Whether one of a chunk's names is kept."""
+        """Whether one of a chunk's names is pinned."""
         return bool(self._names) and any(name in self._names or _PART.sub("", name) in self._names for name in names)

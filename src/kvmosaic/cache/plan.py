@@ -15,12 +15,12 @@ Action = Literal["reuse", "compute", "wait"]
 
 @dataclass(frozen=True, slots=True)
 class SpanPlan:
-    """What becomes of one span.
+    """The plan of one span.
 
     action:
         reuse      every token is cached
         compute    at least one token is computed; those before it may be reused (`num_reused`)
-        wait       a chunk that is being computed already, by another request or by an earlier span of this one
+        wait       a chunk already being computed, by another request or by an earlier span of this one
     """
 
     index: int
@@ -33,19 +33,19 @@ class SpanPlan:
     distance: int
     """How far its keys are moved for the last span; 0 for the last span itself and for spans it does not see."""
     block_ids: tuple[BlockId, ...]
-    """Blocks that are reused, in the pool of its kind."""
+    """Reused blocks, in the pool of its kind."""
     key: Key = field(repr=False)
-    """Chunks: what they are looked up by. Other closed spans: the run key. The span that grows: its root."""
+    """Chunks: the lookup key. Other closed spans: the run key. The span that grows: its root."""
     identity: Key = field(repr=False)
-    """What keys of later spans say of it: chunks and other closed spans: the run key."""
+    """The run key of chunks and other closed spans, as used in keys of later spans."""
     root: Key = field(repr=False)
-    """What it sees and where it starts."""
+    """Key of what it sees and where it starts."""
     block_keys: tuple[Key, ...] = field(repr=False)
     """Chained keys of the reused prefix blocks."""
     tokens: bytes = field(repr=False)
     """Its token ids, encoded."""
     num_copied: int = 0
-    """Of the reused tokens, those at the end that come from a block which goes on in another way, and is copied."""
+    """Of the reused tokens, those at the end that are copied from a block which diverges after them."""
 
     @property
     def is_chunk(self) -> bool:
@@ -54,7 +54,7 @@ class SpanPlan:
 
     @property
     def is_left_out(self) -> bool:
-        """Whether it is a lead-in that no chunk needs now, so that it takes no room."""
+        """Whether it is a lead-in that no chunk needs now, so that it takes no blocks."""
         return self.kind is SegmentKind.LEAD_IN and not self.num_tokens
 
     @property
@@ -65,7 +65,7 @@ class SpanPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What becomes of one prompt, as of the moment of planning; `KVCache.allocate` makes it true."""
+    """The plan of one prompt, as of the moment of planning; `KVCache.allocate` carries it out."""
 
     layout: Layout
     salt: str

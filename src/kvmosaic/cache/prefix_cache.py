@@ -1,4 +1,4 @@
-"""The prefix cache: blocks of the request pool, found again by everything up to their last token."""
+"""The prefix cache: blocks of the request pool, keyed by all tokens up to their last one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvmosaic.cache.sorted_children import SortedChildren, num_alike, unpacked
 from kvmosaic.eviction import Candidate, EvictionPolicy, EvictionQueue
 
 FEWEST_FIRST_TOKENS = 8
-"""At the very beginning of a span, fewer tokens in common are a template's words, and not worth the copy of a block."""
+"""At the start of a span, fewer common tokens are a template's words, and not worth copying a block."""
 
 
 class PrefixEntry:
-    """One cached block: the tokens in it, after everything its parents hold."""
+    """One cached block: its tokens, after those of all its ancestors."""
 
     __slots__ = (
         "_children",
@@ -39,46 +39,46 @@ class PrefixEntry:
         self.tokens = tokens
         self.block_id = block_id
         self.ref_count = 0
-        """Allocations that hold this entry; they hold all of its parents too."""
+        """Allocations that hold this entry; they hold all of its ancestors too."""
         self._children: PrefixEntry | SortedChildren | None = None
         self.hits = 0
-        """Spans that were allocated to it, or took a copy of its first tokens."""
+        """Spans that were allocated to it, or copied its first tokens."""
         self.step = step
         """The step that computes its last token."""
         self.last_used = 0.0
         self.is_dropped = False
-        """No longer to be found: evicted, or registered by a step that failed."""
+        """Not in the index any more: evicted, or registered by a step that failed."""
 
     @property
     def children(self) -> SortedChildren | None:
-        """Entries right behind this one, to look at; None if there are none."""
+        """Child entries, read only; None if there are none."""
         return unpacked(self._children)
 
 
 class PrefixCache:
-    """Blocks that were computed before, as a forest under their chained keys; it owns one reference to each.
+    """A radix tree of computed blocks under their chained keys; it owns one reference to each block.
 
         root(system)                   root(question after system, A at d, B at d')
-          └─ block 0   users 3           └─ block 0   users 1
-               ├─ block 1   users 2           └─ tail (9 tokens)   a conversation that may go on
-               │    └─ tail (5 tokens)   users 2
-               └─ block 1'  users 1
+          └─ block 0   refs 3            └─ block 0   refs 1
+               ├─ block 1   refs 2            └─ tail (9 tokens)   a conversation that may go on
+               │    └─ tail (5 tokens)   refs 2
+               └─ block 1'  refs 1
 
-    Full blocks of any span are kept, and its partly filled last block (a tail) when nothing will be written behind its
-    tokens any more. Whoever holds an entry holds the way up to its root, so `users` never grows on the way down, and
-    an entry without users has no child with users.
+    Full blocks of any span are cached, and a span's partly filled last block (a tail) once no token will follow in it.
+    A holder of an entry holds all of its ancestors, so `ref_count` never grows on the way down, and an unreferenced
+    entry has no referenced child.
 
-    A closed span shares a block that begins with its last tokens, whatever else is in it. A span that grows never
-    writes into such a block: it takes a copy, and with it the tokens that are alike (`nearest`). So nothing but
-    the difference is computed, wherever in a block two conversations part.
+    A closed span shares a block that begins with its last tokens, whatever follows in it. A growing span never writes
+    into such a block: it copies the block up to the last common token (`nearest`). So only the difference is computed,
+    wherever in a block two conversations diverge.
 
     Invariants:
-        an entry in the index has a parent in the index (or none), which lists it as a child, or its root does
-        in line for eviction are exactly the entries without users and without children: children leave before parents
-        num_idle == entries without users == blocks that eviction could free, given the time
+        an entry in the index is a child of an entry in the index, or listed under its root
+        the eviction queue holds exactly the unreferenced leaves: children are evicted before parents
+        num_idle == unreferenced entries == blocks that repeated eviction can free
     Always safe: `evict(0)`; dropping an entry twice.
 
-    Two writers of the same content: the first entry stays, the second writer keeps its own block for itself.
+    Two writers of the same content: the first entry stays, the second writer's block stays private.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class PrefixCache:
         self.num_evictions = 0
         self.num_idle = 0
         self.unwritten_step = -1
-        """The step that is being assembled: what it registers may be read by it, but not copied yet; -1 for none."""
+        """The step being assembled: what it registers may be read by it, but not copied yet; -1 for none."""
         self._entries: dict[Key, PrefixEntry] = {}
         self._roots: dict[Key, PrefixEntry | SortedChildren] = {}
         """The entries without a parent, by root."""
         self._outgrown: list[PrefixEntry] = []
-        """Tails that a block of the step being assembled goes on with."""
+        """Tails that a block of the step being assembled extends."""
         self._queue: EvictionQueue[PrefixEntry] = EvictionQueue(policy)
         self._clock = clock
         self._verify = verify
@@ -102,28 +102,28 @@ class PrefixCache:
         return len(self._entries)
 
     def block_ids(self) -> list[BlockId]:
-        """The blocks that it keeps."""
+        """The blocks of all entries."""
         return [entry.block_id for entry in self._entries.values()]
 
     def behind(self, root: Key, parent: PrefixEntry | None) -> SortedChildren | None:
-        """The entries right behind one, or behind a root, to look at; None if there are none."""
+        """The entries right after `parent`, or after `root`, read only; None if there are none."""
         return unpacked(self._kept_behind(root, parent))
 
     def begin_step(self, step: int) -> None:
-        """Says that a step is being assembled, and which."""
+        """Starts assembling a step, with its number."""
         self.unwritten_step = step
 
     def end_step(self) -> None:
-        """Says that it has been carried out: what it registered may be copied, and tails that it goes on with leave."""
+        """Ends the step: what it registered may be copied, and outgrown tails are dropped."""
         self.unwritten_step = -1
         self._drop_outgrown()
 
     def match(self, root: Key, keys: Iterable[Key], blocks: Sequence[bytes]) -> list[PrefixEntry]:
-        """The entries for the longest known run of `keys`, from the first block on.
+        """The entries of the longest cached run of `keys`, from the first block on.
 
         Args:
             root: key of the span before its first token.
-            keys: chained keys of its blocks; read only as far as they are known.
+            keys: chained keys of its blocks; consumed only as far as they are cached.
             blocks: the encoded tokens of each block, compared when `verify` is on.
         """
         entries: list[PrefixEntry] = []
@@ -137,15 +137,15 @@ class PrefixCache:
         return entries
 
     def covering(self, root: Key, parent: PrefixEntry | None, tokens: bytes) -> PrefixEntry | None:
-        """An entry right behind `parent` (or `root`) that begins with all of these tokens."""
+        """An entry right after `parent` (or `root`) that begins with all of these tokens."""
         siblings = self.behind(root, parent)
         entry = siblings.neighbours(tokens)[1] if siblings else None
         return entry if entry is not None and entry.tokens.startswith(tokens) else None
 
     def nearest(self, root: Key, parent: PrefixEntry | None, tokens: bytes) -> tuple[PrefixEntry | None, int]:
-        """The entry right behind `parent` (or `root`) that begins most like these tokens, and how many are alike.
+        """The entry right after `parent` (or `root`) with the longest common prefix with these tokens, and its length.
 
-        What is not written yet is left out, and so is what is not worth a copy.
+        Entries that are not written yet, or not worth a copy, are ignored.
         """
         siblings = self.behind(root, parent)
         best: tuple[PrefixEntry | None, int] = (None, 0)
@@ -161,7 +161,7 @@ class PrefixCache:
         return best
 
     def acquire(self, entries: Iterable[PrefixEntry]) -> None:
-        """Adds a user to each entry; a reader also retains the blocks for its table."""
+        """Adds a reference to each entry; a reader also retains the blocks for its table."""
         now = self._clock()
         for entry in entries:
             assert not entry.is_dropped
@@ -172,7 +172,7 @@ class PrefixCache:
             entry.last_used = now
 
     def release(self, entries: Iterable[PrefixEntry]) -> None:
-        """Takes a user from each entry; those without any may be evicted from now on."""
+        """Removes a reference from each entry; unreferenced ones may be evicted from now on."""
         now = self._clock()
         for entry in entries:
             assert entry.ref_count > 0
@@ -185,22 +185,22 @@ class PrefixCache:
     def register(
         self, key: Key, root: Key, parent: PrefixEntry | None, tokens: bytes, block_id: BlockId, step: int = 0
     ) -> tuple[PrefixEntry | None, bool]:
-        """Makes a computed block known and holds it for its writer, who holds its parent already.
+        """Registers a computed block and acquires it for its writer, who holds its parent already.
 
-        A tail that nobody uses leaves when a block is written that begins with all of its tokens.
+        An unreferenced tail is dropped when a block is written that begins with all of its tokens.
 
         Args:
             key: chained key of the block.
             root: key of the span before its first token.
             parent: the block before it.
-            tokens: its encoded tokens; fewer than a block holds, if nothing will be written behind them.
-            block_id: where they lie.
+            tokens: its encoded tokens; fewer than a block holds, if no token will follow.
+            block_id: its block.
             step: the step that computes the last of them.
 
         Returns:
-            The entry for this content and whether it is new. It is an older one if somebody was faster, for a tail
-            perhaps one with more tokens; None if it cannot be kept: the key is taken by other tokens, or its parent is
-            no longer known.
+            The entry for this content and whether it is new. It is an older one if another writer was first, for a tail
+            perhaps one with more tokens; None if it cannot be cached: the key is taken by other tokens, or its parent
+            has been dropped.
         """
         assert parent is None or parent.ref_count, "a writer holds everything before the block it writes"
         entry = self._entries.get(key)
@@ -219,7 +219,7 @@ class PrefixCache:
         return entry, is_new
 
     def evict(self, count: int) -> int:
-        """Frees up to `count` blocks of entries that nobody holds; returns how many it was."""
+        """Evicts up to `count` unreferenced entries, one block each; returns how many."""
         done = 0
         while done < count and (entry := self._queue.pop()) is not None:
             self._forget(entry)
@@ -230,13 +230,13 @@ class PrefixCache:
         return done
 
     def clear(self) -> None:
-        """Frees everything that nobody holds; not counted as evictions."""
+        """Drops all unreferenced entries; not counted as evictions."""
         before = self.num_evictions
         self.evict(self.num_idle)
         self.num_evictions = before
 
     def drop(self, entry: PrefixEntry) -> None:
-        """Makes an entry and everything computed after it unknown, held or not."""
+        """Drops an entry and everything computed after it, referenced or not."""
         if entry.is_dropped:
             return
         self._take_out(entry)
@@ -250,7 +250,7 @@ class PrefixCache:
             self._forget(fallen)
 
     def check_invariants(self) -> None:
-        """Checks index, tree, line and references against each other."""
+        """Checks index, tree, eviction queue and references against each other."""
         for key, entry in self._entries.items():
             assert entry.key == key and not entry.is_dropped and entry.ref_count >= 0
             assert self.pool.reference_count(entry.block_id) >= 1
@@ -286,7 +286,7 @@ class PrefixCache:
             self._roots.pop(root, None)
 
     def _add(self, entry: PrefixEntry) -> PrefixEntry:
-        """Puts a new entry in its place; a tail that it goes on with leaves when it is written."""
+        """Inserts a new entry; a tail that it extends is dropped when the entry is written."""
         self.pool.retain((entry.block_id,))
         self._entries[entry.key] = entry
         self.num_idle += 1
@@ -304,7 +304,7 @@ class PrefixCache:
         return entry
 
     def _drop_outgrown(self) -> None:
-        """Drops tails that nobody uses and that have a block which begins with all of their tokens."""
+        """Drops unreferenced tails with a block that begins with all of their tokens."""
         for tail in self._outgrown:
             siblings = self.behind(tail.root, tail.parent)
             if tail.ref_count == 0 and not tail.is_dropped and siblings is not None:
@@ -314,7 +314,7 @@ class PrefixCache:
         self._outgrown.clear()
 
     def _take_out(self, entry: PrefixEntry) -> None:
-        """Takes an entry from among its siblings; a parent that is left alone gets in line."""
+        """Removes an entry from its parent's children; a parent that becomes a leaf enters the eviction queue."""
         parent, kept = entry.parent, self._kept_behind(entry.root, entry.parent)
         if kept is entry:
             self._keep_behind(entry.root, parent, None)

@@ -1,4 +1,4 @@
-"""Twins: chunks of equal tokens behind different system texts."""
+"""Same-text index: chunks of equal tokens after different system texts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kvmosaic.prompt import SegmentKind
 
 
 def sees_only_system(layout: Layout, index: int) -> bool:
-    """Whether what a chunk saw, and where it starts, is decided by the system text alone."""
+    """Whether what a chunk saw, and where it starts, is determined by the system text alone."""
     seen = (layout.spans[view.span].segment.kind for view in layout.spans[index].views)
     return layout.strategy != "absolute" and all(kind is SegmentKind.SYSTEM for kind in seen)
 
 
 class SameTextIndex:
-    """Finds out, when a chunk is missing, whether it is there behind another system text.
+    """Tells, when a chunk misses, whether it is cached after another system text.
 
-    Such a miss is easily overlooked: a document that was warmed without the system text of the later requests is
-    computed again. Only chunks of `sees_only_system` are listed; a lookup hashes the tokens once.
+    Such a miss is easily overlooked: a document warmed without the system text of the later requests is recomputed.
+    Only chunks of `sees_only_system` are indexed; a lookup hashes the tokens once.
     """
 
     def __init__(self) -> None:
@@ -31,19 +31,19 @@ class SameTextIndex:
         return sum(len(self._chunks.members(place)) for place in self._chunks)
 
     def add(self, chunk: Chunk) -> None:
-        """Lists a chunk that can be found."""
+        """Indexes a chunk that lookups can find."""
         self._chunks.add((chunk.tenant, chunk.salt, chunk.tokens), chunk)
 
     def discard(self, chunk: Chunk) -> None:
-        """Takes a chunk off the list; safe for one that is not on it."""
+        """Removes a chunk; safe for an absent one."""
         self._chunks.discard((chunk.tenant, chunk.salt, chunk.tokens), chunk)
 
     def has_ready(self, tenant: str, salt: str, tokens: bytes) -> bool:
-        """Whether a chunk of these tokens is complete; ask when the one that is wanted is not there."""
+        """Whether a chunk of these tokens is complete; ask after a miss."""
         return any(chunk.is_ready for chunk in self._chunks.members((tenant, salt, tokens)))
 
     def check_invariants(self, present: Mapping[Key, Chunk]) -> None:
-        """Checks that exactly such chunks are listed as can be found, each in its place."""
+        """Checks that exactly the chunks that lookups find are indexed, each in its place."""
         for place in self._chunks:
             chunks = self._chunks.members(place)
             assert chunks, "a place without chunks is forgotten"

@@ -1,4 +1,4 @@
-"""Siblings: prefix entries with the same parent, found by how they begin."""
+"""Sorted children: prefix entries with the same parent, searched by common prefix."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _MOST_IN_A_BUCKET = 1_024
 
 
 class SortedChildren:
-    """Entries in the order of their encoded tokens, cut into buckets so that a thousand or a million cost the same.
+    """Entries sorted by their encoded tokens, in buckets so that costs stay flat from a thousand to a million.
 
-        [[aa, ab, ad], [ba, bbc, bbd], …]         nearest("abc") is ab or ad: the neighbours of where it would stand
+        [[aa, ab, ad], [ba, bbc, bbd], …]         nearest("abc") is ab or ad: the neighbours of its insertion point
 
-    Whatever begins most like some tokens stands right before or right behind them in this order, so one binary search
-    finds it. No two siblings have equal tokens.
+    The entry with the longest common prefix with some tokens is right before or right after them in this order, so one
+    binary search finds it. No two entries have equal tokens.
 
     Invariants:
         no bucket is empty; all tokens are in ascending order, across buckets too
-    Always safe: discarding an entry that is not there.
+    Always safe: discarding an absent entry.
     """
 
     __slots__ = ("_buckets",)
@@ -42,7 +42,7 @@ class SortedChildren:
         return (entry for bucket in self._buckets for entry in bucket)
 
     def add(self, entry: PrefixEntry) -> None:
-        """Puts an entry in its place."""
+        """Inserts an entry."""
         if not self._buckets:
             self._buckets = [[]]
         number = self._bucket_of(entry.tokens)
@@ -53,7 +53,7 @@ class SortedChildren:
             self._buckets[number : number + 1] = [bucket[:half], bucket[half:]]
 
     def discard(self, entry: PrefixEntry) -> None:
-        """Takes an entry out."""
+        """Removes an entry."""
         if not self._buckets:
             return
         number = self._bucket_of(entry.tokens)
@@ -65,11 +65,11 @@ class SortedChildren:
                 del self._buckets[number]
 
     def neighbours(self, tokens: bytes) -> tuple[PrefixEntry | None, PrefixEntry | None]:
-        """The last entry before some tokens, and the first one that is equal or behind them."""
+        """The last entry before some tokens, and the first one equal to or after them."""
         return next(self.before(tokens), None), next(self.behind(tokens), None)
 
     def before(self, tokens: bytes) -> Iterator[PrefixEntry]:
-        """The entries before some tokens, the next one first."""
+        """The entries before some tokens, nearest first."""
         number, index = self._place_of(tokens)
         while number >= 0:
             bucket = self._buckets[number]
@@ -78,7 +78,7 @@ class SortedChildren:
             index = len(self._buckets[number])
 
     def behind(self, tokens: bytes) -> Iterator[PrefixEntry]:
-        """The entries that are equal to some tokens or behind them, the next one first."""
+        """The entries equal to or after some tokens, nearest first."""
         number, index = self._place_of(tokens)
         while 0 <= number < len(self._buckets):
             bucket = self._buckets[number]
@@ -86,7 +86,7 @@ class SortedChildren:
             number, index = number + 1, 0
 
     def packed(self) -> PrefixEntry | SortedChildren | None:
-        """What is kept of them: nothing of none, and a lone entry as it is, since most entries have no siblings."""
+        """The compact stored form: None for no entry, and the entry itself for one, since most have no siblings."""
         if len(self._buckets) == 1 and len(self._buckets[0]) == 1:
             return self._buckets[0][0]
         return self if self._buckets else None
@@ -98,24 +98,24 @@ class SortedChildren:
         assert tokens == sorted(set(tokens))
 
     def _place_of(self, tokens: bytes) -> tuple[int, int]:
-        """The bucket where some tokens are or would be, and the place in it; bucket -1 if there are none."""
+        """The bucket of some tokens (or of their insertion point), and the index in it; bucket -1 if there are none."""
         if not self._buckets:
             return -1, 0
         number = self._bucket_of(tokens)
         return number, bisect_left(self._buckets[number], tokens, key=_tokens_of)
 
     def _bucket_of(self, tokens: bytes) -> int:
-        """The bucket where some tokens are, or would be put."""
+        """The bucket of some tokens, or of their insertion point."""
         return max(bisect_right(self._buckets, tokens, lo=1, key=_first_tokens_of) - 1, 0)
 
 
 def unpacked(kept: PrefixEntry | SortedChildren | None) -> SortedChildren | None:
-    """Siblings again, from what `packed` gave; changes to a lone entry's are to be packed anew."""
+    """The children, from what `packed` returned; pack them again after a change."""
     return kept if kept is None or isinstance(kept, SortedChildren) else SortedChildren(kept)
 
 
 def num_alike(one: bytes, other: bytes) -> int:
-    """How many encoded tokens two runs have in common from the beginning."""
+    """Length of the common prefix of two runs, in encoded tokens."""
     length = min(len(one), len(other))
     difference = int.from_bytes(one[:length], "big") ^ int.from_bytes(other[:length], "big")
     return (length - (difference.bit_length() + 7) // 8) // TOKEN_BYTES

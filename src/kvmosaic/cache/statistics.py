@@ -12,12 +12,12 @@ from kvmosaic.cache.prefix_cache import PrefixCache
 
 @dataclass(frozen=True, slots=True)
 class ChunkCacheStats:
-    """One moment of the caches; counters run since the KV cache was made."""
+    """A snapshot of the caches; counters run since the KV cache was made."""
 
     lookups: int
-    """Chunk spans of prompts that were allocated; a prompt that waits for room counts once, however often it tries."""
+    """Chunk spans of allocated prompts; a prompt that waits for blocks counts once, however often it retries."""
     hits: int
-    """Of these, found ready, being computed, or in a tier."""
+    """Of these, the hits: ready, being computed, or in a tier."""
     misses: int
     cached_chunks: int
     """Chunks in the index, those being computed included."""
@@ -30,47 +30,47 @@ class ChunkCacheStats:
     sharing_ratio: float
     """References per used block of the chunk pool; 1.0 when nothing is used."""
     evictions: int
-    """Chunks that left to make room."""
+    """Chunks evicted for capacity."""
     average_lookup_ms: float
-    """To find one chunk: hash its tokens and look into the index."""
+    """Milliseconds to find one chunk: hash its tokens and look it up in the index."""
     average_allocate_ms: float
-    """To allocate one prompt with all of its spans."""
+    """Milliseconds to allocate one prompt with all of its spans."""
     average_compute_ms: float
-    """To compute one missing chunk, as reported by the engine."""
+    """Milliseconds to compute one missing chunk, as reported by the engine."""
     prefix_lookup_tokens: int
     """Tokens of allocated spans outside the chunk cache."""
     prefix_hit_tokens: int
-    """Of these, found in the prefix cache."""
+    """Of these, hits in the prefix cache."""
     prefix_blocks: int
-    """Blocks that the prefix cache keeps."""
+    """Blocks in the prefix cache."""
     prefix_evictions: int
     request_used_blocks: int
     request_total_blocks: int
     request_shared_blocks: int
     planned_chunks: int
-    """Chunks that were looked up, once per try: a prompt that waits for room looks again."""
+    """Chunk lookups, once per try: a prompt that waits for blocks looks up again."""
     lookup_seconds: float
-    """All lookups together."""
+    """Total seconds of all lookups."""
     allocates: int
-    """Prompts that were allocated."""
+    """Allocated prompts."""
     allocate_seconds: float
     computes: int
     """Missing chunks that were computed, as reported by the engine."""
     compute_seconds: float
     reused_tokens: int
-    """Tokens of chunks that were allocated without computing them and read where they were computed."""
+    """Tokens of chunk hits, read at the position where they were computed."""
     moved_tokens: int
-    """The same, read at a distance."""
+    """Tokens of chunk hits, read at a distance."""
     computed_tokens: int
     """Tokens of chunks that were computed."""
     loaded_chunks: int
-    """Chunks that were copied from a tier instead of being computed."""
+    """Chunks loaded from a tier instead of computed."""
     loaded_tokens: int
     """Their tokens."""
     idle_blocks: int
-    """Used blocks of the chunk pool that eviction may free now."""
+    """Evictable blocks of the chunk pool."""
     request_idle_blocks: int
-    """Used blocks of the request pool that eviction may free now."""
+    """Evictable blocks of the request pool."""
 
     @property
     def hit_rate(self) -> float:
@@ -79,13 +79,13 @@ class ChunkCacheStats:
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Prefix tokens found per token looked up; 0.0 before the first one."""
+        """Prefix hit tokens per token looked up; 0.0 before the first one."""
         return self.prefix_hit_tokens / self.prefix_lookup_tokens if self.prefix_lookup_tokens else 0.0
 
 
 @dataclass(slots=True)
 class Counters:
-    """What the KV cache counts as it goes."""
+    """Running counters of the KV cache."""
 
     reused_chunk_tokens: int = 0
     moved_chunk_tokens: int = 0
@@ -104,7 +104,7 @@ class Counters:
     prefix_hit_tokens: int = 0
 
     def count_chunk(self, span: SpanPlan, *, is_hit: bool) -> None:
-        """Counts one chunk span that was allocated."""
+        """Counts one allocated chunk span."""
         self.lookups += 1
         if is_hit:
             self.hits += 1
@@ -113,7 +113,7 @@ class Counters:
 
 
 def snapshot(counters: Counters, chunks: ChunkIndex, prefix: PrefixCache, request_pool: BlockPool) -> ChunkCacheStats:
-    """The statistics at this moment."""
+    """A snapshot of the statistics."""
     pool = chunks.pool
     return ChunkCacheStats(
         lookups=counters.lookups,

@@ -1,4 +1,4 @@
-"""An account: the chunks of one tenant, or of all of them together, as numbers and a line."""
+"""A tenant account: usage and eviction queue of one tenant's chunks, or of all tenants'."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from kvmosaic.eviction import EvictionLine
 
 @dataclass(frozen=True, slots=True)
 class TenantUsage:
-    """What one tenant has in the chunk cache."""
+    """Chunk cache usage of one tenant."""
 
     num_chunks: int
-    """Chunks that can be found, those being computed included."""
+    """Chunks in the index, those being computed included."""
     num_blocks: int
-    """Their blocks, and those of chunks that were deleted or given up while in use and are read to this moment."""
+    """Their blocks, and those of chunks deleted or abandoned while in use and still referenced."""
     num_bytes: int
     quota_bytes: int | None
-    """Most bytes it may have; None: no limit of its own."""
+    """Maximum bytes; None: no limit of its own."""
     num_idle_blocks: int
-    """Of its blocks, those that eviction may free now."""
+    """Of its blocks, the evictable ones."""
     num_pinned_blocks: int
     """Of its blocks, those of pinned chunks."""
 
 
 class TenantAccount:
-    """Counts chunks and their blocks, and keeps those that may leave in line.
+    """Account of chunks and their blocks, with a queue of the evictable ones.
 
-        num_blocks     ├────── found by others ───────┤├─ leaving: deleted or given up, still in use ─┤
-        in line        ├─ idle ─┤
-        num_pinned_blocks        ├─ pinned ─┤
+        num_blocks          ├─────── in the index ───────┤├─ leaving: deleted or abandoned, still in use ─┤
+        eviction queue      ├─ idle ─┤
+        num_pinned_blocks            ├─ pinned ─┤
 
-    A chunk stands in two accounts, that of its tenant and that of all tenants, and in line in both or in neither, at
-    the same place. So the next one to leave is known at once, whether any tenant's or a certain tenant's must go.
+    A chunk is in two accounts, that of its tenant and that of all tenants, and in both eviction queues or in neither,
+    at the same place. So the next chunk to evict is known at once, for any tenant and for all together.
     """
 
     def __init__(self) -> None:
@@ -51,36 +51,36 @@ class TenantAccount:
 
     @property
     def num_idle(self) -> int:
-        """Chunks in line."""
+        """Chunks in the eviction queue."""
         return len(self._line)
 
     @property
     def is_closed(self) -> bool:
-        """Whether there is nothing to remember."""
+        """Whether it is empty and can be removed."""
         return not self.num_blocks and self.quota_bytes is None and not self.kept
 
     def has_room(self, num_blocks: int) -> bool:
-        """Whether so many blocks more stay within the quota."""
+        """Whether so many more blocks are within the quota."""
         return self.quota_blocks is None or self.num_blocks + num_blocks <= self.quota_blocks
 
     def push(self, chunk: Chunk) -> None:
-        """Puts a chunk in line that has got a place."""
+        """Adds a chunk, which has got a place, to the eviction queue."""
         assert chunk.place is not None
         self._line.enter(chunk.place)
         self.num_idle_blocks += chunk.num_blocks
 
     def remove(self, chunk: Chunk) -> None:
-        """Takes a chunk out of the line that has given up its place."""
+        """Removes a chunk, which has given up its place, from the eviction queue."""
         assert chunk.place is None
         self._line.has_left()
         self.num_idle_blocks -= chunk.num_blocks
 
     def first(self) -> Chunk | None:
-        """The chunk that leaves first; None when nobody is in line."""
+        """The chunk to evict first; None when the queue is empty."""
         return self._line.first()
 
     def in_order(self) -> list[Chunk]:
-        """The chunks in line, first to leave first; for tests (it sorts)."""
+        """The chunks in eviction order; for tests (it sorts)."""
         return self._line.in_order()
 
     def note_pin(self, chunk: Chunk, sign: int) -> None:

@@ -1,4 +1,4 @@
-"""The tree of what is known: conversations as runs of blocks that fork, and documents, under their system texts."""
+"""The prefix tree: cached conversations as forking runs of blocks, and documents, under their system texts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class TreeLimits:
-    """How much of the tree is shown. What is left out is counted, not looked at."""
+    """Limits on the tree that is shown. What is omitted is counted, not visited."""
 
     depth: int = 8
     """Levels of runs below a system text, 1 to 32."""
     children: int = 8
-    """Most runs behind one run, and documents and places of one system text, 1 to 100: the last used ones."""
+    """Maximum runs after one run, and documents and places of one system text, 1 to 100; most recently used first."""
     runs: int = 200
-    """Most runs in all, 1 to 2,000."""
+    """Maximum runs in all, 1 to 2,000."""
     tokens: int = 12
     """First tokens of a run that are shown, 0 to 64."""
 
@@ -33,24 +33,24 @@ class TreeLimits:
 
 @dataclass(frozen=True, slots=True)
 class TreeRun:
-    """Blocks that follow each other, without a fork between them, and were found equally often."""
+    """Consecutive blocks without a fork between them and with equal hits."""
 
     num_tokens: int
     num_blocks: int
     hits: int
-    """Prompts that found it."""
+    """Prompts with a cache hit on it."""
     users: int
-    """Sequences that read it now."""
+    """Sequences that read it now (ref count)."""
     idle_seconds: float
-    """Since somebody began or ended to read it."""
+    """Seconds since a sequence last began or ended to read it."""
     token_ids: tuple[int, ...] = ()
-    """The first ones."""
+    """Its first tokens."""
     children: tuple[TreeRun, ...] = ()
-    """What goes on from it, last used first."""
+    """Runs right after it, most recently used first."""
     num_hidden: int = 0
-    """Runs that go on from it and are not shown."""
+    """Runs right after it that are not shown."""
     text: str | None = None
-    """What `token_ids` say; None if nobody decoded them."""
+    """Decoded text of `token_ids`; None if not decoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class TreeDocument:
     num_tokens: int
     num_blocks: int
     hits: int
-    """Prompts that found it."""
+    """Prompts with a cache hit on it."""
     users: int
     pinned: bool
     is_ready: bool
@@ -70,12 +70,12 @@ class TreeDocument:
 
 @dataclass(frozen=True, slots=True)
 class TreePlace:
-    """The conversations that saw the same before their first token."""
+    """Conversations that saw the same before their first token."""
 
     documents: tuple[str, ...]
-    """Names of the documents that they see, in the order of the prompt that came first.
+    """Names of the documents that they see, in the order of the first prompt.
 
-    `?` is one without a name, `…` after the hundredth stands for all others.
+    `?` is one without a name, `…` after the hundredth replaces all others.
     """
     start: int
     """Position of their first token."""
@@ -85,12 +85,12 @@ class TreePlace:
 
 @dataclass(frozen=True, slots=True)
 class TreeSystem:
-    """A system text of one tenant, with the documents that saw it, and the conversations."""
+    """A system text of one tenant, with the documents after it, and the conversations."""
 
     tenant: str
     is_salted: bool
     num_tokens: int
-    """0: no system text, and everything that begins at the beginning: plain prompts, and system texts themselves."""
+    """0: no system text, and everything that starts at position 0: plain prompts, and system texts themselves."""
     token_ids: tuple[int, ...] = ()
     documents: tuple[TreeDocument, ...] = ()
     num_hidden_documents: int = 0
@@ -101,13 +101,13 @@ class TreeSystem:
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """What of the caches is shown to somebody at one moment.
+    """A snapshot of the caches for display.
 
     system "Answer from the documents."  8 tokens
       ├─ document ferry    26 tokens
       ├─ document mill     28 tokens
       └─ conversations over ferry, mill
-           └─ "Where does the ferry go?"  32 tokens, 2 blocks, found twice
+           └─ "Where does the ferry go?"  32 tokens, 2 blocks, 2 hits
                 ├─ "Who is the miller?"   19 tokens
                 └─ "When does it go?"     21 tokens
     """
@@ -129,17 +129,17 @@ class PrefixTree:
         return tuple(found)
 
     def with_texts(self, decode: Decode, may_see: Callable[[str], bool] = lambda _: True) -> PrefixTree:
-        """The same tree with texts, for the tenants whose texts may be seen."""
+        """The same tree with decoded texts, for tenants whose texts may be seen."""
         systems = (_with_texts(system, decode) if may_see(system.tenant) else system for system in self.systems)
         return replace(self, systems=tuple(systems))
 
     def without_tokens(self, may_see: Callable[[str], bool]) -> PrefixTree:
-        """The same tree without the tokens and the names of documents of tenants whose texts may not be seen."""
+        """The same tree without tokens and document names of tenants whose texts may not be seen."""
         systems = (system if may_see(system.tenant) else _blank(system) for system in self.systems)
         return replace(self, systems=tuple(systems))
 
     def renamed(self, shown: Callable[[str], str]) -> PrefixTree:
-        """The same tree with the names of documents as they are to be shown."""
+        """The same tree with document names mapped for display."""
         systems = []
         for system in self.systems:
             documents = tuple(replace(each, name=each.name and shown(each.name)) for each in system.documents)

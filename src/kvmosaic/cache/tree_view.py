@@ -1,4 +1,4 @@
-"""Looking at the tree: from roots, entries and chunks to what is shown, in time that what is shown takes."""
+"""The tree view: builds a `PrefixTree` from roots, entries and chunks, in time proportional to what is shown."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvmosaic.prompt import SegmentKind
 
 MAX_ORIGINS = 4_096
 MAX_ORIGIN_CHARACTERS = 2**24
-"""Of the names of documents in all of them: names are long if somebody wants them to be."""
+"""Maximum characters of document names in all origins: clients choose the names."""
 MAX_NAMED = 100
-"""Documents of one prompt whose names are kept; `…` stands for the rest."""
+"""Maximum documents of one prompt whose names are stored; `…` replaces the rest."""
 MAX_LOOKED_AT = 20_000
-"""Chunks, or blocks, that one view looks at: some milliseconds."""
+"""Maximum chunks, or blocks, that one view visits: some milliseconds."""
 MAX_COMPARED = 1_000
-"""Siblings whose last use is compared."""
+"""Maximum siblings whose last use is compared."""
 _FIRST_TOKENS = 64
 
 Group = tuple[str, str, Key]
@@ -32,7 +32,7 @@ Group = tuple[str, str, Key]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What is before the first token behind a root."""
+    """What precedes the first token after a root."""
 
     group: Group
     system_tokens: int
@@ -42,23 +42,23 @@ class Origin:
 
     @property
     def num_characters(self) -> int:
-        """Of the names of its documents."""
+        """Total characters of its document names."""
         return sum(map(len, self.documents))
 
 
 class Origins:
-    """What the last used roots stand for; a root itself is a hash. A root that is forgotten here is not shown."""
+    """Origins of the most recently used roots; a root itself is a hash. Dropped roots are not shown."""
 
     def __init__(self) -> None:
         self._origins: dict[Key, Origin] = {}
         self._num_characters = 0
 
     def note(self, plan: Plan) -> None:
-        """Notes the roots of a prompt, the last used ones last."""
+        """Records the roots of a prompt, most recently used last."""
         noted: Key | None = None
         for index, span in enumerate(plan.spans):
             if span.root == noted:
-                continue  # the documents of a prompt mostly saw the same
+                continue  # most documents of a prompt have the same root
             noted = span.root
             origin = self._origins.pop(span.root, None)
             if origin is None:
@@ -69,11 +69,11 @@ class Origins:
             self._num_characters -= self._origins.pop(next(iter(self._origins))).num_characters
 
     def get(self, root: Key) -> Origin | None:
-        """What a root stands for."""
+        """The origin of a root, if recorded."""
         return self._origins.get(root)
 
     def newest_first(self) -> Iterable[tuple[Key, Origin]]:
-        """All of them, the last used one first."""
+        """All of them, most recently used first."""
         return reversed(self._origins.items())
 
 
@@ -93,7 +93,7 @@ def _first_ids(span: SpanPlan | None) -> tuple[int, ...]:
 
 
 class TreeView:
-    """One look at the caches."""
+    """Builder of one tree from the caches."""
 
     def __init__(
         self, prefix: PrefixCache, chunks: ChunkIndex, origins: Origins, limits: TreeLimits, now: float
@@ -107,7 +107,7 @@ class TreeView:
         self._blocks_left = MAX_LOOKED_AT
 
     def tree(self, tenant: str | None) -> PrefixTree:
-        """What is known of a tenant, or (None) of all."""
+        """The tree of a tenant, or (None) of all."""
         places: dict[Group, list[tuple[Key, Origin]]] = {}
         for root, origin in self._origins.newest_first():
             if (tenant is None or origin.group[0] == tenant) and self._prefix.behind(root, None) is not None:
@@ -156,7 +156,7 @@ class TreeView:
         return TreePlace(origin.documents, origin.start, runs, num_hidden)
 
     def _children(self, root: Key, parent: PrefixEntry | None, level: int) -> tuple[tuple[TreeRun, ...], int]:
-        """The runs behind an entry or a root, and how many are left out."""
+        """The runs after an entry or a root, and how many are omitted."""
         siblings = self._prefix.behind(root, parent)
         if siblings is None:
             return (), 0
@@ -168,7 +168,7 @@ class TreeView:
         return tuple(self._run(root, entry, level) for entry in chosen), len(siblings) - len(chosen)
 
     def _run(self, root: Key, first: PrefixEntry, level: int) -> TreeRun:
-        """The run that begins with an entry; it ends where it forks, or where it was found less often."""
+        """The run that begins with an entry; it ends at a fork, or where the hits decrease."""
         entry, num_blocks, tokens = first, 1, first.tokens
         num_bytes = len(tokens)
         while self._blocks_left > 0:

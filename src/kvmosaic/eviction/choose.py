@@ -14,7 +14,7 @@ POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = MappingProxyType({"lru": 
 
 
 def choose(policy: str | EvictionPolicy) -> EvictionPolicy:
-    """The policy with this name, or the instance that was given.
+    """The policy with this name, or the given instance.
 
     Raises:
         InvalidConfig: an unknown name, or an object without a `rank`.

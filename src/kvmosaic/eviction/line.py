@@ -1,4 +1,4 @@
-"""A line of idle things that know their own place in it."""
+"""An eviction queue of items that store their own place."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any, Generic, Protocol, TypeVar
 
 
 class Placed(Protocol):
-    """What can stand in lines: in several at once, with one place in all of them, or in none."""
+    """An item of eviction queues: with one place in all of its queues, or None."""
 
     place: tuple[float, int, Any] | None
-    """Rank, a number of its own, and the item itself."""
+    """Rank, a unique number, and the item itself."""
 
 
 ItemT = TypeVar("ItemT", bound=Placed)
 
 
 class EvictionLine(Generic[ItemT]):
-    """Idle items, lowest rank first; of equal ranks, the lower number first. An `EvictionQueue` in less memory.
+    """Unreferenced items, lowest rank first, then lowest number. An `EvictionQueue` in less memory.
 
-        heap   place, place, …       may hold leftovers: places that their items have given up
+        heap   place, place, …       may hold stale places, which their items have given up
 
-    An item gives its place up by forgetting it (`item.place = None`), and then says so to every line that it stood in.
-    So no line needs to know who is in it, and two lines share one place. Leftovers at the head are thrown away at once,
-    and all of them when they are more than half of the heap: every call costs O(log n) on average, and nothing that
-    has gone is kept alive for long.
+    An item is removed lazily: its owner sets `item.place = None`, and then notifies every queue that contains it
+    (`has_left`). So no queue needs an index of its items, and two queues share one place. Stale places at the head are
+    dropped at once, and all of them when they are more than half of the heap: every call costs O(log n) on average,
+    and no removed item is kept alive for long.
 
-    Invariants: the head of the heap is no leftover; len(self) items know a place in the heap.
+    Invariants: the head of the heap is not stale; len(self) items have a place in the heap.
     """
 
     __slots__ = ("_heap", "_num_items")
@@ -39,12 +39,12 @@ class EvictionLine(Generic[ItemT]):
         return self._num_items
 
     def enter(self, place: tuple[float, int, ItemT]) -> None:
-        """Takes in an item that has just got this place."""
+        """Adds an item that has just got this place."""
         heapq.heappush(self._heap, place)
         self._num_items += 1
 
     def has_left(self) -> None:
-        """Notes that an item of this line has given its place up."""
+        """Notes that one item of this queue has given up its place."""
         self._num_items -= 1
         if len(self._heap) > 2 * self._num_items + 64:
             self._heap = [place for place in self._heap if place[2].place is place]
@@ -53,9 +53,9 @@ class EvictionLine(Generic[ItemT]):
             heapq.heappop(self._heap)
 
     def first(self) -> ItemT | None:
-        """The item that leaves first; None when nobody is in line."""
+        """The item to evict first; None when the queue is empty."""
         return self._heap[0][2] if self._heap else None
 
     def in_order(self) -> list[ItemT]:
-        """All items, first to leave first; for reports and tests (it sorts)."""
+        """All items in eviction order; for reports and tests (it sorts)."""
         return [place[2] for place in sorted(self._heap) if place[2].place is place]

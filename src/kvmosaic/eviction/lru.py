@@ -1,4 +1,4 @@
-"""Least recently used."""
+"""The LRU policy: evicts the least recently used first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvmosaic.eviction.policy import Candidate
 
 
 class LRU:
-    """Evicts the least recently used block first."""
+    """LRU policy: the least recently used block or chunk is evicted first."""
 
     name = "lru"
 

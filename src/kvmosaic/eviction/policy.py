@@ -1,4 +1,4 @@
-"""What an eviction policy is."""
+"""Eviction policy protocol."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import Protocol, runtime_checkable
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What a policy may know of a block or a chunk that nobody uses."""
+    """What a policy knows of an unreferenced block or chunk."""
 
     last_used: float
     """Seconds on the KV cache's clock when it was last allocated or released."""
     num_tokens: int
-    """Tokens that leaving would free."""
+    """Tokens that evicting it would free."""
     priority: float = 0.5
-    """How much its owner wants it kept, 0 to 1."""
+    """Priority given by its owner, 0 to 1."""
     progress: float = 1.0
-    """Part of it that is computed, 0 to 1."""
+    """Fraction that is computed, 0 to 1."""
 
 
 @runtime_checkable
 class EvictionPolicy(Protocol):
-    """Eviction policy: orders unreferenced blocks.
+    """Eviction policy: orders unreferenced blocks and chunks.
 
-    A policy is one method without state, so one instance serves any number of pools. A rank is asked for once, when
-    something becomes idle, and stands until it is used again: it must not depend on the time of asking. Time enters as
-    `last_used`, which orders idle things for good.
+    A policy is one stateless method, so one instance serves any number of pools. A rank is computed once, when
+    something becomes idle, and holds until it is used again: it must not depend on the time of the call. Time enters as
+    `last_used`, which fixes the order of idle items.
     """
 
     @property
     def name(self) -> str:
-        """What configuration and reports call it."""
+        """Its name in configuration and reports."""
         ...
 
     def rank(self, candidate: Candidate) -> float:
-        """The place in the line: the lowest rank leaves first."""
+        """The eviction rank: the lowest is evicted first."""
         ...

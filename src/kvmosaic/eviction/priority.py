@@ -1,4 +1,4 @@
-"""Priority, progress, age and size, weighed."""
+"""The priority policy: a weighted sum of priority, progress, age and size."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvmosaic.eviction.policy import Candidate
 
 @dataclass(frozen=True, slots=True)
 class Priority:
-    """Keeps what matters, is complete, was used lately and is small.
+    """Priority policy: keeps items of high priority that are complete, recently used and small.
 
-        rank = 0.4 priority + 0.3 progress - 0.2 age - 0.1 size          the lowest leaves first
+        rank = 0.4 priority + 0.3 progress - 0.2 age - 0.1 size          the lowest is evicted first
 
-        priority    0 to 1, given by the caller
-        progress    0 to 1, the part that is computed
-        age         idle time in units of `age_seconds`; without a limit: nothing unused stays for ever, except by a pin
-        size        tokens in units of `size_tokens`, at most 1: a large one makes more room
+        priority    0 to 1, set by the caller
+        progress    0 to 1, the fraction that is computed
+        age         idle time in units of `age_seconds`; unlimited, so that only pins keep an unused item indefinitely
+        size        tokens in units of `size_tokens`, at most 1: evicting a large item frees more
 
-    All idle things age alike, so their order does not change while they wait, and `last_used` can stand for the age.
+    All idle items age at the same rate, so their order is fixed, and `last_used` can replace the age.
     """
 
     age_seconds: float = 3_600.0
@@ -34,7 +34,7 @@ class Priority:
             raise InvalidConfig(f"size_tokens must be between 1 and 10**9, got {self.size_tokens}")
 
     def rank(self, candidate: Candidate) -> float:
-        """The weighed sum, up to a constant that is the same for all."""
+        """The weighted sum, up to a constant that is the same for all."""
         size = min(candidate.num_tokens / self.size_tokens, 1.0)
         kept = 0.4 * candidate.priority + 0.3 * candidate.progress
         return kept + 0.2 * candidate.last_used / self.age_seconds - 0.1 * size

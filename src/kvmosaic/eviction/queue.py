@@ -1,4 +1,4 @@
-"""The line of idle things, in the order in which they leave."""
+"""The eviction queue: unreferenced items in eviction order."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ItemT = TypeVar("ItemT", bound=Hashable)
 
 
 class EvictionQueue(Generic[ItemT]):
-    """Idle items, lowest rank first; equal ranks leave in the order in which they came.
+    """Unreferenced items, lowest rank first; equal ranks are evicted in FIFO order.
 
-    A binary heap with lazy removal: an item that is used again only leaves the dictionary, and its place in the heap
-    is skipped when it comes up. When more than half of the heap is such leftovers it is rebuilt. So every call costs
-    O(log n) on average, however many items wait; nothing is ever scanned to find a victim.
+    A binary heap with lazy removal: an item that is used again is only removed from the dictionary, and its place in
+    the heap is skipped when it comes up. When more than half of the heap is stale it is rebuilt. So every call costs
+    O(log n) on average for n items; nothing is ever scanned to find a victim.
 
-        heap   (rank, number, item) ...     may hold leftovers
-        live   item -> number               exactly the items in line
+        heap   (rank, number, item) ...     may hold stale places
+        live   item -> number               exactly the queued items
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -36,7 +36,7 @@ class EvictionQueue(Generic[ItemT]):
         return item in self._live
 
     def add(self, item: ItemT, candidate: Candidate) -> None:
-        """Puts an item in line; one that is already there gets its new place."""
+        """Queues an item; one that is already queued gets a new place."""
         number = next(self._numbers)
         self._live[item] = number
         heapq.heappush(self._heap, (self._policy.rank(candidate), number, item))
@@ -45,11 +45,11 @@ class EvictionQueue(Generic[ItemT]):
             heapq.heapify(self._heap)
 
     def discard(self, item: ItemT) -> None:
-        """Takes an item out of the line; safe for one that is not there."""
+        """Removes an item; safe for an absent one."""
         self._live.pop(item, None)
 
     def pop(self) -> ItemT | None:
-        """Takes out the item that leaves first; None when the line is empty."""
+        """Removes and returns the item to evict first; None when the queue is empty."""
         while self._heap:
             _, number, item = heapq.heappop(self._heap)
             if self._live.get(item) == number:
@@ -58,5 +58,5 @@ class EvictionQueue(Generic[ItemT]):
         return None
 
     def in_order(self) -> list[ItemT]:
-        """All items, first to leave first; for reports and tests (it sorts)."""
+        """All items in eviction order; for reports and tests (it sorts)."""
         return [entry[2] for entry in sorted(self._heap) if self._live.get(entry[2]) == entry[1]]

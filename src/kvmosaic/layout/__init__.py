@@ -1,4 +1,4 @@
-"""Where each token sits and what it sees."""
+"""Layouts: the position of each token and what it sees."""
 
 from kvmosaic.layout.arrange import arrange, choose_strategy
 from kvmosaic.layout.dense import DenseLayout, dense

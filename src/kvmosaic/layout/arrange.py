@@ -1,4 +1,4 @@
-"""Placing segments: the three position strategies, and which of them suits a prompt."""
+"""Arrangement of segments: the three position strategies, and choosing one for a prompt."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from kvmosaic.prompt import Prompt, Segment, SegmentKind, seen_chunks
 
 
 def choose_strategy(num_positions: int, max_positions: int | None, *, is_movable: bool = True) -> AutoStrategy:
-    """The strategy that `auto` stands for: `sequential` where the prompt fits, otherwise `shared`.
+    """The strategy chosen by `auto`: `sequential` where the prompt fits, otherwise `shared`.
 
-    An ordinary model has learned that documents stand one behind the other; where they overlap it mixes them up. The
-    choice depends on the prompt and the model alone, so that cached and computed prompts stay the same.
+    An ordinary model is trained on documents one after the other; where they overlap it mixes them up. The choice
+    depends on the prompt and the model alone, so that cached and computed prompts stay the same.
 
     Args:
-        num_positions: what the prompt and the first token of its answer take in sequential positions.
+        num_positions: sequential positions of the prompt and the first token of its answer.
         max_positions: positions that the model was trained for, or that are allowed; None: no limit.
         is_movable: whether the model's keys may be used at another position.
     """
@@ -23,20 +23,20 @@ def choose_strategy(num_positions: int, max_positions: int | None, *, is_movable
 
 
 def arrange(prompt: Prompt, strategy: FixedStrategy = "shared", chunk_context: ChunkContext = "system") -> Layout:
-    """Gives every segment of a tokenized prompt its place and its views.
+    """Assigns a position and views to every segment of a tokenized prompt.
 
     With n system tokens and chunks of m_1, m_2, … tokens:
 
-        shared        every chunk at n (the parts of a split document one behind the other); the question at n + max m
+        shared        every chunk at n (the parts of a split document one after the other); the question at n + max m
         sequential    chunk i at n + m_1 + … + m_(i-1); the question at n + sum m
         absolute      chunk i at its `position_offset`; the question after the last token of all
 
-    A chunk is *computed* in a place that does not depend on the other chunks: right after what it sees (the system
-    prompt, and chunks named in `sees`), or from position 0 when it sees nothing; a later part of a split document so
-    much further on as it stands in the document. The question's views move it. With the context "lead_in" the prompt's
-    lead-in stands between system prompt and chunk when it is computed, and is gone afterwards. The first chunk of a
-    prompt has none: only the system prompt stands before it in the prompt as well. With `absolute` positions, where
-    nothing moves, and without a lead-in it is the context "system".
+    A chunk is *computed* at a position that does not depend on the other chunks: right after what it sees (the system
+    prompt, and chunks named in `sees`), or at position 0 when it sees nothing; a later part of a split document so much
+    later as the document has tokens before it. The question's views move it. With the context "lead_in" the prompt's
+    lead-in is between system prompt and chunk when the chunk is computed, and is dropped afterwards. The first chunk of
+    a prompt has none: in the prompt, too, only the system prompt is before it. With `absolute` positions, where nothing
+    moves, and without a lead-in, "lead_in" equals the context "system".
 
     Raises:
         InvalidOffset: an offset that is missing, unexpected or inside the system prompt.
@@ -72,7 +72,7 @@ def arrange(prompt: Prompt, strategy: FixedStrategy = "shared", chunk_context: C
                 "use position_strategy='absolute' or leave the offset out"
             )
         else:
-            # where it stands in its document: nothing is moved in shared positions, and every prompt finds it
+            # its offset in its document: nothing is moved in shared positions, and every prompt hits it
             start += segment.document_offset
         spans.append(Span(segment, start, context + views))
     positions = _prompt_positions(spans, first_chunk, [system_end - base for base in bases], strategy)
@@ -90,7 +90,7 @@ def arrange(prompt: Prompt, strategy: FixedStrategy = "shared", chunk_context: C
 def _context(spans: list[Span], *, is_first: bool) -> tuple[View, ...]:
     """What every chunk sees: the system prompt, and the lead-in unless the chunk is the first document of its prompt.
 
-    Nothing but the system prompt stands before that one in the prompt, too: so it is exact.
+    Before the first document there is only the system prompt in the prompt, too: so it is exact.
     """
     return tuple(View(index, 0) for index, span in enumerate(spans) if not (is_first and span.is_lead_in))
 
@@ -109,7 +109,7 @@ def _views_of(
 
 
 def _prompt_positions(spans: list[Span], first_chunk: int, shifts: list[int], strategy: FixedStrategy) -> list[int]:
-    """Where the question sees the first token of each span; `shifts` take chunks to the end of the system prompt."""
+    """Positions at which the question sees the first token of each span; `shifts` move chunks to the system's end."""
     positions = [span.start for span in spans[:first_chunk]]
     cursor = sum(span.num_tokens for span in spans[:first_chunk] if not span.is_lead_in)
     for span, shift in zip(spans[first_chunk:], shifts, strict=True):

@@ -1,4 +1,4 @@
-"""A layout written out as one dense mask: for tests, and for people who want to look."""
+"""A layout as one dense mask, for tests and inspection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DenseLayout:
     """What every token of a prompt sees, T tokens in prompt order.
 
     token_ids: [T]
-    positions: [T], where each token stands while it is computed
+    positions: [T], the position of each token when it is computed
     mask: [T, T], True where the row token sees the column token
     distances: [T, T], how far the column's key is moved for the row; 0 where the mask is False
     factors, biases: [T, T], what the row's scores of that key are multiplied by, and then increased by
@@ -32,24 +32,24 @@ class DenseLayout:
 
     @property
     def question_positions(self) -> NDArray[np.int64]:
-        """[T], where each token stands as the last token sees it."""
+        """[T], the position of each token as seen by the last token."""
         positions: NDArray[np.int64] = self.positions + self.distances[-1]
         return positions
 
     @property
     def is_one_forward(self) -> bool:
-        """Whether one dense forward with `question_positions` and `mask` means the same: all distances agree."""
+        """Whether one dense forward with `question_positions` and `mask` is equivalent: all distances agree."""
         relative = self.question_positions[None, :] - self.question_positions[:, None]
         computed = self.positions[None, :] + self.distances - self.positions[:, None]
         return bool(((relative == computed) | ~self.mask).all())
 
 
 def dense(layout: Layout) -> DenseLayout:
-    """Writes a layout out as positions, a boolean mask and distances (numpy, no torch).
+    """Expands a layout to positions, a boolean mask and distances (numpy, no torch).
 
-    Repaired tokens are tokens of their own, between chunks and question.
+    Repaired tokens are separate tokens, between chunks and question.
     """
-    import numpy as np  # here, since everything imports layouts and a command line should start at once
+    import numpy as np  # deferred: everything imports layouts, and a command line should start fast
 
     offsets = np.cumsum([0] + [span.num_tokens for span in layout.spans])
     num_tokens = int(offsets[-1])

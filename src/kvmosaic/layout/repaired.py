@@ -1,11 +1,11 @@
-"""Repairing a layout: some tokens of chunks are computed again by the request, and read instead of the cached ones.
+"""Repaired layouts: the request recomputes some tokens of chunks, and reads them instead of the cached ones.
 
     before     system | chunk 1 | chunk 2 |                    question
     after      system | chunk 1 | chunk 2 | repaired tokens  | question
                                   . x . x    x x               sees chunk 2 without its x, and the repaired tokens
 
-A repaired token stands behind everything before it (see `standing`), and sees it, in prompt order: whole earlier spans,
-the tokens before it in its own chunk, and of all of them the repaired ones instead of the cached ones.
+A repaired token is positioned after everything before it in the prompt (see `repair_positions`), and sees it, in prompt
+order: whole earlier spans, the earlier tokens of its own chunk, and of all of them repaired instead of cached tokens.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from kvmosaic.prompt import Segment, SegmentKind
 
 
 def exact_spans(layout: Layout) -> set[int]:
-    """Indexes of the spans that saw all that stands before them in the prompt, from where the question sees it.
+    """Indexes of the spans that saw everything before them in the prompt, from where the question sees it.
 
-    Computing these again would give the same keys and values.
+    Recomputing these would give the same keys and values.
     """
     exact: set[int] = set()
     earlier: dict[int, int] = {}
@@ -29,7 +29,7 @@ def exact_spans(layout: Layout) -> set[int]:
         shift = position - span.start
         seen = {view.span: layout.spans[view.span].start + view.distance + shift for view in span.views}
         if seen != earlier:
-            break  # nor can anything behind it have seen all as it is
+            break  # nor can any later span have seen everything as it is
         exact.add(index)
         earlier[index] = position
     return exact
@@ -38,8 +38,8 @@ def exact_spans(layout: Layout) -> set[int]:
 def repair_positions(layout: Layout) -> dict[int, int]:
     """By index of a span before the last: the position of its first token for repaired tokens.
 
-    That is where the question sees it. In `shared` positions documents overlap there, and a token that sees others must
-    know which of them stands before it: for repaired tokens, and for them only, they stand one behind the other.
+    That is where the question sees it. In `shared` positions documents overlap there, and a token that sees others
+    needs to know their order: for repaired tokens, and for them only, documents are one after the other.
     """
     places = layout.positions()
     if layout.strategy == "shared":
@@ -52,11 +52,11 @@ def repair_positions(layout: Layout) -> dict[int, int]:
 
 
 def repaired(layout: Layout, chosen: Mapping[int, Sequence[int]], weight: Weight = UNWEIGHTED) -> Layout:
-    """The layout in which the question reads some tokens of chunks as they are when they see what is before them.
+    """The layout in which the question reads some tokens of chunks recomputed with everything before them visible.
 
     Args:
-        layout: as arranged; nothing of it is repaired yet.
-        chosen: by index of a chunk's span, the numbers of its repaired tokens, ascending.
+        layout: as arranged, without repaired tokens.
+        chosen: by index of a chunk's span, the indexes of its repaired tokens, ascending.
         weight: how the question weighs the scores of chunk keys.
     """
     assert layout.repair is None, "a layout is repaired once"
@@ -76,7 +76,7 @@ def repaired(layout: Layout, chosen: Mapping[int, Sequence[int]], weight: Weight
 
 
 def _views_of_parts(layout: Layout, span: Span, chunks: Sequence[int], stands: Mapping[int, int]) -> list[View]:
-    """How the question sees repaired tokens: each chunk's part where it sees the chunk."""
+    """The question's views of repaired tokens: each chunk's part where it sees the chunk."""
     positions, number = layout.positions(), len(layout.spans) - 1
     ends = (*span.parts[1:], span.num_tokens)
     rows: dict[int, list[int]] = {}

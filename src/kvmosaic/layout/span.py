@@ -1,4 +1,4 @@
-"""Spans: segments that have a place, and what each of them sees from how far."""
+"""Spans: segments with a position, and what each of them sees at which distance."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvmosaic.prompt import Segment, SegmentKind
 AutoStrategy = Literal["sequential", "shared"]
 FixedStrategy = Literal["shared", "sequential", "absolute"]
 PositionStrategy = Literal["auto", "shared", "sequential", "absolute"]
-"""`auto` is one of the others, chosen for each prompt; see `choose_strategy`."""
+"""`auto` chooses one of the others for each prompt; see `choose_strategy`."""
 ChunkContext = Literal["system", "lead_in", "none"]
-"""What chunks saw when they were computed: the system text, the system text and a lead-in, or nothing."""
+"""What chunks see when they are computed: the system text, the system text and a lead-in, or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """How the scores of a run of keys count in the softmax: multiplied by `factor`, then increased by `bias`."""
+    """Weight of a run of keys in the softmax: scores are multiplied by `factor`, then increased by `bias`."""
 
     factor: float = 1.0
     bias: float = 0.0
@@ -30,34 +30,34 @@ UNWEIGHTED = Weight()
 class View:
     """One earlier span as seen by a later one: all of its tokens, moved by `distance`.
 
-    A key computed at position j is used as if it stood at j + distance. The stored key is never touched; the reader's
-    query is turned by -distance instead.
+    A key computed at position j is used as if at position j + distance. The stored key is never changed; the reader's
+    query is rotated by -distance instead.
     """
 
     span: int
-    """Index of the span that is seen."""
+    """Index of the visible span."""
     distance: int
     hidden: tuple[int, ...] = ()
-    """Numbers of its tokens that are not seen, because the reader sees them repaired; ascending."""
+    """Indexes of its tokens that are masked, because the reader sees them repaired; ascending."""
     ends: tuple[int, ...] = ()
     """Repaired tokens only: for each of them, how many of the first tokens of that span it sees; empty: all see all."""
     weight: Weight = UNWEIGHTED
-    """How scores of its keys count."""
+    """Weight of its keys' scores."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether all of its tokens are seen as they are."""
+        """Whether all of its tokens are seen unchanged."""
         return not self.hidden and not self.ends and self.weight == UNWEIGHTED
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A segment with a place.
+    """A segment with a position.
 
         start               position of the first token when its keys are computed
-        views               the earlier spans it sees, each from its own distance; inside itself it is causal
+        views               the earlier spans it sees, each at its own distance; within the span, attention is causal
 
-    A question's views put the whole prompt together; a chunk's views are what its cached keys and values depend on.
+    A question's views assemble the whole prompt; a chunk's cached keys and values depend on its views.
     """
 
     segment: Segment
@@ -66,16 +66,16 @@ class Span:
     places: tuple[int, ...] = ()
     """Repaired tokens only: the position of each of them; empty: from `start` on."""
     parts: tuple[int, ...] = ()
-    """Repaired tokens only: the number of the first token of each chunk's part."""
+    """Repaired tokens only: the index of the first token of each chunk's part."""
 
     @property
     def is_repair(self) -> bool:
-        """Whether these are tokens of other spans, computed again."""
+        """Whether its tokens are recomputed tokens of other spans."""
         return self.segment.kind is SegmentKind.REPAIR
 
     @property
     def is_lead_in(self) -> bool:
-        """Whether nothing but chunks sees it, when they are computed."""
+        """Whether only chunks see it, when they are computed."""
         return self.segment.kind is SegmentKind.LEAD_IN
 
     @property
@@ -99,15 +99,15 @@ class Span:
 class Layout:
     """All spans of one prompt, in prompt order; a span sees only spans before it.
 
-    The last span is the one that goes on growing with the answer.
+    The last span grows with the answer.
     """
 
     spans: tuple[Span, ...]
     strategy: FixedStrategy = "shared"
     chunk_context: ChunkContext = "system"
     fresh_tokens: int = 0
-    """So many last tokens of the last span are computed even if they are cached: their attention, or their logits, are
-    wanted."""
+    """Number of last tokens of the last span that are computed even if cached, because their attention or logits are
+    needed."""
 
     @property
     def last(self) -> Span:
@@ -130,11 +130,11 @@ class Layout:
         return any(view.distance for span in self.spans for view in span.views)
 
     def positions(self) -> dict[int, int]:
-        """By index of a span that the last one sees: the position of its first token as the last span sees it."""
+        """Position of the first token of each visible span, by span index, as seen by the last span."""
         return {view.span: self.spans[view.span].start + view.distance for view in self.last.views}
 
     def position_of(self, span_index: int) -> int:
-        """Position of a span's first token as the last span sees it."""
+        """Position of a span's first token, as seen by the last span."""
         if span_index == len(self.spans) - 1:
             return self.last.start
         for view in self.last.views:

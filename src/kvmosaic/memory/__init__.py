@@ -1,4 +1,4 @@
-"""Where bytes live."""
+"""KV memory: block storage, budget, and serialized entries."""
 
 from __future__ import annotations
 

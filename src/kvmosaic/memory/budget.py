@@ -1,4 +1,4 @@
-"""Memory budget: how many blocks fit."""
+"""Memory budget: the number of blocks that fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from kvmosaic.errors import InvalidConfig
 
 MAX_BLOCKS = 1 << 24
-"""Of one pool: 335 MB to keep count of them, before anything is cached. Measured up to ten million."""
+"""Maximum blocks of one pool: their bookkeeping takes 335 MB before anything is cached. Measured up to ten million."""
 
 
 def blocks_within(num_bytes: int, bytes_per_block: int, purpose: str) -> int:
@@ -33,12 +33,12 @@ def blocks_within(num_bytes: int, bytes_per_block: int, purpose: str) -> int:
 
 
 def check_fits(num_bytes: int, device: torch.device) -> None:
-    """Refuses caches that no device of this size can hold.
+    """Rejects caches larger than the device.
 
-    A system that promises more memory than it has would let them be made, and end the process when they fill.
+    A system that overcommits memory would allocate them, and kill the process when they fill.
 
     Raises:
-        InvalidConfig: `num_bytes` are more than all the memory of the device.
+        InvalidConfig: `num_bytes` exceeds the total memory of the device.
     """
     total = device_memory_bytes(device)
     if num_bytes > total:

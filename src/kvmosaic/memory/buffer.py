@@ -1,4 +1,4 @@
-"""Plain bytes of the host as tensors: fresh ones, and those that somebody else owns."""
+"""Host buffers as tensors, owned or wrapped."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 
 def new_bytes(count: int) -> Tensor:
-    """[count] uint8, not filled.
+    """[count] uint8, uninitialized.
 
-    numpy asks the system for huge pages. With small ones, first touching the memory takes longer than filling it.
+    numpy allocates huge pages. With small ones, page faults take longer than filling the memory.
     """
     return torch.from_numpy(np.empty(count, np.uint8))
 
 
 def pinned_bytes(count: int) -> memoryview:
-    """Bytes that a GPU reads directly, so that copies to it are fast; they are never swapped out."""
+    """Pinned (page-locked) host memory, for fast copies to a GPU; never swapped out."""
     return memory_of(torch.empty(count, dtype=torch.uint8, pin_memory=True))
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """[bytes] uint8: the memory of a tensor on the CPU, a view if it is contiguous."""
+    """[bytes] uint8: the memory of a CPU tensor, a view if it is contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -38,7 +38,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 class _Memory:
-    """Bytes as numpy takes them; torch has no read-only tensors and warns of arrays that are."""
+    """numpy array interface over bytes; torch has no read-only tensors and warns of read-only arrays."""
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
         self.__array_interface__: dict[str, Any] = {

@@ -1,11 +1,11 @@
-"""The seal of an entry: its secret's label and a checksum over all of its bytes, at places that never move.
+"""The checksum of an entry: BLAKE3 over all of its bytes, and a label of its secret, at fixed offsets.
 
     0        8                           35         99           111     127
     | length | {"__metadata__":{"blake3":" | checksum | ","secret":" | label | …
 
-The checksum is BLAKE3 over the whole entry with zeros in its own place, so it is checked before a single byte is
-interpreted. With a secret it is keyed: who does not know the secret can neither change nor make an entry. The label
-tells which secret that was, and nothing about it that a guess could not be tried on anyway.
+The checksum is BLAKE3 over the whole entry with zeros in its own place, so it is verified before a single byte is
+interpreted. With a secret it is keyed: without the secret, an entry can be neither changed nor made. The label
+identifies the secret, and reveals nothing that could not be guessed by trial anyway.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ SMALLEST_ENTRY = _LABEL_END
 
 
 class Checksum:
-    """Seals entries, and checks seals, with one secret or with none."""
+    """Computation and verification of checksums, with or without a secret."""
 
     def __init__(self, secret: str | None = None) -> None:
-        """Takes any text as a secret; a long random one is needed to keep an attacker out.
+        """Accepts any text as a secret; use a long random one against attackers.
 
         Raises:
             InvalidConfig: an empty secret, which would protect nothing.
@@ -48,7 +48,7 @@ class Checksum:
             self.label = blake3(text, derive_key_context="kvmosaic 2026-11-21 secret label").hexdigest(8)
 
     def digest(self, entry: Bytes) -> bytes:
-        """The checksum (64 hexadecimal digits) of an entry with our label, whatever stands in either place now."""
+        """The checksum (64 hexadecimal digits) of an entry with our label, whatever both fields contain."""
         view = memoryview(entry)
         hasher = blake3(key=self._key) if self._key is not None else blake3()
         hasher.update(view[:_DIGEST_AT])
@@ -59,15 +59,15 @@ class Checksum:
         return hasher.hexdigest().encode()
 
     def close(self, entry: bytearray | memoryview) -> None:
-        """Writes the checksum into an entry that is otherwise complete."""
+        """Writes the checksum and the label into an otherwise complete entry."""
         entry[_DIGEST_AT:_DIGEST_END] = self.digest(entry)
 
     def check(self, entry: Bytes) -> None:
-        """Checks every byte of an entry.
+        """Verifies every byte of an entry.
 
         Raises:
-            OtherSecret: sealed with another secret, or with none.
-            DamagedEntry: not the bytes that were sealed.
+            OtherSecret: written with another secret, or with none.
+            DamagedEntry: not the bytes that were written.
         """
         view = memoryview(entry)
         found, digest = bytes(view[_DIGEST_AT:_DIGEST_END]), self.digest(entry)
@@ -92,7 +92,7 @@ class Checksum:
 
 
 def check_magic(start: Bytes) -> None:
-    """Checks that this can be an entry at all.
+    """Checks the magic bytes of an entry.
 
     Raises:
         DamagedEntry: too short, or other bytes where every version has the same ones.

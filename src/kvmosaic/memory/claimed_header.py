@@ -1,4 +1,4 @@
-"""A glance at an entry: what it says of itself, and whether its seal is right. Nothing here needs torch."""
+"""The claimed header of an entry, read unverified, and full verification. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvmosaic.memory.header import EntryHeader, from_texts
 
 MAX_PREAMBLE_BYTES = 2**24
 _MAX_MARKS = 2**18
-"""Most brackets and commas: what bounds the number of objects that a text can become."""
+"""Maximum brackets and commas, which bounds the number of objects parsed from a text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimedHeader:
-    """The texts at the beginning of an entry, each well formed; whether they are true is not known yet."""
+    """Well-formed header fields of an entry, not yet verified."""
 
     header: EntryHeader
     digest: str
     label: str
-    """Of the secret that it was sealed with."""
+    """Label of its secret."""
     table: dict[str, Any]
-    """Of tensors; anything that JSON can say."""
+    """The tensor table; any JSON values."""
 
 
 def num_file_header_bytes(start: Bytes) -> int:
@@ -46,11 +46,11 @@ def num_file_header_bytes(start: Bytes) -> int:
 
 
 def read_claimed_header(start: Bytes) -> ClaimedHeader:
-    """Reads the beginning of an entry, of which `start` has at least that. Good for lists only.
+    """Reads the header of an entry; `start` contains at least the header. Unverified: for listings only.
 
     Raises:
         ForeignEntry: another version of the format.
-        DamagedEntry: not the beginning of an entry.
+        DamagedEntry: not the start of an entry.
     """
     num_bytes = num_file_header_bytes(start)
     if len(start) < num_bytes:
@@ -69,13 +69,13 @@ def read_claimed_header(start: Bytes) -> ClaimedHeader:
 
 
 def num_claimed_bytes(start: Bytes) -> int:
-    """Bytes of a whole entry, as its beginning says, of which `start` has at least `num_preamble_bytes`.
+    """Claimed size of a whole entry; `start` contains at least `num_file_header_bytes` of it.
 
-    An entry of another size is damaged, and more of it need not be read.
+    An entry of another size is damaged, and need not be read further.
 
     Raises:
         ForeignEntry: another version of the format.
-        DamagedEntry: not the beginning of an entry.
+        DamagedEntry: not the start of an entry.
     """
     ends = []
     for place in read_claimed_header(start).table.values():
@@ -87,11 +87,11 @@ def num_claimed_bytes(start: Bytes) -> int:
 
 
 def check_entry(entry: Bytes, key: Key, seal: Checksum) -> EntryHeader:
-    """Checks every byte of an entry against its seal, and that it lies under its own key; returns what it is.
+    """Verifies every byte of an entry against its checksum and its key; returns its header.
 
     Raises:
-        ForeignEntry: sealed with another secret, or another version of the format.
-        DamagedEntry: not the bytes that were sealed, or those of another key.
+        ForeignEntry: written with another secret, or another version of the format.
+        DamagedEntry: not the bytes that were written, or those of another key.
     """
     check_magic(entry)
     seal.check(entry)

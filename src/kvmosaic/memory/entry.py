@@ -1,10 +1,10 @@
-"""An entry: the bytes in which a chunk is kept outside of the device, and a valid safetensors file.
+"""An entry: the serialized form of a chunk in a tier, a valid safetensors file.
 
-    8 bytes | header: checksum, label, what it is, table of tensors, spaces | keys and values, layer by layer
-    length  | JSON, ends on a multiple of 64 bytes                          | scales and codes, or one zstd frame
+    8 bytes | header: checksum, label, metadata, tensor table, padding | keys and values, layer by layer
+    length  | JSON, ends on a multiple of 64 bytes                     | scales and codes, or one zstd frame
 
-Nothing in it is believed before the checksum over all of it is right, and nothing is used before it is the model,
-what was seen, the tokens and the place that were asked for. Reading makes no object larger than what was expected.
+Nothing is used before the checksum over all bytes is verified, and before model, root, tokens and start match the
+requested ones. Reading allocates no object larger than expected.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from kvmosaic.memory.storage import ChunkTensors
 from kvmosaic.tiers import MAX_ENTRY_BYTES
 
 _MAX_TEXT_BYTES = 2**17
-"""Of a header without tokens and layers: its names may be 16 times 256 characters, each escaped twice in 14 bytes."""
+"""Maximum header bytes without tokens and layers: up to 16 names of 256 characters, each escaped twice in 14 bytes."""
 _MAX_LAYER_BYTES = 2**10
-"""Of a header for one layer: its shape, and the places of at most six tensors."""
+"""Maximum header bytes of one layer: its shape, and the offsets of at most six tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryExpectation:
-    """What an entry must be to be used; see the fields of `EntryHeader`."""
+    """What an entry must match to be used; see the fields of `EntryHeader`."""
 
     fingerprint: str
     key: Key
@@ -56,12 +56,12 @@ class EntryExpectation:
     layers: tuple[LayerGeometry, ...]
     dtype: DtypeName
     codec: CodecName = "none"
-    """The loss that is allowed: what was stored with this codec, or without any."""
+    """Allowed loss: entries stored with this codec, or without any."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedEntry:
-    """An entry that is what was expected."""
+    """A verified entry that matches what was expected."""
 
     header: EntryHeader
     layers: ChunkTensors
@@ -71,20 +71,20 @@ class DecodedEntry:
 def encode_entry(
     header: EntryHeader, layers: Sequence[tuple[Tensor, Tensor | None]], secret: str | None = None
 ) -> memoryview:
-    """Makes an entry.
+    """Serializes a chunk.
 
     Args:
-        header: what it is. `codec` and `compression` are what is wanted: numbers that no scale can hold are stored
-            as they are, and so are bytes that zstd makes less than 5% smaller.
+        header: metadata. `codec` and `compression` are requests: numbers that no scale can represent are stored
+            uncoded, and data that zstd shrinks by less than 5% uncompressed.
         layers: keys [n, G, D] and values [n, G, Dv] (None where they are in the keys) of every layer that stores
-            something, on the CPU; what `BlockStorage.read_chunk` gives.
-        secret: who does not know it can neither make nor change an entry.
+            something, on the CPU; as returned by `BlockStorage.read_chunk`.
+        secret: without it, an entry can be neither made nor changed.
 
     Returns:
         A read-only view of fresh memory.
 
     Raises:
-        InvalidConfig: a codec that the dtype does not allow, zstandard is missing, or a chunk too large for an entry.
+        InvalidConfig: a codec that the dtype does not support, zstandard is missing, or a chunk too large for an entry.
     """
     seal = Checksum(secret)
     check_header(header)
@@ -114,41 +114,41 @@ def encode_entry(
 
 
 class EntryBound:
-    """How large an entry of a model can be, with whatever codec, compression, names and secret.
+    """Maximum entry sizes of a model, over all codecs, compressions, names and secrets.
 
-    What a tier has under the key of a chunk and is larger is no entry of it, and need not be read.
+    Larger data under a chunk's key is no valid entry, and need not be read.
     """
 
     def __init__(self, layers: Sequence[LayerGeometry], dtype: DtypeName) -> None:
-        """Of entries with these layers, in this dtype."""
+        """Bounds for entries with these layers, in this dtype."""
         self._shapes, self._dtype = shape_counts(layers), dtype
         self._text_bytes = _MAX_TEXT_BYTES + _MAX_LAYER_BYTES * len(layers)
 
     def max_bytes(self, num_tokens: int) -> int:
-        """Most bytes of an entry of so many tokens, header included."""
+        """Maximum bytes of an entry of so many tokens, header included."""
         header_bytes = self._text_bytes + 2 * TOKEN_BYTES * num_tokens  # as base64: 4/3
         payload_bytes = max_payload_bytes(self._shapes, self._dtype, num_tokens)
         return min(header_bytes, MAX_PREAMBLE_BYTES) + payload_bytes
 
 
 def read_header(start: Bytes) -> EntryHeader:
-    """What an entry says it is, from its first bytes: at least `num_preamble_bytes` of them.
+    """Reads an entry's header from its first bytes: at least `num_file_header_bytes` of them.
 
-    Good for lists only: without all of the bytes, nobody can tell whether it is true.
+    For listings only: without all of the bytes, it cannot be verified.
 
     Raises:
         ForeignEntry: another version of the format.
-        DamagedEntry: not the beginning of an entry.
+        DamagedEntry: not the start of an entry.
     """
     return read_file_header(start).header
 
 
 def decode_entry(entry: Bytes, expected: EntryExpectation, secret: str | None = None) -> DecodedEntry:
-    """Verifies an entry and reads it.
+    """Verifies an entry and decodes it.
 
     Raises:
         DamagedEntry: not the bytes that were written.
-        ForeignEntry: written by another version, with another secret, or not what is expected.
+        ForeignEntry: written by another version, with another secret, or not as expected.
     """
     entry = memoryview(entry)
     check_magic(entry)

@@ -1,4 +1,4 @@
-"""The beginning of an entry: the header of a safetensors file, in one spelling only."""
+"""The file header of an entry: a safetensors header in a canonical form."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
-    """The beginning of an entry, read."""
+    """A parsed file header."""
 
     header: EntryHeader
     num_bytes: int
-    """Of the beginning itself; the payload starts here."""
+    """Of the header itself; the payload starts here."""
     payload_bytes: int
-    """Of the payload as it is stored."""
+    """Of the stored payload."""
 
 
 def write_file_header(header: EntryHeader, label: str, compressed_bytes: int | None = None) -> bytes:
-    """Length and header of a safetensors file, without its checksum, ending on a multiple of `ALIGNMENT`."""
+    """Length and header of a safetensors file, without its checksum, padded to a multiple of `ALIGNMENT`."""
     if compressed_bytes is None:
         placed = sorted((place for each in places_of(header) for place in each), key=lambda place: place.begin)
         table = {place.name: place.entry for place in placed}
@@ -42,11 +42,11 @@ def write_file_header(header: EntryHeader, label: str, compressed_bytes: int | N
 
 
 def read_file_header(start: Bytes) -> FileHeader:
-    """Reads the beginning of an entry, of which `start` has at least that.
+    """Reads the file header of an entry; `start` contains at least the header.
 
     Raises:
         ForeignEntry: another version of the format.
-        DamagedEntry: anything but what `write_preamble` gives, byte for byte, apart from the checksum.
+        DamagedEntry: differs in any byte but the checksum from what `write_file_header` writes.
     """
     claims = read_claimed_header(start)
     num_bytes, header = num_file_header_bytes(start), claims.header
@@ -60,7 +60,7 @@ def read_file_header(start: Bytes) -> FileHeader:
 
 
 def _compressed_bytes(table: dict[str, Any]) -> int:
-    """Bytes of the compressed payload, from a table that may be anything."""
+    """Bytes of the compressed payload, from an untrusted table."""
     place = table.get(COMPRESSED)
     shape = place.get("shape") if isinstance(place, dict) else None
     count = shape[0] if isinstance(shape, list) and len(shape) == 1 else None

@@ -1,4 +1,4 @@
-"""The shape of a stored chunk: what every layer keeps per token."""
+"""The geometry of a stored chunk: heads and dimensions of every layer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 MAX_LAYERS = 1024
 MAX_WIDTH = 2**16
-"""Most heads of a layer, and most numbers of a head."""
+"""Maximum heads of a layer, and maximum head dimension."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
-    """What one layer stores per token; the same words as `StoredLayer`, without the model."""
+    """What one layer stores per token; the fields of `StoredLayer`, without the model."""
 
     source_layer: int
     num_kv_heads: int
@@ -31,10 +31,10 @@ class LayerGeometry:
 
     @classmethod
     def from_numbers(cls, numbers: object) -> LayerGeometry:
-        """Reads what `numbers` gives.
+        """Inverse of `numbers`.
 
         Raises:
-            ValueError: something else, or beyond any layer there is.
+            ValueError: malformed, or out of range.
         """
         if not isinstance(numbers, list) or len(numbers) != 5 or any(type(number) is not int for number in numbers):
             raise ValueError("a layer is not five whole numbers")
@@ -49,7 +49,7 @@ class LayerGeometry:
 
     @property
     def numbers(self) -> list[int]:
-        """Five whole numbers that say it all."""
+        """Its five fields as integers."""
         return [int(number) for number in astuple(self)]
 
 
@@ -59,5 +59,5 @@ def geometry_of(layers: Sequence[StoredLayer]) -> tuple[LayerGeometry, ...]:
 
 
 def stored_layers(layers: Sequence[LayerGeometry]) -> list[tuple[int, LayerGeometry]]:
-    """Those that store something, with their index."""
+    """The layers that store something, with their index."""
     return [(index, layer) for index, layer in enumerate(layers) if layer.source_layer == index]

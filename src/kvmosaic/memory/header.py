@@ -1,4 +1,4 @@
-"""What an entry says about itself, and its strict form as texts."""
+"""The metadata of an entry, and its strict text form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_TOKENS = 2**21
 MAX_KEY_BYTES = 64
 MAX_NAMES = 16
 MAX_TEXT = 256
-"""Most characters of a name, a tenant and a fingerprint."""
+"""Maximum characters of a name, a tenant and a fingerprint."""
 MAX_START = 2**48
 MAX_SECONDS = 1e12
 
@@ -32,31 +32,31 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 
 @dataclass(frozen=True, slots=True)
 class EntryHeader:
-    """What an entry holds, whose it is, and how it is packed.
+    """Metadata of an entry: content, owner and encoding.
 
-    The size of a block is not in it: a chunk is stored token by token, and fits into any pool.
+    Independent of the block size: a chunk is stored token by token, and fits into any pool.
     """
 
     fingerprint: str
     """Of the model that computed it; see `kvmosaic.model.fingerprint`."""
     key: Key
     root: Key
-    """What the chunk saw and where it starts."""
+    """Key of what the chunk saw and where it starts."""
     start: int
-    """The position from which its keys were turned."""
+    """The position of its first token, for which its keys are rotated."""
     tokens: bytes
     """Its token ids, encoded as in `kvmosaic.cache.keys`."""
     layers: tuple[LayerGeometry, ...]
     dtype: DtypeName
-    """Of the pool that it came from; a codec stores other numbers."""
+    """Of the pool that it came from; a codec stores another type."""
     codec: CodecName = "none"
     compression: Compression = "none"
     names: tuple[str, ...] = ()
-    """What people call it, latest last; the last `MAX_NAMES` are kept, each cut at `MAX_TEXT` characters."""
+    """Its names, latest last; the last `MAX_NAMES` are kept, each cut at `MAX_TEXT` characters."""
     tenant: str = ""
-    """A label for lists; cut like a name."""
+    """A label for listings; cut like a name."""
     compute_seconds: float = 0.0
-    """What computing it took."""
+    """Seconds that computing it took."""
     created: float = 0.0
     """Seconds since the epoch."""
 
@@ -67,7 +67,7 @@ class EntryHeader:
 
 
 def check_header(header: EntryHeader) -> None:
-    """Refuses what no entry may say.
+    """Rejects invalid metadata.
 
     Raises:
         InvalidConfig: naming the field, the value and the limit.
@@ -95,7 +95,7 @@ def check_header(header: EntryHeader) -> None:
 
 
 def to_texts(header: EntryHeader) -> dict[str, str]:
-    """A header as texts, in the only order and spelling that is read again."""
+    """Metadata as texts, in the only accepted order and form."""
     return {
         "version": str(FORMAT_VERSION),
         "fingerprint": header.fingerprint,
@@ -115,7 +115,7 @@ def to_texts(header: EntryHeader) -> dict[str, str]:
 
 
 def from_texts(texts: Mapping[str, Any]) -> EntryHeader:
-    """Reads what `to_texts` gives.
+    """Inverse of `to_texts`.
 
     Raises:
         ForeignEntry: another version of the format.
@@ -207,7 +207,7 @@ def _compact(value: Any) -> str:
 
 
 def _cut(text: str) -> str:
-    """What of a text is kept: not more than is useful, and only what UTF-8 can say."""
+    """A text cut at the limit, and without what UTF-8 cannot encode."""
     return text[:MAX_TEXT].encode("utf-8", "replace").decode()
 
 

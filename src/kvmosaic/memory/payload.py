@@ -1,4 +1,4 @@
-"""The payload of an entry: which tensors stand behind the header, and where."""
+"""The payload of an entry: the tensors after the header, and their offsets."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Place:
 
     @property
     def end(self) -> int:
-        """The byte behind its last one."""
+        """The offset after its last byte."""
         return self.begin + self.part.num_bytes
 
     @property
     def entry(self) -> dict[str, object]:
-        """Its line in the table of a safetensors file."""
+        """Its row in the tensor table of a safetensors file."""
         dtype, shape = _FORMAT_NAMES[self.part.dtype], list(self.part.shape)
         return {"dtype": dtype, "shape": shape, "data_offsets": [self.begin, self.end]}
 
@@ -65,7 +65,7 @@ class Source:
 
 
 def sources(layers: Sequence[LayerGeometry], num_tokens: int) -> Iterator[Source]:
-    """The keys and values of all layers that store some."""
+    """The keys and values of all layers that store any."""
     for index, layer in stored_layers(layers):
         key_shape = (num_tokens, layer.num_kv_heads, layer.key_dim)
         yield Source(f"layers.{index}.key", key_shape, "channels" if layer.value_in_key else "tokens")
@@ -74,11 +74,11 @@ def sources(layers: Sequence[LayerGeometry], num_tokens: int) -> Iterator[Source
 
 
 def places_of(header: EntryHeader) -> list[list[Place]]:
-    """Where the parts of every source lie. They follow from the header alone, so nothing else can be claimed.
+    """The place of every part of every source. It follows from the header alone, so a file cannot claim another.
 
         layers.0.key.scale | layers.0.value.scale | … | layers.0.key.code | …
 
-    Wide numbers come first, so that all of them are aligned without a gap, which the format would not allow.
+    Wide types come first, so that all of them are aligned without padding, which the format does not allow.
     """
     codec, dtype = CODECS[header.codec], DTYPES[header.dtype]
     found = [
@@ -100,12 +100,12 @@ def num_payload_bytes(places: Sequence[Sequence[Place]]) -> int:
 
 
 def shape_counts(layers: Sequence[LayerGeometry]) -> Counter[LayerGeometry]:
-    """How many of the layers that store something have each shape; all of them as layer 0."""
+    """Number of storing layers per shape; all of them as layer 0."""
     return Counter(replace(layer, source_layer=0) for _, layer in stored_layers(layers))
 
 
 def max_payload_bytes(shapes: Counter[LayerGeometry], dtype: DtypeName, num_tokens: int) -> int:
-    """Most bytes that the payload of so many tokens takes, with whatever codec; see `shape_counts`."""
+    """Maximum payload bytes of so many tokens, over all codecs; see `shape_counts`."""
     each = [(source, count) for layer, count in shapes.items() for source in sources((layer,), num_tokens)]
     return max(
         sum(
@@ -123,7 +123,7 @@ def flattened(layers: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
 
 
 def pack(header: EntryHeader, tensors: Sequence[Tensor], target: Tensor | None = None) -> Tensor | None:
-    """[bytes] uint8: the payload, written to `target` if given; None if the codec cannot hold a number."""
+    """[bytes] uint8: the payload, written to `target` if given; None if the codec cannot represent a number."""
     codec, places = CODECS[header.codec], places_of(header)
     result = target if target is not None else new_bytes(num_payload_bytes(places))
     for source, tensor, each in zip(sources(header.layers, header.num_tokens), tensors, places, strict=True):
@@ -136,7 +136,7 @@ def pack(header: EntryHeader, tensors: Sequence[Tensor], target: Tensor | None =
 
 
 def unpack(header: EntryHeader, payload: Tensor) -> ChunkTensors:
-    """The tensors again; without a codec they are views of the payload."""
+    """Inverse of `pack`; without a codec the tensors are views of the payload."""
     codec, dtype = CODECS[header.codec], DTYPES[header.dtype]
     tensors = iter(
         codec.decode(tuple(_tensor(payload, place) for place in each), source.shape, dtype, source.along)

@@ -1,4 +1,4 @@
-"""Block storage: the tensors behind the block ids of one pool."""
+"""Block storage: the KV tensors of one pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from kvmosaic.memory.buffer import new_bytes
 
 ChunkTensors: TypeAlias = list[tuple[Tensor, Tensor | None]]
-"""Of every layer that stores something: keys [n, G, D], and values [n, G, Dv] if they are not in the keys."""
+"""For every layer that stores something: keys [n, G, D], and values [n, G, Dv] if they are not in the keys."""
 
 
 class StoredLayer(Protocol):
@@ -53,7 +53,7 @@ class BlockStorage:
         layer 1   …
 
     Slot s is row s % P of block s // P, so neighbouring blocks are one strided view: reading a run copies nothing.
-    Slots hold garbage until they are written; only runs of written slots are ever read.
+    Slots are uninitialized until they are written; only runs of written slots are ever read.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class BlockStorage:
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._kept: tuple[tuple[int, ...], ChunkTensors] | None = None
-        """While asleep: blocks, and what they hold."""
+        """While asleep: block ids, and their contents."""
         self._allocate(num_blocks * block_size)
 
     def _allocate(self, num_slots: int) -> None:
@@ -87,13 +87,13 @@ class BlockStorage:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether it has no memory on its device now."""
+        """Whether its device memory is freed."""
         return self._kept is not None
 
     def sleep(self, block_ids: Sequence[int]) -> None:
-        """Gives the memory of the device back; what these blocks hold moves to the memory of the host.
+        """Frees the device memory; the contents of these blocks move to host memory.
 
-        On a CPU these are the same, and what is given back is the rest.
+        On a CPU the two are the same, and only the other blocks are freed.
         """
         assert not self.is_asleep
         num_slots = len(block_ids) * self.block_size
@@ -101,9 +101,9 @@ class BlockStorage:
         self._allocate(0)
 
     def wake(self) -> None:
-        """Takes memory on the device again, with everything where it was; does nothing while awake.
+        """Allocates the device memory again and restores every block in place; does nothing while awake.
 
-        If there is no memory for it, this raises what torch raises, and it sleeps on.
+        If out of memory, raises torch's error and stays asleep.
         """
         if self._kept is None:
             return
@@ -129,7 +129,7 @@ class BlockStorage:
         return self.bytes_per_block * self.num_blocks
 
     def write(self, layer_index: int, slots: Tensor | slice, keys: Tensor, values: Tensor) -> None:
-        """Stores the keys [n, G, D] and values [n, G, Dv] of n tokens; layers that store nothing skip this."""
+        """Writes the keys [n, G, D] and values [n, G, Dv] of n tokens; layers that store nothing skip this."""
         layer = self.layers[layer_index]
         if layer.source_layer != layer_index:
             return
@@ -145,8 +145,8 @@ class BlockStorage:
     def read_chunk(self, block_ids: Sequence[int], num_tokens: int) -> ChunkTensors:
         """Copies of the first `num_tokens` slots of these blocks, contiguous and on the CPU, all in one allocation.
 
-        A run of neighbouring blocks is copied as one; from a device, every layer is one transfer. While asleep, blocks
-        that are kept can be read, too.
+        A run of neighbouring blocks is copied as one; from a device, every layer is one transfer. Preserved blocks can
+        be read while asleep, too.
         """
         if self._kept is not None:
             return self._read_kept(*self._kept, block_ids, num_tokens)
@@ -172,7 +172,7 @@ class BlockStorage:
         return chunk
 
     def write_chunk(self, block_ids: Sequence[int], chunk: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-        """Writes what `read_chunk` gave into the first slots of these blocks; blocks may have another size by now."""
+        """Writes a result of `read_chunk` into the first slots of these blocks; the block size may differ."""
         slots = _slots(block_ids, len(chunk[0][0]), self.block_size, self.device)
         stored = [tensors for index in range(len(self.layers)) if (tensors := self._stored(index))]
         for targets, parts in zip(stored, chunk, strict=True):
@@ -204,7 +204,7 @@ class BlockStorage:
 
 
 def _slots(block_ids: Sequence[int], num_tokens: int, block_size: int, device: torch.device) -> slice | Tensor:
-    """The first `num_tokens` slots of these blocks: a slice if they are neighbours, else [num_tokens] numbers."""
+    """The first `num_tokens` slots of these blocks: a slice if they are contiguous, else [num_tokens] indexes."""
     first, count = block_ids[0], -(-num_tokens // block_size)
     assert 0 < count <= len(block_ids), f"{num_tokens} tokens do not fit into {len(block_ids)} blocks of {block_size}"
     if list(block_ids[:count]) == list(range(first, first + count)):

@@ -1,4 +1,4 @@
-"""What was asked: segments and prompts from text, chat, documents or tokens."""
+"""Prompts: segments from text, chat messages, documents or tokens."""
 
 from kvmosaic.prompt.document import Document, read_documents
 from kvmosaic.prompt.encoder import PromptEncoder

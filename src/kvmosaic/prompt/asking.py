@@ -1,4 +1,4 @@
-"""Chat bodies beyond plain messages: separators in them, roles that a template does not know, and its variables."""
+"""Chat request preprocessing: separators in messages, roles unknown to a template, and template variables."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvmosaic.prompt.separator import named_parts
 def take_separated(
     messages: Sequence[Mapping[str, Any]], separator: str | None
 ) -> tuple[list[Mapping[str, Any]], tuple[Document, ...]]:
-    """Takes documents out of the messages of the user that hold separators, those of earlier turns included.
+    """Extracts documents from user messages with separators, earlier turns included.
 
-    The part before the first separator is the system text of a conversation without one, else a document as well.
+    The part before the first separator is the system text of a conversation without one, otherwise a document as well.
     """
     if not separator:
         return list(messages), ()
@@ -43,20 +43,20 @@ def take_separated(
 
 
 def content_parts(message: Mapping[str, Any]) -> list[Any]:
-    """A content as a list of parts."""
+    """Message content as a list of parts."""
     content = message["content"]
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
 def known_roles(template: str | None, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The conversation with 'system' for 'developer' where the template does not know the difference."""
+    """The conversation with 'system' for 'developer' where the template treats them alike."""
     if "developer" in (template or ""):
         return list(messages)
     return [{**message, "role": "system"} if message.get("role") == "developer" else message for message in messages]
 
 
 def check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
-    """Only variables of the template itself may be set: no other template, no special tokens, no tokenizing.
+    """Checks that only the template's own variables are set: no other template, special tokens or tokenization.
 
     Raises:
         InvalidMessages: another name.

@@ -1,4 +1,4 @@
-"""Breakpoints: marks on parts of a message that make segments of them."""
+"""Cache breakpoints: marked parts of a message that become segments."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ MARKS = ("cache_control", "prompt_cache_breakpoint")
 
 
 def take_marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], tuple[Document, ...]]:
-    """Takes marked text parts out of a conversation, as documents.
+    """Extracts marked text parts from a conversation, as documents.
 
         system   [instructions | handbook* | manual*]         *: marked with `cache_control` or
         user     [letter* | question]                            `prompt_cache_breakpoint`
 
         system text: instructions, handbook     documents: manual, letter     question: question
 
-    Marks count in system messages and in those of the user, earlier ones included: what was a document in the first
-    turn of a conversation is the same document in the second. The first marked part of the system messages ends the
-    system text, as it ends the cached prefix elsewhere; marked parts behind it are documents. So are the marked parts
-    of the user's messages, except that the last part of a message stays when every part is marked. Parts without a mark
-    stay in the message they were written in, so nothing changes its role.
+    Marks count in system and user messages, earlier ones included: what was a document in the first turn of a
+    conversation is the same document in the second. The first marked part of the system messages ends the system text,
+    as it ends the cached prefix in other APIs; marked parts after it are documents. So are the marked parts of the
+    user's messages, except that the last part of a message stays if every part is marked. Unmarked parts stay in their
+    message, so nothing changes its role.
 
     Returns:
         The conversation without the documents, and the documents in order.

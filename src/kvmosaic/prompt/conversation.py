@@ -1,4 +1,4 @@
-"""Conversations: messages rendered through a chat template, every character marked as the template's or somebody's."""
+"""Conversations: messages rendered through a chat template, with the origin of every character."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Documents = list[dict[str, str]] | None
 
 
 class _MarkedTexts:
-    """Texts that are rendered as marks: each with its mark, and the message that it belongs to (None: a tool)."""
+    """Texts replaced by marks for rendering: each with its mark and its message (None: a tool)."""
 
     def __init__(self) -> None:
         self.marks = Marks()
@@ -27,14 +27,14 @@ class _MarkedTexts:
         self.owners: list[int | None] = []
 
     def message(self, message: dict[str, Any], number: int) -> dict[str, Any]:
-        """A message with marks for its texts."""
+        """A message with its texts replaced by marks."""
         content = self.mark(number, message["content"], padded=True, always=True)
         mark = partial(self.mark, number)
         rest = {key: map_texts(value, mark) for key, value in message.items() if key not in ("role", "content")}
         return {"role": message["role"], "content": content, **rest}
 
     def mark(self, owner: int | None, text: str, *, padded: bool = False, always: bool = False) -> str:
-        """The mark of a text; names, ids and types decide what a template does, and are left as they are."""
+        """The mark of a text; names, ids and types, which decide what a template does, stay unmarked."""
         if not text or (not always and _PLAIN_NAME.fullmatch(text)):
             return text  # a plain name contains no control token
         self.values.append(text)
@@ -45,10 +45,10 @@ class _MarkedTexts:
 class Conversation:
     """A checked conversation and the template that renders it.
 
-    Contents are rendered as marks, never as themselves, and put in afterwards. So a content cannot change what the
-    template writes, and the text of the template is known to the character. The result is compared with an ordinary
-    rendering; templates that edit contents (cut out old reasoning, trim line breaks) are followed. Tools are rendered
-    in this way too if a text in them could write a control token; others are passed to the template as they are.
+    Contents are rendered as marks and substituted afterwards. So a content cannot change what the template writes, and
+    the template's own text is known exactly. The result is compared with an ordinary rendering; templates that
+    edit contents (cut out old reasoning, trim line breaks) are followed. Tools are rendered in this way too if a text
+    in them could write a control token; others are passed to the template unchanged.
     """
 
     def __init__(self, tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> None:
@@ -69,7 +69,7 @@ class Conversation:
 
     @property
     def last_answer(self) -> int | None:
-        """The number of the last answer that somebody went on from; None in a first turn."""
+        """Index of the last answer that a later message follows; None in a first turn."""
         roles = [message["role"] for message in self.messages]
         asked = max((number for number, role in enumerate(roles) if role != "assistant"), default=0)
         return max((number for number, role in enumerate(roles[:asked]) if role == "assistant"), default=None)
@@ -84,14 +84,14 @@ class Conversation:
 
     @property
     def template_source(self) -> str:
-        """The template's source, to see which names it knows."""
+        """The template's source, to see which names it uses."""
         return str(self._options.get("chat_template") or getattr(self._tokenizer, "chat_template", None) or "")
 
     def pieces(self, documents: Documents = None) -> tuple[Piece, ...]:
-        """Renders the conversation; what is given as documents counts as the template's own text.
+        """Renders the conversation; `documents` count as the template's own text.
 
         Raises:
-            InvalidMessages: the template refuses the conversation, or there is no template.
+            InvalidMessages: the template rejects the conversation, or there is no template.
         """
         texts = _MarkedTexts()
         marks, owners = texts.marks, texts.owners
@@ -109,15 +109,15 @@ class Conversation:
         )
 
     def _marked_tools(self, texts: _MarkedTexts) -> dict[str, Any]:
-        """Marks for the texts of tools, as an option of the template; nothing if they cannot write a control token."""
+        """Marks for the texts of tools, as a template option; empty if they cannot write a control token."""
         tools = self._options.get("tools")
         if not tools or not could_write(tools, control_tokens(self._tokenizer).values()):
             return {}
-        # Equal texts have one mark: templates look whether a parameter's name is among those that are required.
+        # Equal texts share one mark: templates check whether a parameter's name is among the required ones.
         return {"tools": mark_tools(tools, cache(partial(texts.mark, None, padded=True)))}
 
     def _written(self, items: list[str | Place], texts: _MarkedTexts, documents: Documents) -> list[str]:
-        """The text of every item: as the template would write it, if that can be told."""
+        """The text of every item, as the template would write it, if known."""
         direct = [item if isinstance(item, str) else item.fill(texts.values[item.index]) for item in items]
         try:
             ordinary = self._render(self.messages, documents)
@@ -132,10 +132,10 @@ class Conversation:
     def _edited(
         self, items: list[str | Place], direct: list[str], marked: _MarkedTexts, documents: Documents
     ) -> list[str]:
-        """What a template that edits contents makes of them: rendered with a mark behind each real content.
+        """Contents as a template edits them: rendered with a mark after each real content.
 
         Read from the front: the template's text is known, and what follows up to the mark is the content, however
-        edited. The mark cannot be forged, so nobody's content is taken for the template's text.
+        edited. The mark cannot be forged, so no content is taken for the template's text.
         """
         marks, owners = marked.marks, marked.owners
         ending = [
@@ -165,7 +165,7 @@ class Conversation:
         options = {**self._options, **(instead or {})}
         try:
             text = self._tokenizer.apply_chat_template(messages, documents=documents, tokenize=False, **options)
-        except Exception as error:  # a template is a program of its own: it may raise anything
+        except Exception as error:  # a template is a program: it may raise anything
             raise InvalidMessages(
                 f"the chat template refuses this conversation: {error}; change the messages, or pass another template "
                 "with chat_template=..."

@@ -1,4 +1,4 @@
-"""Documents: what a prompt may read, given as mappings, texts or `Document`s."""
+"""Documents: the texts of a prompt, given as mappings, strings or `Document`s."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Document:
     """A text with an optional title and id. White space around text and title is removed.
 
     The model reads the title and the text. The id is a name for reports, pins and deletion; the model reads it only if
-    its chat template asks for `doc_id`. The priority, 0 to 1, is how much it should stay in a full cache with the
-    eviction policy "priority"; None says nothing, which is 0.5 at first.
+    its chat template asks for `doc_id`. The priority, 0 to 1, is the chunk's priority for the eviction policy
+    "priority"; None leaves it unset, with a default of 0.5.
     """
 
     text: str
@@ -47,7 +47,7 @@ class Document:
 
     @property
     def name(self) -> str | None:
-        """What people call it: its id, else its title."""
+        """Its name for users: its id, else its title."""
         return self.id or self.title
 
     @property
@@ -59,7 +59,7 @@ class Document:
     def read(cls, value: object) -> Document:
         """Makes a document from a text, a mapping with "text" (and "title", "id", "priority"), or a document.
 
-        Other keys of a mapping are data of the caller and are not shown to the model.
+        Other keys of a mapping are the caller's data and are not shown to the model.
 
         Raises:
             InvalidDocument: anything else.
@@ -86,7 +86,7 @@ class Document:
 
 
 def check_document_priority(priority: object) -> None:
-    """Checks that something may be the priority of a document.
+    """Checks the priority of a document.
 
     Raises:
         InvalidDocument: neither None nor a number from 0 to 1.

@@ -1,4 +1,4 @@
-"""Ids of stored documents: texts that fit into an address."""
+"""Ids of stored documents: texts valid in a URL path."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from kvmosaic.errors import InvalidDocument
 MAX_ID_CHARACTERS = 256
 ID_PATTERN = r"^[A-Za-z0-9._:-]{1,256}$"
 VERBS = ("warm", "pin", "unpin", "sleep", "wake")
-"""What may follow an id and a colon in an address; the last two are kept free."""
+"""URL suffixes after an id and a colon; the last two are reserved."""
 REFUSED_ID_PATTERN = rf"^\.\.?$|:({'|'.join(VERBS)})$"
-"""Programs take `.` and `..` out of an address, and `:warm` at its end would be read as a verb."""
+"""Clients strip `.` and `..` from a URL, and `:warm` at its end would be parsed as a verb."""
 
 
 def check_id(document_id: str) -> str:
-    """The id itself, if a stored document may have it.
+    """The id itself, if valid for a stored document.
 
     Raises:
-        InvalidDocument: too long, other characters, or one that cannot stand in an address.
+        InvalidDocument: too long, other characters, or an id that is not valid in a URL.
     """
     if not re.fullmatch(ID_PATTERN.strip("^$"), document_id):
         raise InvalidDocument(

@@ -1,4 +1,4 @@
-"""Prompt encoder: prompts, texts and conversations become segments of token ids."""
+"""Prompt encoder: turns prompts, texts and conversations into segments of token ids."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ from kvmosaic.prompt.splitting import fit_chunks
 from kvmosaic.prompt.tokenizer import Encoded, PieceTokenizer, Tokenizer
 
 MAX_ENDLESS_TOKENS = 2**20
-"""Tokens of the longest question (or plain prompt) that a rolling window goes over."""
+"""Maximum tokens of a question (or plain prompt) processed by a rolling window."""
 
 _PLACEHOLDER_QUESTION = "?"
 _EMPTY_LINE = "\n\n"
 
 
 class PromptEncoder:
-    """Turns whatever was asked into a prompt of token ids.
+    """Encoder of any prompt input into a prompt of token ids.
 
-    Each segment is tokenized alone, so a document has the same tokens in every prompt. The token that begins a whole
-    prompt stands at the front of the first segment, in a system segment of its own if documents come first; the token
-    that some tokenizers put at the end of a whole prompt is left out, since the answer follows. A tokenizer that writes
-    a space in front of every text does so for every segment.
+    Each segment is tokenized alone, so a document has the same tokens in every prompt. The BOS token is at the start of
+    the first segment, in a system segment of its own if documents come first; the EOS token that some tokenizers append
+    is omitted, since the answer follows. A tokenizer that prepends a space to every text does so for every segment.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class PromptEncoder:
         vocab_size: int,
         max_positions: int | None = None,
     ) -> None:
-        """Takes a tokenizer of transformers, or None if every prompt is given as token ids.
+        """Takes a transformers tokenizer, or None if every prompt is given as token ids.
 
         Args:
             tokenizer: turns text into ids and renders conversations.
@@ -58,21 +57,21 @@ class PromptEncoder:
         self.max_positions = max_positions
         self._pieces = None if tokenizer is None else PieceTokenizer(tokenizer)
         self._lead_in: tuple[str, tuple[int, ...]] = ("", ())
-        """The lead-in as it was written last, and its tokens."""
+        """The latest lead-in text and its tokens."""
         self._is_endless = False
         self._is_joining = False
 
     def endless(self) -> PromptEncoder:
-        """The same for prompts with a rolling window: question and plain prompt may be longer than the model."""
+        """The same encoder for a rolling window: question and plain prompt may exceed the model's positions."""
         other = copy.copy(self)
         other._is_endless = True
         return other
 
     def joining(self) -> PromptEncoder:
-        """The same for use without a chunk cache: a prompt of segments becomes one ordinary text, tokenized as one.
+        """The same encoder without a chunk cache: a prompt of segments becomes one ordinary text, tokenized as one.
 
-        Texts of segments are paragraphs: an empty line stands between them where there is no white space. Conversations
-        are as their chat template writes them. Segments that are token ids already are put one behind the other.
+        Texts of segments are paragraphs, separated by an empty line where there is no white space. Conversations are
+        rendered by their chat template. Segments given as token ids are concatenated.
         """
         other = copy.copy(self)
         other._is_joining = True
@@ -82,14 +81,14 @@ class PromptEncoder:
         """Tokenizes a prompt; a text or a list of token ids is an ordinary prompt.
 
         Args:
-            prompt: what was asked. A text is split only where the settings name a separator. Segments with token ids
-                are checked and kept as they are.
+            prompt: the input. A text is split only where the settings name a separator. Segments with token ids are
+                checked and kept.
             salt: tenant salt of a text or a list; a `Prompt` has its own.
             control_tokens: whether control tokens written in a plain prompt, a system text or a question count. In
                 documents they never do.
 
         Raises:
-            InvalidPrompt: and its kinds, naming the value, the limit and the way out.
+            InvalidPrompt: and its subclasses, naming the value, the limit and the fix.
         """
         if isinstance(prompt, str):
             prompt = Prompt.from_text(prompt, self.settings.separator, salt=salt)
@@ -125,7 +124,8 @@ class PromptEncoder:
         """Renders a conversation through the tokenizer's chat template and tokenizes it.
 
         With documents, everything before them is the system segment, each document is a chunk, and everything after
-        them is the question. Without, it is one plain segment. Control tokens count only where the template wrote them.
+        them is the question. Without documents, it is one plain segment. Control tokens count only where the template
+        wrote them.
 
         Args:
             messages: `{"role": ..., "content": ...}`, a content being a text or a list of text parts.
@@ -134,9 +134,9 @@ class PromptEncoder:
             template_options: passed to the template, for example tools=..., enable_thinking=..., chat_template=....
 
         Raises:
-            InvalidMessages: not a conversation, or one that the template refuses.
+            InvalidMessages: not a conversation, or one that the template rejects.
             InvalidDocument: an entry that is not a document.
-            InvalidPrompt: and its other kinds.
+            InvalidPrompt: and its other subclasses.
         """
         conversation = Conversation(self._known_tokenizer(), read_messages(messages), template_options)
         read = read_documents(documents or (), self.settings.max_prompt_chunks)
@@ -160,9 +160,9 @@ class PromptEncoder:
         chat: bool | None = None,
         **template_options: Any,
     ) -> Prompt:
-        """A prompt whose system and chunk segments are those of later prompts with these documents, to compute ahead.
+        """A prompt with the system and chunk segments of later prompts with these documents, for cache warming.
 
-        Its question stands for any question; only the segments before it matter.
+        Its question is a placeholder; only the segments before it matter.
 
         Args:
             documents: texts, mappings with "text" (and "title", "id") or `Document`s.
@@ -182,15 +182,15 @@ class PromptEncoder:
         return self.encode_chat(messages, read, salt=salt, **template_options)
 
     def bare(self, text: str) -> tuple[int, ...]:
-        """The tokens of an ordinary prompt without those that begin it.
+        """The tokens of an ordinary prompt without BOS.
 
         Raises:
-            PromptTooLong: it has far more than the model has positions.
+            PromptTooLong: far more tokens than the model has positions.
         """
         return self._encode([template(text)], Segment(SegmentKind.PLAIN, text=text)).token_ids
 
     def continuation(self, text: str) -> tuple[int, ...]:
-        """The tokens of an answer as it would follow a prompt: control tokens written in it do not count.
+        """The tokens of an answer as it would follow a prompt: control tokens written in it count as text.
 
         Raises:
             InvalidPrompt: it is no text, it is empty, or there is no tokenizer.
@@ -207,7 +207,7 @@ class PromptEncoder:
         return self._pieces.prefix if self._pieces else ()
 
     def _lead_in_tokens(self, pieces: Sequence[Piece], segments: Sequence[Segment]) -> tuple[int, ...]:
-        """The lead-in as the documents of a prompt are written; none for a prompt without, or without a tokenizer."""
+        """Lead-in tokens for the documents of a prompt; empty for a prompt without, or without a tokenizer."""
         if self._pieces is None or all(segment.kind is not SegmentKind.CHUNK for segment in segments):
             return ()
         text = joined(pieces)
@@ -221,7 +221,7 @@ class PromptEncoder:
         salt: str,
         last_answer: int | None = None,
     ) -> Prompt:
-        """A prompt of rendered segments; the template has already written what begins a prompt."""
+        """A prompt of rendered segments; the template has already written the BOS token."""
         segments, encodings = [], []
         drafts = numbered([Segment(kind, None, joined(pieces), name) for kind, name, pieces in parts])
         for segment, (kind, _, pieces) in zip(drafts, parts, strict=True):
@@ -239,7 +239,7 @@ class PromptEncoder:
     def _joined(
         self, prompt: Prompt, pieces: Sequence[Piece], last_answer: int | None = None, *, with_prefix: bool = False
     ) -> Prompt:
-        """The text of a prompt of segments as an ordinary prompt: the tokens that this text has as a whole."""
+        """A prompt of segments as an ordinary prompt: the tokens of their joined text."""
         pieces = merged(pieces)
         segment = Segment(SegmentKind.PLAIN, text=joined(pieces))
         encoded = self._encode(pieces, segment, with_prefix=with_prefix)
@@ -267,15 +267,15 @@ class PromptEncoder:
         return Prompt(parts, salt=salt)
 
     def _most_tokens(self, segment: Segment) -> int | None:
-        """Tokens that a segment may have because of the model's positions; None: any number."""
+        """Maximum tokens of a segment by the model's positions; None: no limit."""
         is_last = segment.kind in (SegmentKind.QUESTION, SegmentKind.PLAIN)
         return MAX_ENDLESS_TOKENS if self._is_endless and is_last else self.max_positions
 
     def _room(self, segments: Sequence[Segment]) -> int:
-        """Tokens that a part of a split chunk may have: half of what the system prompt leaves, seldom less.
+        """Maximum tokens per part of a split chunk: usually half of the positions after the system prompt.
 
-        It takes a long question to make it a quarter, or an eighth: a document's parts must not change with every
-        question, or they would never be found again.
+        A long question halves it to a quarter, or an eighth. It changes in such steps only: if a document's
+        parts changed with every question, they would never be cache hits.
         """
         if self.max_positions is None:
             return MAX_POSITION
@@ -289,7 +289,7 @@ class PromptEncoder:
         return max(part, 1)
 
     def _free(self, segments: Sequence[Segment]) -> int:
-        """Positions of the model that system prompt and question leave."""
+        """The model's positions minus system prompt and question."""
         if self.max_positions is None:
             return MAX_POSITION
         return self.max_positions - sum(
@@ -305,7 +305,7 @@ class PromptEncoder:
             )
 
     def _refuse_far_too_long(self, segment: Segment, pieces: PieceTokenizer) -> None:
-        """Refuses a text that cannot fit, before all of it is tokenized, which can take seconds."""
+        """Rejects a text that cannot fit before tokenizing all of it, which can take seconds."""
         is_chunk = segment.kind is SegmentKind.CHUNK
         limits = [
             limit
@@ -347,14 +347,14 @@ class PromptEncoder:
 
 
 def _gap(before: Sequence[Piece], piece: Piece) -> str:
-    """What stands between a text and the one before it: an empty line, unless there is white space."""
+    """The separator between a text and the one before it: an empty line, unless there is white space."""
     if not before or before[-1].text[-1:].isspace() or piece.text[:1].isspace():
         return ""
     return _EMPTY_LINE
 
 
 def _with_priorities(prompt: Prompt, documents: Sequence[Document]) -> Prompt:
-    """The same prompt, its chunks with the priorities of the documents that they are, or are parts of."""
+    """The same prompt with the priorities of documents on their chunks, parts included."""
     if all(document.priority is None for document in documents):
         return prompt
     segments = tuple(
@@ -365,7 +365,7 @@ def _with_priorities(prompt: Prompt, documents: Sequence[Document]) -> Prompt:
 
 
 def _tokens_up_to(pieces: Sequence[Piece], message: int | None, encoded: Encoded) -> int:
-    """How many tokens of rendered pieces begin before the end of a message; 0 if it is not there, or nobody can say."""
+    """Number of tokens of rendered pieces that begin before the end of a message; 0 if absent or unknown."""
     places = [index for index, piece in enumerate(pieces) if message is not None and piece.message == message]
     if not places or encoded.starts is None:
         return 0

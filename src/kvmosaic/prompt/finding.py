@@ -1,4 +1,4 @@
-"""Finding the place of documents in a conversation: the chat template's own, or between system text and question."""
+"""Document placement in a conversation: by the chat template, or between system text and question."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _PLAIN_FORMATS: dict[tuple[str, ...], Format] = {
 
 
 def place_documents(conversation: Conversation) -> Placing:
-    """Finds where documents go; the answer does not depend on the documents themselves.
+    """Finds where documents go, independent of the documents themselves.
 
     A template that uses documents is rendered with marks as documents. If it shows each of them once, in order, before
-    anything that a user said, its own places and wrappers are used, with two changes. A number that counts documents is
-    left out: with it, a document's tokens would depend on its place. A title that the template does not show becomes
-    the first line of the text. In later turns they stay where they were in the first. Otherwise documents go right
-    behind the system text (or before the first message, if there is none), as title, text and an empty line.
+    any user message, its own places and wrappers are used, with two changes. A number that counts documents is omitted:
+    with it, a document's tokens would depend on its place. A title that the template does not show becomes the first
+    line of the text. In later turns they stay at their place in the first turn. Otherwise documents go right after the
+    system text (or before the first message, if there is none), as title, text and an empty line.
 
     Raises:
-        InvalidMessages: the template refuses the conversation, or shows none of its messages.
+        InvalidMessages: the template rejects the conversation, or shows none of its messages.
     """
     return _by_template(conversation) or _by_first_turn(conversation) or _behind_system(conversation)
 
 
 def _by_first_turn(conversation: Conversation) -> Placing | None:
-    """The places that the template gave documents when there was only the first question; None if they are gone.
+    """The template's document places of the first turn; None if they are gone in later turns.
 
     Some templates write documents into the last message, so that they would move with every turn.
     """
@@ -68,7 +68,7 @@ def _behind_system(conversation: Conversation) -> Placing:
 
 
 def _by_template(conversation: Conversation) -> Placing | None:
-    """The template's own placing, found with documents of every combination of fields; None if they disagree."""
+    """The template's own placing, found by rendering all combinations of fields; None if they disagree."""
     kinds: list[tuple[str, ...]] = [("text",), ("title", "text")]
     if "doc_id" in conversation.template_source:
         kinds += [("doc_id", *fields) for fields in kinds]
@@ -88,7 +88,7 @@ def _by_template(conversation: Conversation) -> Placing | None:
 
 
 def _compare(fields: tuple[str, ...], two: Rendering, three: Rendering) -> Placing | None:
-    """What renderings with two and three documents have in common; None if that is not enough."""
+    """The common placing of renderings with two and three documents; None if they disagree."""
     if two.fields != three.fields:
         return None
     gap = unify([*two.gaps, *three.gaps])

@@ -1,10 +1,10 @@
-"""The lead-in: a short text in front of documents when they are computed, which no prompt contains.
+"""The lead-in: a short text before documents during prefill, which is not part of any prompt.
 
-A document computed right after the system prompt has never seen that another document stands before it, and in a prompt
-one does, unless it comes first. Its keys and values are nearer to what they are there if it has seen *some* text of the
-kind: about a paragraph that explains something, best in the language of the documents. (In trials on
-SmolLM2-135M and XQuAD, an empty space of that length, random tokens, or the document itself in its place did not help,
-and paragraphs full of names and numbers helped less.)
+A document computed right after the system prompt has never seen another document before it, but in a prompt there is
+one, unless it comes first. Its keys and values are closer to those of the full prompt if it has seen *some* text of
+the kind: about a paragraph of explanation, best in the language of the documents. (In trials on SmolLM2-135M and
+XQuAD, an empty space of that length, random tokens, or the document itself in its place did not help, and paragraphs
+full of names and numbers helped less.)
 """
 
 from __future__ import annotations
@@ -18,5 +18,5 @@ LEAD_IN = (
     "the water that would stand on flat ground, and the word 'shower' has kept a meaning of its own: rain that "
     "begins and ends suddenly."
 )
-"""The text that is used if nothing is said."""
+"""The default lead-in."""
 MAX_LEAD_IN_CHARACTERS = 20_000

@@ -1,15 +1,15 @@
-"""Long texts: tokenized in parts that are the same as if the text had been tokenized as a whole.
+"""Tokenization of long texts in overlapping parts, with the same result as for the whole text.
 
-A call that tokenizes megabytes cannot be interrupted, and makes a Python object of every number. So a long text is cut
-into parts that overlap. In the middle of each overlap both parts must have the same tokens; there they are joined:
+A call that tokenizes megabytes cannot be interrupted, and makes a Python object of every number. So a long text is
+cut into overlapping parts. In the middle of each overlap both parts must have the same tokens; there they are joined:
 
     part 1      [ t t t t t t t t t t t t ]
     part 2                    [ t t t t t t t t t t t t ]
                                   ====  the same in both
     joined      [ t t t t t t t t t t t t t t t t t t t ]
 
-What a tokenizer does at one place depends on what is around it, not on what is thousands of characters away. Where that
-does not hold, the tokens of an overlap differ, and the text is tokenized as a whole.
+Tokenization is local: it depends on nearby characters, not on characters thousands away. Where that does not hold,
+the tokens of an overlap differ, and the text is tokenized as a whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 PART_CHARACTERS = 2**15
 OVERLAP_CHARACTERS = 2**12
 EDGE_CHARACTERS = 2**9
-"""At each end of an overlap tokens may differ: one of the parts is cut there."""
+"""Characters at each end of an overlap where tokens may differ, because one of the parts is cut there."""
 
 
 def _numbers() -> array[int]:
@@ -31,7 +31,7 @@ def _numbers() -> array[int]:
 
 @dataclass(slots=True)
 class Tokens:
-    """Tokens of a text, and the characters that each was made from."""
+    """Tokens of a text, with their character spans."""
 
     ids: array[int] = field(default_factory=_numbers)
     starts: array[int] = field(default_factory=_numbers)
@@ -39,7 +39,7 @@ class Tokens:
 
     @classmethod
     def of(cls, ids: Iterable[int], spans: Iterable[tuple[int, int]], offset: int = 0) -> Tokens:
-        """What a tokenizer gives; `offset` is added to its characters."""
+        """Tokens from a tokenizer's output; `offset` is added to its characters."""
         tokens = cls(array("q", ids))
         for start, end in spans:
             tokens.starts.append(offset + start)
@@ -47,12 +47,12 @@ class Tokens:
         return tokens
 
     def between(self, first: int, last: int) -> tuple[bytes, bytes]:
-        """Ids and starts of those that begin in [first, last), to be compared."""
+        """Ids and starts of the tokens that begin in [first, last), for comparison."""
         begin, end = bisect_left(self.starts, first), bisect_left(self.starts, last)
         return self.ids[begin:end].tobytes(), self.starts[begin:end].tobytes()
 
     def join(self, later: Tokens, place: int) -> None:
-        """Goes on with the tokens of a later part that begin at a character or behind it."""
+        """Appends the tokens of a later part that begin at or after a character."""
         index, begin = bisect_left(self.starts, place), bisect_left(later.starts, place)
         for mine, its in ((self.ids, later.ids), (self.starts, later.starts), (self.ends, later.ends)):
             del mine[index:]
@@ -71,11 +71,11 @@ def tokenize_long(
     """Tokens of the characters [start, end) of a text.
 
     Args:
-        tokenize: the tokens of a part of the text, from one character to another.
+        tokenize: tokenizes a part of the text, from one character to another.
         start: the first character.
-        end: behind the last one.
-        part: characters that are tokenized at once.
-        overlap: characters that two parts have in common.
+        end: one past the last character.
+        part: characters per tokenizer call.
+        overlap: common characters of two parts.
         edge: characters at both ends of an overlap that are not compared.
     """
     right = min(start + part, end)

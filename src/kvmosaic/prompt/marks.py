@@ -1,4 +1,4 @@
-"""Marks: unforgeable stand-ins for contents, to see where a chat template puts them and what it does to them."""
+"""Marks: unforgeable placeholders for contents, to see where a chat template puts them and how it edits them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 _PROBE = "\"'\\\n\t<>&é☃{{%"
-"""Characters that the usual escapes change, each in its own way."""
+"""Characters changed by the usual escapes, each in its own way."""
 _PAD = "\v \t\v"
-"""White space that no template writes by itself; it shows whether a template trims."""
+"""White space that no template writes itself; shows whether a template trims."""
 
 
 def _json(text: str) -> str:
@@ -38,25 +38,25 @@ class Place:
     """A place in rendered text where a template put a marked value."""
 
     index: int
-    """Number of the mark."""
+    """Index of the mark."""
     escape: Escape | None
-    """What the template does to the value; None if it does something unknown."""
+    """The template's escaping of the value; None if unknown."""
     left_kept: bool = True
     """Whether white space before the value survives."""
     right_kept: bool = True
 
     def fill(self, value: str) -> str:
-        """The text that the template would put here."""
+        """The template's text for this value here."""
         value = value if self.left_kept else value.lstrip()
         value = value if self.right_kept else value.rstrip()
         return self.escape(value) if self.escape else value
 
 
 class Marks:
-    """Makes marks and finds them in rendered text.
+    """Factory of marks, and finder of marks in rendered text.
 
-    A mark is `open probe close`, with random numbers in `open` and `close` that nobody who writes a message or a
-    document can know. What stands between them after rendering shows how the template escapes.
+    A mark is `open probe close`, with random numbers in `open` and `close` that the author of a message or a document
+    cannot know. The text between them after rendering shows how the template escapes.
     """
 
     def __init__(self) -> None:
@@ -64,21 +64,21 @@ class Marks:
         self._is_padded: list[bool] = []
 
     def mark(self, *, padded: bool = False) -> str:
-        """The next mark; `padded` with white space, to see whether the template trims."""
+        """The next mark; `padded` with white space, to detect trimming."""
         index, pad = len(self._is_padded), _PAD if padded else ""
         self._is_padded.append(padded)
         return f"{pad}{self._secret}o{index}x{_PROBE}{self._secret}c{index}x{pad}"
 
     def end_mark(self, index: int) -> str:
-        """A mark to put behind a real value, so that its end can be found."""
+        """A mark after a real value, to find its end."""
         return f"{self._secret}e{index}x"
 
     def is_in(self, text: str) -> bool:
-        """Whether a part of a mark is left in a text: its beginning, also in capitals, or its padding."""
+        """Whether a text contains part of a mark: its beginning, also in capitals, or its padding."""
         return self._secret[:8] in text.lower() or _PAD in text
 
     def split(self, text: str) -> list[str | Place]:
-        """Cuts rendered text into the template's own text and the places of marks, in turns; text is first and last."""
+        """Splits rendered text into template text and places of marks, alternating; text is first and last."""
         first, *rest = text.split(self._secret + "o")
         items: list[str | Place] = [first]
         for part in rest:
@@ -88,7 +88,7 @@ class Marks:
                 escape = next((escape for escape in _ESCAPES if escape(_PROBE) == shown), None)
                 items += [Place(int(number), escape), after]
             else:
-                items[-1] = f"{items[-1]}{self._secret}o{part}"  # half a mark: the template took it apart
+                items[-1] = f"{items[-1]}{self._secret}o{part}"  # half a mark: the template split it
         for index, place in enumerate(items):
             if isinstance(place, Place) and self._is_padded[place.index]:
                 _take_pads(items, index, place)
@@ -96,7 +96,7 @@ class Marks:
 
 
 def _take_pads(items: list[str | Place], index: int, place: Place) -> None:
-    """Takes the padding of a mark out of the template's text and notes in its place whether it was there."""
+    """Removes the padding of a mark from the template's text and notes in its place whether it was there."""
     pad = place.escape(_PAD) if place.escape else _PAD
     before, after = items[index - 1], items[index + 1]
     assert isinstance(before, str) and isinstance(after, str)
@@ -106,7 +106,7 @@ def _take_pads(items: list[str | Place], index: int, place: Place) -> None:
 
 
 def map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Changes every text inside lists and mappings; keys stay."""
+    """Maps every text inside lists and mappings; keys stay."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

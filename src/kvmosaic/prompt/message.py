@@ -1,4 +1,4 @@
-"""Messages: a conversation, checked before a chat template sees it."""
+"""Messages: validation of a conversation before rendering."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EXTRA_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 
 
 def read_messages(messages: object) -> list[dict[str, Any]]:
-    """Checks a conversation and gives it back with every content as one text.
+    """Validates a conversation and returns it with every content as one text.
 
     A content is a text, or a list of text parts `{"type": "text", "text": ...}`, which are joined by line breaks.
 
@@ -36,7 +36,7 @@ def read_messages(messages: object) -> list[dict[str, Any]]:
 
 
 def is_system(message: Mapping[str, Any]) -> bool:
-    """Whether a message comes from whoever runs the system, not from its user."""
+    """Whether a message comes from the operator of the system, not from its user."""
     return message["role"] in ("system", "developer")
 
 
@@ -58,7 +58,7 @@ def _read_message(message: object, index: int) -> dict[str, Any]:
 
 
 def _plain(value: object, index: int, depth: int = 0) -> object:
-    """A copy made of lists, mappings, texts and numbers, whose keys cannot be taken for anything else."""
+    """A copy of plain lists, mappings, texts and numbers, with text keys only."""
     if value is None or isinstance(value, str | int | float):
         return value
     if depth >= _MAX_DEPTH:

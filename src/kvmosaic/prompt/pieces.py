@@ -1,4 +1,4 @@
-"""Pieces: text that knows who wrote it."""
+"""Pieces: text with its origin."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of text from one writer."""
+    """A run of text from one author."""
 
     text: str
     trusted: bool
-    """Whether control tokens written in it count. True for the chat template and whoever runs the system."""
+    """Whether control tokens written in it count. True for the chat template and the operator of the system."""
     message: int | None = None
     """The message that it is the content of, if any."""
 
@@ -23,17 +23,17 @@ def template(text: str) -> Piece:
 
 
 def foreign(text: str, message: int | None = None) -> Piece:
-    """Text of a user or a document: whatever it says, it is ordinary text."""
+    """Text of a user or a document: always ordinary text, without control tokens."""
     return Piece(text, trusted=False, message=message)
 
 
 def joined(pieces: Iterable[Piece]) -> str:
-    """The text of all pieces."""
+    """The concatenated text of all pieces."""
     return "".join(piece.text for piece in pieces)
 
 
 def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """The same text with neighbours of the same writer joined; empty ones stay only for a message."""
+    """The same text with neighbours of the same origin joined; empty ones stay only for a message."""
     result: list[Piece] = []
     for piece in pieces:
         if result and result[-1].trusted and piece.trusted:
@@ -44,7 +44,7 @@ def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
 
 
 def foreign_intervals(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
-    """Where in the joined text the untrusted characters are: (start, end) in ascending order."""
+    """Untrusted intervals of the joined text: (start, end) in ascending order."""
     intervals, start = [], 0
     for piece in pieces:
         end = start + len(piece.text)

@@ -1,4 +1,4 @@
-"""Placings: a conversation cut open where its documents go, and how each document is written there."""
+"""Placings: a conversation split where its documents go, and the format of each document there."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class Field:
 
 
 Format = tuple[str | Field, ...]
-"""How one document is written: the template's text and the document's fields."""
+"""Format of one document: the template's text and the document's fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """A conversation cut open where its documents go."""
+    """A conversation split where its documents go."""
 
     head: tuple[Piece, ...]
     """Everything before the documents: the system segment."""
     tail: tuple[Piece, ...]
     """Everything after them: the question segment."""
     formats: dict[tuple[str, ...], Format]
-    """By the fields that a document has; a field that is in none of them is not shown."""
+    """Format by the fields that a document has; a field that is in none of them is not shown."""
     by_template: bool
     """Whether the template places documents, or this package does."""
 
     def chunk(self, document: Document) -> tuple[Piece, ...]:
-        """One document as it is written at every place of every prompt."""
+        """One document in its format, the same at every place of every prompt."""
         known = max(self.formats, key=len)
         parts = self.formats[tuple(name for name in known if _value(document, name))]
         return merged(template(part) if isinstance(part, str) else part.piece(document) for part in parts)

@@ -1,4 +1,4 @@
-"""Renderings of a conversation with marks as documents: where a chat template puts them, and what stands around."""
+"""Renderings of a conversation with marks as documents: their places, and the text around them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Item = Piece | Place
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """What a template writes around documents whose fields are marks.
+    """A template's text around documents whose fields are marks.
 
     head  field inner field  gap  field inner field  gap  ...  field inner field  tail
     """
@@ -26,7 +26,7 @@ class Rendering:
     head: tuple[Piece, ...]
     tail: tuple[Piece, ...]
     fields: tuple[Field, ...]
-    """Those that the template shows, in its order."""
+    """The fields that the template shows, in its order."""
     inner: list[list[str]]
     """For each document, the text between its fields."""
     gaps: list[str]
@@ -36,9 +36,8 @@ class Rendering:
 def render_marks(conversation: Conversation, fields: tuple[str, ...], number: int) -> Rendering | None:
     """Renders with `number` documents that have these fields.
 
-    None if their places cannot be used: if the template refuses such documents, if one is missing, repeated or out of
-    order, if its text is not shown or changed in an unknown way, or if something that a user said stands before or
-    between them.
+    None if their places cannot be used: if the template rejects such documents, if one is missing, repeated or out of
+    order, if its text is not shown or changed in an unknown way, or if a user message comes before or between them.
     """
     marks = Marks()
     documents = [{name: marks.mark() for name in fields} for _ in range(number)]
@@ -69,7 +68,7 @@ def render_marks(conversation: Conversation, fields: tuple[str, ...], number: in
 
 
 def _shown_fields(items: Sequence[Item], fields: tuple[str, ...], number: int) -> tuple[Field, ...] | None:
-    """The fields shown of every document alike, or None if they differ, repeat, or do not include the text."""
+    """The common fields shown of every document, or None if they differ, repeat, or do not include the text."""
     places = [item for item in items if isinstance(item, Place)]
     found = [(*divmod(place.index, len(fields)), place.escape) for place in places if place.escape]
     shown = tuple(Field(fields[field], escape) for document, field, escape in found if document == 0)

@@ -1,4 +1,4 @@
-"""Which earlier chunks a chunk sees, as numbers."""
+"""Visibility between chunks: the earlier chunks that a chunk sees, as indexes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kvmosaic.prompt.segment import Segment
 
 
 def seen_chunks(chunks: Sequence[Segment]) -> tuple[tuple[int, ...], ...]:
-    """For every chunk of a prompt, the numbers of the chunks it is told to see, in order.
+    """For every chunk of a prompt, the indexes of the chunks in its `sees`, in order.
 
-    A name stands for the last chunk of that name before the one that sees it.
+    A name refers to the last chunk of that name before the chunk that sees it.
 
     Raises:
         InvalidSees: a chunk sees itself, a later chunk, one that does not exist, or one twice.

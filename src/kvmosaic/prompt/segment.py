@@ -1,4 +1,4 @@
-"""Segments and prompts: what was asked, before anything has a position."""
+"""Segments and prompts: the input before anything has a position."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_POSITION = 2**27
 
 
 class SegmentKind(StrEnum):
-    """The part a segment plays; it decides what the segment sees."""
+    """The role of a segment; it decides what the segment sees."""
 
     SYSTEM = "system"
     CHUNK = "chunk"
@@ -27,9 +27,9 @@ class SegmentKind(StrEnum):
     PLAIN = "plain"
     """The only segment of an ordinary prompt: causal, position 0, no documents."""
     REPAIR = "repair"
-    """Tokens of chunks that a request computes again; in layouts only, never in a prompt."""
+    """Recomputed tokens of chunks; in layouts only, never in a prompt."""
     LEAD_IN = "lead_in"
-    """A text in front of chunks when they are computed, which nothing else sees; in layouts only."""
+    """A text before chunks during their prefill, which nothing else sees; in layouts only."""
 
 
 _NAMELESS = {
@@ -55,7 +55,7 @@ def _kind(kind: object) -> SegmentKind:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of tokens (or the text they will be made from) that is computed together.
+    """A run of tokens (or the text to tokenize) that is computed together.
 
     One of `text` and `token_ids` may be missing; a segment with token ids is ready for the layout.
     """
@@ -64,22 +64,22 @@ class Segment:
     token_ids: tuple[int, ...] | None = None
     text: str | None = None
     name: str | None = None
-    """What people call it: a document's id or title. Not part of the cache key."""
+    """Its name for users: a document's id or title. Not part of the cache key."""
     sees: tuple[int | str, ...] = ()
     """Chunks only: earlier chunks that this chunk sees besides the system prompt, by number (from 0) or by name."""
     position_offset: int | None = None
     """Chunks only, strategy `absolute`: the position of the first token."""
     history_tokens: int = field(default=0, compare=False)
-    """Conversations: how many of its first tokens end with the last answer before the last question."""
+    """Conversations: number of its first tokens up to the end of the last answer before the last question."""
     priority: float | None = None
-    """Chunks only: how much it should stay in a full cache, 0 to 1; None: as it is, or 0.5. Not part of its key."""
+    """Chunks only: eviction priority, 0 to 1; None: unchanged, or 0.5. Not part of its key."""
     part: tuple[int, int] | None = field(default=None, compare=False)
-    """Chunks of a split document: which part of how many, from 1 on."""
+    """Chunks of a split document: (part, number of parts), counted from 1."""
     document_offset: int = field(default=0, compare=False)
-    """Chunks of a split document: tokens of the document before this part. It stands so much further on, unless the
-    document is longer than the model's positions: then this is 0, and its parts overlap."""
+    """Chunks of a split document: tokens of the document before this part. Its positions start so much later, unless
+    the document is longer than the model's positions: then this is 0, and its parts overlap."""
     number: int | None = field(default=None, compare=False)
-    """Chunks of a prompt with several: which of its documents this is, or is a part of, counted from 0."""
+    """Chunks of a prompt with several documents: index of its document, from 0."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", _kind(self.kind))
@@ -106,7 +106,7 @@ class Segment:
 
     @property
     def label(self) -> str:
-        """How messages and reports call this segment."""
+        """Its name in messages and reports."""
         if self.name is None and self.number is not None:
             return f"document number {self.number + 1} (it has no id)"
         return f"{self.kind} {self.name!r}" if self.name else _NAMELESS[self.kind]
@@ -118,7 +118,7 @@ class Segment:
 
     @property
     def document(self) -> int | None:
-        """Chunks only: which document of its prompt this is, or is a part of, counted from 0."""
+        """Chunks only: index of its document in the prompt, from 0."""
         return self.number or 0 if self.kind is SegmentKind.CHUNK else None
 
     @property
@@ -126,7 +126,7 @@ class Segment:
         """Tokens of a tokenized segment.
 
         Raises:
-            InvalidPrompt: it is a text that was not tokenized yet.
+            InvalidPrompt: a text that is not tokenized yet.
         """
         if self.token_ids is None:
             raise _untokenized(self.label)
@@ -137,8 +137,8 @@ class Segment:
 class Prompt:
     """An ordered tuple of segments: `[system] chunk* question`, or one `plain` segment.
 
-    salt, tenant: prompts that differ in either never share a cached byte. A salt is chosen by whoever asks; a tenant is
-    who asks, which a server knows, and has names, pins and a quota of its own.
+    salt, tenant: prompts that differ in either never share a cached byte. A salt is chosen by the client; a tenant is
+    the client as the server knows it, with names, pins and a quota of its own.
     """
 
     segments: tuple[Segment, ...]
@@ -147,7 +147,7 @@ class Prompt:
     is_joined: bool = field(default=False, compare=False)
     """Whether this is an ordinary prompt that was made from segments, for use without a chunk cache."""
     lead_in: tuple[int, ...] = field(default=(), compare=False, repr=False)
-    """Tokens in front of its chunks when they are computed with chunk_context "lead_in"; empty: none."""
+    """Tokens before its chunks during their prefill, with chunk_context "lead_in"; empty: none."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_CHARACTERS:
@@ -184,7 +184,7 @@ class Prompt:
         """Tokens of all segments, once they are tokenized.
 
         Raises:
-            InvalidPrompt: a segment is a text that was not tokenized yet.
+            InvalidPrompt: a segment is a text that is not tokenized yet.
         """
         return sum(segment.num_tokens for segment in self.segments)
 
@@ -192,7 +192,7 @@ class Prompt:
         """All segments as one ordinary prompt of exactly their tokens; for texts see `PromptEncoder.joining`.
 
         Raises:
-            InvalidPrompt: a segment is a text that was not tokenized yet.
+            InvalidPrompt: a segment is a text that is not tokenized yet.
         """
         for segment in self.segments:
             if segment.token_ids is None:
@@ -213,8 +213,8 @@ class Prompt:
         r"""Splits a text at its separators: the first part is the system text, the last one the question.
 
         White space around each part is removed and the separator itself never reaches the model. A text with fewer than
-        two separators is an ordinary prompt. A backslash before a separator makes it text: `\##`. Texts that are given
-        to an `LLM` as they are (not through this method) are split only where its settings name a separator.
+        two separators is an ordinary prompt. A backslash before a separator makes it text: `\##`. Texts passed to an
+        `LLM` directly (not through this method) are split only where its settings name a separator.
 
         Args:
             text: for example "Answer from the documents. ## first document ## second document ## question".
@@ -244,12 +244,12 @@ class Prompt:
     def from_documents(
         cls, documents: Iterable[object], question: str, *, system: str | None = None, salt: str = ""
     ) -> Prompt:
-        """Builds a prompt from documents as they are, without a chat template and without searching for separators.
+        """Builds a prompt from documents, without a chat template and without splitting at separators.
 
         Args:
             documents: texts, mappings with "text" (and "title", "id") or `Document`s.
-            question: what is asked about them.
-            system: the system text; None leaves it out.
+            question: the question about them.
+            system: the system text; None omits it.
             salt: tenant salt.
 
         Raises:
@@ -276,7 +276,7 @@ class Prompt:
         """Builds a prompt from token ids.
 
         Args:
-            system: token ids of the system prompt; None leaves it out.
+            system: token ids of the system prompt; None omits it.
             chunks: one sequence of token ids per document.
             question: token ids of the question.
             names: one name per chunk, for reports, pins and deletion.
@@ -318,7 +318,7 @@ def _untokenized(label: str) -> InvalidPrompt:
 
 
 def whole_numbers(token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Token ids as plain ints; arrays of numpy and tensors of torch are welcome.
+    """Token ids as plain ints; numpy arrays and torch tensors are accepted.
 
     Raises:
         InvalidTokenId: something else, such as fractions or rows of ids.
@@ -332,7 +332,7 @@ def whole_numbers(token_ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def numbered(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """The segments of a prompt; if several of them are documents, these are counted, so that messages can tell them."""
+    """The segments of a prompt; several documents are numbered, so that messages can identify them."""
     if sum(segment.kind is SegmentKind.CHUNK for segment in segments) < 2:
         return tuple(segments)
     numbers = itertools.count()

@@ -1,4 +1,4 @@
-"""Separators: splitting a text into segments before it is tokenized."""
+"""Separators: splitting a text into segments before tokenization."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_SEPARATOR_CHARACTERS = 256
 
 
 def read_separator(separator: str | None) -> str | None:
-    """The separator as settings and options give it: an empty text never splits, as None.
+    """The separator of settings and options; an empty text, like None, never splits.
 
     Raises:
         InvalidSeparator: a separator that cannot split anything.
@@ -23,10 +23,10 @@ def read_separator(separator: str | None) -> str | None:
 
 
 def split_text(text: str, separator: str | None) -> list[str]:
-    r"""Splits a text at its separators; None or an empty separator leaves it as it is.
+    r"""Splits a text at its separators; None or an empty separator returns it unsplit.
 
     A backslash right before a separator makes it ordinary text: `\##` stays `##`. To end a part with a backslash,
-    double it: `\\##` is a backslash and a border. Backslashes anywhere else are left alone.
+    double it: `\\##` is a backslash and a border. Other backslashes are unchanged.
 
     Raises:
         InvalidPrompt: not a text, or longer than 2**25 characters.
@@ -51,7 +51,7 @@ def split_text(text: str, separator: str | None) -> list[str]:
 
 
 def escape_separator(text: str, separator: str | None = "##") -> str:
-    r"""Writes a text so that no separator in it is a border: `a ## b` becomes `a \## b`."""
+    r"""Escapes a text so that no separator in it is a border: `a ## b` becomes `a \## b`."""
     border = read_separator(separator)
     if border is None:
         return text
@@ -91,7 +91,7 @@ def check_text(text: object) -> None:
 
 
 def check_unicode(text: str, error: type[InvalidPrompt]) -> None:
-    """Raises `error` if a text holds half of a surrogate pair, which is no character and cannot be tokenized."""
+    """Raises `error` if a text holds an unpaired surrogate, which is no character and cannot be tokenized."""
     try:
         text.encode()
     except UnicodeEncodeError as found:

@@ -1,4 +1,4 @@
-"""Prompt settings: the limits a prompt is checked against."""
+"""Prompt settings: limits on a prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvmosaic.prompt.lead_in import LEAD_IN
 
 
 class PromptSettings(Protocol):
-    """What a `PromptEncoder` reads of its configuration; `ChunkCacheConfig` has all of it."""
+    """Settings that a `PromptEncoder` needs; `ChunkCacheConfig` has all of them."""
 
     @property
     def separator(self) -> str | None:
@@ -19,24 +19,24 @@ class PromptSettings(Protocol):
 
     @property
     def max_chunk_tokens(self) -> int:
-        """Longest chunk."""
+        """Maximum tokens of a chunk."""
 
     @property
     def max_prompt_chunks(self) -> int:
-        """Most documents in one prompt."""
+        """Maximum documents in one prompt."""
 
     @property
     def long_chunks(self) -> Literal["error", "split"]:
-        """What happens to a longer document."""
+        """Handling of a longer document."""
 
     @property
     def lead_in(self) -> str:
-        """The text in front of documents when they are computed with chunk_context "lead_in"."""
+        """The text before documents during prefill with chunk_context "lead_in"."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
-    """Prompt settings on their own, for use without a cache; the same defaults as `ChunkCacheConfig`."""
+    """Standalone prompt settings, for use without a cache; the same defaults as `ChunkCacheConfig`."""
 
     separator: str | None = None
     max_chunk_tokens: int = 32_768
@@ -51,7 +51,7 @@ class _Ends(Protocol):
 
 
 class Placed(Protocol):
-    """A layout, as far as its length is concerned."""
+    """A layout, as far as `check_length` needs it."""
 
     @property
     def last(self) -> _Ends:
@@ -59,7 +59,7 @@ class Placed(Protocol):
 
 
 def check_length(layout: Placed, max_positions: int, max_new_tokens: int = 1) -> int:
-    """Returns how many tokens the answer has room for.
+    """Returns how many tokens remain for the answer.
 
     Raises:
         PromptTooLong: the prompt and `max_new_tokens` need more than `max_positions`.

@@ -1,4 +1,4 @@
-"""Splitting long documents: chunks that are longer than allowed become several, or an error."""
+"""Splitting of documents longer than the chunk limit."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def fit_chunks(
 
     Args:
         segments: tokenized segments of a prompt.
-        encodings: where their tokens begin in their text.
-        limit: most tokens of a chunk.
+        encodings: character offsets of their tokens.
+        limit: maximum tokens of a chunk.
         split: cut longer chunks into several (named "name (1/3)"), or raise.
-        max_in_order: tokens of the longest document whose parts have room one behind the other.
+        max_in_order: maximum tokens of a document whose parts fit one after the other.
 
     Raises:
         ChunkTooLong: a longer chunk, and `split` is off.
-        InvalidSees: a chunk is told to see one that is not before it.
+        InvalidSees: a chunk sees one that is not before it.
     """
     result: list[Segment] = []
     seen = iter(seen_chunks([segment for segment in segments if segment.kind is SegmentKind.CHUNK]))
@@ -61,7 +61,7 @@ def fit_chunks(
 
 
 def _split(segment: Segment, encoded: Encoded, limit: int) -> tuple[Segment, ...]:
-    """Cuts a chunk at token borders, where the text has an end if there is one in the last half of what fits."""
+    """Splits a chunk at token borders, at the end of a text unit if there is one in the second half of the limit."""
     ids, text = encoded.token_ids, segment.text
     starts = encoded.starts if text is not None else None
     borders = [0]
@@ -90,7 +90,7 @@ def _split(segment: Segment, encoded: Encoded, limit: int) -> tuple[Segment, ...
 
 
 def _border(first: int, limit: int, text: str, starts: tuple[int, ...] | None) -> int:
-    """The token before which to cut: the last of the best places in the second half of what fits."""
+    """The token before which to split: the last of the best places in the second half of the limit."""
     if starts is None:
         return first + limit
     return max(
@@ -99,7 +99,7 @@ def _border(first: int, limit: int, text: str, starts: tuple[int, ...] | None) -
 
 
 def _ending(text: str, place: int) -> int:
-    """What ends at a place of the text: 4 a paragraph, 3 a line, 2 a sentence, 1 a word, 0 nothing."""
+    """The text unit that ends at a place: 4 a paragraph, 3 a line, 2 a sentence, 1 a word, 0 nothing."""
     before = text[max(0, place - 16) : place]
     body = before.rstrip()
     space = before[len(body) :]

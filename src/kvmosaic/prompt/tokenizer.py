@@ -1,4 +1,4 @@
-"""Tokenizing text of several writers: nothing that an untrusted writer types becomes a control token."""
+"""Tokenization of text of mixed origin: untrusted text never becomes a control token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvmosaic.prompt.long_text import PART_CHARACTERS, Tokens, tokenize_long
 from kvmosaic.prompt.pieces import Piece, foreign_intervals, joined
 
 WINDOW_CHARACTERS = 2**14
-"""Longer texts are measured in parts of this length before they are tokenized as a whole."""
+"""Longer texts are counted in parts of this length before they are tokenized as a whole."""
 
 _ORDINARY = re.compile(r"[\w\s▁]*")
 
@@ -49,7 +49,7 @@ class Encoded:
 
 
 def control_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """The tokens that steer a model, by id.
+    """The model's control tokens, by id.
 
     All special tokens, and added tokens with any character that is not a letter, a digit or white space, such as
     `<tool_call>`. Added words, runs of spaces and single ASCII characters (a "." declared as padding) are vocabulary.
@@ -64,16 +64,16 @@ def control_tokens(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 class PieceTokenizer:
-    """Tokenizes pieces of text as one text, except that control tokens count only where a trusted writer wrote them.
+    """Tokenizer of pieces as one text, where only trusted pieces can write control tokens.
 
-    A fast tokenizer says from which characters each token was made. If a control token was made from untrusted
-    characters, the text is cut inside that token and the two sides are tokenized apart, until none is left:
+    A fast tokenizer reports the characters of each token. If a control token was made from untrusted characters, the
+    text is cut inside that token and the two sides are tokenized apart, until none is left:
 
         <|user|> How do I type <|end|> ?           <|end|> was typed by the user
-        [<|user|> How do I type <] [|end|> ?]      cut behind its first character
+        [<|user|> How do I type <] [|end|> ?]      cut after its first character
 
     Text without such tokens gives exactly the tokenizer's own result. `split_special_tokens` of transformers is not
-    enough: it leaves added tokens that are not special (`<tool_call>`), and says nothing about who wrote them.
+    enough: it ignores added tokens that are not special (`<tool_call>`), and the origin of the text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -93,7 +93,7 @@ class PieceTokenizer:
         return frozenset(self._control)
 
     def encode(self, pieces: Sequence[Piece]) -> Encoded:
-        """Tokenizes pieces, without the tokens that begin and end a whole prompt."""
+        """Tokenizes pieces, without BOS and EOS of a whole prompt."""
         if not self._has_offsets:
             return self._encode_without_offsets(pieces)
         text, foreign = joined(pieces), foreign_intervals(pieces)
@@ -113,10 +113,10 @@ class PieceTokenizer:
         return Encoded(ids, tuple(chain.from_iterable(done[part].starts for part in parts)))
 
     def is_far_longer(self, text: str, limit: int) -> bool:
-        """Whether a text has at least twice as many tokens as allowed, found without reading much more than that.
+        """Whether a text has at least twice as many tokens as allowed, without reading much more than that.
 
-        Parts of the text are counted one after the other. Where they are cut the count is a few tokens off, far less
-        than the factor of two. A text of one part is never measured.
+        Counts the tokens of parts of the text. At the cuts the count is a few tokens off, far less than the factor of
+        two. A text of one part is never counted.
         """
         count = 0
         if len(text) <= WINDOW_CHARACTERS:
@@ -164,26 +164,26 @@ class PieceTokenizer:
         foreign: list[tuple[int, int]],
         ends: list[int],
     ) -> list[tuple[int, int]]:
-        """Character spans of control tokens that were made, at least partly, from untrusted characters."""
+        """Character spans of control tokens made, at least partly, from untrusted characters."""
         found: list[tuple[int, int]] = []
         if not foreign or self._control.keys().isdisjoint(tokens.ids):
             return found
         for token_id, start, end in zip(tokens.ids, tokens.starts, tokens.ends, strict=True):
             if token_id not in self._control:
                 continue
-            # Some tokens swallow the white space around them; that is no imitation.
+            # Some tokens absorb the white space around them; that is no imitation.
             body = text[start:end].strip()
             start += text[start:end].find(body) if body else 0
             end = start + len(body) if body else end
             if token_id == self._unknown and body != self._control[token_id]:
-                continue  # a character without a token, not somebody who types <unk>
+                continue  # an unknown character, not a typed <unk>
             index = bisect_right(ends, start)
             if index < len(foreign) and foreign[index][0] < end:
                 found.append((start, end))
         return found
 
     def _encode_without_offsets(self, pieces: Sequence[Piece]) -> Encoded:
-        """For tokenizers written in Python: every piece apart, untrusted ones cut inside control tokens first."""
+        """For tokenizers written in Python: every piece separately, untrusted ones cut inside control tokens first."""
         literals = "|".join(re.escape(text) for text in sorted(self._control.values(), key=len, reverse=True) if text)
         ids: list[int] = []
         for piece in pieces:
@@ -206,7 +206,7 @@ class PieceTokenizer:
             return list(self._tokenizer([text], add_special_tokens=whole, verbose=False)["input_ids"][0])
 
     def _whole_prompt_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What the tokenizer puts before and after a whole prompt."""
+        """Tokens that the tokenizer puts before and after a whole prompt (BOS, EOS)."""
         bare, whole = self._ids("a"), self._ids("a", whole=True)
         for start in range(len(whole) - len(bare) + 1):
             if whole[start : start + len(bare)] == bare:
@@ -215,7 +215,7 @@ class PieceTokenizer:
 
 
 def _cut(part: tuple[int, int], imitations: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Parts of a part, cut behind the first character of each imitation; an imitation of one character is left out."""
+    """A part cut after the first character of each imitation; an imitation of one character is omitted."""
     start, last = part
     parts = []
     for left, right in imitations:

@@ -1,4 +1,4 @@
-"""Tools that a conversation names: descriptions that are text of their writers, as messages and documents are."""
+"""Tools of a conversation: their descriptions are untrusted text, like messages and documents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SCHEMAS = "{{ tools | tojson }}"
 
 
 def schemas_of(tools: Sequence[Any], tokenizer: Tokenizer) -> list[Any]:
-    """Tools as JSON schemas; functions are described by their signature and docstring, as transformers does it.
+    """Tools as JSON schemas; functions are described by signature and docstring, as in transformers.
 
     Raises:
         InvalidMessages: a function that transformers cannot describe.
@@ -24,15 +24,15 @@ def schemas_of(tools: Sequence[Any], tokenizer: Tokenizer) -> list[Any]:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": ""}], tools=list(tools), chat_template=_SCHEMAS, tokenize=False
         )
-    except Exception as error:  # it says what it misses
+    except Exception as error:  # its message names what is missing
         raise InvalidMessages(f"a tool cannot be described: {error}; give a JSON schema instead") from error
     return list(json.loads(text))
 
 
 def could_write(tools: Any, tokens: Collection[str]) -> bool:
-    """Whether a text in tools holds one of these tokens, or could complete one together with its neighbours.
+    """Whether a text in tools contains one of these tokens, or could complete one together with its neighbours.
 
-    In any case of letters, since a template may change it.
+    Case-insensitive, since a template may change the case.
     """
     lowered = {token.lower() for token in tokens if token}
     firsts, lasts = {token[0] for token in lowered}, {token[-1] for token in lowered}
@@ -45,7 +45,7 @@ def could_write(tools: Any, tokens: Collection[str]) -> bool:
 
 
 def mark_tools(value: Any, mark: Callable[[str], str]) -> Any:
-    """Changes every text inside tools, names of parameters included."""
+    """Maps every text inside tools, names of parameters included."""
     if isinstance(value, str):
         return mark(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Ways out of an error, for somebody who sends requests and sees neither Python nor a command line."""
+"""Error messages for HTTP clients: fixes phrased without Python or the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SETTINGS = (
     (re.compile(r"raise max_prompt_chunks or send fewer"), "send fewer"),
     (re.compile(r"\bposition_strategy='(\w+)'"), r'"position_strategy": "\1"'),
 )
-"""Ways out that our errors name in Python's words, and what somebody who sends requests can do instead."""
+"""Fixes in our errors that refer to Python, and their equivalents for HTTP clients."""
 _FIGURES_OF_OTHERS = (
     (re.compile(r", of which \d+ are pinned by others\b"), ", of which others have pinned too many"),
     (re.compile(r": of (\d+) \d+ are free(?: and \d+ may be evicted)?"), r", which has \1"),
@@ -22,11 +22,11 @@ _FIGURES_OF_OTHERS = (
         r", max_chunks is \1, and too few may be evicted",
     ),
 )
-"""Numbers in our errors that tell what other clients hold, and what is said instead."""
+"""Numbers in our errors that reveal what other clients hold, and their replacements."""
 
 
 def for_clients(message: str) -> str:
-    """The message of one of our errors, with ways out that are open to a client, and without figures of others."""
+    """An error message with fixes available to a client, and without figures of other clients."""
     for known, instead in (*_SETTINGS, *_FIGURES_OF_OTHERS):
         message = known.sub(instead, message)
     return message

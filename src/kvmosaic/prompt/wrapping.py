@@ -1,4 +1,4 @@
-"""Wrappers: what a template writes around each document, told from what it writes around all of them."""
+"""Wrappers: a template's text around each document, derived from its text around all of them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NUMBER = None
-"""Stands for a number that changes from document to document."""
+"""Placeholder of a number that changes from document to document."""
 Atoms = tuple[str | None, ...]
 """Text as single characters and `NUMBER`s."""
 
 
 def unify(texts: Sequence[str]) -> Atoms | None:
-    """What texts have in common if they differ in numbers only; None if they differ in more."""
+    """The common text, if the texts differ in numbers only; otherwise None."""
     rows = [re.split(r"(\d+)", text) for text in texts]
     if len({len(row) for row in rows}) != 1:
         return None
@@ -35,14 +35,14 @@ def written(atoms: Atoms) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GapCut:
-    """Where the text between two documents, and the texts around all of them, are cut.
+    """Cuts of the text between two documents, and of the texts around all of them.
 
     head text | prefix  DOCUMENT  suffix | prefix  DOCUMENT  suffix | tail text
               ^head_end                  ^place                     ^tail_start
     """
 
     place: int
-    """Atoms of the gap that belong to the document before it."""
+    """Number of atoms of the gap that belong to the document before it."""
     head_end: int
     tail_start: int
 
@@ -50,10 +50,10 @@ class GapCut:
 def cut_gap(gap: Atoms, before: str, after: str) -> GapCut:
     """Finds the wrapper of a single document from the gap between two and the text before and after all.
 
-    The end of the gap that also ends `before` is written in front of a document, the beginning that also begins `after`
-    behind it. Often several cuts agree with both; then a cut right behind a line break is taken, and never one inside a
-    word or a tag. What agrees with neither stands only between documents: it goes behind every document, the last one
-    too.
+    The end of the gap that also ends `before` is written before a document, the beginning that also begins `after`
+    after it. Often several cuts agree with both; then a cut right after a line break is taken, and never one inside a
+    word or a tag. Text that agrees with neither is only between documents: it goes after every document, the last one
+    included.
     """
     ends = _backward(gap, before)
     starts = _forward(gap, after)

@@ -1,4 +1,4 @@
-"""Which tokens of cached chunks are computed again for a request."""
+"""Repair: selective recomputation of tokens of cached chunks."""
 
 from kvmosaic.repair.choosing import budget_of, checked_choice, most_of
 from kvmosaic.repair.default import DEFAULT_REPAIR

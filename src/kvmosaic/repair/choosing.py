@@ -1,4 +1,4 @@
-"""Choosing the tokens with the highest scores of all chunks together."""
+"""Top-k selection of tokens over all chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROUNDING = 1e-6
 
 
 class Choosable(Protocol):
-    """A chunk as far as choosing from it goes; `ChunkSignals` is one."""
+    """The facts of a chunk that selection needs; `ChunkSignals` has them."""
 
     @property
     def num_tokens(self) -> int:
@@ -25,14 +25,14 @@ class Choosable(Protocol):
 
 
 def budget_of(chunks: Sequence[Choosable], fraction: float) -> int:
-    """How many tokens a share of all chunks' tokens is: rounded down, but at least one if any may be chosen."""
+    """A fraction of all chunks' tokens: rounded down, but at least one if any may be chosen."""
     num_open = sum(chunk.num_open for chunk in chunks)
     share = fraction * sum(chunk.num_tokens for chunk in chunks)
     return min(num_open, max(1, int(share + _ROUNDING)))  # 0.29 of 100 is 29, though 0.29 * 100 is a little less
 
 
 def most_of(chunks: Sequence[Choosable], scores: Sequence[Sequence[float]], fraction: float) -> list[Sequence[int]]:
-    """For every chunk the numbers of its chosen tokens, ascending; ties go to the earlier token."""
+    """For every chunk the indexes of its chosen tokens, ascending; ties go to the earlier token."""
     budget = budget_of(chunks, fraction)
     ranked = nlargest(
         budget,
@@ -49,10 +49,10 @@ def most_of(chunks: Sequence[Choosable], scores: Sequence[Sequence[float]], frac
 
 
 def checked_choice(chunks: Sequence[Choosable], chosen: Sequence[Sequence[int]], policy: object) -> list[list[int]]:
-    """What a policy chose, sorted and without the chunks that are exact.
+    """A policy's choice, sorted and without exact chunks.
 
     Raises:
-        InvalidRepair: a list too many or too few, or a number that is no token of its chunk.
+        InvalidRepair: the wrong number of lists, or an index outside its chunk.
     """
     if len(chosen) != len(chunks):
         raise InvalidRepair(f"{policy} chose tokens for {len(chosen)} chunks, and the prompt has {len(chunks)}")

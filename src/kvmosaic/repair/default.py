@@ -1,3 +1,3 @@
-"""What is repaired where neither a request nor tuned settings say anything."""
+"""Default repair policy, without a request's or tuned settings."""
 
 DEFAULT_REPAIR = "first(8)"

@@ -1,7 +1,7 @@
-"""Repair policies: which tokens of cached chunks a request computes again, now that it knows what stands before them.
+"""Repair policies: which tokens of cached chunks a request recomputes with everything before them visible.
 
-A chunk was computed without the chunks before it. Computing all of its tokens again, in their places, gives ordinary
-causal reading; computing a few of them gives most of it back for a few percent of the time. A policy says which few.
+A chunk was computed without the chunks before it. Recomputing all of its tokens in place gives ordinary causal
+attention; recomputing a few of them recovers most of it for a few percent of the time. A policy chooses these few.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ MIN_SCALE, MAX_SCALE = 1e-6, 1e6
 class ChunkSignals:
     """What a policy knows of one chunk of a prompt.
 
-    A chunk that is exact saw all that stands before it: nothing of it needs to be computed again.
+    An exact chunk saw everything before it: none of its tokens needs to be recomputed.
     """
 
     num_tokens: int
     is_exact: bool = False
     deviation: Sequence[float] = ()
-    """By token: how far the keys of the second layer are from what they are when the token sees everything before it,
-    as a squared distance. Empty unless asked for."""
+    """By token: squared distance between the second layer's cached keys and those computed when the token sees
+    everything before it. Empty unless requested."""
     attention: Sequence[float] = ()
-    """By token: how much the question looks at it, as a share of attention summed over the question's tokens, averaged
-    over heads and the later half of the layers. Empty unless asked for."""
+    """By token: attention of the question to it, as a share summed over the question's tokens, averaged over heads and
+    the later half of the layers. Empty unless requested."""
 
     @property
     def num_open(self) -> int:
@@ -46,19 +46,19 @@ class ChunkSignals:
 
 @runtime_checkable
 class RepairPolicy(Protocol):
-    """What every policy says; `kvmosaic.repair` has seven, and anything with these members will do."""
+    """Protocol of a repair policy; `kvmosaic.repair` has seven implementations, and others may be passed."""
 
     @property
     def signals(self) -> frozenset[Signal]:
         """What must be measured before it can choose; measuring costs time."""
 
     def choose(self, chunks: Sequence[ChunkSignals]) -> list[Sequence[int]]:
-        """For every chunk of a prompt, in order: the numbers of its tokens to compute again, each once."""
+        """For every chunk of a prompt, in order: the indexes of its tokens to recompute, without repetition."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoRepair:
-    """Nothing is computed again: documents do not see each other."""
+    """No repair: nothing is recomputed, and documents do not see each other."""
 
     signals: ClassVar[frozenset[Signal]] = frozenset()
 
@@ -72,7 +72,7 @@ class NoRepair:
 
 @dataclass(frozen=True, slots=True)
 class FullRepair:
-    """Everything is computed again, as ordinary causal reading of the whole prompt; nothing of the chunks is read."""
+    """Full recomputation, as ordinary causal attention over the whole prompt; no cached chunk is read."""
 
     signals: ClassVar[frozenset[Signal]] = frozenset()
 
@@ -86,7 +86,7 @@ class FullRepair:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens:
-    """The first tokens of every chunk, where each chunk has grown an attention sink of its own (EPIC, LegoLink)."""
+    """The first tokens of every chunk, which act as attention sinks of their chunk (EPIC, LegoLink)."""
 
     tokens: int = 16
     signals: ClassVar[frozenset[Signal]] = frozenset()
@@ -109,7 +109,7 @@ class FirstTokens:
 
 @dataclass(frozen=True, slots=True)
 class KeyDeviation:
-    """The tokens whose keys are furthest from what they would be if they saw everything before them (CacheBlend)."""
+    """The tokens whose keys deviate most from those with everything before them visible (CacheBlend)."""
 
     fraction: float = 0.15
     signals: ClassVar[frozenset[Signal]] = frozenset({"deviation"})
@@ -127,7 +127,7 @@ class KeyDeviation:
 
 @dataclass(frozen=True, slots=True)
 class QueryAttention:
-    """The tokens that the question looks at most (ProphetKV)."""
+    """The tokens with the most attention from the question (ProphetKV)."""
 
     fraction: float = 0.15
     signals: ClassVar[frozenset[Signal]] = frozenset({"attention"})
@@ -145,11 +145,11 @@ class QueryAttention:
 
 @dataclass(frozen=True, slots=True)
 class Combined:
-    """The tokens that the question looks at, and those whose keys are wrong (both signals, as in QCFuse).
+    """The tokens with attention from the question, and those with wrong keys (both signals, as in QCFuse).
 
     A token's score is the root of its share of all attention, plus half the root of its share of all deviation. One
-    finds what the question asks for, the other what must be read again for it. (Products, and sums without
-    roots, were worse: few tokens have nearly all of either signal.)
+    finds what the question asks for, the other what must be recomputed for it. (Products, and sums without roots, were
+    worse: few tokens have nearly all of either signal.)
     """
 
     fraction: float = 0.15
@@ -177,9 +177,9 @@ class Combined:
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Nothing is computed again; question and answer look at the chunks more sharply, and weigh them differently (APE).
+    """No recomputation; question and answer attend to chunks with another temperature and scale (APE).
 
-    Scores of chunk keys are divided by `temperature`, and what they add up to in the softmax is multiplied by `scale`.
+    Scores of chunk keys are divided by `temperature`, and their sum in the softmax is multiplied by `scale`.
     """
 
     temperature: float = 1.0
@@ -206,7 +206,7 @@ class Temperature:
 
 
 def _text(number: float) -> str:
-    """The shortest text that is read back as this number."""
+    """The shortest text that parses back to this number."""
     return repr(float(number)).removesuffix(".0")
 
 

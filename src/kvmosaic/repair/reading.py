@@ -1,4 +1,4 @@
-"""Reading a repair policy from text such as "query(0.15)": options, HTTP fields and configuration files."""
+"""Parser of repair policies from text such as "query(0.15)": options, HTTP fields and configuration files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _POLICIES: Mapping[str, tuple[Callable[..., RepairPolicy], int]] = MappingProxyT
 
 
 def repair_policy(policy: str | RepairPolicy) -> RepairPolicy:
-    """A policy from its text, such as "first(16)", or the policy itself.
+    """The policy of a text, such as "first(16)", or the given policy itself.
 
     Raises:
         InvalidRepair: neither of them, or numbers outside their range.
@@ -59,7 +59,7 @@ def repair_policy(policy: str | RepairPolicy) -> RepairPolicy:
 
 
 def _check_members(policy: RepairPolicy) -> None:
-    """Raises InvalidRepair if a policy of the user's own cannot say what it is, or what it wants to have measured."""
+    """Raises InvalidRepair if a user's own policy lacks a member or names an unknown signal."""
     name = type(policy).__name__
     try:
         str(policy)

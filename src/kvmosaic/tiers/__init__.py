@@ -1,4 +1,4 @@
-"""Where chunks are kept when the device lets go of them: host memory, disk, Redis, object stores."""
+"""Offload tiers for chunks evicted from the device: host memory, disk, Redis, object stores."""
 
 from kvmosaic.tiers.cost import ComputeCost, LoadCost
 from kvmosaic.tiers.deadline import Deadline

@@ -1,4 +1,4 @@
-"""Breaker: stops reading or writing a tier where that fails, and tries in the background until it works again."""
+"""Circuit breaker of a tier: fails calls fast while the tier fails, and probes it in the background."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _PROBED = Key(bytes(32))
 
 
 class Breaker:
-    """A tier that fails at once while the tier behind it is known to fail.
+    """A tier that fails fast while the wrapped tier is known to fail.
 
-        get, exists, scan               ──▶ reads: a `Circuit`, probed by asking whether one key exists    ──▶ tier
-        put, delete, touch, quarantine  ──▶ writes: a `Circuit`, probed by putting an entry without bytes  ──▶ tier
+        get, exists, scan               ──▶ reads: a `Circuit`, probed by `exists` of one key         ──▶ tier
+        put, delete, touch, quarantine  ──▶ writes: a `Circuit`, probed by `put` of an empty entry    ──▶ tier
 
-    Each is given up for itself, so that a disk that became read-only, or a Redis that takes no more writes, is still
+    Both open independently, so that a disk that became read-only, or a Redis that accepts no more writes, is still
     read. A call fails if it raises `TierUnavailable`, or if it took `slow_seconds` or more and its deadline ended it.
-    `TierFull` is an answer. The probes come from threads that live while a circuit is open.
+    `TierFull` is no failure. The probes run on threads that live while a circuit is open.
     """
 
     def __init__(
@@ -42,17 +42,17 @@ class Breaker:
         clock: Callable[[], float] = time.monotonic,
         in_background: bool = True,
     ) -> None:
-        """Guards `tier`, which it then owns.
+        """Wraps `tier` and owns it from now on.
 
         Args:
             tier: the tier that may fail.
-            failures: how many calls in a row must fail before it is given up.
+            failures: consecutive failures that open a circuit.
             interval_seconds: between two probes.
-            jitter: up to which share of it the interval is longer or shorter, so that not all processes ask at once.
-            probe_seconds: how long a probe may take.
+            jitter: maximum random share by which the interval varies, so that processes do not probe at once.
+            probe_seconds: timeout of a probe.
             slow_seconds: the shortest call that counts as failed when its deadline ends it.
-            clock: seconds, never running backwards.
-            in_background: without it nothing probes but `probe_if_due`.
+            clock: monotonic seconds.
+            in_background: probe on threads; otherwise only `probe_if_due` probes.
 
         Raises:
             InvalidConfig: a number out of its bounds.
@@ -71,32 +71,32 @@ class Breaker:
 
     @property
     def name(self) -> str:
-        """That of the tier."""
+        """The tier's name."""
         return self.tier.name
 
     @property
     def is_persistent(self) -> bool:
-        """That of the tier."""
+        """Whether the tier is persistent."""
         return self.tier.is_persistent
 
     @property
     def is_open(self) -> bool:
-        """Whether reads or writes would fail at once now."""
+        """Whether reads or writes fail fast now."""
         return any(circuit.state is not BreakerState.CLOSED for circuit in (self._reads, self._writes))
 
     @property
     def read_stat(self) -> BreakerStat:
-        """What of reading it holds back now, and has held back."""
+        """State and counters of the read circuit."""
         return self._reads.stat
 
     @property
     def write_stat(self) -> BreakerStat:
-        """What of writing it holds back now, and has held back."""
+        """State and counters of the write circuit."""
         return self._writes.stat
 
     @property
     def breaker_stat(self) -> BreakerStat:
-        """Of reads and writes together: sums, and the worse state with its reason."""
+        """Reads and writes together: sums, and the worse state with its reason."""
         reads, writes = self.read_stat, self.write_stat
         severity = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN).index
         worse = max((reads, writes), key=lambda stat: (severity(stat.state), bool(stat.reason)))
@@ -110,47 +110,47 @@ class Breaker:
         )
 
     def put_many(self, entries: Mapping[Key, Entry], deadline: Deadline) -> set[Key]:
-        """As the tier; at once `TierUnavailable` while that fails."""
+        """See `Tier.put_many`; fails fast with `TierUnavailable` while the circuit is open."""
         return self._writes.guard(lambda: self.tier.put_many(entries, deadline), deadline)
 
     def get_many(self, keys: Collection[Key], deadline: Deadline, *, max_bytes: int | None = None) -> dict[Key, Entry]:
-        """As the tier; at once `TierUnavailable` while that fails."""
+        """See `Tier.get_many`; fails fast with `TierUnavailable` while the circuit is open."""
         return self._reads.guard(lambda: self.tier.get_many(keys, deadline, max_bytes=max_bytes), deadline)
 
     def exists_many(self, keys: Collection[Key], deadline: Deadline) -> set[Key]:
-        """As the tier; at once `TierUnavailable` while that fails."""
+        """See `Tier.exists_many`; fails fast with `TierUnavailable` while the circuit is open."""
         return self._reads.guard(lambda: self.tier.exists_many(keys, deadline), deadline)
 
     def delete_many(self, keys: Collection[Key], deadline: Deadline) -> set[Key]:
-        """As the tier; at once `TierUnavailable` while that fails."""
+        """See `Tier.delete_many`; fails fast with `TierUnavailable` while the circuit is open."""
         return self._writes.guard(lambda: self.tier.delete_many(keys, deadline), deadline)
 
     def touch(self, keys: Collection[Key], deadline: Deadline) -> None:
-        """As the tier; at once `TierUnavailable` while that fails."""
+        """See `Tier.touch`; fails fast with `TierUnavailable` while the circuit is open."""
         self._writes.guard(lambda: self.tier.touch(keys, deadline), deadline)
 
     def quarantine(self, key: Key, reason: str, deadline: Deadline) -> None:
-        """As the tier; at once `TierUnavailable` while that fails."""
+        """See `Tier.quarantine`; fails fast with `TierUnavailable` while the circuit is open."""
         self._writes.guard(lambda: self.tier.quarantine(key, reason, deadline), deadline)
 
     def scan(self, deadline: Deadline) -> Iterator[EntryInfo]:
-        """As the tier; at once `TierUnavailable` while that fails. Who reads it sets the pace: slow is no failure."""
+        """See `Tier.scan`; fails fast while the circuit is open. A slow reader is no failure."""
         infos = self._reads.guard(lambda: self.tier.scan(deadline), Deadline())
         while (info := self._reads.guard(lambda: next(infos, None), Deadline())) is not None:
             yield info
 
     def stat(self) -> TierStat:
-        """Of the tier; see also `breaker_stat`."""
+        """See `Tier.stat`; see also `breaker_stat`."""
         return self.tier.stat()
 
     def close(self) -> None:
-        """Ends the probing and closes the tier."""
+        """Stops probing and closes the tier."""
         self._reads.close()
         self._writes.close()
         self.tier.close()
 
     def probe_if_due(self) -> bool:
-        """Tries again what fails, if the interval is over; returns whether the tier is read and written now."""
+        """Probes open circuits if the interval is over; returns whether the tier is read and written now."""
         is_read = self._reads.probe_if_due()
         return self._writes.probe_if_due() and is_read
 

@@ -1,4 +1,4 @@
-"""Bundle: entries in one file, which another machine can take into a tier of its own."""
+"""Bundle: entries in one file, for import into a tier of another machine."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _END = bytes(2 * _BLOCK)
 
 @dataclass(frozen=True, slots=True)
 class BundleContents:
-    """How much is in a bundle."""
+    """Number of entries and bytes in a bundle."""
 
     num_entries: int
     num_bytes: int
-    """Of the entries themselves."""
+    """Total bytes of the entries, without tar headers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One entry of a bundle: where it lies."""
+    """One entry of a bundle: its key, offset and size."""
 
     key: Key
     num_bytes: int
@@ -45,14 +45,14 @@ class Member:
 
 
 def write_bundle(path: Path, entries: Iterable[tuple[Key, Entry]]) -> BundleContents:
-    """Writes a bundle, one entry after the other, which has its name only when it is complete and on the disk.
+    """Writes a bundle, entry by entry; it gets its name only when complete and synced to disk.
 
-        kvmosaic-bundle.json          how many entries and bytes: one block of text, written last
+        kvmosaic-bundle.json          number of entries and bytes: one block of text, written last
         <64 hex>.safetensors          an entry, under its key
         …
 
-    It is a plain tar file that any tar can list; only its owner can read it, since it holds what was in the documents.
-    A file that has the name already is replaced. If anything is raised, also by `entries`, nothing is left behind.
+    It is a plain tar file, readable by its owner only, since it holds the text of documents. An existing file of that
+    name is replaced. If anything raises, also `entries`, no file remains.
 
     Raises:
         InvalidBundle: the file cannot be written, or has too many entries, or one twice.
@@ -77,11 +77,11 @@ def write_bundle(path: Path, entries: Iterable[tuple[Key, Entry]]) -> BundleCont
 
 
 class Bundle:
-    """A bundle to read. All of its frame is checked when it is opened, before any entry is believed.
+    """A bundle opened for reading. Its whole structure is validated when it is opened, before any entry is used.
 
-    Nothing in it is taken for a name of a file. Every header must be, byte for byte, the one that `write_bundle` writes
-    for this key and this size, so there are no links, no other kinds of files, no folders and no long names.
-    What the entries hold is not looked at.
+    Nothing in it is used as a file name. Every header must be, byte for byte, the one that `write_bundle` writes for
+    this key and this size, so there are no links, no other kinds of files, no folders and no long names. The content
+    of entries is not validated.
     """
 
     def __init__(self, path: Path) -> None:
@@ -109,10 +109,10 @@ class Bundle:
             raise
 
     def read(self, member: Member, num_bytes: int | None = None) -> bytes:
-        """The bytes of an entry, or the first so many of them, not verified.
+        """The bytes of an entry, or its first `num_bytes`, not verified.
 
         Raises:
-            InvalidBundle: the file cannot be read any more.
+            InvalidBundle: the file became unreadable.
         """
         try:
             return self._read(member.begin, member.num_bytes if num_bytes is None else min(num_bytes, member.num_bytes))

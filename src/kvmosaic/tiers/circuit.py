@@ -1,4 +1,4 @@
-"""Circuit: whether one kind of call of a tier is made, or refused because calls of this kind fail."""
+"""Circuit: state machine of a circuit breaker, for one kind of call of a tier."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ _T = TypeVar("_T")
 
 
 class BreakerState(StrEnum):
-    """Whether the tier behind a breaker is asked."""
+    """State of a circuit breaker."""
 
     CLOSED = "closed"
-    """It answers, and is asked."""
+    """The tier works; calls go through."""
     OPEN = "open"
-    """It failed, and is left alone."""
+    """The tier failed; calls fail fast."""
     HALF_OPEN = "half-open"
-    """It failed, and is being probed now; others still leave it alone."""
+    """The tier failed and is being probed; other calls fail fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class BreakerStat:
-    """One moment of a breaker. Counters run since it was made."""
+    """A snapshot of a breaker. Counters run since it was made."""
 
     state: BreakerState
     opened: int
-    """Times that the tier was given up."""
+    """Times that a circuit opened."""
     skipped: int
-    """Calls that were refused without asking the tier."""
+    """Calls that failed fast, without reaching the tier."""
     probes: int
     failed_probes: int
     reason: str
-    """Why it was given up last; empty if it never was."""
+    """Reason of the last opening; empty if there was none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """When a circuit opens, and how often what is behind it is probed; see `Breaker`."""
+    """When a circuit opens, and how often it probes; see `Breaker`."""
 
     failures: int
     interval_seconds: float
@@ -59,26 +59,26 @@ class Pace:
 
 
 class Circuit:
-    """The reads, or the writes, of a tier.
+    """The read or the write circuit of a tier.
 
                         `failures` calls in a row fail
               CLOSED ──────────────────────────────────────▶ OPEN ◀──┐
-            asks the tier                             TierUnavailable │ the probe fails
-                 ▲                                        at once     │
-                 │        the probe is answered             │ every `interval_seconds`
+            calls the tier                            TierUnavailable │ the probe fails
+                 ▲                                        fails fast  │
+                 │        the probe succeeds                │ every `interval_seconds`
                  └──────────────────────── HALF_OPEN ◀──────┘─────────┘
 
-    That it fails is said once, and then once a minute, with how often; if that was said, so is that it works again.
+    Logs the failure once, then once a minute with a count, and logs recovery after that.
     """
 
     def __init__(self, name: str, verb: str, meanwhile: str, probe: Callable[[Deadline], object], pace: Pace) -> None:
-        """All is well at first.
+        """Starts closed.
 
         Args:
             name: of the tier.
-            verb: what it cannot be while calls fail: "read" or "written".
-            meanwhile: what is done until then, for the log.
-            probe: a call of this kind; it raises what the tier does.
+            verb: "read" or "written", for the log.
+            meanwhile: the fallback while it is open, for the log.
+            probe: a call of this kind; it raises the tier's errors.
             pace: when it opens, and how often it probes.
         """
         self.state = BreakerState.CLOSED
@@ -95,20 +95,20 @@ class Circuit:
         self._reason = ""
         self._notices = Notices(logger, clock=pace.clock)
         self._is_said = False
-        """Whether the last that was said is that it fails."""
+        """Whether the last log line reported a failure."""
 
     @property
     def stat(self) -> BreakerStat:
-        """What it holds back now, and has held back."""
+        """Current state and counters."""
         with self._lock:
             return BreakerStat(self.state, self._opened, self._skipped, self._probes, self._failed_probes, self._reason)
 
     def close(self) -> None:
-        """Ends the probing."""
+        """Stops probing."""
         self._ended.set()
 
     def guard(self, ask: Callable[[], _T], deadline: Deadline) -> _T:
-        """What a call returns or raises; at once `TierUnavailable` while such calls fail."""
+        """Calls `ask` and returns its result; fails fast with `TierUnavailable` while the circuit is open."""
         if self.state is not BreakerState.CLOSED:
             with self._lock:
                 self._skipped += 1
@@ -134,7 +134,7 @@ class Circuit:
         return result
 
     def probe_if_due(self) -> bool:
-        """Asks the tier if calls fail and the interval is over; returns whether they are made now."""
+        """Probes if the circuit is open and the interval is over; returns whether it is closed now."""
         with self._lock:
             if self.state is not BreakerState.OPEN or self._pace.clock() < self._next_probe:
                 return self.state is BreakerState.CLOSED
@@ -147,7 +147,7 @@ class Circuit:
             pass
         except TierUnavailable as error:
             reason = str(error)
-        except Exception as error:  # whatever it is, the circuit must not stay half-open
+        except Exception as error:  # any error: the circuit must not stay half-open
             logger.exception("probing the %s tier", self._name)
             reason = repr(error)
         with self._lock:
@@ -186,7 +186,7 @@ class Circuit:
         if self._pace.in_background and not self._ended.is_set():
             try:
                 threading.Thread(target=self._probe, name=f"kvmosaic-probe-{self._name}", daemon=True).start()
-            except RuntimeError:  # the system gives no more threads: nobody would ever probe it
+            except RuntimeError:  # no more threads: it would never be probed
                 logger.exception("the %s tier is asked again at once", self._name)
                 with self._lock:
                     self.state = BreakerState.CLOSED

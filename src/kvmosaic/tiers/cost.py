@@ -1,40 +1,40 @@
-"""Cost model: whether loading a chunk is faster than computing it again, from what was measured."""
+"""Load cost model: estimates from measurements whether loading a chunk is faster than recomputing it."""
 
 from __future__ import annotations
 
 import math
 
 _WEIGHT = 0.3
-"""Of the newest measurement; the rest is what was known before."""
+"""EMA weight of the newest measurement."""
 _RATE_WEIGHT = 0.05
-"""The same for hits and misses, which tell little one by one."""
+"""EMA weight of the newest hit or miss; a single one says little."""
 LEAST_HIT_RATE = 0.02
 """Floor for the estimated hit rate: a probe that misses may cost a fiftieth of computing."""
 _MARGIN = 0.9
-"""Of computing, what loading may take: measurements vary, and being wrong costs more than it could have saved."""
+"""Maximum load time, as a share of compute time: measurements vary, and a wrong load costs more than it saves."""
 _FIRST_HITS = 4
-"""Of a tier, of which the fastest counts: connecting, importing and touching memory make first ones slow."""
+"""First hits of a tier, of which the fastest counts: connections, imports and page faults slow the first ones."""
 _UNSURE_SECONDS = 0.01
-"""More than what another machine says that computing takes: so little is not worth leaving a tier for."""
+"""Compute times reported by another machine that are shorter than this never rule out a tier."""
 _LEAST_SPREAD = 0.1
-"""Sizes of entries must differ so much, by their mean, to tell a latency from a bandwidth."""
+"""Minimum spread of entry sizes, relative to their mean, for separating latency from bandwidth."""
 
 
 class EMA:
-    """A mean that forgets: the newest number counts most."""
+    """Exponential moving average: the newest number has the largest weight."""
 
     def __init__(self) -> None:
         self.value: float | None = None
 
     def add(self, number: float) -> None:
-        """Takes in a measurement."""
+        """Adds a measurement."""
         self.value = number if self.value is None else self.value + _WEIGHT * (number - self.value)
 
 
 class LatencyBandwidthFit:
-    """A straight line through points that forgets: seconds = latency + bytes * pace, neither of them negative.
+    """Exponentially weighted line fit: seconds = latency + bytes * pace, neither of them negative.
 
-    Points of one size alone do not tell the two apart; then the latency is the least that is known of it.
+    Points of one size alone do not separate the two; then the lowest known latency is used.
     """
 
     def __init__(self) -> None:
@@ -42,16 +42,16 @@ class LatencyBandwidthFit:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is any point."""
+        """Whether there are any points."""
         return self._x.value is not None
 
     def add(self, x: float, y: float) -> None:
-        """Takes in a point."""
+        """Adds a point."""
         for average, number in ((self._x, x), (self._y, y), (self._xx, x * x), (self._xy, x * y)):
             average.add(number)
 
     def fit(self, least_latency: float) -> tuple[float, float]:
-        """Latency and pace; the latency is at least this, unless whole loads take less."""
+        """Latency and pace; the latency is at least `least_latency`, unless whole loads take less."""
         x, y, xx, xy = (average.value or 0.0 for average in (self._x, self._y, self._xx, self._xy))
         latency, variance = min(least_latency, y), xx - x * x
         if variance > (_LEAST_SPREAD * x) ** 2:
@@ -61,7 +61,7 @@ class LatencyBandwidthFit:
 
 
 class LoadCost:
-    """What asking one tier takes: seconds of a hit by its size, seconds of a miss, and how often it is a hit."""
+    """Cost of asking one tier: seconds of a hit by size, seconds of a miss, and hit rate."""
 
     def __init__(self) -> None:
         self._hits = LatencyBandwidthFit()
@@ -69,20 +69,20 @@ class LoadCost:
         self._fastest = math.inf
         self._miss = EMA()
         self.hit_rate = 1.0
-        """Of late; a tier that was never asked is believed to have everything."""
+        """Moving average; starts at 1, so that a new tier is tried."""
 
     def forget_times(self) -> None:
-        """The tier was not asked for long: the next hit tells all that is known of its speed."""
+        """Drops old measurements of a tier not asked for long: the next hit alone determines its speed."""
         self._hits, self._miss, self._num_hits = LatencyBandwidthFit(), EMA(), _FIRST_HITS
 
     @property
     def miss_seconds(self) -> float:
-        """What it takes to learn that an entry is not there."""
+        """Seconds of a miss."""
         return self._miss.value or 0.0
 
     @property
     def is_sure(self) -> bool:
-        """Whether there were enough hits to leave a tier for being slow."""
+        """Whether there were enough hits to skip a tier as slow."""
         return self._num_hits >= _FIRST_HITS
 
     @property
@@ -91,12 +91,12 @@ class LoadCost:
         return 1 / max(self._hits.fit(self.miss_seconds)[1], 1e-15) if self._hits.is_known else None
 
     def note_miss(self, seconds: float) -> None:
-        """An entry was asked for and is not there."""
+        """Records a miss."""
         self._miss.add(seconds)
         self._count(is_hit=False)
 
     def note_hit(self, num_bytes: int, seconds: float) -> None:
-        """An entry was read, verified and decoded."""
+        """Records an entry that was read, verified and decoded."""
         self._count(is_hit=True)
         self._num_hits += 1
         if self.is_sure:
@@ -106,17 +106,17 @@ class LoadCost:
             self._hits.add(num_bytes, seconds)
 
     def estimate(self, num_bytes: int) -> float | None:
-        """Seconds that an entry of this size takes if it is there; None before the first hit."""
+        """Expected seconds to load an entry of this size; None before the first hit."""
         if not self._hits.is_known:
             return None
         latency, pace = self._hits.fit(self.miss_seconds)
         return latency + num_bytes * pace
 
     def is_worth(self, num_bytes: int, compute_seconds: float | None) -> bool:
-        """Whether asking is expected to save time; what nobody knows is tried.
+        """Whether asking is expected to save time; True if unknown.
 
-        A hit saves what computing takes longer than loading, a miss wastes its time. Before there were enough hits,
-        they count as fast.
+        A hit saves the compute time minus the load time, a miss wastes its time. Before there were enough hits, hits
+        count as fast.
         """
         if compute_seconds is None:
             return True
@@ -130,10 +130,10 @@ class LoadCost:
 
 
 class ComputeCost:
-    """What computing takes: seconds per token.
+    """Moving average of compute time: seconds per token.
 
-    Chunks that are computed tell it. Where everything is loaded, nothing is computed: then entries tell what computing
-    them took elsewhere, and every step how long a token takes here at most.
+    Measured when chunks are computed. Where everything is loaded and nothing is computed, entries report their compute
+    time elsewhere, and every step gives an upper bound for the seconds per token here.
     """
 
     def __init__(self) -> None:
@@ -142,23 +142,23 @@ class ComputeCost:
         self._most = math.inf
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """A chunk was computed."""
+        """Records a computed chunk."""
         self._measured.add(seconds / max(num_tokens, 1))
 
     def tell(self, num_tokens: int, seconds: float) -> None:
-        """An entry says what computing it took, maybe on another machine; believed until one is computed here."""
+        """Records an entry's reported compute time, maybe of another machine; used until a chunk is computed here."""
         if seconds > 0.0:
             self._told = seconds / max(num_tokens, 1)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
-        """Any tokens were computed: chunks, of more tokens, take no longer per token."""
+        """Records a step of any tokens: chunks, of more tokens, take no longer per token."""
         rate = seconds / max(num_tokens, 1)
         if self._measured.value is not None:
             self._measured.value = min(self._measured.value, rate)
         self._most = min(self._most, rate)
 
     def estimate(self, num_tokens: int) -> float | None:
-        """Seconds that so many tokens will take; None if nobody knows."""
+        """Expected seconds for so many tokens; None if unknown."""
         if self._measured.value is not None:
             return num_tokens * self._measured.value
         if self._told is not None:

@@ -1,4 +1,4 @@
-"""The tally of a tier: what it has done since it was opened."""
+"""Counters of a tier since it was opened."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 
 class TierCounters:
-    """Counters of a `TierStat`, counted by any thread."""
+    """Thread-safe counters of a `TierStat`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -15,7 +15,7 @@ class TierCounters:
         )
 
     def count(self, **more: int) -> None:
-        """Adds to the counters with these names."""
+        """Adds to the named counters."""
         with self._lock:
             for name, number in more.items():
                 self._counts[name] += number

@@ -1,4 +1,4 @@
-"""Deadline: how long something may still take."""
+"""Deadline: the remaining time of an operation."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 
 class Deadline:
-    """A moment on a clock that never runs backwards."""
+    """A moment on a monotonic clock."""
 
     def __init__(self, seconds: float = math.inf, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Ends `seconds` from now; without a number, never."""
+        """Ends `seconds` from now; never, by default."""
         self._clock = clock
         self._end = clock() + seconds
 
     @property
     def remaining(self) -> float:
-        """Seconds left, 0.0 when it has passed."""
+        """Seconds left; 0.0 when it has passed."""
         return max(0.0, self._end - self._clock())
 
     @property

@@ -1,4 +1,4 @@
-"""The disk tier: one file per entry in a folder, which several processes may share."""
+"""The disk tier: one file per entry in a folder that several processes may share."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ logger = logging.getLogger("kvmosaic.tiers")
 
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 _TRIMMING_SECONDS = 1.0
-"""Longest time that opening a folder takes for removing what is above the quota; the rest leaves with the next put."""
+"""Time limit for evicting what is above the quota when opening a folder; the rest is evicted by the next put."""
 
 
 class DiskTier:
-    """Entries as files, at most `quota_bytes` of them; least recently used entries are evicted first.
+    """Disk tier: entries as files, at most `quota_bytes` of them; LRU eviction.
 
-    What is stored outlives the process, however it ends. What several processes may expect of each other is said in
-    `DiskStore`, what is in the folder in `EntryFolder`. Nothing is kept open between calls.
+    Entries outlive the process, however it ends. `DiskStore` documents sharing between processes, `EntryFolder` the
+    folder's layout. Nothing is kept open between calls.
 
-    A folder that cannot be written can still be read: then `put_many` raises, and `get_many` does not.
+    A read-only folder can still be read: then `put_many` raises, and `get_many` does not.
 
     Raises:
-        InvalidConfig: not a folder, one with files of others in it, or of another version; a quota that is not a size.
+        InvalidConfig: not a folder, one with foreign files in it, or of another version; an invalid quota.
         TierUnavailable: the folder cannot be made, listed or marked now.
     """
 
@@ -52,7 +52,7 @@ class DiskTier:
         files: FileSystem | None = None,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
-        """`durable`: wait for the disk with each entry, so that what is stored also outlives a power failure."""
+        """`durable`: sync each entry to disk, so that it also survives a power failure."""
         self._quota = parse_bytes(quota_bytes)
         self._path = Path(os.path.abspath(folder))  # noqa: PTH100  resolve() would follow links
         self._tally = TierCounters()
@@ -65,7 +65,7 @@ class DiskTier:
             self._store.trim(Deadline(_TRIMMING_SECONDS))
 
     def put_many(self, entries: Mapping[Key, Entry], deadline: Deadline) -> set[Key]:
-        """See `Tier.put_many`. May take longer than its deadline by one piece of 16 MiB and its way to the disk."""
+        """See `Tier.put_many`. May take longer than its deadline by one piece of 16 MiB and its sync."""
         placed: set[Key] = set()
         with self._failing(can_be_full=True):
             for key, entry in entries.items():
@@ -79,7 +79,7 @@ class DiskTier:
             return self._store.sync(placed)
 
     def get_many(self, keys: Collection[Key], deadline: Deadline, *, max_bytes: int | None = None) -> dict[Key, Entry]:
-        """See `Tier.get_many`. An entry that the disk cannot read any more is put aside, and the call raises."""
+        """See `Tier.get_many`. An unreadable entry is quarantined, and the call raises."""
         found: dict[Key, Entry] = {}
         with self._failing():
             for key in keys:
@@ -109,7 +109,7 @@ class DiskTier:
                     self._store.touch(key)
 
     def quarantine(self, key: Key, reason: str, deadline: Deadline) -> None:
-        """Moves the entry to the folder `quarantine`, or removes it if it cannot go there."""
+        """Moves the entry to the folder `quarantine`, or removes it if that fails."""
         with self._failing():
             if self._store.quarantine(key):
                 logger.warning("%s: entry %s was put aside: %s", self._path, key.hex(), reason)
@@ -143,16 +143,16 @@ class DiskTier:
         )
 
     def close(self) -> None:
-        """Takes no more calls."""
+        """Closes the tier for further calls."""
         self._is_closed = True
 
     def check_invariants(self) -> None:
-        """Asserts what the class promises; for tests."""
+        """Asserts the class invariants; for tests."""
         self._store.check_invariants()
 
     @contextlib.contextmanager
     def _failing(self, *, can_be_full: bool = False) -> Iterator[None]:
-        """Says in the words of a tier what the operating system reports."""
+        """Translates operating system errors into tier errors."""
         try:
             if self._is_closed:
                 raise TierUnavailable(f"the disk tier {self._path} is closed")

@@ -1,4 +1,4 @@
-"""Drafts of a disk tier: entries that are being written, and what those who died over it have left."""
+"""Drafts of a disk tier: entries being written, and stale ones of dead writers."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from kvmosaic.tiers.disk_files import FileSystem
 from kvmosaic.tiers.disk_names import draft_name, host_of, this_host
 
 STALE_SECONDS = 600
-"""A draft of an unknown or another host to which nothing was written for so long was left by a process that is gone."""
+"""A draft of an unknown or another host is stale after so many seconds without a write."""
 _PIECE = 2**24
-"""Bytes written between two looks at the deadline."""
+"""Bytes written between two deadline checks."""
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
 _OPEN = os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A file that is whole, and open: it is locked until it has the name of its entry, or is removed."""
+    """A complete, open file, locked until it is renamed to its entry or removed."""
 
     name: str
     fd: int
 
 
 class Drafts:
-    """Writes drafts, and tells those of living writers from what dead ones have left.
+    """Writer of drafts, and garbage collector of stale ones of dead writers.
 
         .<key hex>.<host>.<random>.partial      locked (flock) by its writer, for as long as that lives
 
-    A lock goes with its process, however that ends, so on one host a draft that can be locked was left. Over a network
-    file system a lock may, by its settings, only be seen on the host that has it: the name tells which one that is, and
-    an unlocked draft of another host is left when nothing was written to it for `STALE_SECONDS`. Where files cannot be
-    locked at all, that holds for all of them. A draft that is locked is never taken for one that was left.
+    A lock ends with its process, so on one host a draft that can be locked is stale. On a network file system a lock
+    may, depending on settings, be visible only on its host: the name tells which one that is, and an unlocked draft of
+    another host is stale after `STALE_SECONDS` without a write. Where files cannot be locked at all, that applies to
+    all of them. A locked draft is never stale.
     """
 
     def __init__(self, files: FileSystem, *, durable: bool) -> None:
@@ -42,13 +42,13 @@ class Drafts:
         self._durable = durable
         self._host = this_host()
         self._own: set[str] = set()
-        """Those that are under way here."""
+        """Names of drafts in progress in this process."""
 
     def write(self, subject: str, entry: memoryview, moment: int, folder: int, deadline: Deadline) -> Draft | None:
-        """A draft of an entry; None if the deadline passed.
+        """Writes a draft of an entry; None if the deadline passed.
 
         Raises:
-            OSError: it cannot be written, and is gone again.
+            OSError: it cannot be written; the file is removed.
         """
         name = draft_name(subject, self._host)
         self._own.add(name)
@@ -65,24 +65,24 @@ class Drafts:
         return None
 
     def place(self, draft: Draft, name: str, folder: int) -> None:
-        """Gives a draft the name of its entry, in one step.
+        """Renames a draft to its entry, atomically.
 
         Raises:
-            OSError: it still is a draft; `discard` it.
+            OSError: it is still a draft; `discard` it.
         """
         self._files.rename(draft.name, name, folder=folder, new_folder=folder)
         self._let_go(draft.name, draft.fd)
 
     def discard(self, draft: Draft, folder: int | None) -> None:
-        """Removes a draft, if it can be removed; None: its folder cannot be opened."""
+        """Removes a draft, if possible; None: its folder cannot be opened."""
         self._end(draft.name, draft.fd, folder)
 
     def is_own(self, name: str) -> bool:
-        """Whether a draft is under way here."""
+        """Whether a draft is in progress in this process."""
         return name in self._own
 
     def collect(self, name: str, age_seconds: float, folder: int) -> bool:
-        """Removes a draft that was left; returns whether it is gone."""
+        """Removes a stale draft; returns whether it is gone."""
         is_old = age_seconds > STALE_SECONDS
         if not is_old and (not self._host or host_of(name) != self._host):
             return False
@@ -90,7 +90,7 @@ class Drafts:
             fd = self._files.open(name, _OPEN, folder=folder)
         except FileNotFoundError:
             return True
-        except OSError:  # it may not be opened, so nobody can tell whether it is locked
+        except OSError:  # no permission to open it, so its lock cannot be checked
             return is_old and self._remove(name, folder)
         try:
             is_left = is_old
@@ -101,7 +101,7 @@ class Drafts:
             self._close(fd)
 
     def _claim(self, fd: int) -> bool:
-        """Locks a new draft; False if it was taken for one that was left in the moment before that."""
+        """Locks a new draft; False if another process just removed it as stale."""
         try:
             if not self._files.lock(fd):
                 return False

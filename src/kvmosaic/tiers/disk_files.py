@@ -1,4 +1,4 @@
-"""The calls to the operating system that the disk tier makes."""
+"""File system calls of the disk tier."""
 
 from __future__ import annotations
 
@@ -8,53 +8,53 @@ from typing import Protocol
 
 
 class FileSystem(Protocol):
-    """Files, as the disk tier needs them; tests put one in between that fails.
+    """File operations of the disk tier; tests substitute a failing one.
 
-    Every call raises `OSError`, as the ones of `os` do. Names are names in the open folder `folder`, an fd.
+    Every call raises `OSError`, like its counterpart in `os`. Names are relative to the open folder `folder`, an fd.
     """
 
     def open(self, path: str, flags: int, *, folder: int | None = None) -> int:
-        """An fd for this process only. New files can be read by their owner only."""
+        """An fd for this process only. New files are readable by their owner only."""
         ...
 
     def close(self, fd: int) -> None:
-        """Gives the fd back, also if it raises."""
+        """Closes the fd, also if it raises."""
         ...
 
     def read(self, fd: int, num_bytes: int) -> bytes:
-        """At most so many bytes; none at the end of the file."""
+        """At most `num_bytes` bytes; none at the end of the file."""
         ...
 
     def write(self, fd: int, data: memoryview) -> int:
-        """How many of the bytes were written."""
+        """Writes; returns the number of bytes written."""
         ...
 
     def sync(self, fd: int) -> None:
-        """Waits until a file or folder would outlive a power failure."""
+        """Waits until a file or folder would survive a power failure."""
         ...
 
     def flush(self, fd: int) -> None:
-        """Raises what closing a file that was written would: some systems write no earlier. It stays open."""
+        """Raises what closing a written file would: some systems write no earlier. The fd stays open."""
         ...
 
     def lock(self, fd: int) -> bool:
-        """Whether the file is this fd's alone from now on, until it is closed or the process dies; never waits."""
+        """Locks the file exclusively until it is closed or the process dies; returns whether it did; never waits."""
         ...
 
     def facts(self, fd: int) -> os.stat_result:
-        """What is known of an open file."""
+        """`fstat` of an open file."""
         ...
 
     def facts_of(self, name: str, *, folder: int) -> os.stat_result:
-        """What is known of a file; of a link itself, not of where it leads."""
+        """`lstat` of a file; does not follow links."""
         ...
 
     def names(self, folder: int) -> list[str]:
-        """What is in a folder."""
+        """Names of the files in a folder."""
         ...
 
     def rename(self, name: str, new_name: str, *, folder: int, new_folder: int) -> None:
-        """Gives a file another name, in one step; a file that has it already is gone then."""
+        """Renames a file atomically; replaces an existing file."""
         ...
 
     def remove(self, name: str, *, folder: int) -> None:
@@ -62,16 +62,16 @@ class FileSystem(Protocol):
         ...
 
     def make_folder(self, path: str) -> None:
-        """Makes a folder that its owner only can enter."""
+        """Makes a folder that only its owner can enter."""
         ...
 
     def set_time(self, file: int | str, moment: int, *, folder: int | None = None) -> None:
-        """Writes down nanoseconds since the epoch as the time of the last change: of an open file, or by name."""
+        """Sets the modification time in nanoseconds since the epoch: of an open file, or by name."""
         ...
 
 
 class RealFiles:
-    """The operating system itself."""
+    """The operating system's file calls."""
 
     def open(self, path: str, flags: int, *, folder: int | None = None) -> int:
         """See `FileSystem.open`."""

@@ -1,4 +1,4 @@
-"""The folder of a disk tier: files that appear whole, under names that only we use."""
+"""The folder of a disk tier: atomically written files under reserved names."""
 
 from __future__ import annotations
 
@@ -30,50 +30,50 @@ from kvmosaic.tiers.disk_names import (
 from kvmosaic.tiers.tier import check_size
 
 MAX_ASIDE = 16
-"""Most files in quarantine."""
+"""Maximum files in quarantine."""
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 _READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe with our name must not block
 _ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO))
-"""Nothing is there, or something that we do not put there: a link, a socket."""
+"""Nothing there, or something that we never write: a link, a socket."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What is known of the file of an entry."""
+    """Size and last use of an entry's file."""
 
     num_bytes: int
     last_used: int
-    """Nanoseconds since the epoch: the time of its last change, which every use sets."""
+    """Nanoseconds since the epoch: the modification time, which every use sets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What is in one of the folders of entries."""
+    """Contents of one of the entry folders."""
 
     entries: dict[Key, FileFacts]
     draft_bytes: int
-    """Of drafts that others write, as far as anybody can tell."""
+    """Bytes of drafts of other writers, as far as known."""
     blocked: tuple[Key, ...]
-    """Keys in place of whose entry there is a folder."""
+    """Keys whose file name is taken by a folder."""
 
 
 class EntryFolder:
-    """Files of entries, in one folder that several processes share.
+    """Entry files in one folder that several processes share.
 
-        <folder>/.kvmosaic-tier.json                    it is ours, and of which version
-        <folder>/<2 hex>/<key hex>.safetensors          an entry: whole, never written again
+        <folder>/.kvmosaic-tier.json                    marks the folder as ours, with its version
+        <folder>/<2 hex>/<key hex>.safetensors          an entry: complete, never modified
         <folder>/<2 hex>/.<key hex>.….partial           a draft: an entry that is being written; see `Drafts`
         <folder>/quarantine/<key hex>.<time>.safetensors
 
-    An entry is written as a draft, which then gets its name in one step. So whoever opens an entry has all of it, also
-    if it is replaced or removed meanwhile, and whatever is killed at any moment leaves a draft at worst.
+    An entry is written as a draft, which is then renamed atomically. So a reader always gets a whole entry, also if it
+    is replaced or removed meanwhile, and a kill at any moment leaves a draft at worst.
 
-    Links are not followed below the folder, and nothing but files with names of ours is ever removed. Everything raises
-    `OSError`; what it does not find is no error.
+    Links are not followed below the folder, and only files with reserved names are ever removed. Everything raises
+    `OSError`; a missing file is no error.
     """
 
     def __init__(self, path: Path, files: FileSystem, *, durable: bool) -> None:
-        """Makes the folder ours if it is new or empty. See `prepare` for what is refused."""
+        """Claims the folder if it is new or empty. See `prepare` for what is rejected."""
         self.top = str(path)
         """The folder."""
         self._files = files
@@ -82,17 +82,17 @@ class EntryFolder:
         prepare(self.top, files)
 
     def draft(self, key: Key, entry: memoryview, moment: int, deadline: Deadline) -> Draft | None:
-        """Writes an entry under a name that nobody looks for; None if the deadline passed. `place` or `discard` it."""
+        """Writes an entry as a draft; None if the deadline passed. `place` or `discard` it."""
         with self._inside(shard_of(key), make=True) as folder:
             return self._drafts.write(key.hex(), entry, moment, folder, deadline)
 
     def place(self, key: Key, draft: Draft) -> None:
-        """Makes a draft the entry of its key; raises IsADirectoryError where a folder has its name."""
+        """Renames a draft to the entry of its key; raises IsADirectoryError where a folder has its name."""
         with self._inside(shard_of(key)) as folder:
             self._drafts.place(draft, entry_name(key), folder)
 
     def discard(self, key: Key, draft: Draft) -> None:
-        """Removes a draft, if it can be removed."""
+        """Removes a draft, if possible."""
         try:
             with self._inside(shard_of(key)) as folder:
                 self._drafts.discard(draft, folder)
@@ -100,21 +100,21 @@ class EntryFolder:
             self._drafts.discard(draft, None)
 
     def path(self, key: Key) -> str:
-        """The file of an entry, whether it is there or not."""
+        """The file of an entry, present or not."""
         return f"{self.top}/{shard_of(key)}/{entry_name(key)}"
 
     def sync(self, keys: Iterable[Key]) -> None:
-        """Waits until the names of these entries would outlive a power failure."""
+        """Waits until the names of these entries would survive a power failure."""
         if self._durable:
             for shard in sorted({shard_of(key) for key in keys}):
                 with self._inside(shard) as folder:
                     self._files.sync(folder)
 
     def read(self, key: Key, most_bytes: int, moment: int, max_bytes: int | None = None) -> bytes | None:
-        """An entry, whole, and used at that moment; None if it is not there, or larger than `most_bytes`.
+        """A whole entry, marked as used at that moment; None if it is absent, or larger than `most_bytes`.
 
         Raises:
-            DamagedEntry: it is larger than `max_bytes`, and was not read.
+            DamagedEntry: larger than `max_bytes`; it was not read.
         """
         with _absence_allowed(), self._opened(key) as (fd, num_bytes):
             if num_bytes is None:
@@ -123,26 +123,26 @@ class EntryFolder:
             if num_bytes > most_bytes:
                 return None
             entry = self._read_whole(fd, num_bytes)
-            with contextlib.suppress(OSError):  # a folder that cannot be written can still be read
+            with contextlib.suppress(OSError):  # a read-only folder can still be read
                 self._files.set_time(fd, moment)
             return entry
         return None
 
     def start(self, key: Key, num_bytes: int, most_bytes: int) -> bytes | None:
-        """The first bytes of an entry, without a use; None if it is not there, or larger than it may be."""
+        """The first bytes of an entry, without marking a use; None if it is absent, or larger than `most_bytes`."""
         with _absence_allowed(), self._opened(key) as (fd, there):
             is_there = there is not None and there <= most_bytes
             return self._read_whole(fd, min(num_bytes, there)) if there is not None and is_there else None
         return None
 
     def facts(self, key: Key) -> FileFacts | None:
-        """What is known of an entry, None if it is not there."""
+        """Size and last use of an entry; None if it is absent."""
         with _absence_allowed(), self._inside(shard_of(key)) as folder:
             return self._facts(entry_name(key), folder)
         return None
 
     def touch(self, key: Key, moment: int) -> bool:
-        """Counts as a use; returns whether the entry is there."""
+        """Marks a use; returns whether the entry is present."""
         with _absence_allowed(), self._inside(shard_of(key)) as folder:
             if self._facts(entry_name(key), folder) is not None:
                 self._files.set_time(entry_name(key), moment, folder=folder)
@@ -158,9 +158,9 @@ class EntryFolder:
         return False
 
     def quarantine(self, key: Key, moment: int, most_bytes: int) -> bool:
-        """Moves an entry to the quarantine, or removes it if it cannot go there; returns whether there was one.
+        """Moves an entry to the quarantine, or removes it if that fails; returns whether there was one.
 
-        Of the quarantine, the latest files stay: at most `MAX_ASIDE`, and at most so many bytes.
+        The quarantine keeps the latest files: at most `MAX_ASIDE`, and at most `most_bytes`.
         """
         facts = self.facts(key)
         if facts is None:
@@ -169,7 +169,7 @@ class EntryFolder:
             return self.remove(key)
         try:
             with self._inside(QUARANTINE, make=True) as aside:
-                with contextlib.suppress(OSError):  # first, so that a kill in between leaves no more than is allowed
+                with contextlib.suppress(OSError):  # first, so that a kill in between leaves no more than the limit
                     self._trim(aside, MAX_ASIDE - 1, most_bytes - facts.num_bytes)
                 with self._inside(shard_of(key)) as folder:
                     self._files.rename(entry_name(key), aside_name(key, moment), folder=folder, new_folder=aside)
@@ -178,12 +178,12 @@ class EntryFolder:
         return True
 
     def shards(self) -> set[str]:
-        """The shards that there are."""
+        """The existing shards."""
         with self._inside(".") as folder:
             return set(SHARDS).intersection(self._files.names(folder))
 
     def look_into(self, shard: str, now: int) -> Shard:
-        """What is in one of the `SHARDS`; drafts that dead writers have left are removed on the way."""
+        """Lists one of the `SHARDS`; removes stale drafts of dead writers."""
         found: dict[Key, FileFacts] = {}
         blocked: list[Key] = []
         draft_bytes = 0
@@ -208,7 +208,7 @@ class EntryFolder:
 
     @contextlib.contextmanager
     def _inside(self, name: str, *, make: bool = False) -> Iterator[int]:
-        """One of the folders in the folder, open; a link in its place is none."""
+        """Opens a subfolder; a link in its place counts as absent."""
         path = f"{self.top}/{name}"
         try:
             fd = self._files.open(path, _FOLDER)
@@ -224,7 +224,7 @@ class EntryFolder:
         with self._closing(self._files.open(self.top, _FOLDER & ~getattr(os, "O_NOFOLLOW", 0))) as top:
             try:
                 self._files.facts_of(MARKER, folder=top)
-            except FileNotFoundError as error:  # not mounted any more? then what is written would fill another disk
+            except FileNotFoundError as error:  # not mounted any more? then writes would fill another disk
                 raise TierUnavailable(f"{self.top} is not the folder of a disk tier any more: no {MARKER}") from error
             with contextlib.suppress(FileExistsError):
                 self._files.make_folder(path)
@@ -233,7 +233,7 @@ class EntryFolder:
 
     @contextlib.contextmanager
     def _opened(self, key: Key) -> Iterator[tuple[int, int | None]]:
-        """The file of an entry and its bytes; None for these if it is no file."""
+        """The open file of an entry and its size; None for these if it is no regular file."""
         with self._inside(shard_of(key)) as folder:
             fd = self._files.open(entry_name(key), _READ, folder=folder)
             with self._closing(fd):
@@ -242,7 +242,7 @@ class EntryFolder:
 
     @contextlib.contextmanager
     def _closing(self, fd: int) -> Iterator[int]:
-        """Closes it at the end, of which nothing is lost if it fails."""
+        """Closes the fd at the end; an error then loses nothing."""
         try:
             yield fd
         finally:

@@ -1,4 +1,4 @@
-"""The marker of a disk tier: a folder that is ours, and in which version."""
+"""The marker file of a disk tier: claims a folder, with its version."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _TOLERATED = frozenset(("lost+found",))
 
 
 def prepare(path: str, files: FileSystem) -> None:
-    """Makes a folder ours: a new one, an empty one, or one that is ours already.
+    """Claims a folder: a new one, an empty one, or one claimed already.
 
     Raises:
-        InvalidConfig: no folder, a folder with files of others in it, or one of another version.
-        OSError: it cannot be made, read or marked.
+        InvalidConfig: no folder, a folder with foreign files in it, or one of another version.
+        OSError: it cannot be created, read or marked.
     """
     if os.open not in os.supports_dir_fd:
         raise InvalidConfig("the disk tier needs a POSIX system; use host: or redis: here")
@@ -58,7 +58,7 @@ def _open(path: str, files: FileSystem) -> int:
                     files.make_folder(str(folder))
                 except FileExistsError:
                     continue
-                except FileNotFoundError as error:  # a place such as /proc, where nothing can be made
+                except FileNotFoundError as error:  # a path such as /proc, where nothing can be created
                     raise InvalidConfig(f"the folder {folder} cannot be made there; name another place") from error
         return files.open(path, flags)
 

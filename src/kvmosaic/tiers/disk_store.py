@@ -1,4 +1,4 @@
-"""The store of a disk tier: an entry folder, what is known of it, and its quota."""
+"""The store of a disk tier: entry folder, LRU index and quota."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from kvmosaic.tiers.tier import MAX_ENTRY_BYTES
 logger = logging.getLogger("kvmosaic.tiers")
 
 _UNSEEN = 1 / 16
-"""Of the quota, what a process writes at most before it looks again at what others have written."""
+"""Share of the quota that a process writes at most before it lists the folder again."""
 _ASIDE = 1 / 16
-"""Of the quota, what the quarantine may take on top of it."""
+"""Share of the quota that the quarantine may take on top of it."""
 _DRAFTS = 1 / 4
-"""Of the quota, what drafts of others may take before nothing is written; entries do not leave for more of them."""
+"""Share of the quota for drafts of other processes; above it nothing is written, rather than more entries evicted."""
 
 
 class DiskStore:
-    """Entries in a folder, and an LRU index that gives the eviction order.
+    """Store of entries in a folder, with an LRU index for the eviction order.
 
-        put:  [ lock: oldest leave until it fits ] ──▶ draft ──written──▶ [ lock: it gets its name ] ──▶ sync
-        LRU index: what is known of the folder     files: what is true, for every process
+        put:  [ lock: evict LRU until it fits ] ──▶ draft ──written──▶ [ lock: rename ] ──▶ sync
+        LRU index: this process's view of the folder     files: the truth, for every process
 
-    Whether an entry is there is asked of the folder each time. So what another process writes is found, and what it
-    removes is a miss. Before an entry leaves, its file tells when it was last used, by whomever.
+    Whether an entry exists is read from the folder each time. So entries of other processes are found, and entries
+    that they remove are misses. Before an entry is evicted, its file tells its last use, by any process.
 
-    Other processes: each keeps to the quota by its own index, and lists the folder again before it has written more
-    than a sixteenth of the quota since it last did. With N of them, entries and drafts take at most 1 + N / 16 times
-    the quota, and what they have begun to write since they last listed. All should have the same quota; otherwise the
-    smallest counts.
+    Other processes: each enforces the quota by its own index, and lists the folder again before it has written more
+    than a sixteenth of the quota since the last listing. With N of them, entries and drafts take at most 1 + N / 16
+    times the quota, and what they have begun to write since they last listed. All should have the same quota; otherwise
+    the smallest applies.
 
-    Drafts count: room is made before one is written, and where that is not enough to keep an earlier version of the
-    entry meanwhile, that version leaves first. Those of other writers count as of the last listing, in which the ones
-    of dead writers are removed. An entry that is larger than the quota is removed when it is seen.
+    Drafts count: space is reserved before one is written, and where that is not enough to keep an earlier
+    version of the entry meanwhile, that version is evicted first. Drafts of other writers count as of the last listing,
+    which removes stale ones. An entry larger than the quota is removed when it is seen.
 
     Reading, writing and waiting for the disk happen outside the lock; renaming, removing and listing one shard
-    inside. So the index is exact for what only this process writes.
+    inside. So the index is exact for entries that only this process writes.
 
     Everything raises `OSError`.
     """
@@ -70,9 +70,9 @@ class DiskStore:
         self._must_look = True
         self._to_see: dict[str, list[Key]] = {}
         self._staged_bytes = 0
-        """Of drafts that are under way here."""
+        """Bytes of drafts in progress in this process."""
         self._draft_bytes: dict[str, int] = {}
-        """Of drafts of others, by shard, where there are any."""
+        """Bytes of drafts of other processes, by shard, where there are any."""
         self._notices = Notices(logger)
 
     @property
@@ -87,11 +87,11 @@ class DiskStore:
 
     @property
     def most_bytes(self) -> int:
-        """Of the largest entry that it takes or gives."""
+        """Maximum bytes of an entry that is stored or returned."""
         return min(self._quota, MAX_ENTRY_BYTES)
 
     def put(self, key: Key, entry: memoryview, deadline: Deadline) -> bool:
-        """Stores an entry, not yet safe from a power failure; False if there was no room, or it took too long."""
+        """Stores an entry, not yet synced to disk; False if there was no space, or it timed out."""
         num_bytes = entry.nbytes
         if not self.see_others(num_bytes, deadline):
             return False
@@ -120,23 +120,23 @@ class DiskStore:
         return is_placed
 
     def sync(self, keys: set[Key]) -> set[Key]:
-        """Makes what was put safe from a power failure; returns what is still there."""
+        """Syncs stored entries to disk; returns the keys that are still present."""
         self._folder.sync(keys)
         with self._lock:
             return {key for key in keys if key in self._lru_index}
 
     def get(self, key: Key, max_bytes: int | None = None) -> bytes | None:
-        """The entry, whole. One that the disk cannot read any more is put aside.
+        """The whole entry. An unreadable one is quarantined.
 
         Raises:
-            DamagedEntry: it is larger than `max_bytes`, and was not read.
+            DamagedEntry: larger than `max_bytes`; it was not read.
         """
         with self._lock:
             now = self._lru_index.now()
         try:
             entry = self._folder.read(key, self.most_bytes, now, max_bytes)
         except OSError as error:
-            if error.errno == errno.EIO:  # once: one bad spot must not make the whole tier fail again and again
+            if error.errno == errno.EIO:  # quarantine it: one bad sector must not make the whole tier fail repeatedly
                 with contextlib.suppress(OSError):
                     self.quarantine(key)
             raise
@@ -148,16 +148,16 @@ class DiskStore:
         return entry
 
     def start(self, key: Key, num_bytes: int) -> bytes | None:
-        """The first bytes of an entry, which is not a use."""
+        """The first bytes of an entry; does not count as a use."""
         return self._folder.start(key, num_bytes, self.most_bytes)
 
     def exists(self, key: Key) -> bool:
-        """Whether the entry is there now."""
+        """Whether the entry exists now."""
         with self._lock:
             return self._refresh(key)
 
     def touch(self, key: Key) -> None:
-        """Counts as a use."""
+        """Marks a use."""
         with self._lock:
             self._folder.touch(key, self._lru_index.now())
             self._refresh(key)
@@ -178,14 +178,14 @@ class DiskStore:
         return was_there
 
     def trim(self, deadline: Deadline) -> None:
-        """Lets entries leave until the quota is kept."""
+        """Evicts entries until the quota is met."""
         with self._lock:
             self._make_room(None, 0, deadline)
 
     def see_others(self, num_bytes: int, deadline: Deadline) -> bool:
-        """Lists the folder if it is time to, before so many bytes are written; False if that took too long.
+        """Lists the folder if a listing is due before so many bytes are written; False if that timed out.
 
-        What was not listed then is listed by the next call.
+        The next call continues where this one stopped.
         """
         if not self._looking.acquire(blocking=False):
             return True
@@ -209,7 +209,7 @@ class DiskStore:
             self._looking.release()
 
     def shards(self) -> dict[str, list[Key]]:
-        """All shards, each with the keys that are known of it."""
+        """All shards, each with its known keys."""
         with self._lock:
             known: dict[str, list[Key]] = {}
             for key in self._lru_index:
@@ -218,7 +218,7 @@ class DiskStore:
         return {shard: known.get(shard, []) for shard in sorted(self._folder.shards() | known.keys() | drafts)}
 
     def look_into(self, shard: str, known: Iterable[Key]) -> dict[Key, FileFacts]:
-        """Lists a shard. What was known before and is still in the index, but not there, has gone."""
+        """Lists a shard; drops keys in `known` that are still in the index, but have no file any more."""
         with self._lock:
             found = self._list(shard)
             for key in known:
@@ -229,12 +229,12 @@ class DiskStore:
         return found
 
     def check_invariants(self) -> None:
-        """Asserts what the class promises; for tests."""
+        """Asserts the class invariants; for tests."""
         with self._lock:
             self._lru_index.check_invariants()
 
     def _list(self, shard: str) -> dict[Key, FileFacts]:
-        """The entries of a shard, those that stay; what others are writing there is noted."""
+        """The remaining entries of a shard; records drafts of other processes in it."""
         found = self._folder.look_into(shard, self._clock())
         self._draft_bytes.pop(shard, None)
         if found.draft_bytes:
@@ -244,8 +244,8 @@ class DiskStore:
         return found.entries
 
     def _reserve(self, key: Key, num_bytes: int, now: int, deadline: Deadline) -> bool:
-        """Takes room for a draft; False if there is none, or it took too long."""
-        self._lru_index.use(key, now)  # what is replaced must not leave to make room for itself
+        """Reserves space for a draft; False if there is none, or it timed out."""
+        self._lru_index.use(key, now)  # the replaced entry must not be evicted for its own replacement
         if not self._make_room(key, num_bytes, deadline):
             return False
         if self._lru_index.size(key) and self._taken(None) + num_bytes > self._quota:
@@ -255,16 +255,16 @@ class DiskStore:
         return True
 
     def _taken(self, key: Key | None) -> float:
-        """Bytes of entries, without the one that is to be replaced, and of drafts."""
+        """Bytes of drafts and of entries, without the one to be replaced."""
         replaced = self._lru_index.size(key) if key else 0
         drafts = min(sum(self._draft_bytes.values()), self._quota * _DRAFTS)
         return self._lru_index.num_bytes - replaced + self._staged_bytes + drafts
 
     def _make_room(self, key: Key | None, num_bytes: int, deadline: Deadline) -> bool:
-        """Lets entries leave until so many bytes fit in place of what is under the key; False if there is no room."""
+        """Evicts entries until so many bytes fit in place of the key's entry; False if that is not possible."""
         reprieves, has_listed = len(self._lru_index), False
         while self._taken(key) + num_bytes > self._quota:
-            if self._draft_bytes and not has_listed:  # whoever wrote them may be done, or dead
+            if self._draft_bytes and not has_listed:  # their writers may be done, or dead
                 has_listed = True
                 for shard in list(self._draft_bytes):
                     self._list(shard)
@@ -292,13 +292,13 @@ class DiskStore:
         return True
 
     def _refresh(self, key: Key) -> bool:
-        """Writes down what is true of an entry; returns whether it is there."""
+        """Updates the index from an entry's file; returns whether it exists."""
         facts = self._folder.facts(key)
         return self._write_down(key, facts)
 
     def _write_down(self, key: Key, facts: FileFacts | None) -> bool:
         line = self._lru_index.get(key)
-        if facts is not None and facts.num_bytes > self._quota:  # counted, it would make all others leave
+        if facts is not None and facts.num_bytes > self._quota:  # counting it would evict all others
             with contextlib.suppress(OSError):
                 self._tally.count(evictions=self._folder.remove(key))
             facts = None

@@ -1,4 +1,4 @@
-"""Fetch: one chunk on its way up from a tier."""
+"""Fetch: one chunk being loaded from a tier."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from kvmosaic.tiers.tier import Entry
 T = TypeVar("T")
 
 Rank: TypeAlias = tuple[float, ...]
-"""Smaller comes first."""
+"""Smaller is fetched first."""
 
 
 @dataclass(slots=True, eq=False)
 class Fetch(Generic[T]):
-    """What everybody who misses a chunk waits for, each only as long as it is worth.
+    """A future for a chunk, shared by all requests that miss it, each with its own wait limit.
 
     queued ──▶ begun ──▶ over with a value: `value` and `tier_name`
-       └─────────┴─────▶ over without one: in no tier, in none that is fast enough, or nobody wants it any more
+       └─────────┴─────▶ over without one: in no tier, in none that is fast enough, or cancelled
     """
 
     key: Key
     num_bytes: int
-    """Of the chunk on the device: what is to be loaded, before compression."""
+    """Bytes of the chunk on the device, before compression."""
     accept: Callable[[Entry], T] = field(repr=False)
     """Verifies an entry and decodes it; raises InvalidEntry."""
     max_bytes: int | None
-    """Of an entry of this key as a tier keeps it; what is larger is not read. None: as many as the tier takes."""
+    """Maximum bytes of an entry of this key; a larger one is not read. None: the tier's own limit."""
     compute_seconds: float | None
-    """What computing it would take; None if nobody knows."""
+    """Expected seconds of computing it; None if unknown."""
     started: float
     timeout: float
-    """Seconds after which nobody waits any longer: from the moment it begins, or, while it is queued, from the last
-    time that any fetch ended."""
+    """Wait limit in seconds: from the moment it begins, or, while it is queued, from the last time that any fetch
+    ended."""
     rank: Rank = ()
-    """Of the first in line who waits for it."""
+    """Lowest rank among its waiting requests."""
     begun: float | None = None
-    """When a reader took it up."""
+    """When a worker began it."""
     value: T | None = field(default=None, repr=False)
     tier_name: str = ""
     is_persistent: bool = False
@@ -47,6 +47,6 @@ class Fetch(Generic[T]):
     is_over: bool = False
 
     def is_settled(self, now: float, last_ended: float) -> bool:
-        """Whether waiting has ended, with a value or without; `last_ended` tells when some fetch was over."""
+        """Whether waiting has ended, with a value or without; `last_ended` is when any fetch last ended."""
         since = max(self.started, last_ended) if self.begun is None else self.begun
         return self.is_over or now >= since + self.timeout

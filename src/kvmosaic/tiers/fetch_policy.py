@@ -1,4 +1,4 @@
-"""FetchPolicy: which tiers are worth asking for a chunk, and how long it is worth waiting for them."""
+"""FetchPolicy: which tiers are worth asking for a chunk, and with which timeout."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kvmosaic.tiers.cost import LoadCost
 from kvmosaic.tiers.tier import Tier
 
 FIRST_TIMEOUT_SECONDS = 0.15
-"""To wait for a tier beyond what loading is expected to take: what a tier that hangs costs a request at most."""
+"""Wait limit on top of the expected load time: the maximum that a hanging tier costs a request."""
 ALWAYS_PATIENCE_SECONDS = 5.0
-"""The same where chunks are always loaded, however long computing them would take."""
+"""Wait limit where chunks are always loaded, independent of their compute time."""
 SLOWEST_BYTES_PER_SECOND = 100e6
-"""Of a tier that nothing is known of yet; it is given up when it is slower."""
+"""Assumed minimum bandwidth of a tier without measurements; a slower one times out."""
 LOOK_SECONDS = 4.0
-"""So often a tier that was too slow is measured again, with nobody waiting."""
+"""Probe interval of a tier that was too slow; probes run without a waiting request."""
 _LOOK_SHARE = 20
-"""A look may use a processor for this part of the time between two of them: it takes it from those who compute."""
+"""Minimum ratio of the probe interval to a probe's CPU time, which it takes from computing threads."""
 _MOST_LOOK_SECONDS = 60.0
-"""So often a tier is measured again, however much work that was."""
+"""Maximum probe interval, however much CPU time a probe takes."""
 
 
 Loading = Literal["auto", "always"]
@@ -30,23 +30,23 @@ Loading = Literal["auto", "always"]
 
 @dataclass(slots=True)
 class _Record:
-    """What is known of one tier."""
+    """Measurements of one tier."""
 
     cost: LoadCost = field(default_factory=LoadCost)
     next_look: float = 0.0
 
 
 class FetchPolicy:
-    """Remembers what asking each tier took, and weighs it against computing.
+    """Fetch policy: compares the measured cost of asking each tier with that of computing.
 
-        worth asking ──is slow, or has nothing──▶ not worth asking ──a look, now and then, was fast──▶ worth asking
+        worth asking ──slow, or only misses──▶ not worth asking ──a periodic probe was fast──▶ worth asking
 
-    A look asks for a chunk that is being computed meanwhile, so it costs nobody anything but a little processor time.
-    If it finds one, the times that were known before are forgotten: they are old. All methods are safe on any thread.
+    A probe asks for a chunk that is being computed meanwhile, so it costs no request anything but a little CPU time.
+    A probe that hits drops the earlier, outdated measurements. All methods are thread-safe.
     """
 
     def __init__(self, tiers: Sequence[Tier], clock: Callable[[], float], loading: Loading = "auto") -> None:
-        """Knows nothing of the tiers yet, so that all of them are worth asking; with "always" they stay so."""
+        """Starts without measurements, so that all tiers are worth asking; with "always" they stay so."""
         self._clock = clock
         self._loads_always = loading == "always"
         self._lock = threading.Lock()
@@ -62,7 +62,7 @@ class FetchPolicy:
             return self._loads_always or self._records[id(tier)].cost.is_worth(num_bytes, compute_seconds)
 
     def timeout(self, tiers: Sequence[Tier], num_bytes: int, compute_seconds: float | None) -> float:
-        """Seconds to wait for a chunk that these tiers are asked for, one after the other."""
+        """Seconds to wait for a chunk from these tiers, asked one after the other."""
         with self._lock:
             costs = [self._records[id(tier)].cost for tier in tiers]
             estimates = [cost.estimate(num_bytes) for cost in costs]
@@ -76,14 +76,14 @@ class FetchPolicy:
         return FIRST_TIMEOUT_SECONDS + (expected if compute_seconds is None else min(expected, compute_seconds))
 
     def longest_wait(self, num_bytes: int, compute_seconds: float | None) -> float:
-        """Seconds to wait for all chunks of a request together: as long as computing them takes."""
+        """Seconds to wait for all chunks of a request together: their compute time."""
         unknown = num_bytes / SLOWEST_BYTES_PER_SECOND
         if self._loads_always:
             return ALWAYS_PATIENCE_SECONDS + max(unknown, compute_seconds or 0.0)
         return FIRST_TIMEOUT_SECONDS + (unknown if compute_seconds is None else compute_seconds)
 
     def is_look_due(self, tier: Tier) -> bool:
-        """Whether a tier that is not worth asking should be looked at now; if so, the caller does it."""
+        """Whether a tier that is not worth asking should be probed now; if so, the caller must probe it."""
         with self._lock:
             record, now = self._records[id(tier)], self._clock()
             if now < record.next_look:
@@ -94,7 +94,7 @@ class FetchPolicy:
     def note_hit(
         self, tier: Tier, num_bytes: int, seconds: float, busy_seconds: float, *, is_look: bool = False
     ) -> None:
-        """A tier gave an entry, which was verified and decoded; the processor was busy with it for a part of that."""
+        """Records a verified and decoded entry of a tier; `busy_seconds` of that was CPU time."""
         with self._lock:
             record = self._records[id(tier)]
             if is_look:
@@ -103,13 +103,13 @@ class FetchPolicy:
             self._put_off(record, busy_seconds)
 
     def note_miss(self, tier: Tier, seconds: float, busy_seconds: float) -> None:
-        """A tier has no such entry."""
+        """Records a miss."""
         with self._lock:
             record = self._records[id(tier)]
             record.cost.note_miss(seconds)
             self._put_off(record, busy_seconds)
 
     def _put_off(self, record: _Record, busy_seconds: float) -> None:
-        """What was just measured need not be looked at soon."""
+        """Postpones the next probe after a measurement."""
         pause = min(max(LOOK_SECONDS, _LOOK_SHARE * busy_seconds), _MOST_LOOK_SECONDS)
         record.next_look = max(record.next_look, self._clock() + pause)

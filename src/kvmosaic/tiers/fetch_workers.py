@@ -1,4 +1,4 @@
-"""Readers: the threads that bring chunks up from the tiers."""
+"""Fetch workers: the threads that load chunks from the tiers."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ ASIDE_SECONDS = 10.0
 
 
 class FetchWorkers(Generic[T]):
-    """Fetches that are queued, in the order of their ranks, and threads that ask the tiers for them.
+    """A priority queue of fetches, and the threads that ask the tiers for them.
 
-        fetches   key -> what others may join
-        wanted    heap of (rank, number, fetch, the tier to look at); what is over or begun meanwhile is passed over
-        reading   what each thread does now
+        fetches   key -> fetch that others may join
+        wanted    heap of (rank, number, fetch, the tier to probe); over or begun ones are skipped
+        reading   in-flight fetch of each thread
 
     Methods that say "locked" are called with `changed` held; the tiers are never asked under it.
     """
@@ -50,9 +50,9 @@ class FetchWorkers(Generic[T]):
     ) -> None:
         self.fetches: dict[Key, Fetch[T]] = {}
         self.num_ended = 0
-        """Fetches that are over; tells who waits what is new."""
+        """Fetches that are over; waiters compare it to notice progress."""
         self.last_ended = clock()
-        """When one was over for the last time: as long as some are, those behind them are worth waiting for."""
+        """When a fetch last ended: as long as some end, queued ones are worth waiting for."""
         self.is_closing = False
         self._tiers = tiers
         self._fetch_policy = fetch_policy
@@ -66,7 +66,7 @@ class FetchWorkers(Generic[T]):
         self._reading: list[Fetch[T] | None] = [None] * num_readers
 
     def join(self, key: Key, rank: Rank) -> Fetch[T] | None:
-        """Locked: the fetch of this key that is under way, which moves forward if need be."""
+        """Locked: the in-flight or queued fetch of this key, moved forward in the queue if needed."""
         fetch = self.fetches.get(key)
         if fetch is not None and fetch.begun is None and rank < fetch.rank:
             fetch.rank = rank
@@ -74,7 +74,7 @@ class FetchWorkers(Generic[T]):
         return fetch
 
     def begin(self, fetch: Fetch[T]) -> bool:
-        """Locked: queues a fetch; False, and nothing happens, if waiting for it cannot be worth it."""
+        """Locked: queues a fetch; False, without any effect, if waiting for it cannot pay off."""
         if self._is_stuck(fetch.started):
             return False
         tiers = [tier for tier in self._tiers if self._is_worth(tier, fetch)]
@@ -86,7 +86,7 @@ class FetchWorkers(Generic[T]):
         return True
 
     def end(self, fetch: Fetch[T]) -> None:
-        """Locked: nobody joins a fetch any more, and whoever waits for it sees that it is over."""
+        """Locked: removes a fetch, so that none joins it, and wakes its waiters."""
         fetch.is_over = True
         if self.fetches.get(fetch.key) is fetch:
             del self.fetches[fetch.key]
@@ -95,7 +95,7 @@ class FetchWorkers(Generic[T]):
         self._changed.notify_all()
 
     def run(self, number: int) -> None:
-        """Fetches until it is closed; on the thread of this number."""
+        """Worker loop of thread `number`, until closed."""
         while True:
             with self._changed:
                 self._reading[number] = None
@@ -117,7 +117,7 @@ class FetchWorkers(Generic[T]):
 
     def _hand_over(self, number: int, fetch: Fetch[T], found: tuple[T, Tier] | None) -> None:
         with self._changed:
-            self._reading[number] = None  # who is woken by its end must not think that it hangs
+            self._reading[number] = None  # a woken waiter must not take it for hanging
             if fetch.is_over:  # deleted meanwhile
                 return
             self._stats.fetched += found is not None
@@ -128,9 +128,9 @@ class FetchWorkers(Generic[T]):
             self.end(fetch)
 
     def _read(self, fetch: Fetch[T], look_at: Tier | None) -> tuple[T, Tier] | None:
-        """What is found, and where: in the first tier that has it."""
+        """The chunk and its tier: the first tier that has it."""
         for tier in self._tiers if look_at is None else (look_at,):
-            # what was worth it when it was queued may not be so any more
+            # a tier worth asking when this was queued may not be so any more
             if look_at is None and not self._fetch_policy.is_worth(tier, fetch.num_bytes, fetch.compute_seconds):
                 self._stats.skipped += 1
             elif (value := self._ask(tier, fetch, is_look=look_at is not None)) is not None:
@@ -182,17 +182,17 @@ class FetchWorkers(Generic[T]):
         self._changed.notify_all()
 
     def _is_worth(self, tier: Tier, fetch: Fetch[T]) -> bool:
-        """Whether a tier is expected to be faster than computing; now and then it is looked at all the same."""
+        """Whether a tier is expected to be faster than computing; queues a probe of a slow tier now and then."""
         if self._fetch_policy.is_worth(tier, fetch.num_bytes, fetch.compute_seconds):
             return True
         self._stats.skipped += 1
         if self._fetch_policy.is_look_due(tier):
             self._stats.looked += 1
-            rank = (math.inf,)  # behind all for whom somebody waits
+            rank = (math.inf,)  # after all fetches with waiters
             look = replace(fetch, compute_seconds=None, timeout=0.0, rank=rank)
             self._want(look, tier)
         return False
 
     def _is_stuck(self, now: float) -> bool:
-        """Whether all readers hang: nothing that is queued now can be worth waiting for."""
+        """Whether all workers hang: queued fetches then cannot pay off."""
         return all(fetch is not None and fetch.is_settled(now, now) for fetch in self._reading)

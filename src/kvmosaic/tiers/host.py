@@ -1,4 +1,4 @@
-"""The host tier: entries in the memory of this process."""
+"""The host tier: entries in this process's memory."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvmosaic.tiers.lru_index import LRUIndex
 from kvmosaic.tiers.tier import Entry, EntryInfo, TierStat, check_size
 
 Allocate = Callable[[int], memoryview]
-"""Gives memory of so many bytes, which lives as long as the view: pinned memory, for copies to a GPU."""
+"""Allocates memory of so many bytes, which lives as long as the view: pinned memory, for copies to a GPU."""
 
 
 class HostTier:
-    """Entries in memory, at most `quota_bytes` of them; least recently used entries are evicted first.
+    """Host tier: entries in memory, at most `quota_bytes` of them; LRU eviction.
 
-    Nothing that was put can be changed from outside: what is not `bytes` is copied on its way in, and what `allocate`
-    gave goes out as a view that cannot be written. An entry that leaves while somebody still reads it is no longer
-    counted, and takes memory until the reader lets go.
+    Entries are immutable from outside: anything but `bytes` is copied on put, and memory from `allocate` is returned
+    as a read-only view. An entry that is evicted while being read is no longer counted, and takes memory until its
+    last reader drops it.
 
     Raises:
-        InvalidConfig: a quota that is not a size.
+        InvalidConfig: an invalid quota.
     """
 
     name = "host"
@@ -44,7 +44,7 @@ class HostTier:
         self._is_closed = False
 
     def put_many(self, entries: Mapping[Key, Entry], deadline: Deadline) -> set[Key]:
-        """See `Tier.put_many`. `TierFull` if there is no memory, `TierUnavailable` after `close`."""
+        """See `Tier.put_many`. `TierFull` if memory is exhausted, `TierUnavailable` after `close`."""
         self._check_open()
         stored: set[Key] = set()
         for key, entry in entries.items():
@@ -66,7 +66,7 @@ class HostTier:
             return stored & self._entries.keys()
 
     def get_many(self, keys: Collection[Key], deadline: Deadline, *, max_bytes: int | None = None) -> dict[Key, Entry]:
-        """See `Tier.get_many`. The entries are shared and not to be written."""
+        """See `Tier.get_many`. The entries are shared and read-only."""
         found: dict[Key, Entry] = {}
         for key in keys:
             if deadline.has_passed:
@@ -98,7 +98,7 @@ class HostTier:
                 self._lru_index.use(key, self._lru_index.now())
 
     def quarantine(self, key: Key, reason: str, deadline: Deadline) -> None:
-        """Forgets the entry: nobody could look at it afterwards."""
+        """Deletes the entry: there is no place to inspect it afterwards."""
         with self._lock:
             is_gone = self._drop(key)
         self._tally.count(quarantined=is_gone)
@@ -127,14 +127,14 @@ class HostTier:
         )
 
     def close(self) -> None:
-        """Forgets all entries, and takes no more."""
+        """Drops all entries and closes the tier for further calls."""
         with self._lock:
             self._is_closed = True
             self._entries.clear()
             self._lru_index.clear()
 
     def check_invariants(self) -> None:
-        """Asserts what the class promises; for tests."""
+        """Asserts the class invariants; for tests."""
         with self._lock:
             self._lru_index.check_invariants()
             assert self._entries.keys() == set(self._lru_index)
@@ -147,7 +147,7 @@ class HostTier:
             raise TierUnavailable("the host tier is closed")
 
     def _keep(self, entry: Entry, num_bytes: int) -> Entry:
-        """The entry in memory of ours."""
+        """A copy of the entry in memory of this tier."""
         if self._allocate is None:
             return entry if isinstance(entry, bytes) else bytes(entry)
         room = self._allocate(num_bytes)
@@ -156,7 +156,7 @@ class HostTier:
 
     def _put(self, key: Key, entry: Entry, num_bytes: int) -> None:
         now = self._lru_index.now()
-        self._lru_index.use(key, now)  # what is replaced must not leave to make room for itself
+        self._lru_index.use(key, now)  # the replaced entry must not be evicted for its own replacement
         num_evicted = 0
         while self._lru_index.num_bytes - self._lru_index.size(key) + num_bytes > self._quota:
             oldest = self._lru_index.oldest()

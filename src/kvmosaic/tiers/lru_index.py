@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvmosaic.cache.keys import Key
 
 _MOST_STALE = 64
-"""The queue may hold that much more than twice the entries."""
+"""Maximum stale items in the heap, on top of twice the entries."""
 
 
 class LRUEntry(NamedTuple):
@@ -19,23 +19,23 @@ class LRUEntry(NamedTuple):
     last_used: int
     """Nanoseconds since the epoch."""
     turn: int
-    """Counts up; of two entries that were used at the same moment, the one that was written down first leaves first."""
+    """Counts up; of two entries with equal last use, the one recorded first is evicted first."""
     key: Key
     num_bytes: int
 
 
 class LRUIndex:
-    """Entries by key, and in the order of their last use.
+    """Index of entries by key, and in the order of their last use.
 
-        lines   key -> Line          what is there
-        queue   heap of the lines    eviction order; lines that were removed from `lines` are skipped
+        lines   key -> LRUEntry      current entries
+        queue   heap of entries      eviction order; entries no longer in `lines` are skipped
 
-    Entries of other processes may come in with any time of last use, so the order is a heap and not a list.
+    Entries of other processes may have any time of last use, so the order is a heap and not a list.
 
-    Invariants: `num_bytes` is the sum over all lines; every line is in the queue.
-    Always safe: dropping, or asking for, what is not there.
+    Invariants: `num_bytes` is the sum over all entries; every entry is in the queue.
+    Always safe: dropping, or getting, an absent entry.
 
-    It has no lock: a tier holds its own.
+    Not thread-safe: a tier holds its own lock.
     """
 
     def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:
@@ -56,21 +56,21 @@ class LRUIndex:
         return iter(self._lines)
 
     def get(self, key: Key) -> LRUEntry | None:
-        """What is known of an entry."""
+        """The record of an entry, if present."""
         return self._lines.get(key)
 
     def size(self, key: Key) -> int:
-        """Bytes of an entry, 0 if it is not there."""
+        """Bytes of an entry; 0 if it is absent."""
         line = self._lines.get(key)
         return 0 if line is None else line.num_bytes
 
     def now(self) -> int:
-        """The time for a use that happens now: later than all others that were asked for here."""
+        """The current time for a use: later than all earlier results of this call."""
         self._latest = max(self._latest + 1, self._clock())
         return self._latest
 
     def add(self, key: Key, num_bytes: int, last_used: int) -> None:
-        """Writes down an entry, in place of what was known of it."""
+        """Records an entry, replacing an earlier record."""
         self.drop(key)
         self._turn += 1
         self._lines[key] = line = LRUEntry(last_used, self._turn, key, num_bytes)
@@ -78,13 +78,13 @@ class LRUIndex:
         heapq.heappush(self._queue, line)
 
     def use(self, key: Key, now: int) -> None:
-        """Counts as a use, if the entry is there."""
+        """Marks a use, if the entry is present."""
         line = self._lines.get(key)
         if line is not None:
             self.add(key, line.num_bytes, now)
 
     def drop(self, key: Key) -> None:
-        """Forgets an entry."""
+        """Drops an entry."""
         line = self._lines.pop(key, None)
         if line is not None:
             self.num_bytes -= line.num_bytes
@@ -93,7 +93,7 @@ class LRUIndex:
                 heapq.heapify(self._queue)
 
     def clear(self) -> None:
-        """Forgets all entries."""
+        """Drops all entries."""
         self._lines.clear()
         self._queue.clear()
         self.num_bytes = 0
@@ -108,7 +108,7 @@ class LRUIndex:
         return None
 
     def check_invariants(self) -> None:
-        """Asserts what the class promises; for tests."""
+        """Asserts the class invariants; for tests."""
         assert self.num_bytes == sum(line.num_bytes for line in self._lines.values())
         assert all(line.key == key for key, line in self._lines.items())
         assert set(self._queue) >= set(self._lines.values())

@@ -1,4 +1,4 @@
-"""Notices: what happens again and again is said once, and then once a minute."""
+"""Rate-limited log warnings: a repeated one is logged once, and then once a minute."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _MAX_SUBJECTS = 256
 
 
 class Notices:
-    """Warnings about subjects, each of which is said at most once a minute, with how often there was none said since.
+    """Warnings about subjects, each logged at most once a minute, with the number suppressed since.
 
-    It remembers 256 subjects; when there are more, it forgets the one that came first. Safe on any thread.
+    It remembers 256 subjects and drops the oldest above that. Thread-safe.
     """
 
     def __init__(
@@ -30,10 +30,10 @@ class Notices:
         self._clock = clock
         self._lock = threading.Lock()
         self._said: dict[Hashable, tuple[float, int]] = {}
-        """Of each subject: when it was said last, and how often it happened since."""
+        """Per subject: time of the last log line, and occurrences since."""
 
     def warn(self, subject: Hashable, text: str) -> bool:
-        """Says something about a subject, if that was not done within a minute; returns whether it was said."""
+        """Logs a warning unless its subject had one within a minute; returns whether it was logged."""
         with self._lock:
             now = self._clock()
             last, since = self._said.get(subject, (-math.inf, 0))
@@ -44,7 +44,7 @@ class Notices:
         return is_due
 
     def warn_once(self, subject: Hashable, text: str) -> None:
-        """Says something about a subject of which nothing was said yet."""
+        """Logs a warning about a subject that had none yet."""
         with self._lock:
             is_new = subject not in self._said
             if is_new:

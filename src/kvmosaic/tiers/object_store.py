@@ -1,4 +1,4 @@
-"""ObjectTier: entries as objects of S3, Google Cloud Storage, Azure Blob Storage, or files below a folder."""
+"""ObjectTier: entries as objects of S3, Google Cloud Storage, Azure Blob Storage, or files in a folder."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _NAME = re.compile(rf"([0-9a-f]{{2}})/((?:[0-9a-f]{{2}}){{1,{MAX_KEY_BYTES}}})\.
 _IN_THE_WAY = re.compile(rf"\(os error ({errno.ENOTDIR}|{errno.EISDIR}|{errno.ELOOP})\)")
 _PART_BYTES = 2**24
 _LETTING_GO_SECONDS = 0.05
-"""Threads of obstore let go of Python objects a moment after they answered; a process that ends before is aborted."""
+"""obstore's threads release Python objects a moment after they answer; a process that exits earlier is aborted."""
 _FAIR_SECONDS = 0.02
-"""Who waits less than this cannot tell a dead place from a busy one."""
+"""With a shorter deadline, an unreachable store cannot be told from a busy one."""
 
 _T = TypeVar("_T")
 
@@ -46,19 +46,19 @@ _T = TypeVar("_T")
 class ObjectTier:
     """One object per entry: `<prefix>/<first 2 hex digits>/<key in hex>.safetensors`.
 
-    An object store writes whole objects or nothing, so a reader never sees a part of one. It has no quota and forgets
+    An object store writes whole objects or nothing, so a reader never sees a part of one. It has no quota and evicts
     nothing by itself: set lifecycle rules for old objects and for unfinished multipart uploads. A thread runs the
-    requests, so that a deadline ends them; nothing of what it ends is reported as done.
+    requests, so that a deadline cancels them; a cancelled request is never reported as done.
     """
 
     name = "object"
     is_persistent = True
 
     def __init__(self, settings: ObjectSettings) -> None:
-        """Opens the store, which asks it nothing yet.
+        """Opens the store, without a request.
 
         Raises:
-            InvalidConfig: the store refuses the address.
+            InvalidConfig: the store rejects the address.
         """
         self.settings = settings
         self._address = settings.address
@@ -90,7 +90,7 @@ class ObjectTier:
             if len(view) > MAX_ENTRY_BYTES:
                 return
             if isinstance(self._store, MemoryStore):
-                view = memoryview(bytes(view))  # it would keep the caller's
+                view = memoryview(bytes(view))  # avoids a reference to the caller's buffer
             before = await self._size(key)
             is_large = len(view) > _PART_BYTES
             with self._absence_allowed(key):
@@ -118,7 +118,7 @@ class ObjectTier:
                     found[key] = entry
 
         self._for_each(keys, get, deadline)
-        found, sizes = dict(found), dict(sizes)  # what ends late does not change them any more
+        found, sizes = dict(found), dict(sizes)  # late replies do not change the copies
         for key, size in sizes.items():
             check_size(key, size, max_bytes)
         num_bytes = sum(len(entry) for entry in found.values())
@@ -144,7 +144,7 @@ class ObjectTier:
             size = await self._size(key)
             if size is None:
                 return
-            with self._absence_allowed(key):  # somebody else was faster
+            with self._absence_allowed(key):  # another client deleted it first
                 await obstore.delete_async(self._store, _path(key))
                 gone.add(key)
                 self._settle(-1, -size)
@@ -153,16 +153,16 @@ class ObjectTier:
         return set(gone)
 
     def touch(self, keys: Collection[Key], deadline: Deadline) -> None:
-        """Does nothing: object stores do not know of uses."""
+        """Does nothing: object stores do not track uses."""
 
     def quarantine(self, key: Key, reason: str, deadline: Deadline) -> None:
-        """Deletes the object; a store with versions still has it."""
+        """Deletes the object; a versioned store still has it."""
         if self.delete_many([key], deadline):
             self._tally.count(quarantined=1)
             logger.warning("deleted entry %s from %s: %s", key.hex(), self._address, reason)
 
     def scan(self, deadline: Deadline) -> Iterator[EntryInfo]:
-        """See `Tier.scan`; `last_used` is when it was written."""
+        """See `Tier.scan`; `last_used` is the write time."""
         stream = obstore.list(self._store, chunk_size=1000)
 
         async def next_metas() -> Sequence[Any]:
@@ -189,7 +189,7 @@ class ObjectTier:
         async def get(key: Key) -> None:
             with self._absence_allowed(key):
                 size = await self._size(key)
-                if not size or not num_bytes:  # a store need not know a range of no bytes
+                if not size or not num_bytes:  # a store may reject an empty range
                     found.extend([] if size is None else [memoryview(b"")])
                     return
                 most = min(num_bytes, size)
@@ -201,13 +201,13 @@ class ObjectTier:
         return found[0] if found else None
 
     def stat(self) -> TierStat:
-        """See `Tier.stat`: as of the last complete `scan`, and what this process has changed since."""
+        """See `Tier.stat`: as of the last complete `scan`, plus later changes of this process."""
         with self._lock:
             num_entries, num_bytes = self._num_entries, self._num_bytes
         return TierStat(self.name, self._address, num_entries, num_bytes, None, **self._tally.counts())
 
     def close(self) -> None:
-        """Ends the thread; what is under way is given up."""
+        """Stops the thread; in-flight requests are cancelled."""
         with self._lock:
             if self._is_closed:
                 return
@@ -233,7 +233,7 @@ class ObjectTier:
 
     @contextlib.contextmanager
     def _absence_allowed(self, key: Key) -> Iterator[None]:
-        """Lets an object be missing, or something else lie in its place: that costs this object only."""
+        """Suppresses a missing object, or something else in its place: only this object is affected."""
         try:
             yield
         except FileNotFoundError:
@@ -248,7 +248,7 @@ class ObjectTier:
     def _for_each(
         self, keys: Collection[Key], ask: Callable[[Key], Coroutine[Any, Any, None]], deadline: Deadline
     ) -> None:
-        """Asks about all keys, several at once; those that are not answered by the deadline are given up."""
+        """Runs `ask` for all keys, several at once; requests unanswered by the deadline are cancelled."""
         answered: list[Key] = []
 
         async def ask_all() -> None:
@@ -269,10 +269,10 @@ class ObjectTier:
     def _run(
         self, ask: Callable[[], Coroutine[Any, Any, _T]], deadline: Deadline, answered: Collection[Key] = ()
     ) -> _T | None:
-        """What is answered; None if the deadline ended it though something was answered, or it had no time to.
+        """Result of the requests; None if the deadline ended them after some answer, or left no time to try.
 
         Raises:
-            TierUnavailable: nothing was answered. TierFull: no room.
+            TierUnavailable: no answer at all. TierFull: no space.
         """
         seconds = deadline.remaining
         if seconds <= 0.0:
@@ -318,11 +318,11 @@ def _path(key: Key) -> str:
 
 
 async def _read(result: Any, size: int) -> memoryview | None:
-    """What a store gives for a get; None if it is not of that size. It reads no more than the size it has told."""
+    """The content of a get; None if it is not of that size. Reads no more than the announced size."""
     entry = memoryview(await result.bytes_async())
     return entry if len(entry) == size else None
 
 
 def _first_line(error: BaseException) -> str:
-    """What an error of obstore says, without its long appendix and without what a URL signs requests with."""
+    """First line of an obstore error, without its long appendix and without signatures in URLs."""
     return re.sub(r"\?\S*", "?…", str(error).partition("\n")[0])[:500]

@@ -1,4 +1,4 @@
-"""ObjectSettings: which object store, how much is asked of it at once, and how long one request may take."""
+"""ObjectSettings: address, concurrency and timeouts of an object store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OPTIONS = ("concurrency", "connect_timeout", "timeout", "endpoint", "region", "
 
 @dataclass(frozen=True, slots=True)
 class ObjectSettings:
-    """How much is asked of an object store at once, and how long one request may take.
+    """Address, concurrency and timeouts of an object store.
 
     Raises:
         InvalidConfig: a number out of its bounds.
@@ -77,7 +77,7 @@ class ObjectSettings:
 
     @property
     def store_options(self) -> dict[str, Any]:
-        """What `obstore.store.from_url` is told besides the address."""
+        """Options for `obstore.store.from_url`, besides the address."""
         if self.address.startswith("file:"):
             return {"mkdir": True}
         if self.address.startswith("memory:"):

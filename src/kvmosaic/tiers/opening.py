@@ -1,4 +1,4 @@
-"""Opening the tiers that the settings name, each behind a breaker."""
+"""Opening of the configured tiers, each wrapped in a circuit breaker."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def open_tiers(places: Sequence[str | Any], *, allocate: Allocate | None = None)
 
     Args:
         places: URLs (see `open_tier`), or tiers that are open already.
-        allocate: where a host tier takes its memory from; see `HostTier`.
+        allocate: allocator of a host tier's memory; see `HostTier`.
 
     Raises:
-        InvalidConfig: a URL that says nothing sensible, a place that cannot be used, or neither a URL nor a tier.
+        InvalidConfig: an invalid URL, an unusable location, or neither a URL nor a tier.
     """
     opened: list[Tier] = []
     try:
@@ -49,6 +49,6 @@ def open_tiers(places: Sequence[str | Any], *, allocate: Allocate | None = None)
 
 
 def _greet(tier: Tier) -> None:
-    """Asks whether a tier is there: if not, its breaker says so now, and not when the first chunk is stored."""
+    """Probes a tier: if it is unreachable, its breaker logs that now, and not when the first chunk is stored."""
     with contextlib.suppress(TierError):
         tier.exists_many([_NO_KEY], Deadline(_GREETING_SECONDS))

@@ -1,4 +1,4 @@
-"""Looking at entries without using them: for those who list and check a tier, and must not change who leaves next."""
+"""Peeking: reads of entries that do not count as uses, for listing and checking a tier without changing LRU order."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, Entry, Tier
 
 @runtime_checkable
 class Peeking(Protocol):
-    """A tier that can show a part of an entry."""
+    """A tier that can read the start of an entry."""
 
     def peek(self, key: Key, num_bytes: int, deadline: Deadline) -> Entry | None:
-        """The first bytes of an entry, fewer if it has fewer; None if it is not there. Not a use, not verified.
+        """The first bytes of an entry, fewer if it has fewer; None if it is absent. Not a use, not verified.
 
         Raises:
             TierUnavailable: the place fails.

@@ -27,7 +27,7 @@ logger = logging.getLogger("kvmosaic")
 
 _IDS_AT_ONCE = 256
 _NAMES_AT_ONCE = 128
-"""That a write looks through for parts that nobody reads."""
+"""Names that one write scans for orphaned parts."""
 _UNFINISHED_SECONDS = 60
 _MAX_WRITE_SECONDS = 3600
 _ID = re.compile(rf"([0-9a-f]{{2}}){{1,{MAX_KEY_BYTES}}}")
@@ -37,24 +37,24 @@ _T = TypeVar("_T")
 
 
 class RedisTier:
-    """Entries in parts, with a manifest that is written last.
+    """Redis tier: entries in parts, with a manifest that is written last.
 
-        put:  RESERVE room ─▶ SET part 0, 1, … (they expire) ─▶ COMMIT: all parts there? replace the manifest, keep them
+        put:  RESERVE space ─▶ SET part 0, 1, … (with TTL) ─▶ COMMIT: all parts there? replace the manifest, keep them
         get:  LOOK: the manifest, if all parts are there; counts as a use ─▶ GET part 0, 1, …
 
-    A write that stops in its middle is never seen, and its parts and its room go away by themselves; parts of entries
-    whose manifest is gone are removed step by step, with every write. A server that takes no writes is read all the
-    same. A reply that has not the form that was asked for is a miss, or a write that was not done. With a quota, our
-    scripts keep the books and let the least recently used leave; without, Redis' own `maxmemory-policy` decides, and an
-    entry of which Redis evicted anything is not there. A single server (or a proxy that looks like one): the scripts
-    touch names of many entries, so in a Redis Cluster all of them must share a hash slot (see `RedisSettings.prefix`).
+    An interrupted write is never visible, and its parts and its reservation expire; parts of entries whose manifest is
+    gone are removed step by step, with every write. A server that accepts no writes is still read. A malformed reply is
+    a miss, or a failed write. With a quota, our scripts count bytes and evict the least recently used entries; without,
+    Redis' own `maxmemory-policy` decides, and an entry of which Redis evicted any part is a miss. A single server (or a
+    proxy that looks like one): the scripts touch names of many entries, so in a Redis Cluster all of them must share a
+    hash slot (see `RedisSettings.prefix`).
     """
 
     name = "redis"
     is_persistent = True
 
     def __init__(self, settings: RedisSettings | None = None) -> None:
-        """Connects to nothing yet."""
+        """Opens no connection yet."""
         self.settings = settings or RedisSettings()
         self._link = RedisLink(self.settings)
         self._quota = self.settings.quota_bytes or 0
@@ -63,7 +63,7 @@ class RedisTier:
         self._num_entries = self._num_bytes = 0
         self._unfinished: deque[Parts] = deque(maxlen=1024)
         self._cursor = _FIRST
-        """How far the names were looked through for parts that nobody reads."""
+        """Cursor of the scan for orphaned parts."""
         self._is_closed = False
 
     @classmethod
@@ -99,7 +99,7 @@ class RedisTier:
         try:
             self._run(deadline, put)
         except TierFull:
-            with contextlib.suppress(TierUnavailable):  # a later write gives the room back
+            with contextlib.suppress(TierUnavailable):  # a later write cancels the reservation
                 self._run(Deadline(self.settings.pause_seconds), self._cancel_unfinished)
             raise
         return stored
@@ -117,7 +117,7 @@ class RedisTier:
             for key, parts in self._look(session, list(keys), is_use=True).items():
                 entry = read(session, parts)
                 if entry is None and (again := self._look(session, [key], is_use=True)):
-                    entry = read(session, again[key])  # it was replaced while we read it
+                    entry = read(session, again[key])  # it was replaced during the read
                 if entry is not None:
                     found[key] = entry
 
@@ -154,13 +154,13 @@ class RedisTier:
         self._run(deadline, lambda session: self._look(session, list(keys), is_use=True))
 
     def quarantine(self, key: Key, reason: str, deadline: Deadline) -> None:
-        """Deletes the entry: memory there is for entries that are of use."""
+        """Deletes the entry: Redis memory is for usable entries."""
         if self.delete_many([key], deadline):
             self._tally.count(quarantined=1)
             logger.warning("deleted entry %s from %s: %s", key.hex(), self.settings.address, reason)
 
     def scan(self, deadline: Deadline) -> Iterator[EntryInfo]:
-        """See `Tier.scan`; also puts right what is counted, if others removed entries or Redis evicted some."""
+        """See `Tier.scan`; also corrects the counts, if others removed entries or Redis evicted some."""
         seen: set[Key] = set()
         num_bytes = 0
         for over_index in (False, True) if self._quota else (False,):
@@ -192,7 +192,7 @@ class RedisTier:
         return None if entry is None else memoryview(entry)[:num_bytes]
 
     def stat(self) -> TierStat:
-        """See `Tier.stat`. With a quota, what all processes hold as of the last call that changed something."""
+        """See `Tier.stat`. With a quota, entries of all processes as of the last change."""
         with self._lock:
             num_entries, num_bytes = self._num_entries, self._num_bytes
         return TierStat(
@@ -210,7 +210,7 @@ class RedisTier:
         self._link.close()
 
     def _with_room(self, session: Session, writes: list[Parts], deadline: Deadline) -> Iterator[Parts]:
-        """Those of the writes for which there is room, in the order to do them; room for all at once if possible."""
+        """The writes for which there is space, in the order to do them; space for all at once if possible."""
         if not self._quota:
             yield from writes
             return
@@ -223,7 +223,7 @@ class RedisTier:
             yield from self._reserve(session, [write], deadline) or ()
 
     def _reserve(self, session: Session, writes: list[Parts], deadline: Deadline) -> list[Parts] | None:
-        """Promises room to a group of writes; returns them in the order to do them, or None if there is no room."""
+        """Reserves space for a group of writes; returns them in the order to do them, or None if there is no space."""
         if not writes:
             return []
         group = writes[0].write
@@ -234,7 +234,7 @@ class RedisTier:
         reply = items(self._script(session, scripts.RESERVE, *arguments), 5)
         answer, grows, totals = integers(list(reply[:2]), 2), integers(reply[2], len(writes)), reply[3:]
         if answer is None or grows is None:
-            self._unfinished.extend(writes)  # it may have been promised
+            self._unfinished.extend(writes)  # it may have been reserved
             return None
         has_room, evicted = answer
         self._tally.count(evictions=evicted)
@@ -252,7 +252,7 @@ class RedisTier:
         parts = (write.entry_id, write.write, write.num_bytes, write.part_bytes)
         answer = integers(self._script(session, scripts.COMMIT, *room, *parts, self._quota), 5)
         if answer is None or answer[0] not in (0, 1):
-            self._unfinished.append(write)  # whether it was stored or not, removing its parts is safe
+            self._unfinished.append(write)  # stored or not, removing its parts is safe
             return False
         is_stored, evicted, before, *totals = answer
         num_bytes = is_stored * write.num_bytes
@@ -272,7 +272,7 @@ class RedisTier:
             arguments += [write.group, write.entry_id, write.write, write.num_parts]
         try:
             self._settle(self._script(session, scripts.CANCEL, *arguments))
-        except BaseException:  # whether it was done or not, doing it again is safe
+        except BaseException:  # done or not, a retry is safe
             self._unfinished.extendleft(reversed(writes))
             raise
 
@@ -282,7 +282,7 @@ class RedisTier:
             ids = [key.hex() for key in some]
             try:
                 manifests = self._script(session, scripts.LOOK, int(is_use), *ids)
-            except Refused:  # it writes: uses, and what of an entry is gone
+            except Refused:  # it writes: uses, and removals of incomplete entries
                 manifests = self._script(session, scripts.FIND, *ids)
             for key, manifest in zip(some, items(manifests, len(some)), strict=True):
                 if parts := Parts.from_manifest(self.settings.prefix, key, manifest):
@@ -300,7 +300,7 @@ class RedisTier:
             texts = [text[len(prefix) + 2 : -1] for text in texts]
         infos = []
         groups = list(slices([text for text in texts if _ID.fullmatch(text)], _IDS_AT_ONCE))
-        for ids in groups or ([[]] if cursor == _FIRST else []):  # at its end also for the totals
+        for ids in groups or ([[]] if cursor == _FIRST else []):  # at its end, also for the totals
             found, *totals = items(self._script(session, scripts.RECONCILE, self._quota, *ids), 3)
             self._settle(totals)
             infos += [
@@ -311,8 +311,8 @@ class RedisTier:
         return cursor, infos
 
     def _collect(self, session: Session) -> None:
-        """Looks at some more names, and removes parts that nobody reads."""
-        with contextlib.suppress(Refused):  # then what is to be written is refused, too, and says why
+        """Scans some more names, and removes orphaned parts."""
+        with contextlib.suppress(Refused):  # then the write itself is refused, too, and reports why
             cursor, gone = items(self._script(session, scripts.COLLECT, self._cursor, _NAMES_AT_ONCE), 2)
             self._cursor, _ = cursor_and_names([cursor, []])
             if type(gone) is int and gone > 0:
@@ -322,7 +322,7 @@ class RedisTier:
         return session.ask(("EVAL", script, 1, self.settings.prefix, *arguments))[0]
 
     def _run(self, deadline: Deadline, work: Callable[[Session], _T]) -> _T | None:
-        """What `work` returns; None if its time was over before it was done."""
+        """What `work` returns; None if it timed out."""
         if self._is_closed:
             raise TierUnavailable(f"the redis tier at {self.settings.address} is closed")
         try:
@@ -335,7 +335,7 @@ class RedisTier:
             raise
 
     def _settle(self, totals: object, entries: int = 0, num_bytes: int = 0) -> None:
-        """Notes what is held: with a quota what the books there say, else what this process changed."""
+        """Records the totals: with a quota from Redis, else from this process's changes."""
         with self._lock:
             if self._quota:
                 self._num_bytes, self._num_entries = integers(totals, 2) or (self._num_bytes, self._num_entries)
@@ -345,5 +345,5 @@ class RedisTier:
 
 
 def _seconds(deadline: Deadline) -> int:
-    """How long what is not finished stays: a while longer than it may still be written."""
+    """Expiry of unfinished parts: a while longer than they may still be written."""
     return math.ceil(min(deadline.remaining, _MAX_WRITE_SECONDS)) + _UNFINISHED_SECONDS

@@ -1,4 +1,4 @@
-"""RedisLink: connections to one Redis server on which no wait is longer than it may be."""
+"""RedisLink: connections to one Redis server, with a deadline on every wait."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ except ModuleNotFoundError as error:
 Command: TypeAlias = tuple[str | bytes | int | memoryview, ...]
 
 Refused: TypeAlias = redis.ResponseError
-"""The server understood a command, and does not do it: it takes no writes now, or others wrote under our names."""
+"""The server understood a command and refused it: it accepts no writes now, or others wrote under our names."""
 
 _SEND_BYTES = 2**18
 _RECEIVE_BYTES = 2**18
 _FAIR_SECONDS = 0.02
-"""Who waits less than this cannot tell a dead server from a busy one."""
+"""With a shorter deadline, a dead server cannot be told from a busy one."""
 
 
 class OutOfTime(Exception):
@@ -35,14 +35,14 @@ class OutOfTime(Exception):
 
 
 class Waits(threading.local):
-    """How long this thread may wait for a server that is silent: the pause, and never beyond the deadline."""
+    """Per-thread wait limits for a silent server: the pause, and never beyond the deadline."""
 
     def __init__(self, pause_seconds: float) -> None:
         self.pause_seconds = pause_seconds
         self.deadline = Deadline()
 
     def next_seconds(self, at_most: float) -> float:
-        """Seconds that the next wait may take."""
+        """Limit of the next wait in seconds."""
         remaining = self.deadline.remaining
         if remaining <= 0.0:
             raise TimeoutError
@@ -50,10 +50,10 @@ class Waits(threading.local):
 
 
 class _WaitingSocket:
-    """A socket that is told before every wait how long it may take.
+    """A socket with a timeout set before every wait.
 
-    A time limit on whole commands would call a large value on a thin line a failure; a limit that is set once would
-    let a server that sends one byte at a time hold a caller for ever.
+    A timeout on whole commands would fail a large value on a slow connection; a fixed socket timeout would let a server
+    that sends one byte at a time block a caller indefinitely.
     """
 
     def __init__(self, inner: socket.socket, waits: Waits) -> None:
@@ -61,7 +61,7 @@ class _WaitingSocket:
         self._waits = waits
 
     def recv(self, num_bytes: int) -> bytes:
-        if self._inner.gettimeout() != 0.0:  # 0.0: only asks whether something is there
+        if self._inner.gettimeout() != 0.0:  # 0.0: non-blocking check for data
             self._inner.settimeout(self._waits.next_seconds(self._waits.pause_seconds))
         return self._inner.recv(num_bytes)
 
@@ -76,7 +76,7 @@ class _WaitingSocket:
 
 
 class _Waiting:
-    """Makes connections of redis-py use `_WaitingSocket`."""
+    """Mixin: makes connections of redis-py use `_WaitingSocket`."""
 
     def __init__(self, *, waits: Waits, connect_seconds: float, **options: Any) -> None:
         self._waits = waits
@@ -102,7 +102,7 @@ class _WaitingUnixConnection(_Waiting, UnixDomainSocketConnection):  # type: ign
 
 
 class Session:
-    """One connection while it is borrowed."""
+    """One borrowed connection."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
@@ -110,7 +110,7 @@ class Session:
         """Whether the server has answered anything in this session."""
 
     def ask(self, *commands: Command) -> list[Any]:
-        """Sends all commands at once and returns their replies; the first error is raised when all have replied."""
+        """Pipelines all commands and returns their replies; the first error is raised after all have replied."""
         self._connection.send_packed_command(self._connection.pack_commands(commands), check_health=False)
         replies, failure = [], None
         for _ in commands:
@@ -125,7 +125,7 @@ class Session:
 
 
 class RedisLink:
-    """Connections to one server, made when needed and kept; any thread may borrow one."""
+    """Connection pool of one server; connections are opened on demand, and any thread may borrow one."""
 
     def __init__(self, settings: RedisSettings) -> None:
         self.settings = settings
@@ -148,11 +148,11 @@ class RedisLink:
 
     @contextlib.contextmanager
     def session(self, deadline: Deadline) -> Iterator[Session]:
-        """Borrows a connection until the deadline, at which the server may still be answering something.
+        """Borrows a connection until the deadline, even if the server is still answering then.
 
         Raises:
             OutOfTime: the deadline ended it; the server had answered, or had no time to.
-            TierUnavailable: no answer, or one that means that the server cannot serve. TierFull: no memory there.
+            TierUnavailable: no answer, or one that means the server is unavailable. TierFull: out of memory.
         """
         self._waits.deadline = deadline
         if deadline.has_passed or not self._free.acquire(timeout=min(deadline.remaining, threading.TIMEOUT_MAX)):
@@ -174,7 +174,7 @@ class RedisLink:
             raise self._explain(error) from error
         except BaseException:
             if connection is not None:
-                connection.disconnect()  # replies may be under way that nobody will read
+                connection.disconnect()  # unread replies may be in flight
             raise
         finally:
             self._waits.deadline = Deadline()

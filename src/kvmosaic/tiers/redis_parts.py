@@ -1,4 +1,4 @@
-"""Entries as Redis keeps them: parts of a bounded size, and a manifest that says which parts are one entry."""
+"""Redis form of an entry: parts of a bounded size, and a manifest that lists them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvmosaic.tiers.redis_scripts import MAX_PARTS
 from kvmosaic.tiers.tier import MAX_ENTRY_BYTES
 
 _WINDOW_BYTES = 2**23
-"""Parts that are under way at once."""
+"""Maximum bytes of parts in flight."""
 _MANIFEST = re.compile(rb"kvm1 ([0-9a-f]{1,32}) ([0-9]{1,12}) ([0-9]{1,12})")
 
 _T = TypeVar("_T")
@@ -31,9 +31,9 @@ class Parts:
         self.entry_id = key.hex()
         self.write = write
         self.group = write
-        """Whose room it takes: that of the first of the writes that are promised room together."""
+        """Group whose reservation it uses: the first of the writes that reserve space together."""
         self.is_last = True
-        """Whether no other write of the group follows."""
+        """Whether it is the last write of its group."""
         self.num_bytes = num_bytes
         self.part_bytes = part_bytes
         self.num_parts = max(1, math.ceil(num_bytes / part_bytes))
@@ -41,28 +41,28 @@ class Parts:
 
     @classmethod
     def new(cls, prefix: str, key: Key, num_bytes: int, part_bytes: int) -> Parts:
-        """Parts that nobody else writes; larger ones than asked for if there were too many."""
+        """Parts with a new unique id; larger than asked for if there were too many."""
         part_bytes = max(part_bytes, math.ceil(num_bytes / MAX_PARTS))
         return cls(prefix, key, secrets.token_hex(8), num_bytes, part_bytes)
 
     @classmethod
     def from_manifest(cls, prefix: str, key: Key, manifest: object) -> Parts | None:
-        """Those that a manifest names; None if it is none, or one that we would not write."""
+        """Parts of a manifest; None if it is none, or one that we would not write."""
         match = _MANIFEST.fullmatch(manifest) if isinstance(manifest, bytes) else None
         if match is None or int(match[2]) > MAX_ENTRY_BYTES or int(match[3]) < 1:
             return None
         return cls(prefix, key, match[1].decode(), int(match[2]), int(match[3]))
 
     def put(self, session: Session, entry: memoryview, seconds: int) -> None:
-        """Writes all parts, which go away by themselves after so many seconds."""
+        """Writes all parts, which expire after so many seconds."""
         size = self.part_bytes
         for some in self._windows():
             session.ask(*(("SET", f"{self._stem}{i}", entry[i * size : (i + 1) * size], "EX", seconds) for i in some))
 
     def get(self, session: Session, most_bytes: int | None = None) -> bytearray | None:
-        """Reads the entry, or its first `most_bytes`; None if a part is gone, or not as long as the manifest says.
+        """Reads the entry, or its first `most_bytes`; None if a part is missing or has the wrong length.
 
-        Of a part that grew meanwhile, no more than one byte too many is read.
+        Reads at most one excess byte of a part that grew meanwhile.
         """
         wanted = self.num_bytes if most_bytes is None else min(most_bytes, self.num_bytes)
         entry = bytearray(wanted)

@@ -1,4 +1,4 @@
-"""Replies of a Redis server, which are believed only as far as they have the form that was asked for."""
+"""Replies of a Redis server, validated before use."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 
 def integers(reply: object, count: int) -> list[int] | None:
-    """A reply of so many whole numbers; None for anything else."""
+    """A reply of `count` integers; None for anything else."""
     if isinstance(reply, list) and len(reply) == count and all(type(number) is int for number in reply):
         return reply
     return None
 
 
 def items(reply: object, count: int) -> Sequence[Any]:
-    """A reply of so many items of any kind; so many times nothing for anything else."""
+    """A reply of `count` items of any kind; `count` times None for anything else."""
     return reply if isinstance(reply, list) and len(reply) == count else [None] * count
 
 
 def cursor_and_names(reply: object) -> tuple[bytes, list[bytes]]:
-    """What a step of a scan gives; the end, and no names, for anything else."""
+    """Result of a scan step; the end, and no names, for anything else."""
     cursor, names = items(reply, 2)
     if not isinstance(cursor, bytes) or not cursor.isdigit() or not isinstance(names, list):
         return b"0", []
@@ -28,7 +28,7 @@ def cursor_and_names(reply: object) -> tuple[bytes, list[bytes]]:
 
 
 def size_and_moment(reply: object) -> tuple[int, float]:
-    """Bytes of an entry (-1: there is none), and the microsecond of its last use (0.0: not known)."""
+    """Bytes of an entry (-1: absent), and the microsecond of its last use (0.0: unknown)."""
     num_bytes, moment = items(reply, 2)
     try:
         micros = float(moment)

@@ -1,20 +1,19 @@
-"""The scripts that Redis runs for us: each is one step that no other client can come between.
+"""Lua scripts that Redis runs, each atomically.
 
     <prefix>:{<id>}               "kvm1 <write> <bytes> <part bytes>": the manifest of an entry; id is the key in hex
-    <prefix>:{<id>}:<write>:<i>   part i of what was written by `write`; lives a while only, until the manifest is there
+    <prefix>:{<id>}:<write>:<i>   part i of the write `write`; expires unless its manifest is written
     <prefix>:used                 sorted set: id -> microsecond of the last use, no two alike   ┐
     <prefix>:sizes                hash: id -> bytes; `bytes`, `staged`, `clock`; s:<group>      ├ only with a quota
-    <prefix>:staged               sorted set: group -> second at which its room is given back   ┘
+    <prefix>:staged               sorted set: group -> second at which its reservation expires   ┘
 
-With a quota, `bytes` is the sum of all entries and `staged` the room that is promised to groups of writes under way;
-`bytes + staged` is never more than the quota after a step. What a write makes larger is taken from the room of its
-group, and what it makes smaller is added to it: others cannot take what the group still needs. Scripts may free memory
-when Redis has none left (`allow-oom`), so that no step stops in its middle; parts are written outside of them and are
+With a quota, `bytes` is the sum of all entries and `staged` the space reserved by groups of writes in progress;
+`bytes + staged` never exceeds the quota after a step. A write that grows an entry takes space from its group's
+reservation, and one that shrinks it adds to it: others cannot take what the group still needs. Scripts may free memory
+when Redis has none left (`allow-oom`), so that no step stops half way; parts are written outside of them and are
 refused.
 
-A part under way expires by itself, and loses its time in the step that writes its manifest. So one that does not
-expire, and that no manifest names, belongs to an entry whose manifest was evicted, overwritten or removed: `COLLECT`
-removes it.
+A part in progress has an expiry, which the step that writes its manifest removes. So a part without expiry that no
+manifest names belongs to an entry whose manifest was evicted, overwritten or removed: `COLLECT` removes it.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ local function totals() return number('bytes'), redis.call('ZCARD', used) end
 
 _COMMON = "#!lua flags=allow-oom" + _SHARED
 _READING = "#!lua flags=no-writes" + _SHARED
-"""Of scripts that a server runs even if it takes no writes now."""
+"""Header of scripts that a server runs even if it accepts no writes now."""
 
 RESERVE: Final = (
     _COMMON

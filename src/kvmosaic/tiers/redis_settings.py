@@ -1,4 +1,4 @@
-"""RedisSettings: where a Redis server is, how to get in, and how long to wait for it."""
+"""RedisSettings: address, credentials, timeouts and quota of a Redis server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPTIONS = ("db", "prefix", "quota", "connect_timeout", "timeout", "connections"
 
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
-    """All that a URL says, within bounds.
+    """Validated settings of a URL.
 
     Raises:
         InvalidConfig: a value out of its bounds.
@@ -30,20 +30,20 @@ class RedisSettings:
     host: str = "localhost"
     port: int = 6379
     path: str = ""
-    """Of a Unix socket; then host and port do not count."""
+    """Of a Unix socket; host and port are then ignored."""
     db: int = 0
     username: str = field(default="", repr=False)
     password: str = field(default="", repr=False)
     tls: bool = False
     ca_file: str | None = None
-    """Certificates that the server's must descend from; None: those of the system."""
+    """CA certificates for the server's; None: those of the system."""
     prefix: str = "kvmosaic"
-    """What all our names there begin with. With a part in braces at its start, all of them fall into one hash slot."""
+    """Prefix of all our names in Redis. With a part in braces at its start, all of them fall into one hash slot."""
     quota_bytes: int | None = None
-    """Most bytes of entries under this prefix, whoever put them; None: Redis keeps what its `maxmemory` allows."""
+    """Maximum bytes of entries under this prefix, of all processes; None: Redis evicts by its `maxmemory`."""
     connect_seconds: float = 0.1
     pause_seconds: float = 0.15
-    """Longest silence of the server within an answer, and longest wait until it takes more bytes."""
+    """Longest silence of the server within an answer, and longest wait for it to accept more bytes."""
     max_connections: int = 16
     part_bytes: int = 2**20
     """Entries are written and read in parts of this size."""
@@ -63,7 +63,7 @@ class RedisSettings:
 
     @property
     def address(self) -> str:
-        """The URL without who enters and with which password."""
+        """The URL without user and password."""
         if self.path:
             return f"unix://{self.path}?db={self.db}"
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -83,7 +83,7 @@ class RedisSettings:
         try:
             parts = urlsplit(url)
             port = parts.port
-        except ValueError:  # its message repeats what was written, which may be a password with a / in it
+        except ValueError:  # its message repeats the input, which may be a password with a / in it
             raise InvalidConfig(
                 "the URL of a redis tier cannot be read: its port is no number from 0 to 65535, or a bracket is open; "
                 "write special characters of a password as %XX"

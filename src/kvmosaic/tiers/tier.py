@@ -1,4 +1,4 @@
-"""Tier: a place that keeps entries, each the bytes of one chunk, under the chunk's key."""
+"""Tier protocol: a key-value store of entries, each the serialized bytes of one chunk, under the chunk's key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvmosaic.errors import DamagedEntry
 from kvmosaic.tiers.deadline import Deadline
 
 Entry: TypeAlias = bytes | bytearray | memoryview
-"""A whole entry as it is stored: header, tokens, keys and values. A tier never looks inside."""
+"""A whole stored entry: header, tokens, keys and values. A tier never interprets it."""
 
 MAX_KEY_BYTES = 64
 MAX_ENTRY_BYTES = 2**36
@@ -19,100 +19,100 @@ MAX_ENTRY_BYTES = 2**36
 
 @dataclass(frozen=True, slots=True)
 class EntryInfo:
-    """What a tier knows of an entry without reading it."""
+    """Metadata of an entry, known without reading it."""
 
     key: Key
     num_bytes: int
-    """Of the entry itself; what a file system or a server adds is not counted."""
+    """Of the entry itself, without the overhead of a file system or server."""
     last_used: float
-    """Seconds since the epoch; 0.0 if the tier does not know."""
+    """Seconds since the epoch; 0.0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierStat:
-    """One moment of a tier. Counters run since the tier was opened by this process."""
+    """A snapshot of a tier. Counters run since the tier was opened by this process."""
 
     name: str
     """`host`, `disk`, `redis`, …"""
     address: str
-    """Where it is, without passwords: a folder, a URL, or nothing."""
+    """Its location, without passwords: a folder, a URL, or empty."""
     num_entries: int
     num_bytes: int
-    """Of all entries; exact for what only this process writes, else as of the last look."""
+    """Of all entries; exact for entries that only this process writes, else as of the last listing."""
     quota_bytes: int | None
-    """Most bytes that it keeps; None: no limit of its own."""
+    """Maximum bytes; None: no limit of its own."""
     hits: int = 0
     misses: int = 0
     puts: int = 0
     put_bytes: int = 0
     get_bytes: int = 0
     evictions: int = 0
-    """Entries that left to make room."""
+    """Entries evicted for space."""
     failures: int = 0
     """Calls that raised."""
     quarantined: int = 0
-    """Entries that were put aside because they were not what they should be."""
+    """Invalid entries that were moved out of use."""
 
 
 @runtime_checkable
 class Tier(Protocol):
     """A key-value store for serialized chunks.
 
-        put_many ──▶ [ key -> entry, at most quota_bytes, least recently used leaves first ] ──▶ get_many
+        put_many ──▶ [ key -> entry, at most quota_bytes, LRU eviction ] ──▶ get_many
 
-    What every tier promises (`tests/tiers/conformance.py` asks for it):
+    Contract of every tier (checked by `tests/tiers/conformance.py`):
 
     - An entry comes back as it was put, or not at all: never a part of it, never that of another key.
-    - Putting a key that is there already is harmless: the entry is the same, or the new one replaces the old one whole.
-    - Asking for keys that are not there, deleting them or touching them is harmless.
-    - Any thread may call any method at any time; other processes may use the same place at the same time.
-    - Nothing takes much longer than its deadline. What was not done by then was not done: `get_many` returns what it
+    - Putting an existing key is harmless: the entry is the same, or the new one replaces the old one whole.
+    - Getting, deleting or touching absent keys is harmless.
+    - Any thread may call any method at any time; other processes may use the same location at the same time.
+    - No call takes much longer than its deadline. What was not done by then was not done: `get_many` returns what it
       has, and `put_many` the keys that are safely stored.
-    - What lies at a place is not believed, not even its size: nothing that is larger than the bound of a call is read.
-    - Whatever lies in place of one entry costs this entry, and no other.
-    - A place that fails raises `TierUnavailable`, one that is full `TierFull`, and nothing else; after that, the tier
-      may be asked again at any time, and answers again when the place does.
+    - Stored data is untrusted, even its size: nothing larger than the bound of a call is read.
+    - Anything invalid in place of one entry affects this entry, and no other.
+    - A failing location raises `TierUnavailable`, a full one `TierFull`, and nothing else; after that, the tier may be
+      called again at any time, and works again when the location does.
     """
 
     @property
     def name(self) -> str:
-        """What configuration, metrics and reports call this kind of tier."""
+        """Kind of tier, as in configuration, metrics and reports."""
         ...
 
     @property
     def is_persistent(self) -> bool:
-        """Whether entries outlive the process. Those of other tiers are only worth a copy when the device lets go."""
+        """Whether entries outlive the process. Other tiers are only written when the device evicts a chunk."""
         ...
 
     def put_many(self, entries: Mapping[Key, Entry], deadline: Deadline) -> set[Key]:
-        """Stores entries, making room by letting others leave; returns the keys that are stored now.
+        """Stores entries, evicting others for space; returns the keys that are stored now.
 
-        An entry that is larger than the quota is not stored, and takes no other's place.
+        An entry larger than the quota is not stored, and evicts no other.
 
         Raises:
-            TierUnavailable: the place fails. TierFull: it has no room, though the quota says so.
+            TierUnavailable: the location fails. TierFull: it is full, though below the quota.
         """
         ...
 
     def get_many(self, keys: Collection[Key], deadline: Deadline, *, max_bytes: int | None = None) -> dict[Key, Entry]:
-        """The entries that are there, whole, but not verified; using them counts as a use.
+        """Present entries, whole, but not verified; counts as a use.
 
         Args:
             keys: of the entries.
             deadline: of the call.
-            max_bytes: that an entry of any of these keys can have, header included; None: as many as the tier takes.
+            max_bytes: maximum of an entry of these keys, header included; None: the tier's own limit.
 
         Raises:
-            DamagedEntry: one has more than `max_bytes`. It was not read, and nothing is given: `quarantine` it.
-            TierUnavailable: the place fails.
+            DamagedEntry: one has more than `max_bytes`. It was not read, and nothing is returned: `quarantine` it.
+            TierUnavailable: the location fails.
         """
         ...
 
     def exists_many(self, keys: Collection[Key], deadline: Deadline) -> set[Key]:
-        """Those of the keys that have an entry now; not a use.
+        """The keys that have an entry now; not a use.
 
         Raises:
-            TierUnavailable: the place fails.
+            TierUnavailable: the location fails.
         """
         ...
 
@@ -120,7 +120,7 @@ class Tier(Protocol):
         """Removes entries; returns the keys that had one.
 
         Raises:
-            TierUnavailable: the place fails.
+            TierUnavailable: the location fails.
         """
         ...
 
@@ -128,37 +128,37 @@ class Tier(Protocol):
         """Counts as a use of these entries, without reading them.
 
         Raises:
-            TierUnavailable: the place fails.
+            TierUnavailable: the location fails.
         """
         ...
 
     def quarantine(self, key: Key, reason: str, deadline: Deadline) -> None:
-        """Puts an entry aside that is not what it should be, so that nobody finds it under its key again.
+        """Moves an invalid entry out of use, so that it is not found under its key again.
 
         Raises:
-            TierUnavailable: the place fails.
+            TierUnavailable: the location fails.
         """
         ...
 
     def scan(self, deadline: Deadline) -> Iterator[EntryInfo]:
-        """All entries, in no particular order; those that come or go meanwhile may be missing.
+        """All entries, in no particular order; entries added or removed meanwhile may be missing.
 
         Raises:
-            TierUnavailable: the place fails; also while iterating.
+            TierUnavailable: the location fails; also while iterating.
         """
         ...
 
     def stat(self) -> TierStat:
-        """What it holds and has done; never raises, never waits for the place."""
+        """Fill level and counters; never raises, never waits for the location."""
         ...
 
     def close(self) -> None:
-        """Gives back files, threads and connections; the entries stay if they are persistent. Again is harmless."""
+        """Closes files, threads and connections; persistent entries stay. A second call does nothing."""
         ...
 
 
 def check_size(key: Key, num_bytes: int, max_bytes: int | None) -> None:
-    """Refuses an entry, before it is read, that is larger than any of its key.
+    """Rejects an entry, before it is read, that exceeds the maximum size for its key.
 
     Raises:
         DamagedEntry: it has more than `max_bytes`.

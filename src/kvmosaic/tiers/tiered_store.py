@@ -1,4 +1,4 @@
-"""TieredStore: the tiers in their order, and the threads that move chunks up and down behind the engine's back."""
+"""TieredStore: the tiers in order, and the background threads that offload and fetch chunks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 PUT_SECONDS = 30.0
 IDLE_SECONDS = 2.0
-"""So often a writer without work looks whether anybody may still give it some."""
+"""Interval at which an idle writer checks whether its store is still in use."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,17 +42,17 @@ class _Store(Generic[T]):
 
 
 class TieredStore(Generic[T]):
-    """Stores what the device has, and fetches what it has not. `T` is a chunk in memory: its tensors.
+    """Multi-tier store: offloads chunks and fetches missing ones. `T` is a chunk in memory: its tensors.
 
         engine ── store ──▶ writes ──▶ writer ──▶ host ▸ disk ▸ redis
            ▲                  │ found here, too                │
-           └──── fetch ◀──────┴────────── readers ◀────────────┘
+           └──── fetch ◀──────┴────────── workers ◀────────────┘
 
-    The first tier is the fastest. Chunks that are complete go to the persistent tiers, so that no crash loses them;
-    chunks that leave the device go to the others. A fetch asks one tier after the other; whatever goes wrong in one of
-    them, the next is asked, and in the end the chunk is computed.
+    The first tier is the fastest. Complete chunks go to the persistent tiers, so that no crash loses them; chunks
+    evicted from the device go to the others. A fetch asks one tier after the other; on any error in one of them, the
+    next is asked, and in the end the chunk is computed.
 
-    No method waits for a tier, except `flush` and `close`. All are safe on any thread.
+    No method waits for a tier, except `flush` and `close`. All are thread-safe.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class TieredStore(Generic[T]):
         """Takes tiers, fastest first; `close` closes them.
 
         Args:
-            tiers: those that may fail or hang should be guarded by a `Breaker`.
-            most_pending_bytes: of chunks that wait to be written; more are dropped.
+            tiers: wrap tiers that may fail or hang in a `Breaker`.
+            most_pending_bytes: maximum bytes of chunks queued for writing; more are dropped.
             loading: whether tiers are asked where that is expected to be faster than computing, or always.
             num_readers: threads that fetch.
-            clock: seconds that never run backwards.
+            clock: monotonic seconds.
         """
         self.tiers = tuple(tiers)
         self.stats = TieredStoreStats()
@@ -84,7 +84,7 @@ class TieredStore(Generic[T]):
         # shared by all threads, under `_changed`
         self._changed = threading.Condition()
         self._writes: dict[Key, _Store[T]] = {}
-        """In the order in which they came; one stays here until it is written."""
+        """Write queue in FIFO order; a chunk stays here until it is written."""
         self._writing: _Store[T] | None = None
         self._deletes: set[Key] = set()
         self._readers: FetchWorkers[T] = FetchWorkers(
@@ -97,11 +97,11 @@ class TieredStore(Generic[T]):
 
     @property
     def last_ended(self) -> float:
-        """When a fetch was over for the last time; see `Fetch.is_settled`."""
+        """When a fetch last ended; see `Fetch.is_settled`."""
         return self._readers.last_ended
 
     def longest_wait(self, num_bytes: int, compute_seconds: float | None) -> float:
-        """Seconds that a request waits at most for chunks of this size together."""
+        """Maximum seconds that a request waits for chunks of this total size."""
         return self._fetch_policy.longest_wait(num_bytes, compute_seconds)
 
     @property
@@ -116,11 +116,11 @@ class TieredStore(Generic[T]):
 
     @property
     def has_volatile(self) -> bool:
-        """Whether some tier is for chunks that leave the device."""
+        """Whether some tier takes chunks evicted from the device."""
         return any(not tier.is_persistent for tier in self.tiers)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether a chunk of this size would be queued now; if not, it is counted as dropped."""
+        """Whether a chunk of this size would be queued now; if not, counts it as dropped."""
         if self.pending_bytes + num_bytes <= self._most_pending_bytes:
             return True
         self.stats.dropped += 1
@@ -137,16 +137,16 @@ class TieredStore(Generic[T]):
         volatile: bool,
         done: Callable[[bool], None] = lambda _: None,
     ) -> bool:
-        """Queues a chunk to be written; returns False, and does nothing, if too much is queued already.
+        """Queues a chunk for writing; returns False, and does nothing, if the queue is full.
 
         Args:
             key: of the chunk.
-            value: its tensors, which nobody changes any more.
-            num_bytes: how large they are.
-            encode: makes an entry of them, on the writer's thread; None if there is nothing to store any more.
+            value: its tensors, immutable from now on.
+            num_bytes: size of the tensors.
+            encode: makes an entry of them, on the writer's thread; returns None to cancel.
             persistent: to the tiers that outlive the process.
             volatile: to the others.
-            done: told on the writer's thread whether every one of these tiers has it now.
+            done: called on the writer's thread, with whether all of these tiers have it now.
         """
         tiers = tuple(tier for tier in self.tiers if (persistent if tier.is_persistent else volatile))
         if not tiers:
@@ -160,7 +160,7 @@ class TieredStore(Generic[T]):
             if self.pending_bytes + num_bytes > self._most_pending_bytes:
                 self.stats.dropped += 1
                 return False
-            self._writes.pop(key, None)  # behind the others, if it is being written at this moment
+            self._writes.pop(key, None)  # to the end of the queue, if it is being written now
             self._writes[key] = _Store(key, value, num_bytes, encode, tiers, done)
             self.pending_bytes += num_bytes
             self._start()
@@ -178,17 +178,17 @@ class TieredStore(Generic[T]):
         *,
         max_bytes: int | None = None,
     ) -> Fetch[T] | None:
-        """Begins to look for a chunk, or joins those who do; None if it cannot be worth it.
+        """Begins to fetch a chunk, or joins its in-flight fetch; None if it cannot pay off.
 
         Args:
             key: of the chunk.
             num_bytes: its size on the device.
             accept: verifies an entry and decodes it, on a reader's thread; raises InvalidEntry.
-            compute_seconds: what computing it would take; None if nobody knows.
+            compute_seconds: expected seconds of computing it; None if unknown.
             rank: smaller is fetched first.
-            known: an earlier one of this key; if it has brought the chunk, be it at this moment, it is the answer.
-            max_bytes: that an entry of this key can have; what is larger is put aside and not read. None: as many as
-                a tier takes.
+            known: an earlier fetch of this key; returned if it has ended with the chunk, also meanwhile.
+            max_bytes: maximum of an entry of this key; a larger one is quarantined and not read. None: the tier's own
+                limit.
         """
         with self._changed:
             if known is not None and known.value is not None:
@@ -206,17 +206,17 @@ class TieredStore(Generic[T]):
             return fetch if self._readers.begin(fetch) else None
 
     def cancel(self, fetch: Fetch[T]) -> None:
-        """Says that nobody waits for a fetch any longer; one that has begun comes to its end, for nobody."""
+        """Cancels a fetch; one that has begun runs on, and its result is dropped."""
         with self._changed:
             if not fetch.is_over and fetch.begun is None:
                 self._readers.end(fetch)
 
     def wait(self, seconds: float, num_ended: int | None = None) -> None:
-        """Sleeps until a fetch is over, but no longer than this.
+        """Sleeps until a fetch is over, up to a timeout.
 
         Args:
-            seconds: at most.
-            num_ended: the number of those that were over when there was nothing to do; None: now.
+            seconds: timeout.
+            num_ended: `num_ended` when the caller ran out of work; None: now.
         """
         with self._changed:
             if self._readers.fetches:
@@ -224,9 +224,9 @@ class TieredStore(Generic[T]):
                 self._changed.wait_for(lambda: self._readers.num_ended != num_ended, timeout=seconds)
 
     def delete(self, keys: Collection[Key]) -> None:
-        """Has chunks removed from all tiers; from now on they are not found, until they are stored again.
+        """Removes chunks from all tiers; they are not found from now on, until they are stored again.
 
-        A tier that fails keeps what it has, which is logged.
+        A failing tier keeps its entries, which is logged.
         """
         with self._changed:
             if self._is_closing or not keys:
@@ -242,12 +242,12 @@ class TieredStore(Generic[T]):
             self._changed.notify_all()
 
     def flush(self, seconds: float) -> bool:
-        """Waits until everything is written or deleted; False if that takes longer."""
+        """Waits until everything is written or deleted; False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._writes and not self._deletes, timeout=seconds)
 
     def close(self, seconds: float = PUT_SECONDS) -> None:
-        """Writes what is queued, if that is possible in this time, and closes the tiers; again is harmless."""
+        """Writes what is queued, within a timeout, and closes the tiers; a second call does nothing."""
         self.flush(seconds)
         with self._changed:
             if self._is_closing:
@@ -263,9 +263,9 @@ class TieredStore(Generic[T]):
         atexit.unregister(self._close_at_exit)
 
     def orphan(self) -> None:
-        """Says that nobody will use this any more: what is queued is written, and it closes itself.
+        """Marks the store as unused: what is queued is written, and it closes itself.
 
-        Takes no lock, since the garbage collector calls it, on any thread and whatever that holds.
+        Takes no lock, since the garbage collector calls it, on any thread and with any locks held.
         """
         self._is_orphaned = True
 
@@ -275,7 +275,7 @@ class TieredStore(Generic[T]):
             self.close()
 
     def tier_stats(self) -> list[TierStat]:
-        """One for every tier, fastest first."""
+        """Snapshots of all tiers, fastest first."""
         return [tier.stat() for tier in self.tiers]
 
     def bytes_per_second(self, tier: Tier) -> float | None:
@@ -293,7 +293,7 @@ class TieredStore(Generic[T]):
             thread = threading.Thread(target=runs[number], name=f"kvmosaic-tiers-{number}", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the system gives no more threads now; the next call tries again
+            except RuntimeError:  # no more threads now; the next call retries
                 logger.exception("a thread for the tiers could not be started")
                 return
             self._threads.append(thread)
@@ -336,7 +336,7 @@ class TieredStore(Generic[T]):
                 tier.delete_many(keys, Deadline(PUT_SECONDS))
             except TierError as error:
                 logger.warning("%d chunks could not be deleted from the tier %s: %s", len(keys), tier.name, error)
-            except Exception:  # the writer must live on
+            except Exception:  # the writer thread must survive
                 logger.exception("%d chunks could not be deleted from the tier %s", len(keys), tier.name)
         with self._changed:
             self._deletes -= keys
@@ -355,7 +355,7 @@ class TieredStore(Generic[T]):
                 if entry is None:
                     return False
                 is_stored &= store.key in tier.put_many({store.key: entry}, deadline)
-            except TierFull as error:  # an answer, of which no breaker speaks
+            except TierFull as error:  # no failure, so no breaker logs it
                 is_stored = False
                 self._notices.warn(id(tier), f"the {tier.name} tier takes no chunks: {error}")
             except TierError as error:

@@ -1,4 +1,4 @@
-"""What a tiered store has moved, in numbers."""
+"""Statistics of a tiered store."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class TieredStoreStats:
-    """What has been moved; counters run since the start."""
+    """Chunks moved between device and tiers; counters run since the start."""
 
     stored: int = 0
     """Chunks that reached a tier."""
     dropped: int = 0
-    """Chunks that were not stored because too much waited to be written."""
+    """Chunks not stored because the write queue was full."""
     failed: int = 0
-    """Chunks that could not be stored: their tiers failed."""
+    """Chunks not stored because their tiers failed."""
     fetched: int = 0
-    """Chunks that were found in a tier, verified and decoded."""
+    """Chunks found in a tier, verified and decoded."""
     missed: int = 0
-    """Chunks that were in no tier that could be asked."""
+    """Chunks in none of the available tiers."""
     skipped: int = 0
-    """Tiers that were not asked, because computing is faster."""
+    """Tiers not asked, because computing is faster."""
     looked: int = 0
-    """Tiers that were asked all the same, with nobody waiting: are they faster by now?"""
+    """Probes of tiers that were too slow, without a waiting request."""
     late: int = 0
-    """Chunks that came when nobody waited any longer."""
+    """Chunks fetched after all requests stopped waiting."""
     invalid: int = 0
-    """Entries that were not what they should be, and were put aside."""
+    """Invalid entries, which were quarantined."""

@@ -1,4 +1,4 @@
-"""Tiers by URL: what a text such as `disk:/var/cache/kvmosaic?quota=100GiB` asks for, and opening it."""
+"""Tier URLs: parsing a text such as `disk:/var/cache/kvmosaic?quota=100GiB`, and opening the tier."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """What a URL asks for. It can be printed: whatever may hold a password cannot be seen."""
+    """A parsed tier URL. Safe to print: parts that may hold a password are hidden."""
 
     kind: str
     """`host`, `disk`, `redis` or `object`."""
     address: str
     """The URL without passwords and options."""
     quota_bytes: int | None = None
-    """Most bytes that it keeps; None: what the place allows."""
+    """Maximum bytes; None: no limit of its own."""
     durable: bool = True
-    """Disk: whether each entry waits for the disk, and so outlives a power failure."""
+    """Disk: whether each entry is synced, and so survives a power failure."""
     url: str = field(default="", repr=False)
-    """All of it."""
+    """The whole URL."""
 
 
 def parse_tier_url(url: str) -> TierSpec:
-    """Reads the URL of a tier; opens nothing.
+    """Parses the URL of a tier; opens nothing.
 
         host:SIZE                              memory of this process
         disk:FOLDER?quota=SIZE[&durable=no]    files; %XX for special characters, ~ for the home folder
@@ -50,7 +50,7 @@ def parse_tier_url(url: str) -> TierSpec:
         s3://… gs://… az://… file://… memory:  see `ObjectTier`
 
     Raises:
-        InvalidConfig: nothing of that kind. It never repeats what may hold a password.
+        InvalidConfig: not a valid tier URL. The message never repeats what may hold a password.
     """
     if not isinstance(url, str) or not url.strip():
         raise InvalidConfig(f"the URL of a tier is empty; write one such as {EXAMPLES}")
@@ -76,14 +76,14 @@ def parse_tier_url(url: str) -> TierSpec:
 
 
 def open_tier(place: str | TierSpec, *, allocate: Allocate | None = None) -> Tier:
-    """Opens the tier that a URL asks for.
+    """Opens the tier of a URL.
 
     Args:
-        place: A URL (see `parse_tier_url`), or what it was read as.
-        allocate: Gives memory to the host tier, such as pinned memory; None: ordinary memory.
+        place: A URL (see `parse_tier_url`), or its parsed form.
+        allocate: Allocates memory for the host tier, such as pinned memory; None: ordinary memory.
 
     Raises:
-        InvalidConfig: a URL that says nothing sensible, a place that cannot be used, or a package that is missing.
+        InvalidConfig: an invalid URL, an unusable location, or a missing package.
         TierUnavailable: the folder of a disk tier fails now.
     """
     spec = parse_tier_url(place) if isinstance(place, str) else place
@@ -134,7 +134,7 @@ def _disk(rest: str) -> TierSpec:
 
 
 def _check_object_place(kind: str, rest: str) -> None:
-    """A bucket, or a folder: never everything that there is."""
+    """Requires a bucket or a folder: never a whole store."""
     place = rest.partition("?")[0].partition("#")[0].removeprefix("//")
     if kind == "file" and not place.strip("/"):
         raise InvalidConfig("a file tier needs a folder of its own: file:///mnt/share/kvmosaic")
