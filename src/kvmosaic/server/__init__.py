@@ -1,4 +1,4 @@
-"""The HTTP face: an OpenAI-compatible server whose prompts are composed from cached documents."""
+"""HTTP server: an OpenAI-compatible API whose prompts are composed from cached documents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ServerSettings", "Services", "build_app", "build_services", "check_i
 
 _PACKAGES = ("fastapi", "uvicorn", "pydantic_settings", "yaml", "prometheus_client", "llguidance")
 
-# Imported on first use, so that `kvmosaic serve --help` comes without torch and fastapi.
+# Imported on first use, so that `kvmosaic serve --help` imports neither torch nor fastapi.
 _HOMES = {
     "ServerSettings": "kvmosaic.server.settings",
     "Services": "kvmosaic.server.services",
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
 
 
 def check_installed() -> None:
-    """Raises InvalidConfig if a package is missing that only the server needs."""
+    """Raises InvalidConfig if a package that only the server needs is missing."""
     from importlib.util import find_spec
 
     from kvmosaic.errors import InvalidConfig

@@ -1,4 +1,4 @@
-"""Admission: how much may wait, in all and per tenant, and what is said to those that may not."""
+"""Admission control: limits on running and queued answers, in all and per tenant, and the replies beyond them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvmosaic.server.tenants import Tenant
 MAX_RETRY_SECONDS = 60
 DRAIN_CHECK_SECONDS = 0.02
 RATE_WINDOW = 64
-"""How many of the last ends tell the throughput."""
+"""Number of recent completions from which the throughput is estimated."""
 
 
 class Admission:
-    """Counts the answers under way. What exceeds those that can run, waits; what exceeds those that may wait, goes.
+    """Counts answers in progress; refuses requests that would exceed the queue limits.
 
-        under way = running (at most max_running) + waiting (at most max_queue, and max_queue_per_tenant of one tenant)
+        in progress = running (at most max_running) + queued (at most max_queue, and max_queue_per_tenant of one tenant)
 
-    Used on the event loop only, so that a count is never between two values.
+    Used on the event loop only, so that a count is never read in the middle of an update.
     """
 
     def __init__(
@@ -40,40 +40,40 @@ class Admission:
         self.is_draining = False
         self.num_refused = 0
         self._asking: dict[str, int] = {}
-        """By tenant: requests for answers whose body is in, to the end of their replies."""
+        """By tenant: requests for answers whose body is read, until their replies end."""
         self._clock = clock
         self._under_way: dict[str, int] = {}
         self._ends: deque[float] = deque(maxlen=RATE_WINDOW)
 
     @property
     def num_under_way(self) -> int:
-        """Answers that were let in and have not ended."""
+        """Answers that were admitted and have not ended."""
         return sum(self._under_way.values())
 
     def num_under_way_of(self, tenant: Tenant) -> int:
-        """The same, of one tenant."""
+        """Answers of one tenant that were admitted and have not ended."""
         return self._under_way.get(tenant.name, 0)
 
     @property
     def most_at_once(self) -> int:
-        """Answers to one tenant that are let in while there are no others."""
+        """Maximum number of answers admitted for one tenant when no other tenant has any."""
         return self.max_running + min(self.max_queue, self.max_queue_per_tenant)
 
     @property
     def num_waiting(self) -> int:
-        """Answers beyond those that can run at once."""
+        """Admitted answers beyond `max_running`."""
         return max(0, self.num_under_way - self.max_running)
 
     @property
     def retry_seconds(self) -> int:
-        """When a place should be free, by the recent throughput: from 1 to 60 seconds."""
+        """Estimated seconds until a slot is free, from the recent throughput: 1 to 60."""
         if len(self._ends) < 2:
             return 1
         seconds = max(self._clock() - self._ends[0], 1e-3)
         return min(max(math.ceil((self.num_waiting + 1) * seconds / len(self._ends)), 1), MAX_RETRY_SECONDS)
 
     def check(self, tenant: Tenant, num_answers: int = 1) -> None:
-        """Refuses what `enter` would refuse; cheap, so it can come before the prompt is tokenized.
+        """Raises what `enter` would raise; cheap enough to call before the prompt is tokenized.
 
         Raises:
             ApiError: 503 while the server drains, 429 when too many requests wait.
@@ -82,10 +82,10 @@ class Admission:
 
     @contextmanager
     def asking(self, tenant: Tenant) -> Iterator[None]:
-        """Counts a request for answers from before its body is understood.
+        """Counts a request for answers before its body is parsed.
 
-        A crowd that comes at once is turned away here, before it costs anything: until the first of them have been
-        tokenized, `check` would let all of them pass.
+        Sheds a burst before it costs anything: `check` alone would pass all of its requests until the first of them are
+        tokenized.
 
         Raises:
             ApiError: see `check`.
@@ -96,7 +96,7 @@ class Admission:
 
     @contextmanager
     def enter(self, tenant: Tenant, num_answers: int = 1) -> Iterator[None]:
-        """Holds places for the answers to one prompt, as long as they are under way.
+        """Holds slots for the answers to one prompt while they are in progress.
 
         Raises:
             ApiError: see `check`.
@@ -118,19 +118,19 @@ class Admission:
             raise self.full(f"too many requests of {tenant.name!r} wait already ({limit})", "tenant_queue_full")
 
     async def drained(self, seconds: float) -> bool:
-        """Waits until nothing is under way, at most so long; whether that is so."""
+        """Waits until all answers have ended, at most `seconds`; returns whether they have."""
         end = self._clock() + seconds
         while self.num_under_way and self._clock() < end:
             await asyncio.sleep(DRAIN_CHECK_SECONDS)
         return not self.num_under_way
 
     def unavailable(self, message: str) -> ApiError:
-        """The 503 of a server that takes no work now."""
+        """The 503 reply of a server that accepts no requests now."""
         headers = {"Retry-After": str(self.retry_seconds)}
         return ApiError(503, message, type="service_unavailable", code="unavailable", headers=headers)
 
     def full(self, reason: str, code: str) -> ApiError:
-        """The 429 of a server with too much to do; counted."""
+        """The 429 reply of an overloaded server; counts a refusal."""
         self.num_refused += 1
         seconds = self.retry_seconds
         message = f"{reason}; try again in {seconds} s"

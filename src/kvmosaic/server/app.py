@@ -1,4 +1,4 @@
-"""The app: every route behind the same door."""
+"""The FastAPI app: all routes and the middleware around them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ KEY = "key"
 
 
 def build_app(services: Services) -> FastAPI:
-    """Every route over one set of services.
+    """Builds the app: all routes over one set of services.
 
-    envelope ──▶ count ──▶ CORS ──▶ access ──▶ intake ──▶ routes
-    id, headers                     key        body, client gone
+    envelope ──▶ count ──▶ CORS ──▶ access ──▶ intake ──▶ routes id, headers                     key        body, client
+    gone
     """
     settings = services.settings
     app = FastAPI(
@@ -44,7 +44,7 @@ def build_app(services: Services) -> FastAPI:
     for part in (health, prometheus, openai, documents, cache_tree, sleeping, dashboard):
         app.include_router(part.router(services))
     app.openapi = lambda: _document(app, services.tenants.needs_key)  # type: ignore[method-assign]
-    app.add_middleware(RequestBodyMiddleware, services=services)  # the last one added is the first one asked
+    app.add_middleware(RequestBodyMiddleware, services=services)  # the middleware that is added last runs first
     app.add_middleware(AuthenticationMiddleware, services=services)
     if settings.allowed_origins:
         app.add_middleware(
@@ -60,7 +60,7 @@ def build_app(services: Services) -> FastAPI:
 
 
 def _document(app: FastAPI, needs_key: bool) -> dict[str, Any]:
-    """The OpenAPI document, with who needs a key."""
+    """Returns the OpenAPI document, with the routes that need a key."""
     if app.openapi_schema is None:
         document = get_openapi(
             title=app.title, version=app.version, description=app.description, routes=app.routes, servers=app.servers

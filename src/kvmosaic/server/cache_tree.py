@@ -1,4 +1,4 @@
-"""/v1/cache/tree: what is known of conversations and documents, as a tree."""
+"""Route /v1/cache/tree: the prefix tree of cached conversations and documents."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TreeWish(BaseModel):
 
 
 def router(services: Services) -> APIRouter:
-    """The route over one set of services."""
+    """Returns the route over one set of services."""
     routes = APIRouter(tags=["cache"], responses=error_replies())
 
     @routes.get(ROUTE, response_model=PrefixTree)
@@ -59,7 +59,7 @@ def _look(engine: Engine, *, limits: TreeLimits, tenant: str | None) -> PrefixTr
 
 
 def _written(services: Services, tree: PrefixTree, name: str) -> str:
-    """The tree as JSON, with texts where they belong to whoever asks."""
+    """Returns the tree as JSON; texts only where they belong to the requesting tenant."""
     tokenizer = services.llm.model.tokenizer
 
     def is_own(tenant: str) -> bool:

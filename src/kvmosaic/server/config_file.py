@@ -1,4 +1,4 @@
-"""Files that configure the server: small YAML documents, read with care."""
+"""Configuration files of the server: YAML read with limits on size and content."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_FILE_BYTES = 2**20
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """PyYAML's safe loader, but a name that is given twice is a mistake, not the last one's luck."""
+    """PyYAML's safe loader that refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -26,33 +26,33 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of a YAML file.
+    """Returns the content of a YAML file.
 
     Raises:
-        InvalidConfig: no such file, too large, or not YAML. Its content is never quoted: there may be keys in it.
+        InvalidConfig: no such file, too large, or not YAML. The message never quotes the content, which may hold keys.
     """
     try:
         with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)  # what a size says of a device is no use
-    except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
+            content = file.read(MAX_FILE_BYTES + 1)  # the size of a device file says nothing
+    except (OSError, ValueError) as error:  # a path with a NUL raises ValueError
         raise InvalidConfig(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     if len(content) > MAX_FILE_BYTES:
         raise InvalidConfig(f"{path} has more than {MAX_FILE_BYTES} bytes; a file of settings is smaller")
     try:
         return yaml.load(content.decode("utf-8"), _Loader)  # noqa: S506 (it is a safe one)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # dates that are none are ValueErrors
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # invalid dates raise ValueError
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         raise InvalidConfig(f"{path}{where} is not YAML; write for example 'port: 8000'") from None
 
 
 def read_config_file(path: Path, names: Iterable[str], variables: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Settings by name; dashes in names are read as underscores.
+    """Reads settings by name; dashes in names become underscores.
 
     Args:
-        path: of the file.
-        names: what may stand in it.
-        variables: settings that may not, with the environment variable where each is given instead.
+        path: path of the file.
+        names: allowed names.
+        variables: settings that are not allowed in a file, each with the environment variable to use instead.
 
     Raises:
         InvalidConfig: not a mapping, or a name that no setting has.
@@ -71,6 +71,6 @@ def read_config_file(path: Path, names: Iterable[str], variables: Mapping[str, s
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """A hint for a mistyped name: "; did you mean …?", or how to see all."""
+    """Returns a hint for a mistyped name: "; did you mean …?", or how to list all names."""
     found = get_close_matches(name, list(names), n=1)
     return f"; did you mean {found[0]!r}?" if found else "; see kvmosaic serve --help"

@@ -1,4 +1,4 @@
-"""Connections of uvicorn, but those that wait for nothing do not stay open for ever."""
+"""Connections of uvicorn with an idle timeout, also in the middle of a request head."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ IDLE_SECONDS = 30.0
 
 
 class Connection(H11Protocol):
-    """Closes itself after 30 to 60 seconds without a request under way, also in the middle of a request's head.
+    """A connection that closes after 30 to 60 seconds without a request in progress, also in the middle of a head.
 
-    uvicorn only minds the time after a reply; whoever connects and sends nothing, or a letter a minute, would hold one
-    of the process's file descriptors for good, and needs no key for that. With h11, a head has at most 64 KiB.
+    uvicorn only times out after a reply. A client that connects and sends nothing, or a byte per minute, would hold a
+    file descriptor forever, and needs no key for that. With h11, a head has at most 64 KiB.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins to look."""
+        """Starts the idle timer."""
         super().connection_made(transport)
         self._seen: object = None
         self._next_look = self.loop.call_later(IDLE_SECONDS, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Looks no more."""
+        """Stops the idle timer."""
         self._next_look.cancel()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses what is no HTTP, and lets go of the request in whose body it stands.
+        """Refuses malformed HTTP, and drops the request whose body contains it.
 
-        Whatever answers that request would send a second reply, which h11 refuses: a traceback in the log for each line
-        of nonsense, and nobody needs a key to send it.
+        The route of that request would send a second reply, which h11 refuses with a traceback in the log for each
+        malformed line; sending one needs no key.
         """
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
-        else:  # a reply has begun, or was all that there will be
+        else:  # a reply has begun, or is complete
             self.transport.close()
 
     def _look(self) -> None:
         is_idle = self.cycle is None or self.cycle.response_complete
-        if is_idle and self.cycle is self._seen:  # nothing has happened since the last look
+        if is_idle and self.cycle is self._seen:  # nothing has happened since the last check
             self.transport.abort()
             return
         self._seen = self.cycle if is_idle else self

@@ -1,4 +1,4 @@
-"""Errors of the HTTP face: every failure in OpenAI's shape, and one place that knows which error is which status."""
+"""HTTP errors: every failure in OpenAI's shape, and one table from error types to statuses."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ logger = logging.getLogger("kvmosaic.server")
 INVALID_REQUEST = "invalid_request_error"
 QUOTA = "insufficient_quota"
 MAX_MESSAGE_CHARACTERS = 2_000
-"""Messages quote what was sent; they must not send it all back."""
+"""Maximum length of a message: messages quote the request, but must not send all of it back."""
 MAX_PARAM_CHARACTERS = 200
 RETRY_SECONDS = 1
 
 
 class ApiError(Exception):
-    """A failure that a client may know about: `{"error": {"message", "type", "param", "code"}}` with a status."""
+    """An error shown to the client: `{"error": {"message", "type", "param", "code"}}` with a status."""
 
     def __init__(
         self,
@@ -48,15 +48,15 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What the client reads, alone or as an event in the middle of a stream."""
+        """The body of the reply, or of an error event in the middle of a stream."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def reply(self) -> JSONResponse:
-        """The whole reply."""
+        """Returns the whole reply."""
         return JSONResponse(self.body, self.status, headers=self.headers)
 
 
-# The first row that fits an error decides: subclasses stand before what they derive from.
+# The first matching row decides, so subclasses come before their base classes.
 _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (errors.TooMuchWork, 422, INVALID_REQUEST, "too_much_work"),
     (errors.PromptTooLong, 400, INVALID_REQUEST, "context_length_exceeded"),
@@ -85,10 +85,10 @@ _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
 
 
 def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
-    """What a client is told about an error.
+    """Returns the error that a client sees.
 
-    Our own errors keep their message, which speaks of what was asked. Of anything else, and of a failed step, the
-    client learns only the request id; the traceback goes to the log.
+    Our own errors keep their message, which is about the request. Of any other error, and of a failed step, the client
+    sees only the request id; the traceback goes to the log.
     """
     if isinstance(error, ApiError):
         return error
@@ -99,7 +99,7 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
     for known, status, kind, code in _ROWS:
         if isinstance(error, known):
             headers = {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else {}
-            if kind == QUOTA:  # nothing changes by itself: clients that try again by themselves should not
+            if kind == QUOTA:  # nothing changes on its own: clients with automatic retries should not retry
                 headers = {"X-Should-Retry": "false"}
             return ApiError(status, for_clients(str(error)), type=kind, code=code, headers=headers)
     logger.error("request %s failed", request_id or "?", exc_info=error)
@@ -118,7 +118,7 @@ def add_error_replies(app: FastAPI) -> None:
 
 
 def request_id_of(request: Request) -> str:
-    """The id this request was given; also in the X-Request-Id header of its reply."""
+    """Returns the id of this request; also in the X-Request-Id header of its reply."""
     return str(getattr(request.state, "request_id", ""))
 
 
@@ -142,7 +142,7 @@ def _http_error(error: HTTPException) -> ApiError:
 
 
 def _printable(message: str) -> str:
-    """The message, short enough, and without what cannot be sent as UTF-8."""
+    """Returns the message, truncated, and without characters that UTF-8 cannot encode."""
     if len(message) > MAX_MESSAGE_CHARACTERS:
         message = message[: MAX_MESSAGE_CHARACTERS - 1] + "…"
     return message.encode("utf-8", "replace").decode("utf-8")

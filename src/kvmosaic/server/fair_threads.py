@@ -1,4 +1,4 @@
-"""Fair threads: slow work of requests beside the event loop, a turn for each tenant."""
+"""Fair thread pool: slow work of requests beside the event loop, scheduled fairly among tenants."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LEAST_SECONDS = 1e-3
-"""What a piece of work counts for at least, so that a thousand tiny ones are not free."""
+"""Minimum charge for a piece of work, so that a thousand tiny ones are not free."""
 
 
 @dataclass(slots=True)
 class _Line:
-    """The work of one tenant."""
+    """Queue of one tenant."""
 
     spent: float
-    """CPU seconds that its work took, by its weight; one who comes again begins where the others are."""
+    """CPU seconds of its work / its weight; a returning tenant starts at the current virtual time."""
     work: deque[tuple[Future[Any], Callable[[], Any]]] = field(default_factory=deque)
     num_running: int = 0
 
 
 class FairThreads:
-    """Threads that take the work of several tenants in turns.
+    """Thread pool that schedules the work of several tenants fairly.
 
-    Next is the oldest work of the tenant whose work took the least CPU time so far, for its weight (start-time fair
-    queueing). Whoever comes new, or comes again, begins where the others are: nobody saves turns up, nobody pays for
-    time that nobody else wanted. One thread is always left to the others: a tenant alone has all but one of them.
+    Next is the oldest work of the tenant with the least CPU time so far, relative to its weight (start-time fair
+    queueing). A new or returning tenant starts at the current virtual time: idle time earns no credit, and time that no
+    other tenant wanted costs nothing. One thread always stays free for other tenants: a single tenant uses all but one.
     """
 
     def __init__(
         self, num_threads: int, weights: Mapping[str, float] | None = None, *, name: str = "kvmosaic-request"
     ) -> None:
-        """Starts the threads. They do not keep the process from ending.
+        """Starts the threads, as daemons.
 
         Args:
-            num_threads: how many.
-            weights: of tenants; those it does not name have 1.
-            name: of the threads.
+            num_threads: number of threads.
+            weights: weights of tenants; the default is 1.
+            name: prefix of the thread names.
         """
         self._weights = weights or {}
         self.most_of_one = max(num_threads - 1, 1)
         self._lines: dict[str, _Line] = {}
-        """Of tenants with work that waits or runs."""
+        """Queues of tenants with queued or running work."""
         self._changed = threading.Condition()
         self._is_closed = False
         self._now = 0.0
-        """What the tenant had spent whose work began last: others who come new begin here."""
+        """Virtual time: what the tenant had spent whose work started last. New tenants start here."""
         for number in range(num_threads):
             threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True).start()
 
@@ -72,7 +72,7 @@ class FairThreads:
         return future
 
     def shutdown(self) -> None:
-        """Cancels what waits; what runs is not waited for."""
+        """Cancels queued work; does not wait for running work."""
         with self._changed:
             self._is_closed = True
             waiting = [future for line in self._lines.values() for future, _ in line.work]
@@ -103,7 +103,7 @@ class FairThreads:
                     future.set_result(result)
                     del result
             spent = time.thread_time() - begin
-            del future, work  # nothing is kept of it while the thread waits
+            del future, work  # frees the work and its result while the thread waits
             with self._changed:
                 line.spent += max(spent, LEAST_SECONDS) / self._weights.get(tenant, 1.0)
                 line.num_running -= 1
@@ -112,7 +112,7 @@ class FairThreads:
                 self._changed.notify_all()
 
     def _next(self) -> str | None:
-        """The tenant whose turn it is, if there is one whose work may begin."""
+        """Returns the next tenant in fair order that has work and may use another thread."""
         ready = [
             (line.spent, tenant)
             for tenant, line in self._lines.items()

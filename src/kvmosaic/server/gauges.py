@@ -1,4 +1,4 @@
-"""Readings of a running server: fill levels and the engine's own counters, as metrics."""
+"""Gauges of a running server: fill levels and the engine's counters, as metrics."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 MAX_TENANTS = 32
 OTHERS = "(others)"
-"""No tenant can be called so."""
+"""A name that no tenant can have."""
 TIER = {"tier": "device"}
 
 
 class ServerReadings:
-    """Everything that is read when somebody looks; of the engine, the figures as of its last step."""
+    """Collector of all values that are read on a scrape; the engine's figures are as of its last step."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -42,7 +42,7 @@ class ServerReadings:
         }
 
     def __call__(self) -> Iterator[Reading]:
-        """All values at this moment."""
+        """Returns all values at this moment."""
         services, figures = self._services, self._services.engine.figures
         yield Reading(vllm_names.REQUESTS_RUNNING, services.engine.num_running)
         yield Reading(vllm_names.REQUESTS_WAITING, services.engine.num_waiting)

@@ -1,4 +1,4 @@
-"""Health: whether the process lives, and whether it takes requests."""
+"""Health probes: whether the process lives, and whether it accepts requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from kvmosaic.server.services import Services
 
 HOPELESS_SECONDS = 60.0
-"""An engine that fails for longer may have lost its device until the process is started anew."""
+"""An engine that fails for longer may have lost its device until the process is restarted."""
 
 
 class Health(BaseModel):

@@ -1,4 +1,4 @@
-"""JSON text: what a body may hold, checked before anything is made of it."""
+"""JSON checks: limits on a request body, applied before it is parsed."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from kvmosaic.server.errors import ApiError
 
 MAX_DEPTH = 64
 MAX_VALUES = 2**18
-"""Numbers, texts, lists and objects in one body: a long list of token ids, but nothing that takes seconds to read."""
+"""Maximum number of values in one body: enough for a long list of token ids, too few to take seconds to parse."""
 MAX_DIGITS = 64
 
-# Outside of texts, N and I can only begin NaN and Infinity. Token ids come by the hundred thousand: a run of short
-# whole numbers is one part.
+# Outside of strings, N and I can only begin NaN and Infinity. Token ids come in hundreds of thousands: a run of short
+# integers is one part.
 _PARTS = re.compile(rb'(?:[0-9]{1,18}+[,\s]++)++|["\][{}NI]|-?[0-9][0-9.eE+-]*+')
-# A text is skipped whole, also one that never ends: to look for its end from each of its quotes takes quadratic time.
+# A string is skipped whole, also an unterminated one: to search its end from each of its quotes takes quadratic time.
 _REST_OF_TEXT = re.compile(rb'(?:[^"\\]++|\\.)*+"?+', re.DOTALL)
 _MAX_ESCAPED_QUOTES = 16
-"""So many are looked at one by one, which is a hundred times as fast for a long text that holds none."""
+"""Number of escaped quotes checked one by one, which is a hundred times as fast for a long string without any."""
 _MAX_BACKSLASHES = 64
-"""Before one quote, counted in the same way."""
-# A pair of surrogates is one character; one of them alone, and NUL, cannot be sent back or tokenized.
+"""Number of backslashes before one quote counted in the same way."""
+# A pair of surrogates is one character; a lone surrogate, and NUL, cannot be sent back or tokenized.
 _ESCAPES = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u(?:[dD][89a-fA-F][0-9a-fA-F]{2}|0000))|\\."
 )
 
 
 def check_json(body: bytes) -> None:
-    """Refuses what is well-formed but harmful: deep nesting, NaN, endless numbers, lone surrogates, NUL.
+    """Refuses well-formed but harmful bodies: deep nesting, NaN, endless numbers, lone surrogates, NUL.
 
-    Takes one pass; whether it is JSON at all is left to the parser.
+    Takes one pass; the parser checks whether the body is JSON at all.
 
     Raises:
         ApiError: 400, what was found, and the limit.
@@ -64,7 +64,7 @@ def check_json(body: bytes) -> None:
 
 
 def _end_of_text(body: bytes, begin: int) -> int:
-    """The position after the quote that ends the text that begins at `begin`, or after the body."""
+    """Returns the position after the closing quote of the string that begins at `begin`, or after the body."""
     position = begin
     for _ in range(_MAX_ESCAPED_QUOTES):
         quote = body.find(b'"', position)
@@ -95,7 +95,7 @@ def _check_number(number: bytes) -> None:
         try:
             is_finite = abs(float(number)) < float("inf")
         except ValueError:
-            return  # the parser says that better
+            return  # the parser has a better message
         if not is_finite:
             raise _refused("a number is too large; send a smaller one")
 

@@ -1,4 +1,4 @@
-"""Texts that may be keys, wherever they are given."""
+"""Format of API keys, wherever they are configured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEY_RULE = (
 
 
 def is_key_text(key: object) -> bool:
-    """Whether a value keeps to `KEY_RULE`."""
+    """Whether a value matches `KEY_RULE`."""
     if not isinstance(key, str) or not MIN_KEY_CHARACTERS <= len(key) <= MAX_KEY_CHARACTERS:
         return False
     return re.fullmatch(r"[!-~]+", key) is not None

@@ -1,4 +1,4 @@
-"""Keys of the server: who may use it, as which tenant, with which quota."""
+"""API keys of the server: their tenants, quotas, weights and rights."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _TENANT_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
 def keys_of(keys: Iterable[str]) -> tuple[AccessKey, ...]:
-    """Keys of the one tenant "default", which may do everything."""
+    """Returns keys of the one tenant "default", which may do everything."""
     tenant = Tenant(DEFAULT_TENANT, is_admin=True)
     return tuple(AccessKey.of(key, tenant) for key in keys)
 
 
 def read_keys_file(path: Path, others: tuple[AccessKey, ...] = ()) -> tuple[AccessKey, ...]:
-    """`others` and the keys of a file: a YAML list of mappings, one per key.
+    """Returns `others` and the keys of a file: a YAML list of mappings, one per key.
 
         - key: sk-a-long-random-text         # or key_sha256: its SHA-256 in hexadecimal
           tenant: acme                       # several keys may belong to one tenant
-          quota: 512MiB                      # most memory for its cached documents; optional
-          weight: 2                          # so many times the share of others, where all want more; optional
+          quota: 512MiB                      # maximum memory for its cached documents; optional
+          weight: 2                          # its share relative to others, where all want more; optional
           admin: false                       # may see the metrics and what other tenants do; optional
 
     Raises:
@@ -53,7 +53,7 @@ def read_keys_file(path: Path, others: tuple[AccessKey, ...] = ()) -> tuple[Acce
 
 
 def is_open_to_all(path: Path) -> bool:
-    """Whether everybody on this machine may read a file."""
+    """Whether all users of this machine may read a file."""
     try:
         return bool(path.stat().st_mode & stat.S_IROTH)
     except OSError:
@@ -99,7 +99,7 @@ def _weight(weight: Any) -> float:
 
 
 def _check_agree(keys: list[AccessKey], path: Path) -> None:
-    """A key has one owner, and what a tenant may store does not depend on the key it used."""
+    """Checks that a key has one owner, and that the tenant's quota does not depend on the key."""
     owners: dict[bytes, Tenant] = {}
     quotas: dict[str, int | None] = {}
     weights: dict[str, float] = {}

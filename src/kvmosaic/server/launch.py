@@ -1,4 +1,4 @@
-"""Launching: listen, load, serve, drain, end."""
+"""Server process: listen, load, serve, drain, exit."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 SWITCH_SECONDS = 0.0005
 GRACE_SECONDS = 10.0
-"""After draining and closing, if the event loop no longer turns; then the process is killed."""
+"""Seconds after draining and closing until a process whose event loop is stuck is killed."""
 
 
 def launch(settings: ServerSettings) -> None:
-    """Serves until SIGTERM or SIGINT, then lets what runs finish; a second signal ends the process at once.
+    """Serves until SIGTERM or SIGINT, then drains running requests; a second signal ends the process at once.
 
     Raises:
-        InvalidConfig: nothing can be served with these settings: the port is taken, the certificate is bad, …
+        InvalidConfig: these settings cannot be served: the port is taken, the certificate is bad, …
         KVMosaicError: the model cannot be loaded.
     """
     # The event loop shares one interpreter with the engine's thread. Waiting 5 ms for it at every turn, as is usual,
     # adds up to seconds when many clients come at once.
     sys.setswitchinterval(SWITCH_SECONDS)
     _allow_connections()
-    settings.access_keys()  # what is wrong in a file of keys is said before anything is loaded
+    settings.access_keys()  # reports a bad keys file before anything is loaded
     tiers = open_places(settings)
     with Watchdog(settings.drain_seconds + CLOSING_SECONDS + GRACE_SECONDS) as watchdog:
         try:
@@ -48,14 +48,14 @@ def launch(settings: ServerSettings) -> None:
         finally:
             close_places(tiers)  # once more, if all went well
     if not has_ended:
-        # a thread still loads the model, or reads a long prompt: it cannot be stopped, and nobody waits for it
+        # a thread still loads the model, or reads a long prompt: it cannot be stopped, and no request needs it
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
 
 
 def _allow_connections() -> None:
-    """Takes as many file descriptors as the system allows: each connection is one, and 1,024 is a common beginning."""
+    """Raises the limit of file descriptors to the maximum: each connection needs one, and 1,024 is a common default."""
     with contextlib.suppress(ImportError, OSError, ValueError):  # there are no such limits, or they are fixed
         import resource
 
@@ -64,9 +64,9 @@ def _allow_connections() -> None:
 
 
 class _Launch:
-    """One life of the server.
+    """Lifecycle of the server process.
 
-    listening (not ready) ──▶ loaded (ready) ──▶ told to stop: draining (not ready) ──▶ closed
+    listening (not ready) ──▶ loaded (ready) ──▶ stop signal: draining (not ready) ──▶ closed
     """
 
     def __init__(self, settings: ServerSettings, tiers: Sequence[Tier], watchdog: Watchdog) -> None:
@@ -79,7 +79,7 @@ class _Launch:
         self._listener = listener_for(self._startup, settings)
 
     async def run(self) -> bool:
-        """Lives; False if a thread is still busy in the end, which would keep the process from ending."""
+        """Runs until shutdown; returns False if a thread is still busy, which would keep the process from exiting."""
         place = listen(self._settings)
         address = address_of(self._settings, place)
         set_up_logs(self._settings.uvicorn_log_level)
@@ -109,7 +109,7 @@ class _Launch:
         self._told_to_stop.set()
 
     async def _load(self) -> Services | None:
-        """The services of the loaded model, once requests come to them; None if told to stop before."""
+        """Loads the model; returns its services once requests reach them, None if stopped before."""
         with self._notices.status(f"loading {self._settings.model}"):
             loading = load_in_thread(self._settings, self._tiers)
             stopping = asyncio.create_task(self._told_to_stop.wait())
@@ -125,7 +125,7 @@ class _Launch:
     async def _drain(self, services: Services) -> None:
         services.admission.is_draining = True
         under_way, seconds = services.admission.num_under_way, self._settings.drain_seconds
-        if services.engine.is_asleep:  # what waits cannot run
+        if services.engine.is_asleep:  # queued requests cannot run
             seconds = 0.0
         self._say(_stopping(under_way, seconds))
         if not await services.admission.drained(seconds):
@@ -162,7 +162,7 @@ _UNMEASURED = "not measured on this model: answers may differ from full attentio
 
 
 def _shown_tier(tier: TierStat) -> str:
-    """A tier in a few words: its kind, its place without passwords, how much it keeps."""
+    """Returns a tier in a few words: its kind, its place without passwords, its capacity."""
     size = tier.quota_bytes
     if size is None:
         return f"{tier.name} {tier.address}"
@@ -170,7 +170,7 @@ def _shown_tier(tier: TierStat) -> str:
 
 
 def _shown_size(num_bytes: int) -> str:
-    """A quota; one of less than a MiB, mostly a forgotten unit, in bytes."""
+    """Returns a quota as text; one below 1 MiB, mostly a forgotten unit, in bytes."""
     if num_bytes < 2**20:
         return f"{num_bytes:,} bytes"
     return f"{num_bytes / 2**30:.3g} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.3g} MiB"

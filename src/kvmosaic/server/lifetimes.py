@@ -1,4 +1,4 @@
-"""The clock of lifetimes: unix seconds that no change of the system's clock moves."""
+"""Clock for document TTLs: unix seconds, unaffected by changes of the system clock."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 
 def lifetime_clock() -> Callable[[], float]:
-    """A clock that begins at the system's time, and then only counts.
+    """Returns a clock that starts at the system's time, and then counts monotonically.
 
-    Whoever sets the system's clock an hour forward does not delete every document that has a lifetime. Time that a
-    laptop sleeps counts where the system can tell (Linux).
+    Setting the system clock forward does not expire documents. Time that a laptop sleeps counts where the system can
+    tell (Linux).
     """
     begin = time.time() - _counted()
     return lambda: begin + _counted()

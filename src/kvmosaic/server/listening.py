@@ -1,4 +1,4 @@
-"""Listening: an address, a certificate, and uvicorn on top of them."""
+"""Listening socket of the server: address, certificate, and uvicorn on top."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from kvmosaic.server.settings import ServerSettings
 
 BACKLOG = 2_048
 UNREAD_SECONDS = 60
-"""A client that reads nothing for so long, though there is something, has gone: its request must not stay for ever."""
+"""Timeout of a client that reads nothing although data is ready: its request must not stay forever."""
 CLOSING_SECONDS = 5
-"""After what runs has ended or was aborted, replies may take this long to be read."""
+"""Timeout to read replies, after running requests have ended or were aborted."""
 
 
 class Listener(uvicorn.Server):
-    """uvicorn, but the signals are ours."""
+    """uvicorn without its signal handlers; the server has its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves them alone."""
+        """Installs no handlers."""
         yield
 
 
 def listener_for(app: ASGIApp, settings: ServerSettings) -> Listener:
-    """A server of `app` that does not listen yet; the certificate is read.
+    """Returns a server of `app` that does not listen yet; reads the certificate.
 
     Raises:
         InvalidConfig: the certificate or its key cannot be used.
@@ -60,10 +60,10 @@ def listener_for(app: ASGIApp, settings: ServerSettings) -> Listener:
 
 
 def listen(settings: ServerSettings) -> socket.socket:
-    """Takes the address; connections wait until somebody serves them.
+    """Binds the address; connections wait in the backlog until they are served.
 
     Raises:
-        InvalidConfig: the address is taken, unknown, or not ours to take.
+        InvalidConfig: the address is in use, unknown, or not permitted.
     """
     host, port = settings.host, settings.port
     try:
@@ -71,7 +71,7 @@ def listen(settings: ServerSettings) -> socket.socket:
         return _bound(found[0])
     except (OSError, UnicodeError) as error:
         number = getattr(error, "errno", None) or 0
-        reason = os.strerror(number) if number > 0 else error  # those of looking up a name are negative
+        reason = os.strerror(number) if number > 0 else error  # errors of name resolution are negative
         raise InvalidConfig(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port") from None
 
 
@@ -93,7 +93,7 @@ def _bound(found: tuple[int, int, int, str, tuple[object, ...]]) -> socket.socke
 
 
 def address_of(settings: ServerSettings, place: socket.socket) -> str:
-    """Where clients find the server."""
+    """Returns the URL where clients reach the server."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     scheme = "https" if settings.ssl_certfile else "http"
     return f"{scheme}://{host}:{place.getsockname()[1]}{settings.root_path}"

@@ -1,4 +1,4 @@
-"""Loading beside the event loop: torch, the model, and everything that needs them."""
+"""Model loading beside the event loop: torch, the model, and the app over it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def open_places(settings: ServerSettings) -> list[Tier]:
     """Opens the tiers of these settings, fastest first, before any model is loaded.
 
     Raises:
-        InvalidConfig: a place that cannot be used, or a package that is missing.
+        InvalidConfig: a tier that cannot be used, or a package that is missing.
     """
     with contextlib.ExitStack() as undo:
         try:
@@ -37,17 +37,17 @@ def open_places(settings: ServerSettings) -> list[Tier]:
 
 
 def close_places(tiers: Iterable[Tier]) -> None:
-    """Gives back what opened tiers hold."""
+    """Closes opened tiers."""
     for tier in tiers:
         tier.close()
 
 
 def load_llm(settings: ServerSettings, tiers: Sequence[Tier] | None = None) -> LLM:
-    """The model of these settings with its caches, checked.
+    """Loads the model of these settings with its caches, and checks it.
 
     Args:
-        settings: of the server.
-        tiers: those of the settings, opened; None: they are opened here.
+        settings: settings of the server.
+        tiers: the opened tiers of the settings; None: open them here.
 
     Raises:
         KVMosaicError: it cannot be loaded, or a setting does not fit it.
@@ -57,7 +57,7 @@ def load_llm(settings: ServerSettings, tiers: Sequence[Tier] | None = None) -> L
 
     quiet_libraries()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the chunk cache is off")  # said when the server is ready
+        warnings.filterwarnings("ignore", "the chunk cache is off")  # shown when the server is ready
         llm = LLM(
             settings.model,
             dtype=settings.dtype,
@@ -71,15 +71,15 @@ def load_llm(settings: ServerSettings, tiers: Sequence[Tier] | None = None) -> L
             profile=settings.profile_choice(),
             trust_remote_code=settings.trust_remote_code,
         )
-    if llm.engine.offloader is None and tiers:  # the model has no chunks that could be kept
+    if llm.engine.offloader is None and tiers:  # the model has no chunks that could be offloaded
         close_places(tiers)
     return llm
 
 
 def load_in_thread(settings: ServerSettings, tiers: Sequence[Tier]) -> asyncio.Future[tuple[Services, FastAPI]]:
-    """Loads the model and builds the app over it, in a thread that does not keep the process from ending.
+    """Loads the model and builds the app over it, in a daemon thread.
 
-    Importing torch alone takes seconds, in which the process answers its first probes already.
+    Importing torch alone takes seconds, during which the process already answers probes.
     """
     loop = asyncio.get_running_loop()
     loaded: asyncio.Future[tuple[Services, FastAPI]] = loop.create_future()
@@ -114,8 +114,8 @@ def _load(settings: ServerSettings, tiers: Sequence[Tier]) -> tuple[Services, Fa
 
     services = build_services(settings, load_llm(settings, tiers))
     app = build_app(services)
-    app.openapi()  # takes a while the first time, in which no probe would be answered
+    app.openapi()  # slow the first time, and would delay probes
     anyio.run(anyio.sleep, 0)  # imports its backend here; the first stream would do it on the event loop
     gc.collect()
-    gc.freeze()  # what stays for good is not looked through again and again while requests wait
+    gc.freeze()  # permanent objects are not scanned by the garbage collector while requests wait
     return services, app

@@ -1,4 +1,4 @@
-"""Options of `kvmosaic serve`, made from the settings, so that the two cannot differ."""
+"""Options of `kvmosaic serve`, generated from the settings, so that the two cannot differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIZES = ("chunk_cache_size", "request_cache_size", "chunk_pending", "chunk_stag
 
 
 def serve_app(launch: Callable[[ServerSettings], None]) -> typer.Typer:
-    """A command that reads the settings and hands them to `launch`.
+    """Returns a command that reads the settings and passes them to `launch`.
 
     Values are passed on as they were typed: the settings check them all, in one place, with one kind of message.
     """
@@ -63,13 +63,13 @@ def _parameter(name: str, field: FieldInfo) -> Parameter:
 
 
 def panel_of(field: FieldInfo) -> str:
-    """Under which heading the help shows a setting."""
+    """Returns the help panel of a setting."""
     assert isinstance(field.json_schema_extra, dict)
     return str(field.json_schema_extra["panel"])
 
 
 def _kind(field: FieldInfo) -> Any:
-    """int, str, bool, tuple, Path, or the values of a choice."""
+    """Returns int, str, bool, tuple, Path, or the values of a choice."""
     annotation: Any = field.annotation
     if isinstance(annotation, types.UnionType):
         annotation = next(part for part in get_args(annotation) if part is not type(None))
@@ -89,7 +89,7 @@ def _metavar(name: str, field: FieldInfo) -> str:
 
 
 def _text(field: FieldInfo) -> str:
-    """What a setting is for, and its default, unless the description says that itself."""
+    """Returns the description of a setting, with its default unless the description states it."""
     description = field.description or ""
     if field.default in (None, (), "", False):
         return description

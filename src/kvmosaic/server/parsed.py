@@ -1,4 +1,4 @@
-"""Parsed bodies: a long body is made Python beside the event loop, and its route finds it ready."""
+"""Parsed bodies: long bodies are parsed beside the event loop, and their routes reuse the result."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pydantic_core import from_json
 from kvmosaic.server.json_text import check_json
 
 PARSED = "kvmosaic.body"
-"""In an ASGI scope: the body, in a list of one."""
+"""Key in an ASGI scope of the parsed body, in a list of one."""
 
 
 def parse_long(body: bytes) -> list[Any] | None:
-    """Checks a body and parses it; None if it is not JSON, which its route says in its own words.
+    """Checks a body and parses it; None if it is not JSON, which its route reports.
 
     Raises:
         ApiError: see `check_json`.
@@ -29,7 +29,7 @@ def parse_long(body: bytes) -> list[Any] | None:
 
 
 class ParsedRoute(APIRoute):
-    """A route that does not parse a body again; 16 MB take a tenth of a second, in which nobody else is answered."""
+    """A route that does not parse a body again; parsing 16 MB would block the event loop for a tenth of a second."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's handler, which asks the request for its JSON."""
@@ -38,7 +38,7 @@ class ParsedRoute(APIRoute):
         async def handle_parsed(request: Request) -> Response:
             if parsed := request.scope.get(PARSED):
                 request._json = parsed.pop()
-                request._body = b"{}"  # only its being there is looked at, and its type
+                request._body = b"{}"  # only its presence and type are checked
             return await handle(request)
 
         return handle_parsed

@@ -1,4 +1,4 @@
-"""The route /metrics, and what a server counts for it."""
+"""Route /metrics, and the counters of a server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COUNTED = (
     *(own_names.PROMPT_TOKENS, own_names.REQUESTS, own_names.HTTP_REQUESTS),
     *(own_names.REPAIRS, own_names.REPAIRED_TOKENS),
 )
-"""What is counted as it happens; everything else is read from the engine and the server."""
+"""Metrics counted as events happen; all others are read from the engine and the server."""
 
 
 class ServerMetrics:
@@ -40,7 +40,7 @@ class ServerMetrics:
     """
 
     def __init__(self, services: Services) -> None:
-        """Listens to the server's records from now on."""
+        """Subscribes to the server's records."""
         model_name = services.settings.model_names[0].encode("utf-8", "replace").decode("utf-8")
         constants = {"model_name": model_name, "engine": ENGINE}
         self.registry = CollectorRegistry()
@@ -58,11 +58,11 @@ class ServerMetrics:
         services.records.listen(self.observe_record)
 
     def expose(self, accept: str | None) -> tuple[bytes, str]:
-        """The text of /metrics and its content type, as the Accept header wants it."""
+        """Returns the text of /metrics and its content type, by the Accept header."""
         return expose(self.registry, accept)
 
     def observe_delta(self, delta: RequestDelta) -> None:
-        """Counts the tokens of one delta as it streams by, so that rates do not wait for the end of long answers."""
+        """Counts the tokens of one delta as it streams, so that rates do not wait for the end of long answers."""
         meters = self._meters
         meters.add(vllm_names.GENERATION_TOKENS, sum(len(answer.token_ids) for answer in delta.answers))
         if (reuse := delta.reuse) is not None:
@@ -74,7 +74,7 @@ class ServerMetrics:
                 self._observe_repair(reuse.repair)
 
     def observe_record(self, record: RequestRecord) -> None:
-        """Counts a request that has ended."""
+        """Counts an ended request."""
         meters = self._meters
         meters.add(own_names.REQUESTS, route=record.route, status=record.status)
         for reason in record.finish_reasons:
@@ -94,7 +94,7 @@ class ServerMetrics:
             self._observe_complete(record)
 
     def observe_http(self, method: str, route: str, status: int) -> None:
-        """Counts a reply; what an address or a client may choose freely is counted as "other"."""
+        """Counts a reply; paths and methods that a client may choose freely are counted as "other"."""
         method = method if method in METHODS else OTHER
         self._meters.add(own_names.HTTP_REQUESTS, method=method, route=route, status=str(status))
 
@@ -131,14 +131,14 @@ class ServerMetrics:
 
 
 class CountReplies:
-    """ASGI middleware that counts every reply by method, route and status, those of the other middleware too."""
+    """ASGI middleware that counts every reply by method, route and status, including replies of other middleware."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self._app = app
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes everything on."""
+        """Passes a request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -153,7 +153,7 @@ class CountReplies:
 
 
 def router(services: Services) -> APIRouter:
-    """The route /metrics."""
+    """Returns the route /metrics."""
     routes = APIRouter()
 
     @routes.get(

@@ -1,4 +1,4 @@
-"""Reading the settings: what is wrong with them is said in one line, by the name that was used."""
+"""Reading of settings: errors in one line, by the name that was used."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _LIMITS = {
 
 
 def read_settings(flags: Mapping[str, Any] | None = None) -> ServerSettings:
-    """Settings from flags, `KVMOSAIC_` variables and the YAML file that one of them names; the first one given counts.
+    """Reads settings from flags, `KVMOSAIC_` variables and the YAML file that one of them names; the first one given
+    counts.
 
     Raises:
         InvalidConfig: an unknown name or a value outside its limits; never with a secret in its message.
@@ -47,12 +48,12 @@ def read_settings(flags: Mapping[str, Any] | None = None) -> ServerSettings:
 
 
 def flag_of(name: str) -> str:
-    """How a setting is called on the command line."""
+    """Returns the flag of a setting."""
     return "MODEL" if name == "model" else "--" + name.replace("_", "-")
 
 
 def variable_of(name: str) -> str:
-    """How a setting is called in the environment."""
+    """Returns the environment variable of a setting."""
     return ENV_PREFIX + name.upper()
 
 

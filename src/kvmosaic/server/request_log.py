@@ -1,4 +1,4 @@
-"""Records: what became of the last few hundred requests, for the metrics and the dashboard."""
+"""Request log: records of the last few hundred requests, for the metrics and the dashboard."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ MAX_RECORDS = 500
 MAX_UNREAD = 256
 MAX_INTER_TOKEN_SECONDS = 512
 LEAST_TOKENS = 64
-"""What fewer computed tokens took says more about steps than about tokens."""
+"""Minimum number of computed tokens: the time of fewer tells more about steps than about tokens."""
 REMEMBERED_TOKENS = 2**15
-"""Over so many computed tokens, of the latest requests, is the mean."""
+"""Window of the mean, in computed tokens of the latest requests."""
 
 RequestStatus = Literal["complete", "cancelled", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request that has ended."""
+    """Record of one ended request."""
 
     request_id: str
     route: str
     tenant: str
     time: float
-    """When it ended, in unix seconds."""
+    """Unix seconds at its end."""
     num_prompt_tokens: int
     num_answer_tokens: int
     finish_reasons: tuple[str, ...]
@@ -38,14 +38,14 @@ class RequestRecord:
     reuse: ReuseReport | None
     metrics: RequestMetrics | None
     inter_token_seconds: tuple[float, ...]
-    """Between tokens that came one after the other; the first 512."""
+    """Seconds between consecutive tokens; the first 512."""
     estimated_uncached_ttft: float | None
-    """Seconds to the first token if nothing had been reused: an estimate from the time that computed tokens took."""
+    """Estimated TTFT without any reuse, from the time that computed tokens took."""
     priority: PriorityClass = "normal"
 
 
 class RequestLog:
-    """The last records, newest last, and those who want to see each new one. Used on the event loop only."""
+    """The last records, newest last, and their subscribers. Used on the event loop only."""
 
     def __init__(self, size: int = MAX_RECORDS) -> None:
         self._records: deque[RequestRecord] = deque(maxlen=size)
@@ -56,7 +56,7 @@ class RequestLog:
         self._learned_seconds = 0.0
 
     def add(self, record: RequestRecord) -> None:
-        """Keeps a record, and tells everyone who listens. A slow reader loses its oldest unread ones."""
+        """Appends a record and notifies subscribers. A slow reader loses its oldest unread ones."""
         self._records.append(record)
         for listener in self._listeners:
             listener(record)
@@ -64,16 +64,16 @@ class RequestLog:
             _put(queue, record)
 
     def listen(self, listener: Callable[[RequestRecord], None]) -> None:
-        """Calls `listener` with every record from now on, at once, on the event loop; it must be quick."""
+        """Calls `listener` with every new record, synchronously on the event loop; it must be fast."""
         self._listeners.append(listener)
 
     def recent(self, n: int = MAX_RECORDS, tenant: str | None = None) -> list[RequestRecord]:
-        """The last `n` records, oldest first; of one tenant, or of all."""
+        """Returns the last `n` records, oldest first; of one tenant, or of all."""
         found = [record for record in self._records if tenant is None or record.tenant == tenant]
         return found[-n:] if n > 0 else []
 
     async def subscribe(self, tenant: str | None = None) -> AsyncIterator[RequestRecord]:
-        """Every record from now on, until the server closes; of one tenant, or of all."""
+        """Yields every new record until the server closes; of one tenant, or of all."""
         queue: asyncio.Queue[RequestRecord | None] = asyncio.Queue(MAX_UNREAD)
         if self._is_closed:
             return
@@ -92,9 +92,9 @@ class RequestLog:
             _put(queue, None)
 
     def learn(self, reuse: ReuseReport) -> None:
-        """Takes what the tokens of one request took into the running mean, in which every token counts the same.
+        """Updates the running mean with the computed tokens of one request, weighted per token.
 
-        Questions are left out: they are short, and the steps they are in would have been needed anyway.
+        Questions do not count: they are short, and their steps would have been needed anyway.
         """
         computed = [segment for segment in reuse.segments if segment.kind != "question" and segment.computed_tokens > 0]
         num_tokens = sum(segment.computed_tokens for segment in computed)
@@ -107,11 +107,11 @@ class RequestLog:
 
     @property
     def seconds_per_computed_token(self) -> float | None:
-        """What a token of a system text, a document or a plain prompt took lately; None when nothing is known yet."""
+        """Recent seconds per computed token of a system text, a document or a plain prompt; None while unknown."""
         return self._learned_seconds / self._learned_tokens if self._learned_tokens else None
 
     def uncached_ttft(self, reuse: ReuseReport | None) -> float | None:
-        """Estimated seconds to the first token without any reuse; None when nothing is known yet."""
+        """Returns the estimated TTFT without any reuse; None while unknown."""
         if reuse is None or reuse.time_to_first_token is None:
             return None
         if not reuse.reused_tokens:

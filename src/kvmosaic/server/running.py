@@ -1,4 +1,4 @@
-"""Running a prompt for a route: admitted, answered by the engine, recorded."""
+"""Execution of a prompt for a route: admission, generation, record."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ async def run(
 ) -> AsyncGenerator[RequestDelta, None]:
     """Answers a tokenized prompt, delta by delta.
 
-    Closing the iterator, or cancelling the task that reads it, aborts the request. However it ends, one record is kept.
+    Closing the iterator, or cancelling the task that reads it, aborts the request. However it ends, it adds one record.
 
     Args:
-        services: the server.
-        tenant: who asks; its name enters the keys of everything that is cached.
+        services: services of the server.
+        tenant: owner of the request; its name is part of all cache keys.
         prompt: from the encoder; `prompt.salt` is the request's `cache_salt`.
         params: how to sample.
         route: for the record, such as "/v1/chat/completions".
@@ -49,9 +49,9 @@ async def run(
         note: why the prompt was not composed, for the report.
 
     Raises:
-        ApiError: 503 while the server drains or the engine fails or has stopped, 429 when too many requests wait.
-        EngineAsleep: the engine sleeps, and does not let requests wait.
-        KVMosaicError: what the engine refuses or fails with.
+        ApiError: 503 while the server drains, or the engine fails or has stopped, 429 when too many requests wait.
+        EngineAsleep: the engine sleeps, and does not queue requests.
+        KVMosaicError: the engine refuses the request or fails.
     """
     check_engine(services)
     _check_share(services, tenant, params, priority)
@@ -82,7 +82,7 @@ async def run(
 
 
 def check_engine(services: Services) -> None:
-    """Raises ApiError (503) when the engine no longer runs, or fails again and again; EngineAsleep when it sleeps."""
+    """Raises ApiError (503) if the engine has stopped or fails repeatedly; EngineAsleep if it sleeps."""
     if not services.engine.is_alive:
         raise services.admission.unavailable("the engine has stopped; the server must be started again")
     if services.engine.failure is not None:
@@ -92,7 +92,7 @@ def check_engine(services: Services) -> None:
 
 
 def _check_share(services: Services, tenant: Tenant, params: SamplingParams, priority: int) -> None:
-    """Nobody takes more than there is, or goes before the others without being allowed to."""
+    """Refuses a request larger than all memory, or with a priority that its tenant may not use."""
     most = services.admission.max_running
     if params.n > most:
         raise ApiError(400, f"n is {params.n}; this server runs {most} answers at once (--max-num-seqs)", param="n")
@@ -102,7 +102,7 @@ def _check_share(services: Services, tenant: Tenant, params: SamplingParams, pri
 
 @dataclass(slots=True)
 class _Seen:
-    """What a record needs of the deltas that went by."""
+    """State of a record while deltas stream."""
 
     status: RequestStatus = "cancelled"
     num_prompt_tokens: int = 0

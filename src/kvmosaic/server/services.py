@@ -1,4 +1,4 @@
-"""Services: everything a route may use, one set per app."""
+"""Services of one app: everything a route may use."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NUM_THREADS = 2
-"""Tokenizing and compiling grammars; more threads would only take time from the engine."""
+"""Threads for tokenizing and compiling grammars; more would only take CPU time from the engine."""
 
 
 @dataclass
 class Services:
-    """What the routes of one app share."""
+    """Services shared by the routes of one app."""
 
     settings: ServerSettings
     llm: LLM
@@ -47,9 +47,9 @@ class Services:
     metrics: ServerMetrics = field(init=False)
     threads: FairThreads = field(init=False)
     _work: set[Future[Any]] = field(default_factory=set)
-    """In the threads or waiting for one; also what nobody waits for any more."""
+    """Queued or running work, including work whose caller was cancelled."""
     _awaited: dict[asyncio.Future[Any], str] = field(default_factory=dict)
-    """By who waits: the tenant."""
+    """Awaited work, with its tenant."""
     _is_closed: bool = False
 
     def __post_init__(self) -> None:
@@ -57,16 +57,16 @@ class Services:
 
     @property
     def is_working(self) -> bool:
-        """Whether a thread is busy; it cannot be stopped, and would keep the process from ending."""
+        """Whether a thread is busy; it cannot be stopped, and would keep the process from exiting."""
         return any(work.running() for work in list(self._work))
 
     async def in_thread(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs slow work of a tenant's request beside the event loop: tokenizing, compiling a grammar, reading a list.
 
-        Tenants take turns.
+        Scheduled fairly among tenants.
 
         Raises:
-            ApiError: 429, too much of it waits already; 503, the server closes.
+            ApiError: 429, too much of it is queued; 503, the server closes.
             Whatever `function` raises.
         """
         if self._is_closed:
@@ -100,13 +100,13 @@ class Services:
         return limited
 
     async def close(self) -> None:
-        """Ends what is under way: streams, requests, threads. Who waits for a thread is told so, and not kept."""
+        """Aborts all work: streams, requests, threads. Callers that await a thread get an error at once."""
         self.admission.is_draining = self._is_closed = True
         self.records.close()
         for awaited in list(self._awaited):
             awaited.cancel()
         await self.engine.close()
-        await asyncio.to_thread(self.llm.close)  # writes what the tiers have not got yet
+        await asyncio.to_thread(self.llm.close)  # writes pending chunks to the tiers
         self.threads.shutdown()
 
     def _closing(self) -> ApiError:
@@ -114,9 +114,9 @@ class Services:
 
 
 def build_services(settings: ServerSettings, llm: LLM, *, clock: Callable[[], float] | None = None) -> Services:
-    """Puts a loaded model behind a running engine, with everything the routes need.
+    """Starts the engine of a loaded model, and builds everything the routes need.
 
-    `clock` tells unix seconds; by default the system's time, and for lifetimes one that nobody can set.
+    `clock` returns unix seconds; by default the system's time, and for TTLs one that does not change with it.
     """
     from kvmosaic.engine import AsyncEngine
     from kvmosaic.server.documents import DocumentStore, StoreLimits

@@ -1,4 +1,4 @@
-"""Settings of the server: one model for flags, environment variables and a YAML file."""
+"""Server settings: one model for flags, environment variables and a YAML file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_SECONDS = 366 * 86_400.0
 MAX_TEXTS = 1_000
 MAX_TEXT_CHARACTERS = 1_024
 VARIABLE_ONLY = "variable_only"
-"""Marks a secret: others can read a command line, and files of settings are passed around."""
+"""Marks a secret: command lines are visible to other users, and settings files are passed around."""
 
 Texts = Annotated[tuple[str, ...], NoDecode]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode]
@@ -363,7 +363,7 @@ class ServerSettings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags, then the environment, then the file that one of them names."""
-        named = init_settings().get("config") or env_settings().get("config")  # which looks at names in any case
+        named = init_settings().get("config") or env_settings().get("config")  # which compares names case-insensitively
         if not named:
             return init_settings, env_settings
         names = [name for name, field in cls.model_fields.items() if name != "config" and not is_variable_only(field)]
@@ -374,16 +374,16 @@ class ServerSettings(BaseSettings):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What clients may call the model; the first one stands in the replies."""
+        """Names of the model for clients; replies contain the first one."""
         return self.served_model_name or (self.model,)
 
     @property
     def tier_urls(self) -> tuple[str, ...]:
-        """Where chunks are kept beyond the device, with passwords."""
+        """URLs of the tiers for offloaded chunks, with passwords."""
         return tuple(url.get_secret_value() for url in self.chunk_tier)
 
     def chunk_cache_config(self) -> ChunkCacheConfig:
-        """The settings of the chunk cache; what is not said may be set by the model's profile."""
+        """Returns the settings of the chunk cache; the model's profile may set omitted ones."""
         said: dict[str, Any] = {
             "position_strategy": self.position_strategy,
             "chunk_context": self.chunk_context,
@@ -400,11 +400,11 @@ class ServerSettings(BaseSettings):
         )
 
     def profile_choice(self) -> ProfileChoice:
-        """Which profile of the model is followed."""
+        """Returns which profile of the model to use."""
         return profile_choice(self.profile)
 
     def tier_config(self, tiers: Sequence[Tier] | None = None) -> TierConfig:
-        """The settings of the tiers; `tiers`: those that were opened already."""
+        """Returns the settings of the tiers; `tiers`: tiers that are already open."""
         return TierConfig(
             tiers=tuple(self.tier_urls if tiers is None else tiers),
             codec=self.chunk_codec,
@@ -416,7 +416,7 @@ class ServerSettings(BaseSettings):
         )
 
     def engine_config(self) -> EngineConfig:
-        """The settings of the engine."""
+        """Returns the settings of the engine."""
         return EngineConfig(
             max_batched_tokens=self.max_num_batched_tokens,
             max_running=self.max_num_seqs,
@@ -432,10 +432,10 @@ class ServerSettings(BaseSettings):
         )
 
     def access_keys(self) -> tuple[AccessKey, ...]:
-        """All keys with their tenants: those of `api_key`, and those of `keys_file`.
+        """Returns all keys with their tenants, from `api_key` and `keys_file`.
 
         Raises:
-            InvalidConfig: the file of keys cannot be used.
+            InvalidConfig: the keys file cannot be used.
         """
         from kvmosaic.server.keys import keys_of, read_keys_file
 

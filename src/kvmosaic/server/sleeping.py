@@ -1,4 +1,4 @@
-"""Sleeping: an engine that gives its memory back for a while, and takes it again."""
+"""Sleep routes: release the engine's device memory for a while, and take it back."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SleepingChunks(BaseModel):
 
 
 def router(services: Services) -> APIRouter:
-    """`/sleep`, `/wake_up` and `/is_sleeping`, by the names that vLLM gave them, and the sleep of cold chunks."""
+    """Returns `/sleep`, `/wake_up` and `/is_sleeping`, named as in vLLM, and the sleep of cold chunks."""
     routes = APIRouter(tags=["sleep"], responses=error_replies(), dependencies=[Depends(current_admin)])
 
     @routes.post("/sleep")

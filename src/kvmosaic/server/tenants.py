@@ -1,4 +1,4 @@
-"""Tenants: who asks. Each key belongs to one tenant, and tenants share nothing in the cache."""
+"""Tenants and their API keys: a key belongs to one tenant, and tenants share nothing in the cache."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from kvmosaic.server.key_text import MAX_KEY_CHARACTERS
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A name under which documents and cached chunks are kept."""
+    """Owner of documents and cached chunks."""
 
     name: str
     quota_bytes: int | None = None
-    """Most bytes of cached chunks; None: no limit of its own."""
+    """Maximum bytes of cached chunks; None: no quota."""
     is_admin: bool = False
-    """May see the metrics and the requests of all tenants, and let its own go before others."""
+    """Whether it may read the metrics and requests of all tenants, and raise the priority of its own."""
     weight: float = 1.0
-    """How many times the share of another tenant it has, of whatever there is too little of."""
+    """Its share of scarce resources, relative to the other tenants."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccessKey:
-    """A key, known by its SHA-256 only, and whose it is."""
+    """An API key, stored as its SHA-256 only, with its tenant."""
 
     digest: bytes
     tenant: Tenant
 
     @classmethod
     def of(cls, key: str, tenant: Tenant) -> AccessKey:
-        """Forgets the key itself."""
+        """Hashes a key; the key itself is not stored."""
         return cls(sha256(key.encode()).digest(), tenant)
 
 
 class Tenants:
-    """Finds the tenant of a key. Without any key, everyone is the one tenant "default" and may do everything."""
+    """Maps keys to tenants. Without any key, all requests belong to the tenant "default", which may do everything."""
 
     def __init__(self, keys: Iterable[AccessKey] = ()) -> None:
         self._keys = tuple(keys)
@@ -53,16 +53,16 @@ class Tenants:
         return bool(self._keys)
 
     def __iter__(self) -> Iterator[Tenant]:
-        """All tenants, each once."""
+        """Yields all tenants, each once."""
         return iter(list({key.tenant.name: key.tenant for key in self._keys}.values()) or [self._open])
 
     def identify(self, authorization: str | None) -> Tenant:
-        """The tenant whose key an Authorization header ("Bearer …") holds.
+        """Returns the tenant whose key an Authorization header ("Bearer …") holds.
 
-        Every key is compared, each in constant time, so that time tells nothing about any of them.
+        Compares every key, each in constant time, so that timing reveals nothing about any of them.
 
         Raises:
-            ApiError: 401, no key or not one of ours.
+            ApiError: 401, no key, or an unknown one.
         """
         if not self._keys:
             return self._open

@@ -1,4 +1,4 @@
-"""Readings of the tiers: what each holds and does, and what is moved between them and the device."""
+"""Gauges of the tiers: what each holds and does, and the traffic between tiers and device."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TierMoment:
-    """One moment of one tier."""
+    """State of one tier at one moment."""
 
     label: str
-    """Its name; the second of a name is called so with a number."""
+    """Its name, with a number if several tiers have it."""
     stat: TierStat
     breaker: BreakerStat | None
     is_up: bool
-    """Whether it is read."""
+    """Whether the tier is healthy."""
     bytes_per_second: float | None
-    """How fast chunks come from it; None before the first hit."""
+    """Measured read bandwidth; None before the first hit."""
 
 
 def look_at_tiers(offloader: ChunkOffloader | None) -> list[TierMoment]:
-    """All tiers, fastest first; none of them is waited for. On any thread."""
+    """Returns the state of all tiers, fastest first, without waiting for any. On any thread."""
     if offloader is None:
         return []
     tiered_store, moments, num_named = offloader.tiered_store, list[TierMoment](), dict[str, int]()
@@ -43,7 +43,7 @@ def look_at_tiers(offloader: ChunkOffloader | None) -> list[TierMoment]:
 
 
 def tier_readings(offloader: ChunkOffloader | None) -> Iterator[Reading]:
-    """Everything about the tiers; nothing if there are none."""
+    """Returns all gauges of the tiers; nothing without tiers."""
     if offloader is None:
         return
     for moment in look_at_tiers(offloader):

@@ -1,4 +1,4 @@
-"""Wording of what is wrong with a request's body or address, for somebody who has never heard of pydantic."""
+"""Messages for invalid request bodies and parameters, readable without knowing pydantic."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 from kvmosaic.prompt.document_id import ID_PATTERN
 
 _SHAPES = {ID_PATTERN: "must be 1 to 256 letters, digits or any of . _ : -"}
-"""Patterns in words; to most people the pattern itself says nothing."""
+"""Patterns in words; the pattern itself says little to most users."""
 _SUBJECT = re.compile(r"^(Input|String|List|Dictionary|Value|Object|JSON|Data) should\b")
 
 
 @dataclass(frozen=True, slots=True)
 class ValidationMessage:
-    """One thing that is wrong: the field, such as "messages.0.content" ("": all of the body), and a sentence on it."""
+    """One error: the field, such as "messages.0.content" ("": the whole body), and a sentence about it."""
 
     where: str
     told: str
 
 
 def validation_message(found: Sequence[Mapping[str, Any]], body: Any = None) -> ValidationMessage:
-    """What to tell of all that pydantic found wrong with `body`.
+    """Returns the message for all that pydantic found wrong with `body`.
 
-    That is the first fault; of a field that may be several things, the one that was probably meant: the fault that lies
-    deepest. A mistyped name comes before the name that is missing for it.
+    That is the first error; in a field of a union type, the error that lies deepest, of the member that was probably
+    meant. A mistyped name comes before the missing name it stands for.
     """
     faults = [(_where(each, body), each) for each in found] or [("", {"msg": "invalid", "type": ""})]
     first = faults[0][0]
@@ -57,7 +57,7 @@ def _mistyped(unknown: str, missing: str) -> ValidationMessage:
 
 
 def _where(fault: Mapping[str, Any], body: Any) -> str:
-    """The names that were sent, without those that pydantic gives to the members of a union."""
+    """Returns the path of a field as it was sent, without pydantic's names of union members."""
     place, *parts = fault["loc"] or ("",)
     if place != "body":
         return ".".join(str(part) for part in parts)

@@ -1,8 +1,8 @@
-"""Watchdog: SIGTERM ends the server in its time, whatever holds the interpreter's lock.
+"""Watchdog: SIGTERM ends the server in time, even if a thread never releases the interpreter's lock.
 
-A handler written in Python runs only when the interpreter gets to it. A regular expression without an end, or a library
-that keeps the lock, would keep the server alive for ever. So a small process of its own looks at the same signals and
-counts the seconds; see `watchdog_process`.
+A handler written in Python runs only when the interpreter gets to it: an endless regular expression, or a library that
+keeps the lock, would block it forever. So a small separate process watches the same signals and counts the seconds; see
+`watchdog_process`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from pathlib import Path
 from types import TracebackType
 
 MAX_BEATS = 90
-"""Seconds beyond its own for which a stopping server may say that it lives; writing to the tiers takes less."""
+"""Maximum seconds by which a stopping server may extend its deadline; writing to the tiers takes less."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 logger = logging.getLogger("kvmosaic.server")
 
 
 class Watchdog:
-    """Calls back on the event loop when the process is told to stop, and has it killed if it then takes too long.
+    """Calls back on the event loop on a stop signal, and kills the process if it then takes too long.
 
     with Watchdog(seconds=40) as watchdog:
         watchdog.listen(on_signal)        # inside of a running event loop
     """
 
     def __init__(self, seconds: float) -> None:
-        """`seconds` are counted from the first signal to the end of the process."""
+        """`seconds` count from the first signal to the end of the process."""
         self._seconds = seconds
         self._ours, self._interpreters = socket.socketpair()
         self._life: int | None = None
@@ -62,11 +62,11 @@ class Watchdog:
         self._interpreters.close()
 
     def listen(self, stop: Callable[[int], None]) -> None:
-        """Has `stop` called with the number of every signal to stop, on the running event loop."""
+        """Calls `stop` on the running event loop with the number of every stop signal."""
         asyncio.get_running_loop().add_reader(self._ours, self._read, stop)
 
     def ignore(self) -> None:
-        """Ends what `listen` began."""
+        """Reverts `listen`."""
         asyncio.get_running_loop().remove_reader(self._ours)
 
     def _read(self, stop: Callable[[int], None]) -> None:
@@ -77,9 +77,9 @@ class Watchdog:
                     stop(number)
 
     def _beat(self, left: int) -> None:
-        """Tells that the server stops and that its event loop turns, now and every second."""
+        """Signals now and every second that the server is stopping and its event loop is alive."""
         if self._life is not None and left:
-            with contextlib.suppress(OSError):  # the process has gone
+            with contextlib.suppress(OSError):  # the process has ended
                 os.write(self._life, b".")
             asyncio.get_running_loop().call_later(1.0, self._beat, left - 1)
 
@@ -100,4 +100,4 @@ class Watchdog:
 
 
 def _to_the_socket(number: int, frame: object) -> None:
-    """The interpreter has written the signal's number to the socket; nothing else is to be done."""
+    """Does nothing: the interpreter has already written the signal's number to the socket."""

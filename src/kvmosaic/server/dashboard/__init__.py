@@ -1,4 +1,4 @@
-"""The dashboard: one HTML file at `/`, and what it shows, as a stream of events."""
+"""Dashboard: one HTML file at `/` and the event stream of what it shows."""
 
 from kvmosaic.server.dashboard.routes import router
 

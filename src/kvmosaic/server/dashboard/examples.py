@@ -1,4 +1,4 @@
-"""Examples: the bundled documents, with ids under which they can be stored, and questions about some of them."""
+"""Example documents of the dashboard: the bundled texts with ids, and questions about some of them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _QUESTIONS = (
         ("Bellos", "Fenbury", "Talmira Varlow", "Corlow Lighthouse", "Torren Briwick"),
     ),
 )
-"""Each about other documents in another order, so that the second one finds most of what it needs."""
+"""Each question reads other documents in another order, so that the second one finds most of its documents cached."""
 
 
 def example_documents() -> list[dict[str, str]]:
-    """The bundled documents as `{"id", "title", "text"}`, sorted by title."""
+    """Returns the bundled documents as `{"id", "title", "text"}`, sorted by title."""
     paths = (path for path in files("kvmosaic").joinpath("bundled", "documents").iterdir())
     texts = {path.name.removesuffix(".txt"): path for path in paths if path.name.endswith(".txt")}
     return [
@@ -33,7 +33,7 @@ def example_documents() -> list[dict[str, str]]:
 
 
 def example_questions() -> list[dict[str, Any]]:
-    """Questions about them, each as `{"question", "documents"}` with the ids to read, in this order."""
+    """Returns questions about them as `{"question", "documents"}`, with the ids to read in this order."""
     return [{"question": question, "documents": [_id_of(title) for title in titles]} for question, titles in _QUESTIONS]
 
 

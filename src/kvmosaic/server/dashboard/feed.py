@@ -1,4 +1,4 @@
-"""The feed: what everyone who looks at the dashboard is told, each tenant of its own and admins of all."""
+"""Dashboard feed: state and events for all viewers; a tenant sees its own figures, an admin those of all tenants."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ from kvmosaic.server.tier_gauges import look_at_tiers
 logger = logging.getLogger("kvmosaic.server")
 
 MAX_VIEWERS = 128
-"""Streams at once. A tenant may have as many as it leaves free: half of them if it is alone, a third of them each if
-there are two. However many hold theirs open, a tenant that comes new finds a place as long as there is one."""
+"""Maximum number of streams. A tenant may hold as many as it leaves free: half of them if it is alone, a third each if
+there are two. However many streams other tenants hold, a new tenant gets one as long as one is free."""
 ADMIN_VIEWERS = 8
-"""Of these, places that only admins may take, so that tenants cannot keep them out."""
+"""Of these, slots reserved for admins, so that tenants cannot lock them out."""
 MAX_DOCUMENTS = 200
-"""Documents that are shown: the newest of a tenant."""
+"""Maximum number of documents shown: the newest of a tenant."""
 NUM_STRIPS = 6
-"""Records of the first event that come with their segments."""
+"""Number of records in the first event that include their segments."""
 MAX_ANSWER_TOKENS = 128
-"""Of a question asked in the dashboard."""
+"""Maximum length of an answer to a question asked in the dashboard."""
 RETRY_SECONDS = 5
 
 
 class Feed:
-    """Tells all viewers what is going on.
+    """Sends the state of the engine and the ended requests to all viewers.
 
-        engine ──figures, as of the last step──────────────────────▶ each tenant's own, or all ──▶ event stream
-               ──look, at most once per second for all──▶ glance ──▶
-        records ──as they end──────────────────────────────────────▶
+        engine ──figures, as of the last step──────────────────────────▶ own figures, or all ──▶ event stream
+               ──snapshot, at most once per second for all──▶ texts ──▶
+        records ──as they end──────────────────────────────────────────▶
 
-    A tenant is told its own figures, an admin those of all. A busy engine is waited for with the glance only: documents
-    and blocks are then shown as they were last seen. Nobody looks at the engine while nobody looks at the dashboard.
-    Used on one event loop only.
+    A tenant gets its own figures, an admin those of all tenants. Only the snapshot waits for a busy engine: until then,
+    documents and blocks are shown as of the last snapshot. Without viewers, no snapshot is taken. Used on one event
+    loop only.
     """
 
     def __init__(self, services: Services, *, seconds: float = 1.0, max_viewers: int = MAX_VIEWERS) -> None:
@@ -77,22 +77,21 @@ class Feed:
 
     @property
     def num_viewers(self) -> int:
-        """How many look now."""
+        """Number of open streams."""
         return len(self._viewers)
 
     async def watch(self, tenant: Tenant) -> AsyncGenerator[tuple[str, Any], None]:
-        """Named events for one viewer: `state` first, then `records`, `statistics`, `documents` and `blocks`.
+        """Yields named events for one viewer: `state` first, then `records`, `statistics`, `documents` and `blocks`.
 
         Raises:
-            ApiError: 429, this tenant has too many streams already; 503, all places are taken, or the server shuts
-                down.
+            ApiError: 429, this tenant has too many streams already; 503, all slots are taken, or the server shuts down.
         """
         self._check_room(tenant)
         viewer = Viewer(tenant)
         self._viewers.append(viewer)
         try:
             if self._telling is None or self._telling.done():
-                self._glance = None  # what was seen for the last viewers may be long ago
+                self._glance = None  # the snapshot taken for earlier viewers may be old
                 self._telling = asyncio.create_task(self._tell(), name="dashboard-feed")
             yield "state", self._state(viewer)
             while news := await viewer.take():
@@ -119,7 +118,7 @@ class Feed:
             raise _too_many(429, message, "rate_limit_error")
 
     async def _tell(self) -> None:
-        """Looks and tells, once per second, as long as somebody listens."""
+        """Takes a snapshot and sends it once per second, as long as there are viewers."""
         try:
             await self._tell_on()
         except Exception:
@@ -141,14 +140,14 @@ class Feed:
                 documents[tenant] = self._document_list(tenant.name)
             blocks = await self._blocks()
             for viewer in self._viewers:
-                if viewer.tenant in statistics:  # who came just now has the state
+                if viewer.tenant in statistics:  # a viewer that has just connected has the state
                     viewer.offer("statistics", statistics[viewer.tenant])
                     viewer.offer("documents", documents[viewer.tenant])
                 if viewer.tenant.is_admin and blocks is not None:
                     viewer.offer("blocks", blocks)
 
     async def _look(self) -> None:
-        """Looks at the engine. One that is busy with a long step is waited for in the next seconds, not asked again."""
+        """Takes a snapshot of the engine; while the engine is busy with a long step, waits for the pending one."""
         if self._looking is None:
             with_blocks = any(viewer.tenant.is_admin for viewer in self._viewers)
             call = partial(take_snapshot, wanted=self._wanted(), with_blocks=with_blocks)
@@ -160,10 +159,10 @@ class Feed:
         try:
             self._glance = looking.result()
         except KVMosaicError:
-            self._glance = None  # the engine has stopped, and the statistics say so
+            self._glance = None  # the engine has stopped; the statistics show it
 
     async def _blocks(self) -> News | None:
-        """The block map, encoded beside the event loop: a large pool takes a while."""
+        """Encodes the block map beside the event loop: a large pool takes a while."""
         block_map = self._glance.block_map if self._glance else None
         if block_map is None:
             return None
@@ -182,7 +181,7 @@ class Feed:
             viewer.add_record(numbered)
 
     def _state(self, viewer: Viewer) -> News:
-        """Everything there is to know now, without waiting for the engine."""
+        """Returns all state that is known now, without waiting for the engine."""
         seen = [numbered for numbered in self._records if viewer.may_see(numbered.record)][-NUM_RECORDS:]
         records = [
             numbered.view_for(viewer.tenant, with_segments=place >= len(seen) - NUM_STRIPS)
@@ -243,7 +242,7 @@ class Feed:
         return list(reversed(part.documents))
 
     def _document_list(self, tenant: str) -> News:
-        """The newest documents of a tenant, oldest first, and how many there are."""
+        """Returns the newest documents of a tenant, oldest first, and their total number."""
         texts = self._glance.texts if self._glance else {}
         usage = self._services.documents.usage(tenant)
         shown = [document_view(one, texts.get((tenant, one.content.label))) for one in self._documents(tenant)]

@@ -1,4 +1,4 @@
-"""Markup: the HTML file of the dashboard, and the policy by which a browser runs nothing else."""
+"""HTML file of the dashboard and its Content-Security-Policy, which allows no other script or style."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ POLICY = (
     "default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
-"""No address but ours, no script or style but the one in the file, no text that becomes markup, no frame around it."""
+"""Only this server's address, only the script and style of the file, no text as markup, no embedding in frames."""
 
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """The file, and the Content-Security-Policy header that goes with it."""
+    """The HTML file with its Content-Security-Policy header."""
 
     text: str
     policy: str
 
     @classmethod
     def read(cls) -> Markup:
-        """Reads the file that comes with the package; script and style are known to the browser by their hashes."""
+        """Reads the file from the package; the policy allows script and style by their hashes."""
         text = files("kvmosaic.server.dashboard").joinpath("page.html").read_text(encoding="utf-8")
         return cls(text, POLICY.format(script=_hash_of("script", text), style=_hash_of("style", text)))
 

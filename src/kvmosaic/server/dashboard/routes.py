@@ -1,4 +1,4 @@
-"""Routes of the dashboard: the HTML file, its stream of events, and the examples."""
+"""Routes of the dashboard: the HTML file, its event stream and the examples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvmosaic.server.tenants import Tenant, current_tenant
 
 
 def router(services: Services) -> APIRouter:
-    """`/` and `/dashboard/*`. They are for the dashboard alone, so the OpenAPI document leaves them out."""
+    """Returns the routes `/` and `/dashboard/*`; only the dashboard uses them, so the OpenAPI document omits them."""
     routes = APIRouter(include_in_schema=False)
     markup, feed = Markup.read(), Feed(services)
 

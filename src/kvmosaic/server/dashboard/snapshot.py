@@ -1,4 +1,4 @@
-"""A glance at the engine: what the dashboard shows of single documents and blocks, read between two steps."""
+"""Snapshot of the engine for the dashboard: documents and blocks, read between two steps."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from kvmosaic.server.documents.names import label_in
 
 @dataclass(frozen=True, slots=True)
 class CachedText:
-    """What the cache holds of one stored text."""
+    """Chunks in the cache of one stored text."""
 
     num_tokens: int
     is_ready: bool
-    """False while a part of it is being computed."""
+    """False while a chunk of it is being computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """One moment of the caches."""
+    """State of the caches at one moment."""
 
     block_map: BlockMap | None
-    """None unless it was asked for."""
+    """None unless requested."""
     held_blocks: Mapping[str, int]
     """By tenant: blocks of the request pool that its running requests hold, each counted once."""
     texts: Mapping[tuple[str, str], CachedText]
-    """By tenant and label, those that are cached or being computed."""
+    """By tenant and label: texts that are cached or being computed."""
 
 
 def take_snapshot(engine: Engine, wanted: Mapping[str, Sequence[str]], *, with_blocks: bool) -> EngineSnapshot:
-    """Reads the caches; to be called on the engine's thread.
+    """Reads the caches; call it on the engine's thread.
 
     Args:
-        engine: whose caches.
-        wanted: for each tenant that looks, the labels of the texts to look for.
-        with_blocks: whether somebody may see the blocks of all tenants.
+        engine: the engine to read.
+        wanted: the labels of texts to look up, by tenant that has viewers.
+        with_blocks: whether a viewer may see the blocks of all tenants.
     """
     found = _chunks_of(engine, wanted)
     return EngineSnapshot(
@@ -60,7 +60,7 @@ def _held(engine: Engine, tenants: Iterable[str]) -> dict[str, set[BlockId]]:
 
 
 def _chunks_of(engine: Engine, wanted: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], list[Chunk]]:
-    """The chunks of texts that have any, by tenant and label; one pass over the chunks, however many tenants look."""
+    """Returns the chunks of texts that have any, by tenant and label, in one pass over all chunks."""
     kv_cache, found = engine.kv_cache, dict[tuple[str, str], list[Chunk]]()
     if engine.chunk_config.long_chunks == "split":
         asked = {tenant: frozenset(labels) for tenant, labels in wanted.items()}
@@ -78,7 +78,7 @@ def _chunks_of(engine: Engine, wanted: Mapping[str, Sequence[str]]) -> dict[tupl
 
 
 def _cached(chunks: Sequence[Chunk]) -> CachedText:
-    """Under several system texts there are several copies: the tokens of one are counted."""
+    """Counts the tokens of one copy; a text has one copy per system text."""
     first = chunks[0].root
     return CachedText(
         num_tokens=sum(chunk.num_tokens for chunk in chunks if chunk.root == first),

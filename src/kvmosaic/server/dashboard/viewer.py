@@ -1,4 +1,4 @@
-"""A viewer: someone who looks at the dashboard, and what is still to be sent there."""
+"""Dashboard viewer: the pending events of one open stream."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from kvmosaic.server.request_log import RequestRecord
 from kvmosaic.server.tenants import Tenant
 
 NUM_RECORDS = 60
-"""Records that are drawn, and the most that wait to be sent."""
+"""Maximum number of records drawn, and waiting to be sent."""
 PAUSE_SECONDS = 0.2
-"""Between two deliveries, so that a busy server sends its records in handfuls."""
+"""Pause between two deliveries, so that a busy server sends its records in batches."""
 
 News = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class NumberedRecord:
-    """A record with the numbers by which the dashboard tells records apart."""
+    """A request record with the numbers that identify it in the dashboard."""
 
     record: RequestRecord
     number: int
-    """Among the records of all tenants; for admins."""
+    """Number among the records of all tenants; for admins only."""
     own_number: int
-    """Among the records of its tenant: from the other number it would learn how much others ask."""
+    """Number among the records of its tenant: the other number would reveal how many requests other tenants send."""
 
     def view_for(self, tenant: Tenant, *, with_segments: bool = True) -> News:
-        """What a tenant that may see it is sent."""
+        """Returns the view that a tenant allowed to see the record receives."""
         number = self.number if tenant.is_admin else self.own_number
         return record_view(number, self.record, with_segments=with_segments)
 
 
 @dataclass(eq=False, slots=True)
 class Viewer:
-    """What is to be sent: the latest of each kind of state, and the records that have ended.
+    """Pending events of one viewer: the latest state of each kind, and ended records.
 
-    A slow viewer misses old states and the oldest records; nothing piles up.
+    A slow viewer misses old states and the oldest records; the queue is bounded.
     """
 
     tenant: Tenant
@@ -50,17 +50,17 @@ class Viewer:
     _is_closed: bool = False
 
     def may_see(self, record: RequestRecord) -> bool:
-        """Whether this viewer may be told of a request."""
+        """Whether this viewer may see a record."""
         return self.tenant.is_admin or self.tenant.name == record.tenant
 
     def offer(self, name: str, news: News) -> None:
-        """Sends a state, unless the last one under this name was the same."""
+        """Queues a state unless it equals the last one with this name."""
         if news != self._sent.get(name):
             self._sent[name] = self._latest[name] = news
             self._has_news.set()
 
     def add_record(self, numbered: NumberedRecord) -> None:
-        """Sends a record, if this viewer may see it."""
+        """Queues a record if this viewer may see it."""
         if self.may_see(numbered.record):
             self._records.append(numbered)
             self._has_news.set()
@@ -71,7 +71,7 @@ class Viewer:
         self._has_news.set()
 
     async def take(self) -> list[tuple[str, Any]]:
-        """Waits for news and takes them all; an empty list: the stream has ended."""
+        """Waits for events and returns all of them; an empty list means that the stream has ended."""
         await self._has_news.wait()
         if self._is_closed:
             return []

@@ -1,4 +1,4 @@
-"""Views: what the dashboard is sent, as names and values for JSON."""
+"""Dashboard views: names and values of events, ready for JSON."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvmosaic.server.request_log import RequestRecord
 from kvmosaic.server.tier_gauges import TierMoment
 
 MAX_SEGMENTS = 256
-"""Segments of one record that are sent; the rest are summed up."""
+"""Maximum number of segments sent per record; the rest are summed up."""
 _EQUAL_BYTES = re.compile(rb"(.)\1*", re.DOTALL)
 
 
 def record_view(number: int, record: RequestRecord, *, with_segments: bool = True) -> dict[str, Any]:
-    """One request that has ended, for the strips and the charts."""
+    """Returns the view of one ended request, for the strips and the charts."""
     reuse = record.reuse
     return {
         "number": number,
@@ -41,7 +41,7 @@ def record_view(number: int, record: RequestRecord, *, with_segments: bool = Tru
 
 
 def document_view(document: StoredDocument, cached: CachedText | None) -> dict[str, Any]:
-    """One stored document and where its keys and values are."""
+    """Returns the view of one stored document and where its KV cache is."""
     tier = "none" if cached is None else "device" if cached.is_ready else "computing"
     return {
         "id": document.id,
@@ -55,7 +55,7 @@ def document_view(document: StoredDocument, cached: CachedText | None) -> dict[s
 
 
 def chunks_view(statistics: ChunkCacheStats) -> dict[str, Any]:
-    """Counters of the chunk cache, all tenants together."""
+    """Returns the counters of the chunk cache, all tenants together."""
     return {
         "cached": statistics.cached_chunks,
         "pinned": statistics.pinned_chunks,
@@ -69,12 +69,12 @@ def chunks_view(statistics: ChunkCacheStats) -> dict[str, Any]:
 
 
 def usage_view(usage: TenantUsage) -> dict[str, Any]:
-    """What one tenant has in the chunk cache."""
+    """Returns what one tenant has in the chunk cache."""
     return {"num_chunks": usage.num_chunks, "num_bytes": usage.num_bytes, "quota_bytes": usage.quota_bytes}
 
 
 def pools_view(figures: EngineFigures) -> list[dict[str, Any]]:
-    """How full the pools are, all tenants together; for admins."""
+    """Returns how full the pools are, all tenants together; for admins."""
     caches = figures.caches
     fills = {
         "chunk_cache": (caches.total_blocks, caches.used_blocks),
@@ -87,12 +87,12 @@ def pools_view(figures: EngineFigures) -> list[dict[str, Any]]:
 
 
 def own_pools_view(usage: TenantUsage, held_blocks: int | None, figures: EngineFigures) -> list[dict[str, Any]]:
-    """What one tenant has in the pools. How full they are is not in it: that would tell what the others have.
+    """Returns what one tenant has in the pools, without how full they are: that would reveal what others have.
 
     Args:
         usage: its chunks.
         held_blocks: blocks of the request pool that its running requests hold; None: not known yet.
-        figures: of the engine.
+        figures: figures of the engine.
     """
     chunks = {
         "name": "chunk_cache",
@@ -107,7 +107,7 @@ def own_pools_view(usage: TenantUsage, held_blocks: int | None, figures: EngineF
 
 
 def tier_view(moment: TierMoment) -> dict[str, Any]:
-    """What a tier below the device holds, and whether it answers."""
+    """Returns how much a tier below the device holds, and whether it answers."""
     stat = moment.stat
     return {
         "name": moment.label,
@@ -121,11 +121,11 @@ def tier_view(moment: TierMoment) -> dict[str, Any]:
 
 
 def blocks_view(block_map: BlockMap, block_bytes: Mapping[str, int]) -> dict[str, Any]:
-    """The states of all blocks, run-length encoded; for admins.
+    """Returns the states of all blocks, run-length encoded; for admins.
 
     Args:
-        block_map: of both pools.
-        block_bytes: of one block, by pool.
+        block_map: blocks of both pools.
+        block_bytes: bytes of one block, by pool.
     """
     states = {"chunk_cache": block_map.chunk_cache, "request": block_map.request}
     return {
@@ -143,7 +143,7 @@ def blocks_view(block_map: BlockMap, block_bytes: Mapping[str, int]) -> dict[str
 
 
 def encode_runs(states: bytes) -> list[int]:
-    """A run-length code: state, how many blocks, state, how many blocks, ..."""
+    """Encodes runs as: state, number of blocks, state, number of blocks, ..."""
     runs: list[int] = []
     for match in _EQUAL_BYTES.finditer(states):
         runs += (states[match.start()], match.end() - match.start())

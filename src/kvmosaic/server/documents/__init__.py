@@ -1,4 +1,4 @@
-"""Documents as resources: stored texts that prompts name, and where their keys and values are."""
+"""Documents as HTTP resources: stored texts that prompts name, and where their KV cache is."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def router(services: Services) -> APIRouter:
-    """All routes of /v1/documents over one set of services."""
+    """Returns all routes of /v1/documents over one set of services."""
     from fastapi import APIRouter
 
     from kvmosaic.server.documents import routes, warm_routes

@@ -1,4 +1,4 @@
-"""The chunks of stored texts in the cache: found, pinned and dropped, between two steps of the engine."""
+"""Cached chunks of stored documents: lookup, pinning and deletion between two engine steps."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ logger = logging.getLogger("kvmosaic.server")
 
 @dataclass(frozen=True, slots=True)
 class CachedChunk:
-    """What is known of one chunk at one moment."""
+    """State of one chunk at one moment."""
 
     key: Key
     name: str
-    """The name it was found by: the label of a text, with its part if the document was split."""
+    """The name it was found under: the label of a text, with the part if the document was split."""
     names: tuple[str, ...]
     is_ready: bool
     num_tokens: int
@@ -42,7 +42,7 @@ class CachedChunk:
 async def find_cached(
     services: Services, tenant: str, documents: Sequence[StoredDocument]
 ) -> dict[str, list[CachedChunk]]:
-    """The chunks of the present texts of documents, by document id.
+    """Returns the chunks of the current texts of documents, by document id.
 
     Raises:
         EngineError: the engine no longer runs.
@@ -53,13 +53,13 @@ async def find_cached(
 
 
 async def pin_cached(services: Services, tenant: str, document: StoredDocument) -> int:
-    """Pins the chunks of a document, now and whenever they are computed, or no longer; returns how many there are.
+    """Pins or unpins the chunks of a document, cached now or computed later; returns the number of cached ones.
 
     A chunk that another pinned document shares (their texts are equal) stays pinned.
 
     Raises:
         EngineError: the engine no longer runs.
-        QuotaExceeded: the tenant has pinned too many documents; this one is not pinned then.
+        QuotaExceeded: the tenant has pinned too many documents; this one stays unpinned.
     """
     label = document.content.label
     try:
@@ -77,7 +77,7 @@ async def pin_cached(services: Services, tenant: str, document: StoredDocument) 
 
 
 async def set_cached_priority(services: Services, tenant: str, document: StoredDocument) -> None:
-    """Gives the chunks of a document that are cached now its priority; later ones get it when they are computed.
+    """Sets the priority of the cached chunks of a document; later ones get it when they are computed.
 
     Raises:
         EngineError: the engine no longer runs.
@@ -87,15 +87,15 @@ async def set_cached_priority(services: Services, tenant: str, document: StoredD
 
 
 async def drop_superseded(services: Services, *, lingering: bool = False) -> None:
-    """Drops the chunks of texts that nobody can ask for any more, under all system texts and salts.
+    """Drops the chunks of superseded texts, under all system texts and salts.
 
-    Requests that read one end on it. A chunk that another stored document of the tenant shares stays; a prompt that
-    brought the same text along has no such claim, and computes it again. What fails here, or is cancelled halfway, is
-    lingering, and done by the next sweep.
+    Requests that read one finish on it. A chunk that another stored document of the tenant shares stays; a prompt that
+    contains the same text inline does not protect it, and recomputes it. Chunks that fail to be dropped, also by a
+    cancellation halfway, stay in the grace period, and the next sweep drops them.
 
     Args:
-        services: the server.
-        lingering: also what requests from before have computed since.
+        services: services of the server.
+        lingering: also drop chunks that requests from before have computed since.
     """
     superseded = services.documents.take_superseded()
     texts = [*services.documents.in_grace_period(), *superseded] if lingering else superseded
@@ -136,7 +136,7 @@ def _is_pinned(services: Services, tenant: str, chunk: CachedChunk) -> bool:
 def _look(
     engine: Engine, *, tenant: str, labels: Sequence[str], keep: bool | None = None
 ) -> dict[str, list[CachedChunk]]:
-    """The chunks named by labels; on the engine's thread. `keep`: whether chunks computed later are pinned as well."""
+    """Finds chunks by label; on the engine's thread. `keep`: whether chunks computed later are pinned too."""
     kv_cache = engine.kv_cache
     found: dict[str, list[CachedChunk]] = {label: [] for label in labels}
     if keep is not None:
@@ -158,7 +158,7 @@ def _look(
 
 
 def _kept(engine: Engine, *, tenant: str, labels: Sequence[str]) -> dict[Key, tuple[str, ...]]:
-    """The names of chunks with these labels that are in tiers, as far as they are known; on the engine's thread."""
+    """Returns the names of offloaded chunks with these labels, as far as known; on the engine's thread."""
     if engine.offloader is None:
         return {}
     kept = engine.offloader.kept
@@ -173,7 +173,7 @@ def _kept(engine: Engine, *, tenant: str, labels: Sequence[str]) -> dict[Key, tu
 
 
 def _settle(engine: Engine, *, tenant: str, changes: Mapping[Key, Change]) -> None:
-    """Deletes, pins and unpins chunks, on the engine's thread. What has gone meanwhile has gone."""
+    """Deletes, pins and unpins chunks, on the engine's thread. Chunks that are gone are skipped."""
     kv_cache = engine.kv_cache
     for key, change in changes.items():
         try:
@@ -184,12 +184,12 @@ def _settle(engine: Engine, *, tenant: str, changes: Mapping[Key, Change]) -> No
             else:
                 kv_cache.unpin(key, None, tenant)
         except UnknownChunk:
-            if change == "delete" and engine.offloader is not None:  # only tiers have it
+            if change == "delete" and engine.offloader is not None:  # only in the tiers
                 engine.offloader.delete([key])
 
 
 def _set_priority(engine: Engine, *, tenant: str, label: str, priority: float) -> None:
-    """Gives all chunks with a label a priority; on the engine's thread."""
+    """Sets the priority of all chunks with a label; on the engine's thread."""
     for chunk in _look(engine, tenant=tenant, labels=[label])[label]:
         engine.kv_cache.set_priority(chunk.key, priority, None, tenant)
 

@@ -1,4 +1,4 @@
-"""Names of stored documents: ids that fit into an address, and labels that tell their texts apart in the cache."""
+"""Names of stored documents: ids that are valid in a URL path, and cache labels that tell their texts apart."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ _LABEL = re.compile(r"(([A-Za-z0-9._:-]{1,256}) \[stored [0-9]+\])((?: \([0-9]+/
 
 
 def label_of(document_id: str, text_number: int) -> str:
-    """What the chunks of one text of a document are called in the cache.
+    """Returns the name of the chunks of one text of a document in the cache.
 
-    Every text has a number of its own. So the chunks of a replaced text, which a request under way may still compute,
-    are never taken for those of the new one; nor are those of a document that a prompt brings along under the same id.
+    Every text has its own number. So the chunks of a replaced text, which a running request may still compute, are
+    never taken for those of the new one; nor are the chunks of a document that a prompt contains inline under the same
+    id.
     """
     return f"{document_id} [stored {text_number}]"
 
 
 def shown_name(name: str) -> str:
-    """What people are shown for the name of a chunk or segment: the id alone, and the part of a split document."""
+    """Returns the name to display for a chunk or segment: the id alone, with the part of a split document."""
     found = _LABEL.fullmatch(name)
     return found[2] + found[3] if found else name
 
 
 def label_in(name: str) -> tuple[str, str]:
-    """The label and the id in the name of a chunk, or of a part of a split document; two empty texts if it has none."""
+    """Returns label and id from the name of a chunk or of a part of a document; two empty texts if it has none."""
     found = _LABEL.fullmatch(name)
     return (found[1], found[2]) if found else ("", "")
 
 
 def with_shown_names(reuse: ReuseReport) -> ReuseReport:
-    """A report that calls stored documents by their ids."""
+    """Returns a report that names stored documents by their ids."""
     segments = tuple(
         segment if segment.name is None else replace(segment, name=shown_name(segment.name))
         for segment in reuse.segments

@@ -1,4 +1,4 @@
-"""/v1/documents: stored texts that prompts name, computed ahead, pinned, replaced and deleted."""
+"""Routes of /v1/documents: create, list, replace, pin and delete stored documents."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ IfMatch = Annotated[
 
 
 async def _refuse_verb(request: Request) -> None:
-    """An address that ends in a verb is no document's, and takes POST only."""
+    """Refuses other methods than POST for addresses that end in a verb; they name no document."""
     if str(request.path_params["document_id"]).endswith((":warm", ":pin", ":unpin")):
         raise HTTPException(405, headers={"Allow": "POST"})
 
@@ -48,7 +48,7 @@ CHANGED: dict[int | str, dict[str, Any]] = {
 
 
 def router(services: Services) -> APIRouter:
-    """The routes of single documents and of their list; those of warming are in `warm_routes`."""
+    """Returns the routes of single documents and of their list; the warming routes are in `warm_routes`."""
     routes = APIRouter(route_class=ParsedRoute, tags=["documents"], responses=error_replies())
     store = services.documents
 
@@ -118,7 +118,7 @@ def router(services: Services) -> APIRouter:
     ) -> DocumentObject:
         """Changes how much a document should stay in a full cache: its cached chunks now, and later ones."""
         change = partial(store.set_priority, tenant.name, document_id, body.priority, _match(if_match))
-        document = await services.in_thread(tenant.name, change)  # the text is checked anew, and may be long
+        document = await services.in_thread(tenant.name, change)  # validates the text again, which may be long
         await asyncio.shield(set_cached_priority(services, tenant.name, document))
         response.headers["ETag"] = _etag(document)
         return DocumentObject.of(document)
@@ -142,7 +142,7 @@ def router(services: Services) -> APIRouter:
 
     async def set_pinned(document_id: str, response: Response, tenant: Tenant, pinned: bool) -> DocumentObject:
         document = store.set_pinned(tenant.name, document_id, pinned)
-        await asyncio.shield(pin_cached(services, tenant.name, document))  # whoever asked may go away halfway
+        await asyncio.shield(pin_cached(services, tenant.name, document))  # the client may disconnect halfway
         found = await find_cached(services, tenant.name, [document])
         response.headers["ETag"] = _etag(document)
         return DocumentObject.of(document, chunks=_chunk_objects(found[document_id]))
@@ -153,7 +153,7 @@ def router(services: Services) -> APIRouter:
 async def _stored(
     services: Services, tenant: Tenant, document: StoredDocument, response: Response, draft: Draft
 ) -> DocumentObject:
-    """Brings the cache up to date with what was stored, and describes it."""
+    """Updates the cache after a document was stored, and describes the document."""
     response.headers["ETag"] = _etag(document)
     if document.pinned or draft.pinned is False:
         await asyncio.shield(pin_cached(services, tenant.name, document))

@@ -1,4 +1,4 @@
-"""Bodies and replies of /v1/documents."""
+"""Request bodies and replies of /v1/documents."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class DocumentContent(Body):
     ] = None
 
     def draft(self, store: DocumentStore) -> Draft:
-        """What is to be stored.
+        """Returns the draft to store.
 
         Raises:
             InvalidDocument: a text or title that cannot be stored.
@@ -122,7 +122,7 @@ class ChunkObject(Reply):
 
     @classmethod
     def of(cls, chunk: CachedChunk) -> ChunkObject:
-        """What is known of a chunk."""
+        """Describes one chunk."""
         _, _, part = shown_name(chunk.name).partition(" ")
         return cls(
             tier="device",
@@ -165,7 +165,7 @@ class DocumentObject(Reply):
 
     @classmethod
     def of(cls, document: StoredDocument, **details: Any) -> DocumentObject:
-        """What is known of a document, with `text` and `chunks` if they are given."""
+        """Describes a document, with `text` and `chunks` if given."""
         return cls(
             id=document.id,
             object="document",
@@ -202,7 +202,7 @@ class DocumentList(Reply):
 
     @classmethod
     def of(cls, page: DocumentPage, data: list[DocumentObject]) -> DocumentList:
-        """A part of a list with its documents described."""
+        """Describes one page of documents."""
         return cls(
             object="list",
             data=data,
@@ -240,7 +240,7 @@ class WarmOptions(Body):
 
     @property
     def chat(self) -> bool | None:
-        """Whether documents are written as a chat template has it; None: if the model has one."""
+        """Whether documents are rendered with a chat template; None: if the model has one."""
         return False if self.endpoint == "/v1/completions" else None
 
 
@@ -282,7 +282,7 @@ class WarmedObject(Reply):
 
     @classmethod
     def of(cls, warmed: WarmedDocument) -> WarmedObject:
-        """What became of one document."""
+        """Describes the result for one document."""
         if warmed.error is not None:
             error = ErrorDetail(**warmed.error.body["error"])
             return cls(object="document.failed", index=warmed.index, id=warmed.id, error=error)
@@ -310,7 +310,7 @@ class WarmSummary(Reply):
     data: Annotated[list[WarmedObject] | None, Field(description="By index; only without `stream`.")] = None
 
     def add(self, warmed: WarmedDocument) -> None:
-        """Counts one more."""
+        """Adds one result to the counts."""
         self.num_documents += 1
         self.num_failed += warmed.error is not None
         self.num_cached += warmed.error is None and warmed.was_cached

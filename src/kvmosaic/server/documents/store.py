@@ -1,4 +1,4 @@
-"""The document store: the texts of all tenants, with versions and times to live."""
+"""Document store: the texts of all tenants, with versions and times to live."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from kvmosaic.server.documents.stored import Draft, Match, StoredDocument, Store
 from kvmosaic.server.documents.tenant_documents import DocumentPage, Order, TenantDocuments
 
 MAX_SUPERSEDED = 100_000
-"""Texts whose chunks wait to be dropped; beyond that, eviction takes the chunks in its own time."""
+"""Maximum number of texts whose chunks wait to be dropped; chunks of further ones stay until they are evicted."""
 MAX_IN_GRACE_PERIOD = 10_000
 GRACE_SECONDS = 600.0
-"""So long, a request that began before may still compute a superseded text."""
+"""Seconds for which requests that began earlier may still compute a superseded text."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """How much one tenant may store."""
+    """Limits on what one tenant may store."""
 
     max_documents: int = 10_000
     max_bytes: int = 2**28
-    """Bytes of all titles and texts in UTF-8."""
+    """Maximum bytes of all titles and texts in UTF-8."""
     max_characters: int = MAX_DOCUMENT_CHARACTERS
-    """Characters of one text."""
+    """Maximum characters of one text."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """How much is stored, of one tenant or of all."""
+    """Amount stored, of one tenant or of all."""
 
     num_documents: int
     num_bytes: int
@@ -51,7 +51,7 @@ class StoreUsage:
 
 @dataclass(frozen=True, slots=True)
 class SupersededText:
-    """A text that nobody can ask for any more; its chunks may go."""
+    """A text that no new request can read; its chunks may be dropped."""
 
     tenant: str
     label: str
@@ -60,11 +60,11 @@ class SupersededText:
 class DocumentStore:
     """The stored documents of all tenants, in memory.
 
-    Only texts are here. What was computed from them is in the chunk cache, found by the `label` of each text; texts
-    that are replaced, deleted or expired are listed by `take_superseded` for whoever drops their chunks.
+    Holds texts only. Their KV cache is in the chunk cache under the `label` of each text; texts that are replaced,
+    deleted or expired are listed by `take_superseded`, whose caller drops their chunks.
 
-    Every call sees and leaves a whole state, on whatever thread: bodies with long lists are read beside the event loop.
-    A replaced text is gone from the store before `put` returns: `resolve` can only find the new one.
+    Every call is atomic on any thread: bodies with long lists are read beside the event loop. A replaced text is gone
+    from the store before `put` returns: `resolve` can only find the new one.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class DocumentStore:
         clock: Callable[[], float] = time.time,
         make_id: Callable[[], str] = lambda: f"doc-{secrets.token_hex(12)}",
     ) -> None:
-        """Makes an empty store.
+        """Creates an empty store.
 
         Args:
-            default_ttl_seconds: life of a document whose creator says nothing about it; None or 0: for ever.
+            default_ttl_seconds: TTL of documents created without one; None or 0: no expiry.
             limits: how much one tenant may store.
             clock: unix seconds.
-            make_id: ids for documents that come without.
+            make_id: returns an id for a document created without one.
         """
         self.default_ttl_seconds = round(default_ttl_seconds) if default_ttl_seconds else None
         self.limits = limits or StoreLimits()
@@ -112,12 +112,12 @@ class DocumentStore:
     def put(
         self, tenant: str, document_id: str, draft: Draft, match: Match | None = None
     ) -> tuple[StoredDocument, bool]:
-        """Stores a document under an id, in place of the one that is there; tells whether it is new.
+        """Creates or replaces the document with an id; returns whether it is new.
 
-        Hits and the time of creation stay, and so does the pin unless the draft says otherwise.
+        A replacement keeps hits and creation time, and the pin unless the draft sets it.
 
         Raises:
-            DocumentChanged: what is stored now is not what `match` asks for.
+            DocumentChanged: the stored version does not match `match`.
             InvalidDocument, DocumentTooLarge, DocumentStoreFull: as for `create`; the old document stays.
         """
         with self._lock:
@@ -127,7 +127,7 @@ class DocumentStore:
             return self._put(tenant, document_id, draft), before is None
 
     def get(self, tenant: str, document_id: str) -> StoredDocument:
-        """A document, without counting a hit.
+        """Returns a document without counting a hit.
 
         Raises:
             UnknownDocument: this tenant has none with this id, or it has expired.
@@ -141,7 +141,7 @@ class DocumentStore:
             return document
 
     def resolve(self, tenant: str, document_id: str) -> StoredText:
-        """The text of a document for a prompt; counts a hit, and its time to live begins anew if that was asked for.
+        """Returns the text of a document for a prompt; counts a hit and restarts its TTL if it was created so.
 
         Raises:
             UnknownDocument: see `get`.
@@ -152,35 +152,35 @@ class DocumentStore:
             return document.content
 
     def touched(self, tenant: str, document_ids: Iterable[str]) -> None:
-        """Counts a hit for documents whose text was read by other means; unknown ids are passed over."""
+        """Counts a hit for documents whose text was read by other means; ignores unknown ids."""
         with self._lock:
             for document_id in document_ids:
                 if (document := self._find(tenant, document_id)) is not None:
                     document.hit(self._clock())
 
     def documents(self, tenant: str) -> list[StoredDocument]:
-        """All documents of a tenant, oldest first."""
+        """Returns all documents of a tenant, oldest first."""
         with self._lock:
             self.expire(tenant)
             documents = self._documents(tenant)
             return [documents.documents[documents.ids[number]] for number in documents.numbers]
 
     def page(self, tenant: str, *, limit: int = 20, after: str | None = None, order: Order = "desc") -> DocumentPage:
-        """Some documents of a tenant in the order of creation; see `TenantDocuments.part`.
+        """Returns some documents of a tenant in order of creation; see `TenantDocuments.part`.
 
         Raises:
-            UnknownDocument: `after` is no place in this list.
+            UnknownDocument: `after` is not in this list.
         """
         with self._lock:
             self.expire(tenant)
             return self._documents(tenant).part(limit, after, order)
 
     def delete(self, tenant: str, document_id: str, match: Match | None = None) -> None:
-        """Drops a document.
+        """Deletes a document.
 
         Raises:
             UnknownDocument: see `get`.
-            DocumentChanged: what is stored now is not what `match` asks for.
+            DocumentChanged: the stored version does not match `match`.
         """
         with self._lock:
             document = self.get(tenant, document_id)
@@ -188,7 +188,7 @@ class DocumentStore:
             self._drop(tenant, document)
 
     def set_pinned(self, tenant: str, document_id: str, pinned: bool) -> StoredDocument:
-        """Pins a document or no longer. A pinned one does not expire; its time begins anew when it is unpinned.
+        """Pins or unpins a document. A pinned one does not expire; unpinning restarts its TTL.
 
         Raises:
             UnknownDocument: see `get`.
@@ -204,11 +204,11 @@ class DocumentStore:
     def set_priority(
         self, tenant: str, document_id: str, priority: float | None, match: Match | None = None
     ) -> StoredDocument:
-        """Says how much the chunks of a document should stay in a full cache, 0 to 1; None: 0.5.
+        """Sets the eviction priority of the chunks of a document, 0 to 1, higher stays longer; None: 0.5.
 
         Raises:
             UnknownDocument: see `get`.
-            DocumentChanged: what is stored now is not what `match` asks for.
+            DocumentChanged: the stored version does not match `match`.
             InvalidDocument: a priority outside its range.
         """
         with self._lock:
@@ -218,7 +218,7 @@ class DocumentStore:
             return document
 
     def expire(self, tenant: str | None = None) -> int:
-        """Drops the documents whose time is over, of one tenant or of all; returns how many."""
+        """Deletes expired documents, of one tenant or of all; returns their number."""
         with self._lock:
             now, num_dropped = self._clock(), 0
             for name in [tenant] if tenant is not None else list(self._by_tenant):
@@ -228,7 +228,7 @@ class DocumentStore:
             return num_dropped
 
     def usage(self, tenant: str | None = None) -> StoreUsage:
-        """How much a tenant stores, or (None) all of them together."""
+        """Returns how much a tenant stores, or (None) all tenants together."""
         with self._lock:
             self.expire(tenant)
             tenant_documents = self._by_tenant.values() if tenant is None else (self._documents(tenant),)
@@ -236,14 +236,14 @@ class DocumentStore:
             return StoreUsage(num_documents, sum(documents.num_bytes for documents in tenant_documents))
 
     def owner(self, tenant: str, chunk_name: str) -> StoredDocument | None:
-        """The document whose present text a chunk is named by, if there is one."""
+        """Returns the document whose current text has this label, if there is one."""
         with self._lock:
             label, document_id = label_in(chunk_name)
             document = self._documents(tenant).documents.get(document_id)
             return document if document is not None and document.content.label == label else None
 
     def take_superseded(self) -> list[SupersededText]:
-        """Texts that were replaced, deleted or expired since the last call."""
+        """Returns texts that were replaced, deleted or expired since the last call."""
         with self._lock:
             superseded, now = list(self._superseded), self._clock()
             self._superseded.clear()
@@ -251,7 +251,7 @@ class DocumentStore:
             return superseded
 
     def in_grace_period(self) -> list[SupersededText]:
-        """Texts that were taken in the last ten minutes: requests that began before may have computed them since."""
+        """Returns texts taken in the last ten minutes: requests that began before may have computed them since."""
         with self._lock:
             while self._in_grace_period and self._in_grace_period[0][0] + GRACE_SECONDS <= self._clock():
                 self._in_grace_period.popleft()
@@ -290,7 +290,7 @@ class DocumentStore:
         num_bytes = content.count_bytes()
         self._check_room(tenant, content, num_bytes, before)
         if before is not None and before.content.reads_like(content):
-            same = before.content  # its chunks stay good
+            same = before.content  # its chunks stay valid
             content = same if same.priority == priority else replace(same, priority=priority)
         else:
             content = replace(content, label=label_of(document_id, next(self._text_numbers)))

@@ -1,4 +1,4 @@
-"""Stored documents: one text with what is known about it."""
+"""Stored documents: one text with its metadata."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ MAX_METADATA_VALUE = 512
 
 @dataclass(frozen=True, slots=True)
 class StoredText(Document):
-    """A text as a prompt takes it; its chunks get the label as their name."""
+    """A text as a prompt takes it; its chunks have the label as their name."""
 
     label: str = ""
 
     @property
     def name(self) -> str | None:
-        """The label, which no other text has."""
+        """The label, unique to this text."""
         return self.label or self.id or self.title
 
     def count_bytes(self) -> int:
-        """Bytes of title and text in UTF-8."""
+        """Returns the bytes of title and text in UTF-8."""
         return len(self.text.encode()) + len((self.title or "").encode())
 
     def reads_like(self, other: Document) -> bool:
@@ -37,7 +37,7 @@ class StoredText(Document):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a client wants to be stored. White space around text and title is removed.
+    """Content that a client wants to store, stripped of white space around text and title.
 
     Raises:
         InvalidDocument: an empty or too long text or title, too much metadata, or a TTL outside its range.
@@ -47,12 +47,12 @@ class Draft:
     title: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     ttl_seconds: int | None = None
-    """None: it never expires."""
+    """None: no expiry."""
     refresh_ttl_on_hit: bool = False
     pinned: bool | None = None
-    """None: not pinned, or as it was before a replacement."""
+    """None: not pinned, or unchanged by a replacement."""
     priority: float | None = None
-    """How much its chunks should stay in a full cache, 0 to 1; None: 0.5, or as it was before a replacement."""
+    """Eviction priority of its chunks, 0 to 1, higher stays longer; None: 0.5, or unchanged by a replacement."""
 
     def __post_init__(self) -> None:
         Document(self.text, self.title, priority=self.priority)
@@ -76,9 +76,9 @@ class StoredDocument:
 
     id: str
     number: int
-    """Counts the documents of its tenant in the order of creation; a replacement keeps it."""
+    """Number in the tenant's order of creation; a replacement keeps it."""
     version: int
-    """Counts what was stored under this id, from 1."""
+    """Number of texts stored under this id so far, from 1."""
     content: StoredText
     metadata: Mapping[str, str]
     created_at: float
@@ -91,23 +91,23 @@ class StoredDocument:
     num_bytes: int
     """Bytes of title and text in UTF-8."""
     hits: int = 0
-    """Requests that read it."""
+    """Number of requests that read it."""
     last_used_at: float | None = None
 
     @property
     def expires_at(self) -> float | None:
-        """When it will be dropped; None: never, or not while it is pinned."""
+        """Expiry time; None: never, or not while it is pinned."""
         if self.ttl_seconds is None or self.pinned:
             return None
         return self.ttl_started_at + self.ttl_seconds
 
     def has_expired(self, now: float) -> bool:
-        """Whether its time is over."""
+        """Whether it has expired."""
         expires_at = self.expires_at
         return expires_at is not None and expires_at <= now
 
     def hit(self, now: float) -> None:
-        """Notes that a request reads it; its time begins anew if that was asked for."""
+        """Counts a hit; restarts the TTL if it was created so."""
         self.hits += 1
         self.last_used_at = now
         if self.refresh_ttl_on_hit:
@@ -116,15 +116,15 @@ class StoredDocument:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The versions that a change is meant for: the header If-Match."""
+    """Versions that a change applies to: the header If-Match."""
 
     versions: frozenset[int] = frozenset()
     is_any: bool = False
-    """Any version will do, if the document exists."""
+    """Any version matches, if the document exists."""
 
     @classmethod
     def from_header(cls, header: str) -> Match:
-        """Reads `*` or a list of ETags; what is not an ETag of ours matches nothing, as the standard has it."""
+        """Parses `*` or a list of ETags; foreign ETags match nothing, as the standard requires."""
         if header.strip() == "*":
             return cls(is_any=True)
         tags = (tag.strip() for tag in header[:4_096].split(","))
@@ -132,5 +132,5 @@ class Match:
         return cls(frozenset(int(tag) for tag in inner if tag.isascii() and tag.isdigit() and len(tag) <= 18))
 
     def fits(self, document: StoredDocument | None) -> bool:
-        """Whether the change may happen to what is stored now."""
+        """Whether the stored version matches."""
         return document is not None and (self.is_any or document.version in self.versions)

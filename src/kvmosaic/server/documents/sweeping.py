@@ -1,4 +1,4 @@
-"""The sweep: from time to time, documents whose time is over leave, and with them their chunks."""
+"""Periodic sweep: deletes expired documents and drops their chunks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def swept(services: Services, seconds: float = SWEEP_SECONDS) -> AsyncIter
 
 
 async def sweep(services: Services) -> None:
-    """Drops expired documents, and the chunks of all texts that nobody can ask for any more."""
+    """Deletes expired documents, and drops the chunks of all superseded texts."""
     services.documents.expire()
     await drop_superseded(services, lingering=True)
 
@@ -37,5 +37,5 @@ async def _sweep_always(services: Services, seconds: float) -> None:
         await asyncio.sleep(seconds)
         try:
             await sweep(services)
-        except Exception:  # the next sweep goes on with what is left
+        except Exception:  # the next sweep continues with the rest
             logger.exception("the sweep of stored documents failed")

@@ -1,4 +1,4 @@
-"""Tenant documents: the stored documents of one tenant, by id and in the order of creation."""
+"""Tenant documents: the stored documents of one tenant, by id and in order of creation."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from kvmosaic.server.documents.stored import StoredDocument
 
 Order = Literal["asc", "desc"]
 MAX_REMEMBERED = 10_000
-"""Deleted ids of one tenant whose place and version are still known."""
+"""Deleted ids of one tenant whose number and version are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentPage:
-    """Some documents of a list, and how to go on."""
+    """One page of a list, and where the next begins."""
 
     documents: tuple[StoredDocument, ...]
     has_more: bool
 
     @property
     def next_after(self) -> str | None:
-        """The `after` of the next part of the list; None: this was the last."""
+        """The `after` of the next page; None: this was the last."""
         return f"~{self.documents[-1].number}" if self.has_more else None
 
 
 @dataclass(slots=True)
 class TenantDocuments:
-    """Documents by id, and their numbers in order, so that a part of a long list is found by bisection.
+    """Documents by id, and their sorted numbers, so that bisection finds a page of a long list.
 
         documents   id -> document
-        numbers     ascending, the number of each document once; they are the tenant's own, since lists show them
-        line        heap of (time, number): each document that can expire stands there at its time or earlier
+        numbers     ascending, the number of each document once; local to the tenant, since lists show them
+        line        heap of (time, number): an entry for each document that can expire, at its time or earlier
 
-    An entry of the line may be out of date; it is looked at when its time has come, and put back or left out.
+    A heap entry may be out of date: when its time has come, it is checked, and pushed again or dropped.
     """
 
     documents: dict[str, StoredDocument] = field(default_factory=dict)
     numbers: list[int] = field(default_factory=list)
     new_numbers: Iterator[int] = field(default_factory=lambda: count(1))
-    """Those of documents to come."""
+    """Numbers of future documents."""
     ids: dict[int, str] = field(default_factory=dict)
     num_bytes: int = 0
     remembered: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Number and version that the last deleted ids had, oldest first."""
+    """Number and version of recently deleted ids, oldest first."""
     line: list[tuple[float, int]] = field(default_factory=list)
 
     def put(self, document: StoredDocument) -> None:
@@ -63,7 +63,7 @@ class TenantDocuments:
         self.push(document)
 
     def remove(self, document: StoredDocument) -> None:
-        """Takes a document out; its id, number and version are remembered for a while."""
+        """Removes a document; remembers its id, number and version for a while."""
         del self.documents[document.id], self.ids[document.number]
         del self.numbers[bisect_left(self.numbers, document.number)]
         self.num_bytes -= document.num_bytes
@@ -73,7 +73,7 @@ class TenantDocuments:
             del self.remembered[next(iter(self.remembered))]
 
     def push(self, document: StoredDocument) -> None:
-        """Notes when a document expires; to be called whenever that may be earlier than before."""
+        """Queues the expiry of a document; call it whenever the expiry may be earlier than before."""
         if document.expires_at is None:
             return
         heappush(self.line, (document.expires_at, document.number))
@@ -83,7 +83,7 @@ class TenantDocuments:
             heapify(self.line)
 
     def take_expired(self, now: float) -> list[StoredDocument]:
-        """Removes the documents whose time is over and returns them."""
+        """Removes expired documents and returns them."""
         expired = []
         while self.line and self.line[0][0] <= now:
             _, number = heappop(self.line)
@@ -98,21 +98,21 @@ class TenantDocuments:
         return expired
 
     def next_version(self, document_id: str) -> int:
-        """The version of what is stored next under an id: an ETag of a deleted document must not fit a new one."""
+        """Returns the version of the next text under an id: an ETag of a deleted document must not match a new one."""
         if (document := self.documents.get(document_id)) is not None:
             return document.version + 1
         return self.remembered.get(document_id, (0, 0))[1] + 1
 
     def part(self, limit: int, after: str | None, order: Order) -> DocumentPage:
-        """The next documents of the list, whatever was created or deleted since the last ones were read.
+        """Returns the next documents of the list, unaffected by creations and deletions since the last page.
 
         Args:
-            limit: most documents.
+            limit: maximum number of documents.
             after: the id of the last document seen (it may have been deleted since), or a `next_after`.
             order: by creation.
 
         Raises:
-            UnknownDocument: `after` is no place in this list.
+            UnknownDocument: `after` is not in this list.
         """
         if order == "asc":
             first = 0 if after is None else bisect_right(self.numbers, self._place(after))

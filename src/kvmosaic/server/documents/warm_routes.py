@@ -1,4 +1,4 @@
-"""/v1/documents:warm: computing documents ahead, with an event for each one that ends."""
+"""Routes of /v1/documents:warm: compute documents ahead, with an event for each one that ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Asker = Annotated[Tenant, Depends(current_tenant)]
 
 
 def router(services: Services) -> APIRouter:
-    """The routes that warm one document, or many."""
+    """Returns the routes that warm one document, or many."""
     routes = APIRouter(route_class=ParsedRoute, tags=["documents"], responses=error_replies())
     responses: dict[int | str, dict[str, Any]] = {
         200: streamed("What became of the documents, or an event for each.", _EXAMPLE)
@@ -74,7 +74,7 @@ async def _events(services: Services, tenant: Tenant, job: WarmJob, request_id: 
 
 
 async def _whole(services: Services, tenant: Tenant, job: WarmJob, request_id: str) -> WarmSummary:
-    """One reply for all; if none of them could be warmed, the error of the first."""
+    """Returns one reply for all; raises the first error if none could be warmed."""
     started, summary = time.monotonic(), _empty_summary()
     ended: list[WarmedObject] = []
     errors: dict[int, ApiError] = {}
@@ -91,7 +91,7 @@ async def _whole(services: Services, tenant: Tenant, job: WarmJob, request_id: s
 
 
 def _documents_of(services: Services, tenant: Tenant, body: WarmRequest) -> tuple[Document | str, ...]:
-    """Ids of stored documents and texts, in the order of the body.
+    """Returns ids of stored documents and texts, in the order of the body.
 
     Raises:
         UnknownDocument: an id that this tenant has not stored.

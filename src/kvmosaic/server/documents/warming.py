@@ -1,4 +1,4 @@
-"""Warming: documents are computed before anyone asks, a few at once, each with its own end."""
+"""Warming: prefill of documents ahead of requests, a few at a time, with a result for each."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
 
 WINDOW = 8
-"""Documents under way at once: enough to fill steps, few enough to leave room for those who ask."""
+"""Documents in progress at once: enough to fill steps, few enough to leave room for other requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmJob:
-    """What is to be computed, and for which prompts."""
+    """Documents to compute, and the prompts to compute them for."""
 
     documents: tuple[Document | str, ...]
-    """Texts, or ids of stored documents, which are read when their turn comes."""
+    """Texts, or ids of stored documents, which are read just before they are computed."""
     system: str | None = None
-    """The system text of the later prompts; it is part of what a document saw."""
+    """System text of the later prompts; a document's KV cache depends on it."""
     salt: str = ""
     chat: bool | None = None
     """Whether the later prompts are conversations; None: if the model has a chat template."""
     chunk_context: ChunkContext | None = None
-    """What the later requests say; None: nothing, and the server's setting counts."""
+    """`chunk_context` of the later requests; None: not set, and the server's setting applies."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmedDocument:
-    """How one document ended."""
+    """Result of warming one document."""
 
     index: int
     id: str | None
@@ -50,11 +50,11 @@ class WarmedDocument:
 
 
 def check_warmable(services: Services, tenant: Tenant) -> None:
-    """Refuses what `warm` would refuse, before anything is read.
+    """Raises what `warm` would raise, before anything is read.
 
     Raises:
-        ChunkCacheOff: this server keeps no chunks.
-        ApiError: 503 or 429, it takes no work now.
+        ChunkCacheOff: this server caches no chunks.
+        ApiError: 503 or 429, the server accepts no requests now.
     """
     if not services.llm.has_chunk_cache:
         raise ChunkCacheOff(f"nothing can be warmed, the chunk cache is off: {services.llm.chunk_cache_off_reason}")
@@ -65,10 +65,10 @@ def check_warmable(services: Services, tenant: Tenant) -> None:
 async def warm(
     services: Services, tenant: Tenant, job: WarmJob, request_id: str
 ) -> AsyncGenerator[WarmedDocument, None]:
-    """Computes documents, or finds them computed; yields each one as it ends.
+    """Computes documents that are not cached; yields the result of each as it ends.
 
     Closing the generator, or cancelling the task that reads it, aborts the rest. One that fails does not stop the
-    others. All of them count as one request that is under way.
+    others. All of them count as one request in progress.
 
     Raises:
         ApiError: 503 or 429, see `check_warmable`.
@@ -95,7 +95,7 @@ async def warm(
 async def _end_of(
     services: Services, tenant: Tenant, job: WarmJob, index: int, document: Document | str, request_id: str
 ) -> WarmedDocument:
-    """Warms one document; whatever it fails with is part of its end."""
+    """Warms one document; returns any failure as part of the result."""
     document_id = document if isinstance(document, str) else document.id
     try:
         if isinstance(document, str):
@@ -124,7 +124,7 @@ async def _end_of(
 
 
 def _prompts_of(services: Services, document: Document, job: WarmJob, tenant: str) -> Sequence[Prompt]:
-    """One prompt for each chunk, so that the parts of a split document need not fit into memory together."""
+    """Returns one prompt for each chunk, so that the parts of a split document need not fit into memory together."""
     prompt = services.llm.encoder.encode_documents([document], job.system, salt=job.salt, chat=job.chat)
     system = [segment for segment in prompt.segments if segment.kind is SegmentKind.SYSTEM]
     question = Segment(SegmentKind.QUESTION, (0,))

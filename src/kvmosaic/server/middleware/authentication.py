@@ -1,4 +1,4 @@
-"""Access: nothing is answered without a key, but what is on a short list."""
+"""Authentication middleware: every path needs a key, except a short list."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvmosaic.server.logs import PROBES
 from kvmosaic.server.services import Services
 
 OPEN_PATHS = frozenset({*PROBES, "/"})
-"""What needs no key: whether the server lives, and the dashboard's page, which holds no data."""
+"""Paths that need no key: the probes, and the dashboard's page, which holds no data."""
 READING = frozenset({"GET", "HEAD"})
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class AuthenticationMiddleware:
-    """Finds out who asks before any route is looked for, so that no route can be forgotten."""
+    """Identifies the tenant before routing, so that no route can be forgotten."""
 
     def __init__(self, app: ASGIApp, services: Services) -> None:
         self._app = app
@@ -32,7 +32,7 @@ class AuthenticationMiddleware:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets a request through, or answers it with 401 or 403."""
+        """Passes a request on, or replies with 401 or 403."""
         if scope["type"] == "http":
             try:
                 self._check(scope)
@@ -52,7 +52,7 @@ class AuthenticationMiddleware:
             self._check_origin(connection)
 
     def _check_host(self, connection: HTTPConnection) -> None:
-        """Without keys, a page could give its own name this address, and would then be one of our pages."""
+        """Refuses foreign Host headers: without keys, a page could point its own name at this address (DNS rebinding)."""
         host = connection.headers.get("host")
         if host is None or _name_of(host) in self._names:  # browsers always send it
             return
@@ -60,7 +60,9 @@ class AuthenticationMiddleware:
         raise ApiError(403, f"{names}; see --allowed-hosts, or set a key", code="host")
 
     def _check_origin(self, connection: HTTPConnection) -> None:
-        """Without keys, a page of any site could make a visitor's browser change what is stored here."""
+        """Refuses foreign origins: without keys, a page of any site could make a visitor's browser change what is
+        stored here.
+        """
         origin = connection.headers.get("origin")
         if origin is None or self._services.tenants.needs_key:
             return
@@ -74,7 +76,7 @@ _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9._-]{1,255}))(?::[0
 
 
 def _name_of(host: str) -> str | None:
-    """The name in a Host header, without its port; None if it is no such header."""
+    """Returns the name in a Host header, without its port; None if malformed."""
     match = _HOST.fullmatch(host)
     return None if match is None else (match[1] or match[2]).lower()
 

@@ -1,4 +1,4 @@
-"""RequestBodyMiddleware: reads a request's body within its limits, and stops the work when the client has gone."""
+"""Request body middleware: reads the body within its limits, and cancels the work when the client disconnects."""
 
 from __future__ import annotations
 
@@ -18,42 +18,41 @@ from kvmosaic.server.parsed import PARSED, parse_long
 from kvmosaic.server.services import Services
 
 BODY_SECONDS = 60.0
-"""A body that takes longer is not read to its end."""
+"""Timeout to receive a body."""
 MAX_BODIES = 16
-"""So many bodies of the greatest length may be in memory at once, or more that are shorter.
+"""Memory for bodies in progress, in bodies of the maximum length.
 
-A tenant may have as much as it leaves free: half of it if it is alone, and a third of it each if there are two. However
-many hold theirs open, one who comes new finds room.
-"""
+A tenant may have as much as it leaves free: half of it if it is alone, a third each if there are two. However much
+other tenants hold, a new tenant gets room."""
 SMALL_BODY_BYTES = 2**16
-"""Checked on the spot; longer ones are checked and parsed in a thread."""
+"""Bodies up to this size are checked on the event loop; longer ones are checked and parsed in a thread."""
 
 ASKING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""Routes whose requests keep the engine busy."""
+"""Routes that run the engine."""
 
 logger = logging.getLogger("kvmosaic.server")
 
 
 class RequestBodyMiddleware:
-    """Between the door and the routes.
+    """Reads and checks request bodies, and watches for disconnects.
 
-        receive ──▶ whole body, counted while it comes ──▶ route
-                └─▶ afterwards: the client has gone ──▶ the route is cancelled, and with it its request in the engine
+        receive ──▶ whole body, counted while it arrives ──▶ route
+                └─▶ afterwards: client disconnected ──▶ the route is cancelled, and with it its request in the engine
 
-    A route that fails before its reply has begun answers in OpenAI's shape; what it failed with goes to the log.
+    A route that fails before its reply has begun answers in OpenAI's shape; the exception goes to the log.
     """
 
     def __init__(self, app: ASGIApp, services: Services) -> None:
         self._app = app
         self._services = services
         self._num_bytes: dict[str, int] = {}
-        """By tenant: bytes of bodies that are in memory."""
+        """By tenant: bytes of bodies in memory."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
+        """Handles one request."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        if scope["method"] in READING:  # what such a request carries is never looked at, so nobody can hide in it
+        if scope["method"] in READING:  # the body of such a request is never read, so it cannot bypass the limits
             return await _Conversation(self._app, scope, receive, send).run(b"")
         tenant = Request(scope).state.tenant
         body = bytearray()
@@ -85,7 +84,7 @@ class RequestBodyMiddleware:
             del self._num_bytes[tenant]
 
     async def _read(self, receive: Receive, body: bytearray, tenant: str) -> bool:
-        """Fills `body`; False if the client went away before its end. What a header says of its length is not used."""
+        """Fills `body`; returns False if the client disconnected before its end. Ignores the declared length."""
         most = self._services.settings.max_body_bytes
         while True:
             message = await receive()
@@ -110,7 +109,7 @@ class RequestBodyMiddleware:
                 return True
 
     async def _check(self, tenant: str, body: bytes) -> list[Any] | None:
-        """The body as Python, if that was made of it already."""
+        """Checks the body; returns it as Python if it was parsed."""
         if len(body) > SMALL_BODY_BYTES:
             return await self._services.in_thread(tenant, parse_long, body)
         check_json(body)
@@ -128,7 +127,7 @@ def _check_type(content_type: str) -> None:
 
 
 class _Conversation:
-    """One request whose body was read, and its reply."""
+    """One request with a complete body, and its reply."""
 
     def __init__(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         self._app = app
@@ -140,7 +139,7 @@ class _Conversation:
         self._is_answered = False
 
     async def run(self, body: bytes) -> None:
-        """Runs the route until it has answered or the client has gone."""
+        """Runs the route until it has replied or the client has disconnected."""
         task = asyncio.current_task()
         assert task is not None
         unread = [body]

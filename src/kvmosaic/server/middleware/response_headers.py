@@ -1,4 +1,4 @@
-"""Response headers: every reply carries the request's id and the security headers that browsers obey."""
+"""Response headers middleware: every reply carries the request's id and the security headers for browsers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-store",
 }
-"""A route may set its own value for any of them."""
+"""Security headers; a route may set its own value for any of them."""
 
 
 class ResponseHeadersMiddleware:
@@ -26,7 +26,7 @@ class ResponseHeadersMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
+        """Handles one request."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         request_id = _request_id(scope)

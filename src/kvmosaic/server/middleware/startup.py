@@ -1,4 +1,4 @@
-"""StartupMiddleware: what the process answers while there is no app yet, and who may go in when there is one."""
+"""Startup middleware: answers while the app is loading, then throttles requests into it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvmosaic.server.tenants import Tenants
 
 LOADING_RETRY_SECONDS = "2"
 FIGURES = frozenset({*PROBES, "/metrics"})
-"""Answered from numbers at hand, and by those who watch over the server: they go before a crowd."""
+"""Cheap paths for monitoring: they bypass the throttle."""
 
 
 class StartupMiddleware:
-    """An ASGI app that listens from the first moment: it lives, is not ready, and hands over to the app once opened."""
+    """ASGI app that listens from the start: alive, not ready, and delegating to the app once opened."""
 
     def __init__(self) -> None:
         self._app: ASGIApp = ResponseHeadersMiddleware(_answer_while_loading)
@@ -26,19 +26,19 @@ class StartupMiddleware:
         self._tenants: Tenants | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; probes and scrapes go before all others."""
+        """Handles one request; probes and scrapes bypass the throttle."""
         if scope["type"] == "http" and not _reads_figures(scope):
             await self._throttle.enter(self._tenant_of(scope))
         await self._app(scope, receive, send)
 
     def open(self, app: ASGIApp, tenants: Tenants) -> None:
-        """Lets every request from now on through to `app`; tenants take turns, and all who have no key are one."""
+        """Delegates all further requests to `app`, throttled per tenant; requests without a key count as one tenant."""
         self._app, self._tenants = app, tenants
 
     def _tenant_of(self, scope: Scope) -> str:
         try:
             return self._tenants.identify(Headers(scope=scope).get("authorization")).name if self._tenants else ""
-        except ApiError:  # which the app will say
+        except ApiError:  # the app will report it
             return ""
 
 

@@ -1,4 +1,4 @@
-"""Throttle: admits at most N requests per event-loop tick, so that a probe never waits behind a burst."""
+"""Throttle: admits at most N requests per event-loop tick, so that a burst does not delay probes."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ import asyncio
 from collections import OrderedDict, deque
 
 AT_ONCE = 2
-"""Requests that begin in one turn of the event loop; each takes it a few milliseconds."""
+"""Requests admitted per event-loop tick; each takes the loop a few milliseconds."""
 
 
 class Throttle:
-    """Lets `AT_ONCE` requests in at each turn of the event loop: of each tenant in the order in which they came.
+    """Admits `AT_ONCE` requests per event-loop tick, round-robin over tenants, FIFO within a tenant.
 
-    Tenants take turns, so that a crowd of one makes nobody else wait. What a hundred requests do before they first wait
-    would otherwise run as one piece: the loop looks for new requests only when all that is ready has run. Used on the
-    event loop only.
+    A burst of one tenant does not delay the others. Without the limit, the first steps of a hundred requests would run
+    as one piece: the loop polls for new requests only when all ready callbacks have run. Used on the event loop only.
     """
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """By tenant; whose turn is next comes first."""
+        """By tenant, the next tenant first."""
         self._num_let_in = 0
         self._is_turning = False
 
     async def enter(self, tenant: str) -> None:
-        """Returns when it is the turn of this request of a tenant; leaving while it waits is safe."""
+        """Waits until this request of a tenant is admitted; safe to cancel."""
         loop = asyncio.get_running_loop()
         if not self._is_turning:
             self._is_turning = True
@@ -37,7 +36,7 @@ class Throttle:
         await place
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Once in every turn of the loop, as long as somebody comes."""
+        """Runs once per event-loop tick while requests arrive."""
         self._is_turning = bool(self._num_let_in or self._waiting)
         self._num_let_in = 0
         while self._waiting and self._num_let_in < AT_ONCE:

@@ -1,4 +1,4 @@
-"""OpenAI's routes: answers, models and tokens."""
+"""Routes of OpenAI's API: answers, models and tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["router"]
 
 
 def router(services: Services) -> APIRouter:
-    """All of them over one set of services."""
+    """Returns all routes over one set of services."""
     routes = APIRouter()
     for part in (chat, completions, responses, models, tokens):
         routes.include_router(part.router(services))

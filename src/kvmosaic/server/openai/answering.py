@@ -1,4 +1,4 @@
-"""Answering: the prompts of one HTTP request, run together, as one stream of deltas or as whole answers."""
+"""Generation: runs the prompts of one HTTP request together, as one stream of deltas or as whole answers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ T = TypeVar("T")
 R = TypeVar("R", bound=BaseModel)
 Ending = Literal["stop", "length"]
 MAX_WRITTEN_AT_ONCE = 1_000
-"""Log probabilities that are written on the event loop; each takes it 10 µs, and everybody waits meanwhile."""
+"""Maximum number of log probabilities written on the event loop, which each block for 10 µs."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What one HTTP request asks of the engine."""
+    """What one HTTP request asks the engine to generate."""
 
     services: Services
     tenant: Tenant
@@ -54,7 +54,7 @@ class GenerationRequest:
         body: SharedFields,
         read: tuple[Sequence[EncodedPrompt], SamplingParams],
     ) -> GenerationRequest:
-        """What an HTTP request asks, once its body is read into prompts and sampling parameters."""
+        """Builds the request from its prompts and sampling parameters."""
         prompts, params = read
         return cls(
             services=services,
@@ -69,19 +69,19 @@ class GenerationRequest:
         )
 
     def tally(self) -> Tally:
-        """An empty count of what the answers cost."""
+        """Returns an empty usage count."""
         ids = frozenset().union(*(composed.document_ids for composed in self.prompts))
         notes = [composed.notes for composed in self.prompts]
         return Tally([composed.prompt.num_tokens for composed in self.prompts], ids, notes)
 
     def index_of(self, prompt_index: int, answer: AnswerDelta) -> int:
-        """The number of a choice among all choices of the reply."""
+        """Returns the index of a choice among all choices of the reply."""
         return prompt_index * self.params.n + answer.index
 
 
 @dataclass(slots=True)
 class WholeAnswer:
-    """One answer, put together."""
+    """One complete answer."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -90,7 +90,7 @@ class WholeAnswer:
     stop_reason: int | str | None = None
 
     def add(self, delta: AnswerDelta) -> None:
-        """Adds what is new."""
+        """Appends a delta."""
         self.text += delta.text
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or ()
@@ -99,16 +99,16 @@ class WholeAnswer:
 
 
 def ending_of(answer: AnswerDelta) -> Ending | None:
-    """Why an answer ended, if it did; aborted ones never get this far."""
+    """Returns the finish reason, if the answer has ended; never called for aborted ones."""
     return "length" if answer.finish_reason == "length" else "stop" if answer.finish_reason else None
 
 
 async def deltas(asked: GenerationRequest) -> AsyncGenerator[tuple[int, RequestDelta], None]:
-    """The deltas of all prompts as they come, each with the number of its prompt.
+    """Yields the deltas of all prompts as they arrive, each with the number of its prompt.
 
     Raises:
         ApiError: refused, or the server shuts down in the middle of an answer.
-        KVMosaicError: what the engine refuses or fails with; the other prompts are aborted.
+        KVMosaicError: the engine refuses the request or fails; the other prompts are aborted.
     """
     sources = [
         run(
@@ -135,7 +135,7 @@ async def deltas(asked: GenerationRequest) -> AsyncGenerator[tuple[int, RequestD
 
 
 async def whole_answers(asked: GenerationRequest) -> tuple[list[WholeAnswer], Tally]:
-    """All answers, by the number of their choice, and what they cost."""
+    """Returns all answers, by the index of their choice, and their usage."""
     answers = [WholeAnswer() for _ in range(len(asked.prompts) * asked.params.n)]
     tally = asked.tally()
     async with aclosing(deltas(asked)) as news:
@@ -147,7 +147,7 @@ async def whole_answers(asked: GenerationRequest) -> tuple[list[WholeAnswer], Ta
 
 
 async def reply_of(write: Callable[[], R], answers: Iterable[WholeAnswer]) -> R | Response:
-    """A whole reply; one with many log probabilities has megabytes, and is written beside the event loop."""
+    """Returns a whole reply; one with many log probabilities has megabytes, and is written beside the event loop."""
     if sum(_num_candidates(answer.logprobs) for answer in answers) <= MAX_WRITTEN_AT_ONCE:
         return write()
     body = await asyncio.to_thread(lambda: write().model_dump_json(exclude_unset=True, by_alias=True))
@@ -155,7 +155,7 @@ async def reply_of(write: Callable[[], R], answers: Iterable[WholeAnswer]) -> R 
 
 
 async def pieces_of(write: Callable[[], T], answer: AnswerDelta | WholeAnswer) -> T:
-    """What a stream sends of a delta; a slow reader may get a long one, which is written beside the event loop."""
+    """Returns the stream events of a delta; a slow reader may get a long delta, which is written beside the event loop."""
     if _num_candidates(answer.logprobs or ()) <= MAX_WRITTEN_AT_ONCE:
         return write()
     return await asyncio.to_thread(write)
@@ -166,7 +166,7 @@ def _num_candidates(logprobs: Sequence[dict[int, Logprob]]) -> int:
 
 
 async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Items of several sources as they come; closing it closes them all."""
+    """Merges several sources in order of arrival; closing it closes them all."""
     pending = {asyncio.ensure_future(anext(source)): index for index, source in enumerate(sources)}
     try:
         while pending:

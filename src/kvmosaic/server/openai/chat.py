@@ -1,4 +1,4 @@
-"""/v1/chat/completions: conversations over documents."""
+"""Route /v1/chat/completions: conversations over documents."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ROUTE = "/v1/chat/completions"
 
 
 def router(services: Services) -> APIRouter:
-    """The route over one set of services."""
+    """Returns the route over one set of services."""
     routes = APIRouter(route_class=ParsedRoute, tags=["answers"])
     token_bytes = TokenBytes(services.llm.model.tokenizer)
 
@@ -96,7 +96,7 @@ class ChatWriter:
         }
 
     def whole(self, answers: Sequence[WholeAnswer], tally: Tally) -> ChatCompletion:
-        """One reply with all answers."""
+        """Returns one reply with all answers."""
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         return ChatCompletion(
             **self._head,
@@ -107,7 +107,7 @@ class ChatWriter:
         )
 
     async def chunks(self, options: StreamOptions) -> AsyncGenerator[str, None]:
-        """Events: for each answer its role, then text as it comes, then why it ended; usage last."""
+        """Yields events: for each answer its role, then text as it arrives, then its finish reason; usage last."""
         tally, begun = self._asked.tally(), set[int]()
         num_left = self._asked.params.n
         async with aclosing(deltas(self._asked)) as news:
@@ -129,7 +129,7 @@ class ChatWriter:
     def _pieces(
         self, answer: AnswerDelta, tally: Tally, options: StreamOptions, *, is_first: bool, is_last: bool
     ) -> list[str]:
-        """The events of what is new of one answer."""
+        """Returns the events of one delta."""
         pieces = []
         for choice in self._news(answer, is_first=is_first):
             chunk = self._chunk([choice])

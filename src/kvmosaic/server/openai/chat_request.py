@@ -1,4 +1,4 @@
-"""Bodies of /v1/chat/completions."""
+"""Request body of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class ChatFields(Body):
     ] = None
 
     def rendering(self) -> Rendering:
-        """How the conversation is rendered."""
+        """Returns how the conversation is rendered."""
         return Rendering(self.add_generation_prompt, bool(self.continue_final_message), self.chat_template_kwargs)
 
     def plain_messages(self) -> list[dict[str, Any]]:
-        """The conversation as the prompt encoder reads it."""
+        """Returns the conversation as the prompt encoder reads it."""
         return [message.plain() for message in self.messages]
 
 
@@ -72,7 +72,7 @@ class ChatRequest(SharedFields, ChatFields):
         return structure_of(self.response_format)
 
     def sampling_params(self, defaults: Defaults) -> SamplingParams:
-        """How the answers are drawn.
+        """Returns the sampling parameters.
 
         Raises:
             InvalidSampling: values that do not go together.

@@ -1,4 +1,4 @@
-"""Bodies of /v1/completions."""
+"""Request body of /v1/completions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CompletionRequest(SharedFields):
     suffix: Annotated[Any, Only((None,), "the answer cannot be made to fit a suffix")] = None
 
     def sampling_params(self, defaults: Defaults) -> SamplingParams:
-        """How the answers are drawn.
+        """Returns the sampling parameters.
 
         Raises:
             InvalidSampling: values that do not go together.
@@ -78,7 +78,7 @@ class CompletionRequest(SharedFields):
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
 
     def check(self, most_at_once: int) -> None:
-        """Refuses what does not go together, and more prompts than the server ever lets in.
+        """Refuses contradictory fields, and more prompts than the server ever admits.
 
         Raises:
             ApiError: 400.

@@ -1,4 +1,4 @@
-"""/v1/completions: texts and token ids, with or without documents."""
+"""Route /v1/completions: texts and token ids, with or without documents."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROUTE = "/v1/completions"
 
 
 def router(services: Services) -> APIRouter:
-    """The route over one set of services."""
+    """Returns the route over one set of services."""
     routes = APIRouter(route_class=ParsedRoute, tags=["answers"])
 
     @routes.post(
@@ -76,7 +76,7 @@ class CompletionWriter:
     """Writes the answers of one request in the shape of /v1/completions."""
 
     def __init__(self, asked: GenerationRequest, model: str, echoes: Sequence[str]) -> None:
-        """Takes what was asked, the served name, and the prompts to repeat before their answers, if any."""
+        """Creates a writer for a request, with the served name, and the prompts to echo before their answers, if any."""
         self._asked = asked
         self._echoes = echoes
         self._head: dict[str, Any] = {
@@ -87,7 +87,7 @@ class CompletionWriter:
         }
 
     def whole(self, answers: Sequence[WholeAnswer], tally: Tally) -> Completion:
-        """One reply with all answers."""
+        """Returns one reply with all answers."""
         choices = [
             TextChoice(
                 index=index,
@@ -101,7 +101,7 @@ class CompletionWriter:
         return Completion(**self._head, choices=choices, usage=tally.usage(), kvmosaic=tally.report())
 
     async def chunks(self, options: StreamOptions) -> AsyncGenerator[str, None]:
-        """Events: the text of each answer as it comes, with why it ended in its last one; usage last."""
+        """Yields events: the text of each answer as it arrives, with its finish reason in its last one; usage last."""
         tally = self._asked.tally()
         offsets: dict[int, int] = {}
         num_left = len(self._asked.prompts) * self._asked.params.n
@@ -121,7 +121,7 @@ class CompletionWriter:
         yield DONE
 
     def _piece(self, choice: TextChoice, tally: Tally, options: StreamOptions, *, is_last: bool) -> str:
-        """The event of what is new of one answer."""
+        """Returns the event of one delta."""
         chunk = Completion(**self._head, choices=[choice])
         if is_last and choice.finish_reason and not options.include_usage:
             chunk.kvmosaic = tally.report()

@@ -1,4 +1,4 @@
-"""Documents in a request body: texts, and handles of stored documents."""
+"""Documents in a request body: texts, and references to stored documents."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DocumentFields(Body):
 
 
 def read_documents(services: Services, tenant: Tenant, body: DocumentFields) -> tuple[Document, ...]:
-    """The documents of a body, stored ones fetched.
+    """Returns the documents of a body, with the texts of stored ones.
 
     Raises:
         UnknownDocument: an id that this tenant has not stored.
@@ -86,10 +86,10 @@ def _read(services: Services, tenant: Tenant, part: DocumentPart | str, index: i
 
 @contextmanager
 def told_by_place(body: DocumentFields) -> Iterator[None]:
-    """Makes an error about a document of the body name its place there; the documents of a body come before others.
+    """Makes an error about a document of the body name its position there; those documents come before all others.
 
     Raises:
-        ApiError: instead of such an error, with its place as `param`.
+        ApiError: instead of such an error, with the position as `param`.
     """
     try:
         yield
@@ -102,7 +102,7 @@ def told_by_place(body: DocumentFields) -> Iterator[None]:
 
 
 def notes_of(services: Services, tenant: Tenant, documents: Sequence[Document], prompt: Prompt) -> dict[int, str]:
-    """What to say of segments of a prompt, by their number: of texts that were probably meant as ids."""
+    """Returns notes on segments of a prompt, by number: texts that were probably meant as ids."""
     meant = {
         index: f'this is a text; to use the stored document write {{"id": "{document.text}"}}'
         for index, document in enumerate(documents)

@@ -1,4 +1,4 @@
-"""Kinds of fields of a request body: every number, text and list with a bound."""
+"""Field types of request bodies: every number, text and list with a bound."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Body(BaseModel):
 
 
 def example(**fields: Any) -> ConfigDict:
-    """The settings of a body that shows this as its example."""
+    """Returns the model configuration of a body that shows this example."""
     return ConfigDict(json_schema_extra={"examples": [fields]})
 
 
@@ -46,7 +46,7 @@ class Reply(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """A field that is known but not supported: its default is welcome, anything else is refused with the reason.
+    """A field that is known but not supported: its default is accepted, any other value is refused with the reason.
 
     Fields that change nothing in the answer are `Ignored` instead.
     """
@@ -67,7 +67,7 @@ class Only:
 
 
 def check_plain(value: Any) -> Any:
-    """Lets JSON through that is not too deep and not too large, and whose numbers are numbers."""
+    """Accepts JSON that is not too deep and not too large, and whose numbers are finite."""
     _count_items(value, 0, [0])
     return value
 
@@ -104,11 +104,11 @@ def _whole(value: Any) -> Any:
 
 
 INTEGRAL = BeforeValidator(_whole)
-"""Takes 4.0 for 4, as JSON Schema does."""
+"""Accepts 4.0 as 4, as JSON Schema does."""
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Name = Annotated[str, Field(max_length=MAX_NAME)]
 Plain = Annotated[dict[str, Any], Field(max_length=_MAX_ITEMS), AfterValidator(check_plain)]
-"""A JSON object of somebody else's making."""
+"""A JSON object defined by the client."""
 Variables = Annotated[dict[str, Any], Field(max_length=_MAX_VARIABLES), AfterValidator(check_plain)]
 """Variables of a chat template."""
 Ignored = Annotated[

@@ -1,4 +1,4 @@
-"""Forms of an answer: JSON of a schema, a choice, a pattern or a grammar."""
+"""Response formats: JSON of a schema, a choice, a pattern or a grammar."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class StructuredOutputFields(Body):
     structural_tag: Annotated[Any, Only((None,), "use a grammar")] = None
 
     def read(self) -> StructuredOutputs:
-        """What the answer must keep to.
+        """Returns the constraint on the answer.
 
         Raises:
             InvalidSampling: none of the fields, or several.
@@ -80,10 +80,10 @@ class StructuredFields(Body):
     structured_outputs: StructuredOutputFields | None = None
 
     def structure(self) -> StructuredOutputs | None:
-        """What the answer must keep to; None for any text.
+        """Returns the constraint on the answer; None for any text.
 
         Raises:
-            InvalidSampling: a form given twice, or one that cannot be kept.
+            InvalidSampling: a format given twice, or an unsupported one.
         """
         asked = self._format()
         if self.structured_outputs is None:
@@ -97,7 +97,7 @@ class StructuredFields(Body):
 
 
 def structure_of(form: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> StructuredOutputs | None:
-    """What a `response_format` asks for."""
+    """Returns the constraint of a `response_format`."""
     if isinstance(form, JsonObjectFormat):
         return StructuredOutputs(json_object=True)
     if isinstance(form, JsonSchemaFormat):

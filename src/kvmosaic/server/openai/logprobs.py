@@ -10,7 +10,7 @@ from kvmosaic.sampling import Logprob
 from kvmosaic.server.openai.fields import Reply
 
 LOWEST = -9999.0
-"""What OpenAI writes for a token that is next to impossible; JSON has no infinity."""
+"""OpenAI's value for a token with a probability near zero; JSON has no infinity."""
 
 
 class TopLogprob(Reply):
@@ -43,7 +43,7 @@ class TextLogprobs(Reply):
 
 
 class TokenBytes:
-    """The bytes of single tokens; half a character is text of no token, but its bytes are known."""
+    """Bytes of single tokens: a token may be part of a character, which has no text, but its bytes are known."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -51,7 +51,7 @@ class TokenBytes:
         self._bytes_by_letter = _byte_letters() if "ByteLevel" in str(decoder) else {}
 
     def of(self, token_id: int, text: str) -> list[int]:
-        """The bytes of a token that decodes to `text`."""
+        """Returns the bytes of a token that decodes to `text`."""
         if "�" not in text or self._tokenizer is None:
             return list(text.encode())
         written = str(self._tokenizer.convert_ids_to_tokens(token_id))
@@ -65,7 +65,7 @@ class TokenBytes:
 def chat_logprobs(
     entries: Iterable[tuple[int, Mapping[int, Logprob]]], number: int, token_bytes: TokenBytes
 ) -> list[TokenLogprob]:
-    """One entry per chosen token, with the `number` most likely tokens in its place."""
+    """Returns one entry per chosen token, with the `number` most likely alternatives."""
     result = []
     for token_id, candidates in entries:
         top = [_top(other, candidate, token_bytes) for other, candidate in _ranked(candidates, number)]
@@ -75,7 +75,7 @@ def chat_logprobs(
 
 
 def text_logprobs(entries: Iterable[tuple[int, Mapping[int, Logprob]]], number: int, offset: int = 0) -> TextLogprobs:
-    """The shape of /v1/completions; `offset` is where in the text the first token stands."""
+    """Returns the shape of /v1/completions; `offset` is the position of the first token in the text."""
     result = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[] if number else None, text_offset=[])
     for token_id, candidates in entries:
         chosen = candidates[token_id]
@@ -105,7 +105,9 @@ def _finite(logprob: float) -> float:
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letters in which byte-level vocabularies write bytes (GPT-2): printable ones as they are, others moved up."""
+    """Returns the characters by which byte-level vocabularies (GPT-2) write bytes: printable ones as they are, others
+    shifted.
+    """
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     moved = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(moved)}

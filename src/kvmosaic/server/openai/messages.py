@@ -51,7 +51,7 @@ class ChatMessage(Body):
     function_call: Annotated[Any, Only((None,), "tools cannot be called")] = None
 
     def plain(self) -> dict[str, Any]:
-        """The message as the prompt encoder reads it."""
+        """Returns the message as the prompt encoder reads it."""
         content = self.content
         kept = content if isinstance(content, str) else [part.model_dump(exclude_none=True) for part in content]
         extra = {"name": self.name, "reasoning_content": self.reasoning_content}

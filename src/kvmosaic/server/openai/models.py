@@ -1,4 +1,4 @@
-"""/v1/models: what is served, and under which names."""
+"""Routes /v1/models: the served model and its names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ModelList(Reply):
 
 
 def served_model(services: Services, name: str | None) -> str:
-    """The name under which a request asked for the model.
+    """Returns the name under which a request addresses the model.
 
     Raises:
         ApiError: 404, a name under which nothing is served.
@@ -50,7 +50,7 @@ def served_model(services: Services, name: str | None) -> str:
 
 
 def router(services: Services) -> APIRouter:
-    """The routes over one set of services."""
+    """Returns the routes over one set of services."""
     routes = APIRouter(tags=["models"], dependencies=[Depends(current_tenant)])
     started = int(services.clock())
 

@@ -1,4 +1,4 @@
-"""Prompts of request bodies: conversations, texts and token ids, with documents, as segments of token ids."""
+"""Prompts of request bodies: conversations, texts and token ids with documents, encoded into segments."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class EncodedPrompt:
 
     prompt: Prompt
     note: str = ""
-    """Why it was not composed, if it was not."""
+    """Reason if it was not composed."""
     document_ids: frozenset[str] = frozenset()
-    """Names of segments that are ids of documents."""
+    """Names of segments that are document ids."""
     notes: Mapping[int, str] = field(default_factory=dict)
-    """What to say of segments, by their number."""
+    """Notes on segments, by number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Rendering:
     continue_final_message: bool = False
     template_options: Mapping[str, Any] | None = None
     is_endless: bool = False
-    """Whether the question may be longer than the model: it is answered with a rolling window."""
+    """Whether the question may exceed the model's context: the answer then uses a rolling window."""
 
 
 def chat_prompt(
@@ -91,7 +91,7 @@ def text_prompt(services: Services, tenant: Tenant, body: DocumentFields, text: 
 
 
 def _told(llm: LLM, prompt: Prompt, documents: Sequence[Document]) -> EncodedPrompt:
-    """A prompt with what its report says: the encoder has joined its segments if there is no chunk cache."""
+    """Adds the report to a prompt; without a chunk cache, the encoder has joined its segments."""
     ids = frozenset(document.id for document in documents if document.id is not None)
     return EncodedPrompt(prompt, f"not composed: {llm.chunk_cache_off_reason}" if prompt.is_joined else "", ids)
 

@@ -57,7 +57,7 @@ class ResponseUsage(Reply):
 
     @classmethod
     def of(cls, usage: Usage) -> ResponseUsage:
-        """The same numbers under the names of this route."""
+        """Returns the same numbers under the names of this route."""
         details = usage.prompt_tokens_details
         return cls(
             input_tokens=usage.prompt_tokens,

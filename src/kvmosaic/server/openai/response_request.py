@@ -41,7 +41,7 @@ class InputMessage(Body):
     phase: Ignored = None
 
     def plain(self) -> dict[str, Any]:
-        """The message as the prompt encoder reads it."""
+        """Returns the message as the prompt encoder reads it."""
         content = self.content
         kept = content if isinstance(content, str) else [part.model_dump(exclude_none=True) for part in content]
         if not isinstance(kept, str):
@@ -118,7 +118,7 @@ class ResponseRequest(SharedFields):
     max_tool_calls: Ignored = None
 
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation as the prompt encoder reads it, instructions first."""
+        """Returns the conversation as the prompt encoder reads it, instructions first."""
         if isinstance(self.input, str):
             messages: list[dict[str, Any]] = [{"role": "user", "content": self.input}]
         else:
@@ -131,11 +131,11 @@ class ResponseRequest(SharedFields):
         return [{**messages[0], "content": parts}, *messages[1:]]
 
     def rendering(self) -> Rendering:
-        """How the conversation is rendered."""
+        """Returns how the conversation is rendered."""
         return Rendering(template_options=self.chat_template_kwargs)
 
     def sampling_params(self, defaults: Defaults) -> SamplingParams:
-        """How the answer is drawn.
+        """Returns the sampling parameters.
 
         Raises:
             InvalidSampling: values that do not go together.

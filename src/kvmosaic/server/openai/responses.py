@@ -1,4 +1,4 @@
-"""/v1/responses: text in, text out; nothing is kept."""
+"""Route /v1/responses: text in, text out, without stored state."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROUTE = "/v1/responses"
 
 
 def router(services: Services) -> APIRouter:
-    """The route over one set of services."""
+    """Returns the route over one set of services."""
     routes = APIRouter(route_class=ParsedRoute, tags=["answers"])
     token_bytes = TokenBytes(services.llm.model.tokenizer)
 
@@ -101,7 +101,7 @@ class ResponseWriter:
         }
 
     async def events(self) -> AsyncGenerator[str, None]:
-        """The events of one answer, in OpenAI's order, numbered from 0."""
+        """Yields the events of one answer, in OpenAI's order, numbered from 0."""
         numbers = count()
         tally, answer, has_begun = self._asked.tally(), WholeAnswer(), False
         try:
@@ -148,7 +148,7 @@ class ResponseWriter:
         return [self._event(ending, next(numbers)) for ending in endings]
 
     def _piece(self, new: AnswerDelta, numbers: Iterator[int]) -> str:
-        """The event of what is new; an empty text if nothing is."""
+        """Returns the event of a delta; an empty text if it has no text."""
         logprobs = self._logprobs(new.token_ids, new.logprobs or ())
         if not new.text and not logprobs:
             return ""
@@ -167,7 +167,7 @@ class ResponseWriter:
         return {"type": "response.failed", "response": response}
 
     def whole(self, answer: WholeAnswer, tally: Tally) -> Response:
-        """One reply with the answer."""
+        """Returns one reply with the answer."""
         is_cut = answer.finish_reason == "length"
         status: Any = "incomplete" if is_cut else "completed"
         response = self._response(status)

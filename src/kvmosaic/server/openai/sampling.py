@@ -23,10 +23,11 @@ from kvmosaic.server.services import Services
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_CANDIDATES = 2**18
-"""Log probabilities of one reply; each takes a kilobyte until it is sent."""
+"""Maximum number of log probabilities in one reply; each takes a kilobyte until it is sent."""
 
 MAX_ENDLESS_ANSWER = 2**20
-"""Most tokens of an answer with `window_tokens`, which no position ends: they are kept until the answer ends."""
+"""Maximum tokens of an answer with `window_tokens`, which no position limits: they stay in memory until the answer
+ends."""
 
 _PLAIN_SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -36,7 +37,7 @@ _PLAIN_SAMPLING = (
 
 
 Defaults = Mapping[str, Any]
-"""Sampling fields that count where a request leaves them out."""
+"""Defaults of sampling fields that a request omits."""
 
 _BY_MODEL = "Default: what the model's generation_config.json says, or"
 
@@ -50,7 +51,7 @@ class StreamOptions(Body):
 
 
 def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
-    """Refuses options of a stream that was not asked for.
+    """Refuses stream options without a stream.
 
     Raises:
         ApiError: 400.
@@ -141,11 +142,11 @@ class SharedFields(DocumentFields, StructuredFields):
     def sampling(
         self, defaults: Defaults, *, max_tokens: int | None, n: int = 1, logprobs: int | None = None
     ) -> SamplingParams:
-        """The sampling parameters; a field that is null counts as left out.
+        """Returns the sampling parameters; null counts as omitted.
 
         Raises:
             ApiError: 400, a repair that does not exist.
-            InvalidSampling: values that do not go together, or a form that cannot be kept.
+            InvalidSampling: values that do not go together, or an unsupported format.
         """
         if self.repair is not None:
             _check_repair(self.repair)
@@ -175,7 +176,7 @@ def _check_repair(repair: str) -> None:
 
 
 def defaults_of(services: Services) -> Defaults:
-    """What counts where a request says nothing: the model's generation configuration, if the settings follow it."""
+    """Returns the defaults for omitted fields: the model's generation configuration, if the settings enable it."""
     if services.settings.generation_config == "none":
         return {}
     advised = services.llm.get_default_sampling_params()
@@ -183,13 +184,13 @@ def defaults_of(services: Services) -> Defaults:
 
 
 def prepared(services: Services, params: SamplingParams, num_prompts: int = 1) -> SamplingParams:
-    """The same parameters, their form compiled beside the engine, which then finds it ready.
+    """Returns the same parameters, with the response format compiled beside the engine.
 
-    An answer with a window that does not say how long it may be is as long as one without a window at most: whoever
-    wants more says so, and nobody computes for an hour by accident.
+    Without an explicit limit, an answer with a window is at most as long as one without: only an explicit request
+    computes for an hour.
 
     Raises:
-        InvalidSampling: what in the form cannot be used, or log probabilities that would fill the memory.
+        InvalidSampling: an unusable part of the format, or log probabilities that would exhaust the memory.
     """
     room = services.llm.engine.max_positions
     if params.window_tokens is not None:

@@ -1,4 +1,4 @@
-"""Server-sent events: a reply in pieces, ended when its reader is gone, with a sign of life while nothing comes."""
+"""Server-sent events: a reply as a stream, cancelled when its reader disconnects, with keep-alive comments."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def event(data: BaseModel, name: str | None = None) -> str:
-    """One event; fields of `data` that were not set are not sent."""
+    """Returns one event; omits fields of `data` that were not set."""
     body = f"data: {data.model_dump_json(exclude_unset=True, by_alias=True)}\n\n"
     return f"event: {name}\n{body}" if name else body
 
 
 class EventStream(StreamingResponse):
-    """A stream of events. However it ends, begun or not, its source is closed, and with it the request it reads."""
+    """A stream of events. However it ends, started or not, it closes its source, which aborts the request."""
 
     media_type = "text/event-stream"
 
     def __init__(self, first: asyncio.Future[str], source: AsyncGenerator[str, None], request_id: str) -> None:
-        """Takes the event that is waited for already, where the others come from, and whose they are."""
+        """Creates a stream from the pending first event, the source of the others, and their tenant."""
         self._first = first
         self._source = source
         self._events = _kept_alive(first, source, request_id)
@@ -48,10 +48,10 @@ class EventStream(StreamingResponse):
 
 
 async def open_stream(request: Request, events: AsyncGenerator[str, None]) -> EventStream:
-    """Begins a stream when its first event is there, so that what fails before has a status of its own.
+    """Begins a stream when its first event is ready, so that an earlier failure gets its own status.
 
-    After ten seconds without an event the stream begins anyway, with comments that keep the connection open. What fails
-    then is the last event, in OpenAI's shape.
+    After ten seconds without an event the stream begins anyway, with comments that keep the connection open. A later
+    failure is the last event, in OpenAI's shape.
 
     Raises:
         Whatever `events` raises before its first event.
@@ -94,7 +94,7 @@ def _error_event(error: ApiError) -> str:
 
 
 async def _end(pending: asyncio.Future[str], events: AsyncGenerator[str, None]) -> None:
-    """Ends a generator that somebody may still wait for."""
+    """Closes a generator that a task may still await."""
     with anyio.CancelScope(shield=True):
         pending.cancel()
         await asyncio.gather(pending, return_exceptions=True)

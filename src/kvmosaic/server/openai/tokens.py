@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what a prompt becomes, segment by segment, and back."""
+"""Routes /tokenize and /detokenize: the tokens of a prompt, segment by segment, and back."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ TokenizeRequest = Annotated[
 
 
 def router(services: Services) -> APIRouter:
-    """The routes over one set of services."""
+    """Returns the routes over one set of services."""
     routes = APIRouter(route_class=ParsedRoute, tags=["tokens"])
 
     @routes.post("/tokenize", response_model=Tokenized, responses=error_replies())

@@ -1,4 +1,4 @@
-"""Usage: how many tokens were read, reused, computed and written, and what became of each segment."""
+"""Usage: tokens read, reused, computed and generated, and the outcome for each segment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvmosaic.sampling.reuse import RepairUse
 from kvmosaic.server.openai.fields import Reply
 
 _EXACT = ("system", "plain")
-"""Segments whose reuse is that of an exact prefix."""
+"""Segment kinds whose reuse is that of an exact prefix."""
 
 
 class PromptTokensDetails(Reply):
@@ -77,7 +77,7 @@ class Report(Reply):
 
 
 class Tally:
-    """What the deltas of one HTTP request add up to: tokens of its prompts and answers, and their reuse."""
+    """Sum over the deltas of one HTTP request: tokens of its prompts and answers, and their reuse."""
 
     def __init__(
         self,
@@ -85,7 +85,9 @@ class Tally:
         document_ids: frozenset[str],
         notes: Sequence[Mapping[int, str]] = (),
     ) -> None:
-        """Takes the tokens of each prompt, names that are ids, and what to say of segments, by prompt and number."""
+        """Creates a count from the tokens of each prompt, names that are ids, and notes on segments, by prompt and
+        number.
+        """
         self._num_prompt_tokens = list(num_prompt_tokens)
         self._document_ids = document_ids
         self._notes = dict(enumerate(notes))
@@ -93,13 +95,13 @@ class Tally:
         self.num_answer_tokens = 0
 
     def add(self, prompt_index: int, delta: RequestDelta) -> None:
-        """Adds what a delta says."""
+        """Adds a delta."""
         self.num_answer_tokens += sum(len(answer.token_ids) for answer in delta.answers)
         if delta.reuse is not None:
             self._reuse[prompt_index] = delta.reuse
 
     def usage(self) -> Usage:
-        """The numbers so far; without details until it is known what was reused."""
+        """Returns the numbers so far; without details until the reuse is known."""
         num_prompt = sum(self._num_prompt_tokens)
         numbers = Usage(
             prompt_tokens=num_prompt,
@@ -117,7 +119,7 @@ class Tally:
         return numbers
 
     def report(self) -> Report:
-        """What became of every segment of every prompt."""
+        """Returns the outcome for every segment of every prompt."""
         segments = [
             self._segment(index, segment, self._notes.get(index, {}).get(number, ""))
             for index in sorted(self._reuse)
@@ -152,7 +154,7 @@ class Tally:
 
 
 def _repair(uses: Sequence[RepairUse]) -> RepairReport | None:
-    """All prompts of a request have one policy; what they cost adds up."""
+    """Sums the repair of all prompts of a request, which share one policy."""
     if not uses:
         return None
     document_tokens = sum(use.document_tokens for use in uses)
