@@ -52,7 +52,7 @@ class AuthenticationMiddleware:
             self._check_origin(connection)
 
     def _check_host(self, connection: HTTPConnection) -> None:
-        """Refuses foreign Host headers: without keys, a page could point its own name at this address (DNS rebinding)."""
+        """Refuses foreign Host headers: without keys, a page could point its own name here (DNS rebinding)."""
         host = connection.headers.get("host")
         if host is None or _name_of(host) in self._names:  # browsers always send it
             return
@@ -60,9 +60,7 @@ class AuthenticationMiddleware:
         raise ApiError(403, f"{names}; see --allowed-hosts, or set a key", code="host")
 
     def _check_origin(self, connection: HTTPConnection) -> None:
-        """Refuses foreign origins: without keys, a page of any site could make a visitor's browser change what is
-        stored here.
-        """
+        """Refuses foreign origins: without keys, any site could make a visitor's browser change the stored data."""
         origin = connection.headers.get("origin")
         if origin is None or self._services.tenants.needs_key:
             return

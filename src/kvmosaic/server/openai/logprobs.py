@@ -105,9 +105,7 @@ def _finite(logprob: float) -> float:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Returns the characters by which byte-level vocabularies (GPT-2) write bytes: printable ones as they are, others
-    shifted.
-    """
+    """Returns the characters of bytes in byte-level vocabularies (GPT-2): printable ones unchanged, others shifted."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     moved = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(moved)}
