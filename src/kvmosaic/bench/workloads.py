@@ -1,4 +1,6 @@
-"""The workloads: fresh, repeated and permuted documents, popular ones, endless orders, agents, talk, plain prompts."""
+"""Benchmark workloads: fresh, repeated and permuted documents, popular ones, many orders, agents, conversations, plain
+prompts.
+"""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def seal_from(variable: str | None) -> Checksum:
 
 
 def secret_from(variable: str | None = None) -> str | None:
-    """Returns the secret of the tiers from the environment; an argument would be visible to other users of the machine."""
+    """Returns the secret of the tiers from the environment; an argument would be visible to other users."""
     name = variable or SECRET_VARIABLE
     secret = os.environ.get(name)
     if secret is None and variable is not None:
@@ -121,9 +121,7 @@ def claims_of(tier: Tier, key: Key) -> ClaimedHeader | None:
 
 
 def whole_entry(tier: Tier, key: Key) -> Entry | None:
-    """Returns all bytes of an entry; None if it is gone. Does not count as a use, where the tier supports that. See
-    `all_bytes`.
-    """
+    """Returns all bytes of an entry; None if it is gone. Not a use, where the tier supports that. See `all_bytes`."""
     return all_bytes(lambda num_bytes: peek(tier, key, num_bytes, deadline=Deadline(CALL_SECONDS)))
 
 

@@ -29,7 +29,7 @@ class PromptSource:
     """Prompts given to a command."""
 
     prompt: str | None = None
-    """A text, with separators if the settings name one; "-" stands for standard input."""
+    """A text, with separators if the settings name one; "-" means standard input."""
     folder: Path | None = None
     """Documents for all questions."""
     questions: tuple[str, ...] = ()

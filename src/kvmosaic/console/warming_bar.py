@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 class WarmingBar:
-    """Progress bar drawn on terminals only. Its length counts bytes of files, the best estimate of the remaining time."""
+    """Progress bar drawn on terminals only. Its length counts file bytes, the best estimate of the remaining time."""
 
     def __init__(self, notices: Console, paths: Mapping[str, Path]) -> None:
         self._sizes: dict[str, int] = dict.fromkeys(paths, 1)

@@ -26,7 +26,7 @@ class Reading:
     first_seconds: float
     """TTFT, with the documents cached."""
     computed_tokens: int
-    """Tokens of the prompt that went through the model; for the documents, those that were repaired."""
+    """Prompt tokens that went through the model; of documents, only the repaired ones."""
     document_tokens: int
     repaired_tokens: int = 0
     """Document tokens that the answer reads as computed with the preceding tokens visible."""

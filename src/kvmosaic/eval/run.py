@@ -175,7 +175,7 @@ class _Run:
         return readings
 
     def _fitting(self, cases: Sequence[Case]) -> list[tuple[Case, Prompt]]:
-        """Cases with their prompts, without those that are too long for the model."""
+        """Returns cases with their prompts, without the cases that are too long for the model."""
         llm, fitting, too_long = self._engines[FULL.context], [], dict[str, str]()
         for case in cases:
             try:
@@ -197,7 +197,7 @@ class _Run:
         return fitting
 
     def _try_ways(self, prompt: Prompt) -> None:
-        """Runs each variant once without counting it: the first forward is slow, and a variant may not suit the model."""
+        """Runs each variant once uncounted: the first forward is slow, and a variant may not suit the model."""
         apart = replace(prompt, salt="the first try of each way")
         for way in list(self._ways):
             try:

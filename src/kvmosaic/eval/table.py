@@ -125,7 +125,7 @@ def increase(nats: float | None) -> str:
 
 
 def way_text(way: Variant, *, with_context: bool) -> str:
-    """Returns a variant in a few words: "query(0.15), shared" or, with the chunk context, "query(0.15), shared/none"."""
+    """Returns a variant in a few words: "query(0.15), shared" or, with chunk context, "query(0.15), shared/none"."""
     if way.is_full:
         return "full attention"
     return f"{way.repair}, {way.strategy}" + (f"/{way.context}" if with_context else "")

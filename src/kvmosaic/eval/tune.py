@@ -47,8 +47,7 @@ class Tuning:
 
 
 def tune(tuning: Tuning, *, as_json: bool = False) -> bool:
-    """Evaluates, prints the results, and writes the profile; False: no variant reaches the goal, and nothing was
-    written.
+    """Evaluates, prints the results, and writes the profile; False: no variant reaches the goal, nothing is written.
 
     Raises:
         KVMosaicError: the model cannot be loaded, a setting cannot work, or the profile cannot be written.
@@ -105,9 +104,7 @@ def _nearness_cells(summary: Summary) -> tuple[str, ...]:
 
 
 def _slow(tuned: Tuned, rows: Sequence[Row]) -> list[str]:
-    """Warns if the variant is slower than full attention: work is counted, and with short prompts less work may take
-    more time.
-    """
+    """Warns if the variant is slower than full attention: with short prompts, less work may take more time."""
     times = {summary.way: summary.first_median for summary in summarize(rows)}
     full, chosen = times[FULL], tuned.chosen.first_median
     if tuned.chosen.way.is_full or chosen <= full:

@@ -33,8 +33,7 @@ _LIMITS = {
 
 
 def read_settings(flags: Mapping[str, Any] | None = None) -> ServerSettings:
-    """Reads settings from flags, `KVMOSAIC_` variables and the YAML file that one of them names; the first one given
-    counts.
+    """Reads settings from flags, then `KVMOSAIC_` variables, then the YAML file that one of them names.
 
     Raises:
         InvalidConfig: an unknown name or a value outside its limits; never with a secret in its message.

@@ -155,7 +155,7 @@ async def reply_of(write: Callable[[], R], answers: Iterable[WholeAnswer]) -> R 
 
 
 async def pieces_of(write: Callable[[], T], answer: AnswerDelta | WholeAnswer) -> T:
-    """Returns the stream events of a delta; a slow reader may get a long delta, which is written beside the event loop."""
+    """Returns the stream events of a delta; a slow reader may get a long delta, written beside the event loop."""
     if _num_candidates(answer.logprobs or ()) <= MAX_WRITTEN_AT_ONCE:
         return write()
     return await asyncio.to_thread(write)

@@ -76,7 +76,7 @@ class CompletionWriter:
     """Writes the answers of one request in the shape of /v1/completions."""
 
     def __init__(self, asked: GenerationRequest, model: str, echoes: Sequence[str]) -> None:
-        """Creates a writer for a request, with the served name, and the prompts to echo before their answers, if any."""
+        """Creates a writer with the request, the served name, and the prompts to echo before their answers, if any."""
         self._asked = asked
         self._echoes = echoes
         self._head: dict[str, Any] = {

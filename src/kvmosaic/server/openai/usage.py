@@ -85,9 +85,7 @@ class Tally:
         document_ids: frozenset[str],
         notes: Sequence[Mapping[int, str]] = (),
     ) -> None:
-        """Creates a count from the tokens of each prompt, names that are ids, and notes on segments, by prompt and
-        number.
-        """
+        """Creates a count from tokens per prompt, names that are ids, and notes on segments by prompt and number."""
         self._num_prompt_tokens = list(num_prompt_tokens)
         self._document_ids = document_ids
         self._notes = dict(enumerate(notes))
