@@ -26,7 +26,7 @@ class Limits:
         return self.read_bytes_per_second[self.threads]
 
     def first_token_seconds(self, weight: Weight, dtype: str, num_computed: int, num_prompt: int) -> float:
-        """Returns the minimum time of a prompt: its multiplications, or the bytes that must be read; without attention."""
+        """Returns the minimum time of a prompt: multiplications, or the bytes that must be read; without attention."""
         flops = 2.0 * (weight.linear_parameters * num_computed + weight.output_parameters)
         read = weight.step_bytes + weight.kv_bytes_per_token * num_prompt
         return max(flops / self.flops_per_second.get(dtype, float("inf")), read / self.bandwidth)
@@ -36,9 +36,7 @@ class Limits:
         return (weight.step_bytes + weight.kv_bytes_per_token * num_context) / self.bandwidth
 
     def best_of(self, other: Limits) -> Limits:
-        """Returns the faster of both in every limit: the same machine at another moment, when it may have been less
-        busy.
-        """
+        """Returns the faster of both in every limit: the same machine at another, perhaps less busy moment."""
         reads, flops = self.read_bytes_per_second, self.flops_per_second
         return Limits(
             {count: max(rate, other.read_bytes_per_second[count]) for count, rate in reads.items()},

@@ -1,6 +1,4 @@
-"""Benchmark workloads: fresh, repeated and permuted documents, popular ones, many orders, agents, conversations, plain
-prompts.
-"""
+"""Benchmark workloads: fresh, repeated, permuted and popular documents, many orders, agents, talk, plain prompts."""
 
 from __future__ import annotations
 

@@ -89,9 +89,7 @@ class ModelFacts:
         return self.element_bytes * sum(2 * layer.num_query_heads * _head_dim(layer) for layer in stored)
 
     def seen_bytes(self, num_tokens: int) -> int:
-        """Returns the bytes of `num_tokens` that a token after them can see: the size of a cache that evicts beyond
-        windows.
-        """
+        """Returns the bytes of `num_tokens` that a token after them can see: a cache that evicts past windows."""
         numbers = sum(layer.numbers_per_token * layer.seen(num_tokens) for layer in self.layers)
         return self.element_bytes * numbers
 

@@ -1,5 +1,4 @@
-"""Conversion of a Llama folder to a GGUF file for llama.cpp; needs numpy and, to write, gguf, and imports nothing of
-kvmosaic.
+"""Conversion of a Llama folder to a GGUF file; needs numpy and, to write, gguf, and imports nothing of kvmosaic.
 
 llama.cpp rotates neighbouring numbers of a head together, (0, 1), (2, 3), …; transformers rotates the two halves
 against each other, (0, D/2), (1, D/2 + 1), …. The rows of the query and key projections are sorted so that both rotate
