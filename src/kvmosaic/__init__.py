@@ -1,4 +1,4 @@
-"""kvmosaic: language models that answer from documents whose keys and values were computed once."""
+"""kvmosaic: language models that answer from documents whose KV cache is computed once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m kvmosaic`: the command line."""
+"""Entry point of `python -m kvmosaic`: the command line."""
 
 from kvmosaic.cli import main
 

@@ -1,4 +1,4 @@
-"""Assembly: what `LLM` is put together from, and what it is asked."""
+"""Assembly of an `LLM` from its parts, and parsing of its arguments."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def checked(settings: Settings, kind: type[Settings]) -> Settings:
 
 
 def check_tiers(config: TierConfig, enable_chunk_cache: bool) -> None:
-    """Looks at the tiers before anything is loaded; opens none.
+    """Checks the tiers before anything is loaded; opens none.
 
     Raises:
-        InvalidConfig: a URL that says nothing sensible, or tiers without a chunk cache.
+        InvalidConfig: an invalid URL, or tiers without a chunk cache.
     """
     if config.tiers and not enable_chunk_cache:
         raise InvalidConfig("tiers keep what is in the chunk cache, which is switched off; leave out one of the two")

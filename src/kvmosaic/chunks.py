@@ -1,4 +1,4 @@
-"""Chunks by hand: handles of cached documents that can be mixed at will."""
+"""Chunk handles: cached documents that a caller can pin, delete and combine in any order."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from kvmosaic.prompt.segment import whole_numbers
 
 @dataclass(frozen=True, slots=True)
 class ChunkHandle:
-    """A cached chunk, as one names it in a prompt: `Prompt((system, a.segment, b.segment, question))`.
+    """A cached chunk, as used in a prompt: `Prompt((system, a.segment, b.segment, question))`.
 
-    A handle stays good when its chunk is evicted: the next prompt that uses it computes it again.
+    A handle stays valid when its chunk is evicted: the next prompt that uses it computes it again.
     """
 
     segment: Segment
     """Its tokens, its name and, for the strategy `absolute`, its place."""
     was_cached: bool
-    """Whether it was there already."""
+    """Whether it was a cache hit."""
 
     @property
     def name(self) -> str | None:
-        """What it is called."""
+        """Its name."""
         return self.segment.name
 
     @property
@@ -42,10 +42,10 @@ class ChunkHandle:
 
 
 class ChunkStore:
-    """The cached chunks of an engine: create, look at, pin and delete them."""
+    """The cached chunks of an engine: create, inspect, pin and delete them."""
 
     def __init__(self, engine: Engine, encoder: PromptEncoder, off_reason: str = "") -> None:
-        """Takes the engine whose chunks these are; `off_reason` says why it keeps none, if so."""
+        """Wraps the chunks of an engine; `off_reason` says why it caches none, if so."""
         self._engine = engine
         self._encoder = encoder
         self._off_reason = off_reason
@@ -117,7 +117,7 @@ class ChunkStore:
         return self._engine.kv_cache.unpin(name, salt, tenant)
 
     def set_priority(self, name: str, priority: float, *, salt: str = "", tenant: str = "") -> int:
-        """Says how much the chunks with this name should stay, 0 to 1; returns how many. Raises UnknownChunk."""
+        """Sets the eviction priority of the chunks with this name, 0 to 1; returns how many. Raises UnknownChunk."""
         return self._engine.kv_cache.set_priority(name, priority, salt, tenant)
 
     def delete(self, name: str, *, salt: str = "", tenant: str = "") -> int:

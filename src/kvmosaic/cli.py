@@ -1,6 +1,6 @@
-"""The command line: run, plan, check, demo, bench, eval, tune, warm, cache, serve, vllm, sleep, wake.
+"""Command line: run, plan, check, demo, bench, eval, tune, warm, cache, serve, vllm, sleep, wake.
 
-Commands import what they need when they run, so that `--help` stays without torch.
+Commands import what they need when they run, so that `--help` does not import torch.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main() -> None:
     """Entry point of the `kvmosaic` command."""
     from kvmosaic.threads import this_machine, thread_variables
 
-    if sys.argv[1:2] != ["vllm"]:  # which has ways of its own to use the cores
+    if sys.argv[1:2] != ["vllm"]:  # which manages the cores itself
         os.environ.update(thread_variables(os.environ, this_machine()))
     app(prog_name="kvmosaic")
 
@@ -251,7 +251,7 @@ def demo(
         position_strategy=position_strategy,
         long_chunks=long_chunks,
         capacity=capacity,
-        repair="none",  # the bundled reader was trained on documents read apart
+        repair="none",  # the bundled reader was trained on documents read separately
     )
     run_demo(opening, bundled_documents())
 
@@ -485,7 +485,7 @@ def serve(context: typer.Context) -> None:
     check_installed()
     from kvmosaic.server.options import serve_app
 
-    # the options are made from the settings of the server, which are there only when its packages are
+    # the options come from the server settings, which need the server's packages
     serve_app(_launch)(context.args, prog_name="kvmosaic serve", standalone_mode=False)
 
 

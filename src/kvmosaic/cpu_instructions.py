@@ -17,7 +17,7 @@ INSTRUCTION_SETS: tuple[InstructionSet, ...] = ("portable", "avx2", "avx512")
 
 
 def allowed_instruction_sets(environment: Mapping[str, str] = os.environ) -> tuple[InstructionSet, ...]:
-    """Those that the environment allows, the worst one first; whether the CPU has them is another question.
+    """Returns the instruction sets that the environment allows, worst first; the CPU may lack some of them.
 
     Raises:
         InvalidConfig: the variable has an unknown value.

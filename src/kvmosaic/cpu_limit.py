@@ -1,4 +1,4 @@
-"""CPU limit: how much processor time reading one request may take, looked at between pieces of work."""
+"""CPU limit: maximum processor time for reading one request, checked between pieces of work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _of_thread = threading.local()
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Has `check_cpu` raise in this thread as soon as it has used so much CPU time in this block."""
+    """Makes `check_cpu` raise in this thread once it has used this much CPU time in this block."""
     before = getattr(_of_thread, "limit", None)
     _of_thread.limit = (time.thread_time() + seconds, seconds)
     try:
@@ -24,10 +24,10 @@ def cpu_limit(seconds: float) -> Iterator[None]:
 
 
 def check_cpu() -> None:
-    """Called between pieces of work of some hundredths of a second; does nothing where there is no limit.
+    """Raises if the limit is exceeded; call it every few hundredths of a second. Does nothing without a limit.
 
     Raises:
-        TooMuchWork: this thread has used what it may.
+        TooMuchWork: this thread has exceeded its limit.
     """
     limit = getattr(_of_thread, "limit", None)
     if limit is not None and time.thread_time() > limit[0]:

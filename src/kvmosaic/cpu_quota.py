@@ -1,4 +1,4 @@
-"""The share of the CPUs that a container may use: Linux control groups, version 2 and version 1."""
+"""CPU quota of a container: Linux control groups, version 2 and version 1."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _MOST_CORES = 65_536.0
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """Seconds of CPU time that this process may use per second, by the tightest of the groups around it.
 
-    A limit such as `--cpus 2` takes no core away: programs see all cores of the host, and when the time of a tenth of
-    a second is used up, all of their threads stand still until the next one.
+    A limit such as `--cpus 2` takes no core away: programs see all cores of the host, and when the time of a tenth of a
+    second is used up, all of their threads are paused until the next one.
 
     Args:
         root: where `proc` and `sys` are.

@@ -1,4 +1,4 @@
-"""Every error kvmosaic raises, one tree.
+"""All errors of kvmosaic, in one tree.
 
     KVMosaicError
     ├── InvalidConfig                 a setting that cannot work
@@ -12,7 +12,7 @@
     │   ├── PromptTooLong             more positions than the model has
     │   ├── TooManyChunks             more documents than a prompt may have
     │   ├── InvalidTokenId            a token id outside the vocabulary
-    │   ├── InvalidSees               a chunk that is told to see one that is not before it
+    │   ├── InvalidSees               a chunk whose `sees` names one that is not before it
     │   ├── InvalidSeparator          a separator that cannot split anything
     │   ├── InvalidOffset             a `position_offset` that is missing, negative or overlapping
     │   ├── InvalidPriority           a request's priority outside its range
@@ -31,12 +31,12 @@
     │   ├── InvalidChunk              a chunk that a rolling cache cannot take: its number, shape, dtype or device
     │   ├── InvalidBundle             a file of stored chunks that is not what `cache export` writes
     │   ├── InvalidEntry              a stored chunk that is not to be used
-    │   │   ├── DamagedEntry          its bytes are not those that were written
+    │   │   ├── DamagedEntry          its bytes differ from the bytes written
     │   │   └── ForeignEntry          of another model, format version, secret or shape
     │   │       └── OtherSecret       sealed with a secret that is not ours
     │   └── TierError                 a tier that cannot do what was asked now
-    │       ├── TierUnavailable       its place fails, or does not answer in time
-    │       └── TierFull              its place has no room
+    │       ├── TierUnavailable       its storage fails, or times out
+    │       └── TierFull              its storage is full
     ├── DocumentError
     │   ├── UnknownDocument           an id that no stored document has
     │   ├── DocumentExists            creating a document under an id that is taken
@@ -122,7 +122,7 @@ class InvalidTokenId(InvalidPrompt):
 
 
 class InvalidSees(InvalidPrompt):
-    """A chunk that is told to see a chunk that does not stand before it."""
+    """A chunk whose `sees` names a chunk that is not before it."""
 
 
 class InvalidSeparator(InvalidPrompt):
@@ -209,7 +209,7 @@ class InvalidEntry(CacheError):
 
 
 class DamagedEntry(InvalidEntry):
-    """The bytes of a stored chunk are not those that were written."""
+    """The bytes of a stored chunk differ from the bytes written."""
 
 
 class ForeignEntry(InvalidEntry):
@@ -225,11 +225,11 @@ class TierError(CacheError):
 
 
 class TierUnavailable(TierError):
-    """The place behind a tier fails, or does not answer in time."""
+    """The storage of a tier fails, or times out."""
 
 
 class TierFull(TierError):
-    """The place behind a tier has no room."""
+    """The storage of a tier is full."""
 
 
 class DocumentError(KVMosaicError):

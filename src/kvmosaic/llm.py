@@ -1,4 +1,4 @@
-"""The Python face: one object that loads a model, keeps its chunks and answers prompts."""
+"""Python API: one object that loads a model, caches its chunks and answers prompts."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ Documents = Sequence[Document | Mapping[str, Any] | str]
 Progress = Callable[[int, int], None]
 """Called with the number of finished requests and the number of all."""
 _Placing = tuple[PositionStrategy | None, ChunkContext | None]
-"""What calls say of their documents instead of the settings."""
+"""Settings that a call overrides for its documents."""
 
 
 class LLM:
-    """A language model that answers from documents whose keys and values were computed once.
+    """A language model that answers from documents whose KV cache is computed once.
 
         llm = LLM("path/or/hub-name")
         answers = llm.chat([{"role": "user", "content": "What do they say?"}], documents=["One text.", "Another one."])
         answers[0].outputs[0].text
         print(answers[0].reuse)
 
-    Not thread-safe. Use it as a context manager or call `close` to abort what is under way.
+    Not thread-safe. Use it as a context manager or call `close` to abort running requests.
     """
 
     def __init__(
@@ -91,12 +91,13 @@ class LLM:
             enable_chunk_cache: compose prompts from cached chunks; off, segments are joined to an ordinary prompt.
             chunk_cache_config: capacity, positions, separator, eviction, …
             engine_config: how much runs at once, memory for prefixes and answers, and threads.
-            tier_config: where chunks are kept when they leave the device, so that they are never computed again.
+            tier_config: where chunks are offloaded when they are evicted from the device, so that they are not
+                recomputed.
             profile: positions, chunk context and repair as `kvmosaic tune` measured them for this model, where
                 `chunk_cache_config` does not say them. True: those of kvmosaic_profile.json in the model's folder
                 (beside NAME.gguf: NAME.kvmosaic_profile.json), if it is there and for this model; a path: of this file;
                 False: none. `profile` and `profile_note` tell.
-            attention_backend: who computes attention: "native" (the C extension), "triton" (CUDA), "torch", or one of
+            attention_backend: attention implementation: "native" (the C extension), "triton" (CUDA), "torch", or one of
                 your own. Default: native or triton where it can be used, otherwise torch; `attention` says which, and
                 why. The environment variable KVMOSAIC_ATTENTION decides where nothing is said here.
             self_check: compare a composed prompt with a dense forward first; if they differ, the chunk cache stays off
@@ -364,12 +365,12 @@ class LLM:
         return self.engine.kv_cache.plan(layout, encoded.salt, encoded.tenant)
 
     def prefix_tree(self, *, depth: int = 8, children: int = 8, runs: int = 200, tokens: int = 12) -> PrefixTree:
-        """What is known of conversations and documents, as a tree; see `PrefixTree` for a picture of it.
+        """Returns the cached conversations and documents as a tree; see `PrefixTree` for a picture.
 
         Args:
             depth: levels of runs below a system text, 1 to 32.
-            children: most runs behind one run, and documents of one system text, 1 to 100.
-            runs: most runs in all, 1 to 2,000.
+            children: maximum runs after one run, and documents of one system text, 1 to 100.
+            runs: maximum runs in all, 1 to 2,000.
             tokens: first tokens of a run that are shown, 0 to 64.
 
         Raises:
@@ -382,7 +383,7 @@ class LLM:
         return tree.with_texts(lambda token_ids: decode_all(tokenizer, token_ids, skip_special_tokens=False))
 
     def pin(self, name: str, *, salt: str = "") -> None:
-        """Keeps the chunks with this name in the cache, whatever else needs room.
+        """Protects the chunks with this name from eviction.
 
         Raises:
             UnknownChunk: no cached chunk has this name.
@@ -398,13 +399,13 @@ class LLM:
         self.chunks.unpin(name, salt=salt)
 
     def set_priority(self, name: str, priority: float, *, salt: str = "") -> None:
-        """Says how much the chunks with this name should stay in a full cache, with the eviction policy "priority".
+        """Sets the priority of the chunks with this name, for the eviction policy "priority".
 
-        It holds for the chunks that are cached now. A document says it for later ones as well: its field `priority`.
+        It applies to the chunks that are cached now; a document's field `priority` also applies to later ones.
 
         Args:
             name: the id or title of a document.
-            priority: from 0, first to leave, to 1, last to leave; 0.5 at first.
+            priority: from 0, evicted first, to 1, evicted last; initially 0.5.
             salt: tenant salt of the prompts that used it.
 
         Raises:
@@ -414,7 +415,7 @@ class LLM:
         self.chunks.set_priority(name, priority, salt=salt)
 
     def delete(self, name: str, *, salt: str = "") -> None:
-        """Drops the chunks with this name.
+        """Deletes the chunks with this name.
 
         Raises:
             UnknownChunk: no cached chunk has this name.
@@ -423,15 +424,15 @@ class LLM:
         self.chunks.delete(name, salt=salt)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's `generation_config.json` advises: to be passed on, or changed first."""
+        """Returns the sampling parameters that the model's `generation_config.json` recommends."""
         return self._default_sampling
 
     def get_chunk_cache_stats(self) -> ChunkCacheStats:
-        """Counters and fill levels of the chunk cache at this moment."""
+        """Returns counters and fill levels of the chunk cache."""
         return self.engine.kv_cache.statistics()
 
     def sleep(self, level: int = 1) -> None:
-        """Gives the device memory of the caches back when the answers under way have ended; `wake` takes it again.
+        """Releases the device memory of the caches when running requests have ended; `wake` allocates it again.
 
         Args:
             level: as in vLLM: 1 keeps the caches in the memory of the host, 2 drops them.
@@ -444,14 +445,14 @@ class LLM:
             self.engine.step()
 
     def wake(self) -> None:
-        """Takes the memory again, with everything as it was; does nothing while awake."""
+        """Allocates the memory again and restores the caches; does nothing while awake."""
         self.engine.wake()
 
     def sleep_cold_chunks(self, min_accesses: int = 1, idle_seconds: float = 600.0) -> int:
-        """Moves cold chunks from the device to the tiers: idle for so long, and used less often than that.
+        """Offloads cold chunks to the tiers: idle for this long, and used less often than this.
 
         Returns:
-            How many left. Their next use brings them back.
+            Number of chunks moved. Their next use loads them again.
 
         Raises:
             InvalidConfig: a number outside its range, or there are no tiers to move them to.
@@ -461,7 +462,7 @@ class LLM:
         return self.engine.kv_cache.evict_cold(min_accesses, idle_seconds)
 
     def close(self) -> None:
-        """Aborts everything under way and refuses further requests; calling it again is safe."""
+        """Aborts all requests and refuses further ones; calling it again is safe."""
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -517,7 +518,7 @@ class LLM:
             while True:
                 if request.error is not None:
                     raise request.error
-                # another stream's step may have brought this answer forward, or to its end
+                # another stream's step may have advanced or ended this answer
                 state = (sum(answer.num_tokens for answer in request.answers), request.is_finished)
                 if state != shown:
                     shown = state

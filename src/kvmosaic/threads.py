@@ -1,4 +1,4 @@
-"""Threads of the command: how many compute, and what they do while they wait for each other.
+"""Thread settings of the command: number of compute threads, and their waiting policy.
 
 Both are read from environment variables when torch is imported, so that a command can choose them and a library must
 not. `EngineConfig.num_threads` changes the number later.
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from kvmosaic.cpu_quota import cpu_quota
 
 SPINS = 3_000
-"""How often a waiting thread looks for work before it sleeps: for microseconds. libgomp itself takes 300,000 looks."""
+"""Number of times a waiting thread polls for work before it sleeps: microseconds. libgomp's default is 300,000."""
 FREE_SHARE = 0.75
-"""Of the cores that threads are to run on, so many must be free for spinning to pay."""
+"""Minimum share of free cores, of the cores for threads, at which spinning pays."""
 _NUMBERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where a command starts."""
+    """The machine a command starts on."""
 
     cores: int
     """Cores on which this process may run."""
@@ -55,7 +55,7 @@ def thread_variables(environment: Mapping[str, str], machine: Machine) -> dict[s
     """Environment variables to be set before torch is imported; none that the user has set, or that repeats a default.
 
     - Where a container allows less than its cores: the number of threads.
-    - On a machine that is idle enough: waiting threads look some thousand times whether there is work, then sleep.
+    - On a machine that is idle enough: waiting threads poll for work a few thousand times, then sleep.
       Otherwise they sleep at once, and leave the core to others.
     """
     wanted = {}

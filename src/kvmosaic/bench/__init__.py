@@ -1,1 +1,1 @@
-"""Measuring: workloads from a seed, engines side by side, the limits of the machine, tables and plots."""
+"""Benchmarks: seeded workloads, engines side by side, limits of the machine, tables and plots."""

@@ -1,4 +1,4 @@
-"""A campaign: one model, several engines, all workloads, the limits of the machine, one report."""
+"""Benchmark campaign: one model, several engines, all workloads, the limits of the machine, one report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvmosaic.prompt import Prompt
 
 _MOST_THREADS = 1_024
 _SHARING_ROUNDS = 3
-"""How often shared and private documents take turns while the steps are looked into."""
+"""Number of times shared and private documents alternate while steps are profiled."""
 _TARGET_TOKENS = FULL.documents * FULL.document_tokens
 _NOT_AS_STATED = (
     f"The targets are stated for {' and '.join(RANDOM_MODELS)} with {FULL.documents} documents of "
@@ -42,7 +42,7 @@ _NOT_AS_STATED = (
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """What is measured."""
+    """What to measure."""
 
     model: str = "reader"
     dtypes: tuple[str, ...] = ("auto",)
@@ -53,7 +53,7 @@ class Campaign:
     peers: PeerOptions = field(default_factory=PeerOptions)
     seed: int = 0
     is_start_measured: bool = False
-    """Whether the command itself is started, to see how long that takes."""
+    """Whether to measure the start of the command itself."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.peers.threads <= _MOST_THREADS:
@@ -61,16 +61,16 @@ class Campaign:
 
 
 class Watcher:
-    """What a campaign tells while it runs; this one stays silent."""
+    """Progress callbacks of a campaign; this one does nothing."""
 
     def stage(self, what: str) -> None:
-        """Something without a length has begun."""
+        """A stage without a known length begins."""
 
     def total(self, count: int) -> None:
-        """So many answers will come."""
+        """Announces the number of answers."""
 
     def answered(self, what: str) -> None:
-        """One answer more."""
+        """One more answer is finished."""
 
 
 def run_campaign(campaign: Campaign, watcher: Watcher) -> Report:
@@ -110,7 +110,7 @@ def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, 
     options = replace(campaign.peers, most_tokens=sizes.longest + 64)
     peers, left_out = open_peers(models, folder, options, stack)
     rows, was_interrupted = _measure_all(workloads, peers, watcher)
-    # a limit that was measured in a busy moment is too low
+    # a limit measured in a busy moment is too low
     limits = limits.best_of(measure_limits(campaign.peers.threads, list(weights)))
     for row in rows:
         add_shares(row, limits, weights[row.dtype])
@@ -140,7 +140,7 @@ def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, 
 
 
 def _measure_all(workloads: list[Workload], peers: list[Peer], watcher: Watcher) -> tuple[list[Row], bool]:
-    """The rows of all workloads; after an interrupt those that were finished, and True."""
+    """Returns the rows of all workloads; after an interrupt, the finished ones, and True."""
     rows: list[Row] = []
     try:
         for peer in peers:
@@ -157,7 +157,7 @@ def _measure_all(workloads: list[Workload], peers: list[Peer], watcher: Watcher)
 
 
 def _profiles(peers: list[Peer], workloads: list[Workload], sizes: Sizes) -> list[StepParts]:
-    """Where the steps of our engine spend their time, for single prompts and for the most sharers."""
+    """Profiles the steps of our engine, for single prompts and for the maximum number of sharers."""
     most = _most_sharers(workloads)
     last = {workload.name: workload.batches[-1] for workload in workloads}
     parts = []

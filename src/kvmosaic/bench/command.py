@@ -1,4 +1,4 @@
-"""`kvmosaic bench`: runs a campaign with signs of life, prints its tables, writes its files."""
+"""Run of `kvmosaic bench`: measures with a progress bar, prints tables, writes files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def bench(campaign: Campaign, output: Path | None, *, as_json: bool = False) -> 
 
 
 class _Bar(Watcher):
-    """A line with what is measured now and how much is left."""
+    """Progress line with the current stage and the remaining answers."""
 
     def __init__(self, notices: Console) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -70,7 +70,7 @@ class _Bar(Watcher):
         self._say(what.split(":")[0])
 
     def _say(self, what: str) -> None:
-        """In a log there is no bar: one line whenever something new begins."""
+        """Without a terminal, logs one line per stage."""
         if not self._notices.is_terminal and what != self._said:
             self._said = what
             self._notices.print(what, markup=False)

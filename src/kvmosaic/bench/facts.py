@@ -1,4 +1,4 @@
-"""What a result has to say about where it was measured."""
+"""Machine facts of a result: hardware, load, versions and commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PACKAGES = ("kvmosaic", "torch", "transformers", "numpy")
 
 
 def facts(threads: int) -> dict[str, Any]:
-    """Machine, cores, threads, how busy it was, versions and commit."""
+    """Returns machine, cores, threads, load, versions and commit."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -29,7 +29,7 @@ def facts(threads: int) -> dict[str, Any]:
 
 
 def _waiting_threads() -> str:
-    """What threads do while they wait, by the environment variables that torch read."""
+    """Returns the waiting policy of threads, by the environment variables that torch has read."""
     spins = os.environ.get("GOMP_SPINCOUNT")
     return os.environ.get("OMP_WAIT_POLICY", f"{spins} spins" if spins else "default")
 
@@ -49,7 +49,7 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this package is run from, with "-dirty" if something was changed since."""
+    """Returns the commit of this package's checkout, with "-dirty" if it has changes."""
     git = shutil.which("git")
     if git is None:
         return None

@@ -1,4 +1,4 @@
-"""Limits of this machine, measured: how fast it reads memory and how fast it multiplies."""
+"""Measured limits of this machine: memory bandwidth and multiplication speed."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Limits:
         return self.read_bytes_per_second[self.threads]
 
     def first_token_seconds(self, weight: Weight, dtype: str, num_computed: int, num_prompt: int) -> float:
-        """Least time of a prompt: its multiplications, or the bytes that must be read; attention is left out."""
+        """Returns the minimum time of a prompt: multiplications, or the bytes that must be read; without attention."""
         flops = 2.0 * (weight.linear_parameters * num_computed + weight.output_parameters)
         read = weight.step_bytes + weight.kv_bytes_per_token * num_prompt
         return max(flops / self.flops_per_second.get(dtype, float("inf")), read / self.bandwidth)
 
     def token_seconds(self, weight: Weight, num_context: int) -> float:
-        """Least time of one step of answers: the weights and all keys and values are read once."""
+        """Returns the minimum time of one decode step: weights and KV cache are read once."""
         return (weight.step_bytes + weight.kv_bytes_per_token * num_context) / self.bandwidth
 
     def best_of(self, other: Limits) -> Limits:
-        """The faster of both in everything: the same machine at another moment, when it may have been less busy."""
+        """Returns the faster of both in every limit: the same machine at another, perhaps less busy moment."""
         reads, flops = self.read_bytes_per_second, self.flops_per_second
         return Limits(
             {count: max(rate, other.read_bytes_per_second[count]) for count, rate in reads.items()},
@@ -53,7 +53,7 @@ def measure_limits(threads: int, dtypes: list[str], *, num_bytes: int = 2**28, t
     """Reads a large buffer and multiplies square matrices.
 
     Args:
-        threads: of the run; one thread is measured as well.
+        threads: threads of the run; one thread is measured as well.
         dtypes: formats whose multiplications are measured.
         num_bytes: size of the buffer; much more than the caches of the processor.
         tries: how often each is measured.

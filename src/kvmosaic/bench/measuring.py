@@ -1,4 +1,4 @@
-"""Measuring: every engine answers every batch, in turn, and one row per engine keeps what it took."""
+"""Measurement loop: every engine answers every batch, in turn, with one row of times per engine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from kvmosaic.bench.resident import forget_peak, resident_bytes
 from kvmosaic.bench.workload import Workload
 
 Progress = Callable[[str], None]
-"""Called after every batch with what was measured."""
+"""Called after every batch with its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Middle and width of several times; seconds."""
+    """Median and quartiles of several times, in seconds."""
 
     median: float
     low: float
     high: float
-    """Quarter and three quarters of the way through the sorted values."""
+    """First and third quartile."""
     mean: float
     count: int
 
@@ -52,7 +52,7 @@ class Row:
     first_seconds: list[float] = field(default_factory=list)
     """Per request."""
     beside_seconds: list[float] = field(default_factory=list)
-    """First tokens of the prompts that were asked beside it; see `Workload.beside`."""
+    """TTFT of the prompts run right after it; see `Workload.beside`."""
     token_seconds: list[float] = field(default_factory=list)
     batch_seconds: list[float] = field(default_factory=list)
     num_answered: int = 0
@@ -60,14 +60,14 @@ class Row:
     num_prompt: list[int] = field(default_factory=list)
     num_computed: list[int] = field(default_factory=list)
     kv_bytes: int | None = None
-    """Most keys and values held after a batch."""
+    """Maximum KV cache bytes held after a batch."""
     peak_bytes: int | None = None
-    """Most resident memory that a batch added."""
+    """Maximum resident memory added by a batch."""
     first_share: float | None = None
-    """Least possible time to the first token by the measured one; see `Limits`."""
+    """Minimum possible TTFT / measured TTFT; see `Limits`."""
     token_share: float | None = None
     least_bytes: int | None = None
-    """Bytes that one batch must read and write at least, by arithmetic."""
+    """Minimum bytes that one batch must read and write, by arithmetic."""
 
     @property
     def first(self) -> Spread | None:
@@ -81,7 +81,7 @@ class Row:
 
     @property
     def tokens_per_second(self) -> float:
-        """Answered tokens by time, prompts included in the time."""
+        """Answered tokens / time, prompts included in the time."""
         return self.num_answered / sum(self.batch_seconds) if self.batch_seconds else 0.0
 
     def add(self, batch: Batch) -> None:
@@ -106,8 +106,7 @@ class Row:
 def measure(workload: Workload, peers: Sequence[Peer], progress: Progress) -> list[Row]:
     """Measures one workload on several engines.
 
-    They take turns batch by batch, and another one begins each time, so that a busy moment of the machine falls on all
-    of them alike.
+    They alternate batch by batch in rotating order, so that a busy moment of the machine affects all of them alike.
     """
     chosen = [peer for peer in peers if peer.is_ours or not workload.is_ours_only]
     rows = []

@@ -1,4 +1,4 @@
-"""The models that are measured: random ones made from a configuration, the bundled reader, or a folder."""
+"""Benchmark models: random ones made from a configuration, the bundled reader, or a folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RANDOM_MODELS = {
         **_SHARED,
     },
 }
-"""Llamas with grouped queries and heads of 64 numbers."""
+"""Llamas with grouped queries and a head size of 64."""
 
 
 def model_folder(name: str, scratch: Path, *, seed: int = 0) -> Path:
@@ -59,11 +59,11 @@ def model_folder(name: str, scratch: Path, *, seed: int = 0) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What a model makes a machine do, whatever engine runs it."""
+    """Work per token of a model, whichever engine runs it."""
 
     num_parameters: int
     linear_parameters: int
-    """Parameters that every token is multiplied with, the output layer's excluded."""
+    """Parameters that every token is multiplied with, without the output layer."""
     output_parameters: int
     """Of the output layer, needed for rows with logits only."""
     kv_bytes_per_token: int
@@ -71,14 +71,14 @@ class Weight:
 
     @property
     def step_bytes(self) -> int:
-        """Weights that one step reads at least."""
+        """Minimum weight bytes read by one step."""
         return (self.linear_parameters + self.output_parameters) * self.element_bytes
 
 
 def weigh(config: PretrainedConfig, element_bytes: int, kv_bytes_per_token: int) -> Weight:
     """Counts the parameters of a model by its configuration.
 
-    Not by a loaded module: an engine may have put its weights into another form.
+    Uses no loaded module: an engine may have converted its weights.
     """
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)

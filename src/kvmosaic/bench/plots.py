@@ -1,4 +1,4 @@
-"""Plots: time to the first token by known documents and by hit rate, memory by sharers, time by order."""
+"""Benchmark plots: TTFT over cached documents and hit rate, memory over sharers, time over order."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def save_plots(report: Report, folder: Path, name: str) -> list[Path]:
 
 
 def _whole(value: float, position: float | None = None) -> str:
-    """A number on an axis, without powers of ten; small ones with one digit behind the point."""
+    """Formats a number on an axis, without powers of ten; small ones with one decimal."""
     return f"{value:,.0f}" if value >= 10 or value == round(value) else f"{value:.1f}"
 
 
@@ -97,7 +97,7 @@ def _by_hit_rate(axes: Axes, rows: list[Row], report: Report) -> None:
 
 
 def saved_share(rows: Sequence[Row], dtype: str) -> float | None:
-    """β: the share of the time of a prompt with new documents that is saved when all of them are known."""
+    """Returns β: the share of a new-document prompt's time that is saved when all documents are cached."""
     ours = {
         row.x: row.first.mean
         for row in rows

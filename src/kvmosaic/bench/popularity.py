@@ -1,4 +1,4 @@
-"""Popularity of documents: a few take most of the requests (Zipf)."""
+"""Popularity of documents: a few get most of the requests (Zipf)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a step of answers spends its time: linear layers, attention, and everything else."""
+"""Step profile of decoding: time in linear layers, attention, and everything else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvmosaic.prompt import Prompt
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """Medians over the steps of answers; seconds per step."""
+    """Medians over decode steps; seconds per step."""
 
     name: str
     dtype: str
@@ -42,9 +42,9 @@ class StepParts:
 def profile_answers(
     peer: OwnPeer, batches: Mapping[str, Sequence[Prompt]], num_answer: int, rounds: int = 1
 ) -> list[StepParts]:
-    """Answers batches whose documents are known, with a clock in every module; the clocks take a little time too.
+    """Answers batches whose documents are cached, with a clock in every module; the clocks take a little time too.
 
-    Several batches take turns, `rounds` times, so that what is compared is measured at the same moment.
+    Several batches alternate, `rounds` times, so that compared times are measured at the same moment.
     """
     clocks = {name: _ModuleClock(peer.llm.model.module) for name in batches}
     times: dict[str, list[float]] = {name: [] for name in batches}
@@ -81,7 +81,7 @@ class _Step:
 
 
 class _ModuleClock:
-    """Clocks in the linear layers and attention modules of a transformers model, while it is entered."""
+    """Timers in the linear layers and attention modules of a transformers model, as a context manager."""
 
     def __init__(self, module: Any) -> None:
         self.steps: list[_Step] = []

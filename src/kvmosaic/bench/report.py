@@ -1,4 +1,4 @@
-"""The report of a campaign: JSON, Markdown, and tables for a terminal."""
+"""Report of a campaign: JSON, Markdown, and tables for a terminal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that was measured in one run."""
+    """All measurements of one run."""
 
     model: str
     preset: str
@@ -62,7 +62,7 @@ class Report:
     parts: list[StepParts]
     targets: list[Target]
     notes: list[str]
-    """What a reader has to know: engines that were left out, sizes that were made smaller."""
+    """Remarks for the reader: omitted engines, reduced sizes."""
     seconds: float
     """How long the run took."""
 
@@ -94,7 +94,7 @@ class Report:
         return "\n\n".join(parts) + "\n"
 
     def to_tables(self, width: int = _WIDE_COLUMNS) -> Group:
-        """Tables for a terminal of this many columns; in a narrow one, what matters most."""
+        """Returns tables for a terminal of this many columns; a narrow one shows the most important columns."""
         is_narrow = width < _WIDE_COLUMNS
         rows = Table(*(_NARROW_HEADINGS if is_narrow else _HEADINGS), box=None, pad_edge=False, header_style="dim")
         before = ""

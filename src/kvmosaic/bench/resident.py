@@ -1,4 +1,4 @@
-"""Resident memory of a process, as the system counts it."""
+"""Resident memory of a process, as reported by the system."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def resident_bytes(process_id: int, *, peak: bool = False) -> int | None:
 
 
 def forget_peak(process_id: int) -> None:
-    """Lets the peak begin again at what is held now; does nothing where the system has no such thing."""
+    """Resets the peak to the current value; does nothing where the system does not support it."""
     try:
         Path(f"/proc/{process_id}/clear_refs").write_text("5")
     except OSError:

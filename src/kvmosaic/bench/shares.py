@@ -1,4 +1,4 @@
-"""Shares: how near a row is to the least that the machine needs."""
+"""Shares: the minimum that the machine needs / the measured value, per row."""
 
 from __future__ import annotations
 

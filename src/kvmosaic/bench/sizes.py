@@ -1,4 +1,4 @@
-"""Sizes of the workloads, and the two presets."""
+"""Sizes of the workloads, with two presets."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Sizes:
     orders: int = 500
     """Prompts with known documents in orders not seen before."""
     most_sharers: int = 32
-    """Most prompts that share their documents at once."""
+    """Maximum number of prompts that share their documents at once."""
 
     def __post_init__(self) -> None:
         for name, limit in _LIMITS.items():
@@ -64,7 +64,7 @@ class Sizes:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt with its answer, its documents one behind the other."""
+        """Tokens of the longest prompt with its answer, its documents one after the other."""
         documents = max(self.documents, self.zipf_documents) * self.document_tokens
         talk = NUM_TURNS * (self.question + self.answer)
         return max(self.system + documents + talk, self.plain_tokens) + self.answer

@@ -1,4 +1,4 @@
-"""How long the command takes to start: its help, and the first answer of the bundled model."""
+"""Startup time of the command: its help, and the first answer of the bundled model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Targets: what the project wants of these numbers, worked out from the rows that were measured."""
+"""Performance targets of the project, computed from the measured rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Target:
     wanted: float
     measured: float
     is_most: bool = False
-    """Whether `wanted` is the most that is allowed, not the least."""
+    """Whether `wanted` is a maximum, not a minimum."""
     unit: str = "x"
     """x for ratios, s for seconds."""
 
@@ -123,7 +123,7 @@ def targets(rows: Sequence[Row], limits: Limits, weights: dict[str, Weight], mos
 
 
 def step_targets(parts: Sequence[StepParts]) -> list[Target]:
-    """What the clocks in the modules of our own engine say."""
+    """Returns the targets for the profile of our own engine."""
     found = []
     for part in parts:
         if part.name == "permuted" and part.step:

@@ -15,15 +15,15 @@ _FIRST_ORDINARY = 16
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts that every engine gets, in the same order."""
+    """Prompts that every engine runs, in the same order."""
 
     name: str
     about: str
     """What is asked, in one line."""
     batches: tuple[tuple[Prompt, ...], ...]
-    """Prompts that are measured; those of one batch are asked at once."""
+    """Measured prompts; the prompts of a batch run at once."""
     warm: tuple[Prompt, ...] = ()
-    """Prompts that are answered before, and not measured."""
+    """Prompts that run before, unmeasured."""
     num_answer: int = 1
     """Tokens of every answer."""
     figure: str = ""
@@ -31,9 +31,9 @@ class Workload:
     x: float = 0.0
     """Its place on that plot."""
     beside: tuple[Prompt, ...] = ()
-    """One prompt per batch that our engine is asked right after it, to compare with at the same moment."""
+    """One prompt per batch that our engine runs right after it, for comparison at the same moment."""
     is_ours_only: bool = False
-    """Whether only our own engine with its chunk cache can be asked."""
+    """Whether it runs only on our own engine with its chunk cache."""
 
 
 class TokenSource:

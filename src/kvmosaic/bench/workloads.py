@@ -1,4 +1,4 @@
-"""The workloads: fresh, repeated and permuted documents, popular ones, endless orders, agents, talk, plain prompts."""
+"""Benchmark workloads: fresh, repeated, permuted and popular documents, many orders, agents, talk, plain prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Capacity planning: what fits on a device, how often a document is there, and how long a first token takes."""
+"""Capacity planning: what fits on a device, its hit rate, and the time to the first token."""
 
 from kvmosaic.capacity.demand import Demand
 from kvmosaic.capacity.facts import LayerFacts, ModelFacts

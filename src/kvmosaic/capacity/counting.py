@@ -1,4 +1,4 @@
-"""Counting a model without its numbers: built on torch's meta device, which has shapes and no memory.
+"""Model size and KV cache, counted on torch's meta device, which has shapes and no memory.
 
 One forward of two tokens shows the queries, keys and values of every layer as the engine would get them. So whatever a
 family does with its heads is counted right, and there is no list of families.
@@ -25,7 +25,7 @@ from kvmosaic.model.refusing import check_rules
 
 _NUM_TOKENS = 2
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "experts_per_token", "top_k_experts")
-"""What configurations call the number of experts that a token is sent to."""
+"""Names in configurations of the number of experts per token."""
 _WINDOWS: dict[str, tuple[LayerKind, str]] = {
     "sliding_attention": ("window", "sliding_window"),
     "chunked_attention": ("chunked", "attention_chunk_size"),
@@ -54,7 +54,7 @@ def build_without_memory(config: Any, dtype: torch.dtype) -> Any:
 
 
 def count(module: Any, name: str, quantization: Literal["none", "int8"] = "none", note: str = "") -> ModelFacts:
-    """Counts a causal language model on the meta device. It is spoiled for anything else.
+    """Counts a causal language model on the meta device. The model is unusable afterwards.
 
     Raises:
         UnsupportedModel: the engine would refuse it, or its layers cannot be looked at without numbers.
@@ -102,7 +102,7 @@ def _layers(module: Any) -> tuple[LayerFacts, ...]:
     pin_frequencies(module, _position_limit(config) or _LONGEST)
     for part in module.modules():
         if type(part).__name__.endswith("Experts"):
-            part.forward = _as_it_came  # which token goes where cannot be known without numbers
+            part.forward = _as_it_came  # the routing of tokens is unknown without weights
         if hasattr(part, _LOOKS_AT_TOKENS):
             setattr(part, _LOOKS_AT_TOKENS, _as_it_came)
     calls = _record(module)
@@ -172,7 +172,7 @@ def _identity(call: AttentionCall) -> tuple[object, ...]:
 
 
 def _saved_by_int8(module: Any, embedding: Tensor) -> int:
-    """Bytes that rounding the linear layers to 8 bits saves; less than nothing for a head that shares the embedding."""
+    """Returns the bytes saved by rounding linear layers to 8 bits; negative for a head that shares the embedding."""
     return sum(_saved(linear, is_copy=linear.weight is embedding) for linear in _linears(module))
 
 
@@ -192,7 +192,7 @@ def _linears(module: Any) -> Iterator[nn.Linear]:
 
 
 def _expert_share(module: Any) -> float:
-    """Of the weights of experts, those that one token is sent to."""
+    """Returns the share of expert weights that one token is routed to."""
     config = module.config.get_text_config()
     chosen = next((int(value) for name in _CHOSEN if isinstance(value := getattr(config, name, None), int)), None)
     counts = [each.shape[0] for name, each in module.named_parameters() if _is_expert(name, each) and each.dim() == 3]

@@ -1,4 +1,4 @@
-"""What is asked of a device: how many documents, how long, how many prompts at once, how popular."""
+"""Demand on a device: number and length of documents, concurrency, popularity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model keeps and computes per token: numbers, no tensors."""
+"""Model facts: KV cache and compute per token, as plain numbers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ LayerKind = Literal["full", "window", "chunked"]
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """One layer: what it keeps of a token, and how far back a token sees.
+    """One layer: its KV cache per token, and how far back a token sees.
 
-    heads     key_dim + value_dim numbers for each of the num_kv_heads
-    latent    key_dim numbers in all, the value among them (MLA: latent and rotary part)
-    shared    nothing: the keys of `source_layer` are read
+    heads     key_dim + value_dim numbers for each of the num_kv_heads latent    key_dim numbers in all, the value among
+    them (MLA: latent and rotary part) shared    nothing: the keys of `source_layer` are read
     """
 
     index: int
@@ -42,11 +41,11 @@ class LayerFacts:
         return 2 * self.num_query_heads * (self.key_dim + self.value_dim)
 
     def seen(self, num_tokens: int) -> int:
-        """Of so many tokens, those that a token right behind them sees, itself not counted, at most."""
+        """Returns how many of `num_tokens` a token right after them sees at most, without itself."""
         return num_tokens if self.kind == "full" else min(num_tokens, self.window)
 
     def pairs(self, num_new: int, num_before: int) -> int:
-        """Pairs of query and key when `num_new` tokens are computed behind `num_before` others that they see."""
+        """Returns pairs of query and key when `num_new` tokens are computed after `num_before` visible ones."""
         first, last = num_before + 1, num_before + num_new
         if self.kind == "full" or last <= self.window:
             return (first + last) * num_new // 2
@@ -56,7 +55,7 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """A model as memory and work."""
+    """Memory and work of a model."""
 
     name: str
     dtype: str
@@ -69,7 +68,7 @@ class ModelFacts:
     step_bytes: int
     """Weights that one forward of many tokens reads: all but tables that are only looked up in."""
     linear_parameters: int
-    """Parameters that one token is multiplied with, without the output layer; of experts, those that it is sent to."""
+    """Parameters that one token is multiplied with, without the output layer; of experts, only the routed ones."""
     output_parameters: int
     """Of the output layer, needed for rows with logits only."""
     max_positions: int | None
@@ -90,12 +89,12 @@ class ModelFacts:
         return self.element_bytes * sum(2 * layer.num_query_heads * _head_dim(layer) for layer in stored)
 
     def seen_bytes(self, num_tokens: int) -> int:
-        """Bytes of `num_tokens` that a token behind them can see: a cache that drops what windows hide holds these."""
+        """Returns the bytes of `num_tokens` that a token after them can see: a cache that evicts past windows."""
         numbers = sum(layer.numbers_per_token * layer.seen(num_tokens) for layer in self.layers)
         return self.element_bytes * numbers
 
     def flops(self, num_new: int, num_before: int, num_rows: int = 0) -> float:
-        """Floating point operations of new tokens behind others that they see, with logits for some rows."""
+        """Returns floating point operations of new tokens after visible ones, with logits for some rows."""
         linear = 2.0 * (self.linear_parameters * num_new + self.output_parameters * num_rows)
         return linear + sum(float(layer.flops_per_pair) * layer.pairs(num_new, num_before) for layer in self.layers)
 

@@ -1,9 +1,9 @@
-"""Time to the first token, from what has to be multiplied and read: a model of it, not a measurement.
+"""Estimated time to the first token, from operations and bytes read: a model, not a measurement.
 
     step       layers * layer_seconds + max(operations / speed, bytes / bandwidth)
-    prompt     the documents that are nowhere, the question, and one read of all keys and values
+    prompt     the documents that are not cached, the question, and one read of the KV cache
 
-One prompt alone on the device. The system text is known. Prompts that wait for each other come on top.
+One prompt alone on the device. The system text is cached. Queueing comes on top.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from kvmosaic.capacity.speed import Speed
 from kvmosaic.config import EngineConfig
 
 STEP_TOKENS = EngineConfig().max_batched_tokens
-"""Most tokens of one forward."""
+"""Maximum tokens of one forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """A model on a device, and what it is asked."""
+    """A model on a device, with a demand."""
 
     model: ModelFacts
     speed: Speed
     demand: Demand
 
     def document_seconds(self, num_tokens: int) -> float:
-        """What computing one more document adds to a prompt."""
+        """Seconds that computing one more document adds to a prompt."""
         operations = self.model.flops(num_tokens, self.demand.system_tokens)
         steps = num_tokens / STEP_TOKENS
         return operations / self.speed.flops_per_second + steps * self._step_seconds
 
     def prompt_seconds(self, num_missing: int) -> float:
-        """To the first token of a prompt, so many of whose documents have to be computed."""
+        """Returns the TTFT of a prompt with this many uncached documents."""
         demand, model = self.demand, self.model
         num_new = demand.question_tokens + num_missing * demand.tokens_per_document
         operations = num_missing * model.flops(demand.tokens_per_document, demand.system_tokens)
@@ -46,7 +46,7 @@ class FirstToken:
         return num_steps * self._step_seconds + work
 
     def expected_seconds(self, hit_rate: float) -> float:
-        """Mean over prompts whose documents are there with this probability, each by itself."""
+        """Returns the mean TTFT if each document is cached with this probability, independently."""
         number = self.demand.documents_per_prompt
         return sum(
             chance * self.prompt_seconds(missing)
@@ -55,7 +55,7 @@ class FirstToken:
         )
 
     def saved_share(self) -> float:
-        """β: of the time of a prompt whose documents are all new, what is saved if all are there."""
+        """Returns β: the share of the time of a prompt with only new documents that is saved if all are cached."""
         number = self.demand.documents_per_prompt
         return 1.0 - self.prompt_seconds(0) / self.prompt_seconds(number)
 
@@ -64,7 +64,7 @@ class FirstToken:
         return len(self.model.layers) * self.speed.layer_seconds
 
     def _question_flops(self) -> float:
-        """The question behind the system text and all documents; a window reaches into each of them."""
+        """Operations of the question after the system text and all documents; a window reaches into each of them."""
         demand, num_new = self.demand, self.demand.question_tokens
         operations = 2.0 * (self.model.linear_parameters * num_new + self.model.output_parameters)
         for layer in self.model.layers:

@@ -1,4 +1,4 @@
-"""Measuring this machine in a few seconds: multiplications, memory, and tiers."""
+"""Quick measurement of this machine: multiplications, memory, and tiers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from kvmosaic.tiers import Deadline, DiskTier, Tier, open_tier, parse_tier_url
 from kvmosaic.tiers.url import TierSpec
 
 MEASURED_SHARE = 0.7
-"""Of square products, what the layers of a prompt reach; see docs/capacity.md."""
+"""Share of square matrix products that the layers of a prompt reach; see docs/capacity.md."""
 _READ_BYTES = 2**28
 _SMALL_BYTES, _LARGE_BYTES = 2**16, 2**25
 _TRIES = 5
 _SECONDS = 20.0
-"""For one call to a tier."""
+"""Timeout of one call to a tier."""
 
 
 def measure_speed(dtype: str, *, tries: int = _TRIES) -> Speed:
-    """What this machine does: on CUDA if torch finds it, else on the CPU with torch's own number of threads.
+    """Measures this machine: on CUDA if torch finds it, else on the CPU with torch's own number of threads.
 
     The best of several tries counts, because other work only makes them slower.
     """
@@ -43,7 +43,7 @@ def measure_speed(dtype: str, *, tries: int = _TRIES) -> Speed:
 
 
 def dtype_here(stored: str) -> str:
-    """What `load_model` makes of a checkpoint in `stored` on this machine, if the choice is left to it."""
+    """Returns the dtype that `load_model` chooses on this machine for a checkpoint in `stored`."""
     return str(dtype_on(_device(), getattr(torch, stored))).removeprefix("torch.")
 
 
@@ -72,11 +72,12 @@ def measure_tier(url: str) -> TierSpeed:
     """Latency and bandwidth of a tier: entries are put, read and checked, and removed.
 
     A disk is measured in a folder of its own beside the tier's, and only from the page cache: a disk that has to be
-    read is slower. Redis and object stores are asked where they are, so up to 32 MiB of entries may leave to make room.
+    read is slower. Redis and object stores are asked where they are, so up to 32 MiB of entries may be evicted to make
+    room.
 
     Raises:
-        InvalidConfig: a URL that says nothing sensible, or a package that is missing.
-        TierUnavailable: the place fails, or takes longer than 20 s.
+        InvalidConfig: an invalid URL, or a package that is missing.
+        TierUnavailable: the tier fails, or takes longer than 20 s.
     """
     spec = parse_tier_url(url)
     if spec.kind != "disk":
@@ -92,7 +93,7 @@ def measure_tier(url: str) -> TierSpeed:
 
 
 def _beside(folder: Path) -> Path:
-    """A folder on the same disk in which files of others do no harm."""
+    """Returns a folder on the same disk where other files do no harm."""
     return folder.parent if (folder / ".kvmosaic-tier.json").exists() else folder
 
 

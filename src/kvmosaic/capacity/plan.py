@@ -1,4 +1,4 @@
-"""The capacity plan: how much fits, how often it is found, how long a first token takes."""
+"""Capacity plan: how much fits, the hit rate, and the time to the first token."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ DEFAULT_HEADROOM = "10%"
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Documents found up to here, and the first token of a prompt."""
+    """Cumulative hit rate and TTFT up to one tier."""
 
     name: str
-    """`computed` (nothing is kept), `device`, or a kind of tier."""
+    """`computed` (no cache), `device`, or a kind of tier."""
     hit_rate: float
-    """Of documents asked for, those found here or before."""
+    """Share of requested documents found here or before."""
     first_token_seconds: float
-    """Mean."""
+    """Mean TTFT."""
     speedup: float
-    """By computing every document of every prompt."""
+    """TTFT with every document of every prompt computed / this TTFT."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """Everything that a plan says. See `plan_capacity`."""
+    """All results of a plan. See `plan_capacity`."""
 
     model: ModelFacts
     demand: Demand
     speed: Speed
     room: Room
     hit_rate: float
-    """Of documents asked for, those that are on the device."""
+    """Share of requested documents that are on the device."""
     best_hit_rate: float
     """The same if the device always had the most popular ones."""
     saved_share: float
-    """β: of the time to the first token, what is saved if all documents are on the device."""
+    """β: share of the TTFT that is saved if all documents are on the device."""
     stages: tuple[Stage, ...]
-    """With nothing kept, with the device, and with each planned tier behind it."""
+    """Without a cache, with the device, and with each planned tier after it."""
     tiers: tuple[TierPlan, ...]
     """Planned tiers in their order, then the other kinds for comparison."""
     notes: tuple[str, ...]
-    """What to know before believing it."""
+    """Caveats."""
 
     @property
     def uses(self) -> float:
-        """How often a document is asked for, for each time that it is computed; infinite if it always stays."""
+        """Requests of a document per time it is computed; infinite if it is never evicted."""
         return float("inf") if self.hit_rate >= 1.0 else 1.0 / (1.0 - self.hit_rate)
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,18 +111,18 @@ def plan_capacity(
     compared: Sequence[TierSpeed] = (),
     codec: Codec = "none",
 ) -> CapacityPlan:
-    """Says what fits on a device, and what to expect of it.
+    """Plans what fits on a device, and its hit rates and times.
 
     Args:
         model: see `read_model`.
-        device_memory: of the device, all of it: bytes or text such as "80GiB".
+        device_memory: total memory of the device: bytes or text such as "80GiB".
         demand: how many documents, how long, how popular, and how many prompts at once.
         speed: of the device; see `spec_speed` and `measure_speed`.
         block_size: token slots of a block.
         headroom: memory for everything else, a size or a share such as "10%".
         weights: bytes of the weights, if they are known better than by counting.
-        tiers: the tiers behind the device, fastest first.
-        compared: how fast tiers of other kinds would be; what is not said is assumed.
+        tiers: the tiers below the device, fastest first.
+        compared: speeds of tiers of other kinds, for comparison; omitted ones are assumed.
         codec: how tiers store numbers.
 
     Raises:
@@ -172,10 +172,10 @@ def parse_headroom(headroom: int | str, device_bytes: int) -> int:
 
 
 def _with_found(tiers: list[TierPlan], ranks: Sequence[Ranks], room: Room) -> list[TierPlan]:
-    """Fills in how many documents are found in each tier.
+    """Fills in the hit rate of each tier.
 
-    A tier that outlives the process is given everything that is computed, so it has what the device has. A host tier is
-    given what leaves the device.
+    A persistent tier receives everything that is computed, so it has what the device has. A host tier receives what the
+    device evicts.
     """
     reach, before, planned = float(room.resident), hit_rate(ranks, room.resident), []
     for tier in tiers:

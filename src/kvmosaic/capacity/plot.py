@@ -1,4 +1,4 @@
-"""Drawing a plan: documents found and time to the first token, by memory of the device."""
+"""Plot of a plan: hit rate and time to the first token over device memory."""
 
 from __future__ import annotations
 

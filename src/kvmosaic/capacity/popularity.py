@@ -1,12 +1,12 @@
-"""How often a document that is asked for is there: popularity by Zipf's law, and who stays by least recent use.
+"""Hit rate of an LRU cache: popularity by Zipf's law, Che's approximation.
 
-A cache of C documents that lets the least recently used leave keeps a document about as long as it takes until C others
-were asked for. Che's approximation takes this time T to be the same for all of them:
+An LRU cache of C documents keeps a document about as long as it takes until C others were requested. Che's
+approximation takes this time T to be the same for all of them:
 
     C = sum_r 1 - exp(-p_r T)          hit rate = sum_r p_r (1 - exp(-p_r T))
 
-(Che, Tung and Wang 2002; why it is so good: Fricker, Robert and Roberts 2012.) It supposes that requests are drawn
-independently of each other.
+(Che, Tung and Wang 2002; why it is so good: Fricker, Robert and Roberts 2012.) It assumes that requests are drawn
+independently.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _EXACT = 1_000
-"""So many ranks one by one; those behind them in groups whose ranks differ by 1%."""
+"""Ranks counted one by one; further ones are in groups whose ranks differ by 1%."""
 _GROWTH = 1.01
 _STEPS = 100
 _ADDED = 0.75
@@ -45,7 +45,7 @@ def zipf_ranks(count: int, exponent: float) -> list[Ranks]:
 
 
 def hit_rate(ranks: Sequence[Ranks], kept: float) -> float:
-    """Of the documents that are asked for, those that a cache of `kept` documents has in the long run (Che)."""
+    """Returns the long-run hit rate of an LRU cache of `kept` documents (Che)."""
     total = sum(group.count for group in ranks)
     if kept >= total:
         return 1.0
@@ -72,7 +72,7 @@ def drawn_together(ranks: Sequence[Ranks], number: int) -> list[Ranks]:
 
 
 def with_host(on_device: float, in_host: float) -> float:
-    """Different documents on a device and in a host tier, which is given what leaves the device.
+    """Different documents on a device and in a host tier, which receives what the device evicts.
 
     What is fetched from the host tier stays there for a while, so some are in both: between none and all of the smaller
     of the two. A quarter of it is closest to caches that were run.
@@ -81,7 +81,7 @@ def with_host(on_device: float, in_host: float) -> float:
 
 
 def best_hit_rate(ranks: Sequence[Ranks], kept: float) -> float:
-    """The same if the cache had the most popular documents, for ever: no policy can do better."""
+    """Returns the hit rate if the cache always held the most popular documents: no policy can do better."""
     rate = 0.0
     for group in ranks:
         number = min(group.count, kept)

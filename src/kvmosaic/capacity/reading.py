@@ -1,4 +1,4 @@
-"""Reading a model's facts from what names it: a folder, a config.json, a GGUF file, a family, or a hub name."""
+"""Model facts from a name: a folder, a config.json, a GGUF file, a family, or a hub name."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def read_model(
 
 
 def _configuration(text: str) -> tuple[Any, str, bool]:
-    """A configuration, what to call it, and whether its sizes are a family's."""
+    """Returns a configuration, its display name, and whether its sizes are a family's defaults."""
     from transformers import CONFIG_MAPPING
 
     if not text.strip() or len(text) > 4_096 or "\0" in text:
@@ -142,7 +142,7 @@ def _from_hub(name: str) -> Any:
 
 
 def _check_numbers(settings: dict[str, Any], depth: int = 0) -> None:
-    """Refuses sizes beyond any model there is, which would take minutes to build."""
+    """Refuses sizes beyond any existing model, which would take minutes to build."""
     for name, value in settings.items():
         if isinstance(value, dict) and depth < 8:
             _check_numbers(value, depth + 1)
@@ -157,7 +157,7 @@ def _limit_of(name: str) -> int:
 def _stored_dtype(config: Any, name: str) -> str | None:
     try:
         text_config = config.get_text_config()
-    except ValueError as error:  # models that make something else from text
+    except ValueError as error:  # models that generate other things than text
         raise UnsupportedModel(f"{name} has no one text model: {' '.join(str(error).split())[:200]}") from error
     stored = getattr(config, "dtype", None) or getattr(text_config, "dtype", None)
     text = str(stored).removeprefix("torch.") if stored is not None else None

@@ -1,4 +1,4 @@
-"""Room: what a device's memory is taken by, and how many documents are left in it."""
+"""Memory split of a device: weights, headroom, requests, and the documents that fit in the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvmosaic.capacity.facts import ModelFacts
 from kvmosaic.errors import InvalidConfig
 
 MAX_BLOCKS = 2**24
-"""Of a pool: more are not made, whatever the memory (`memory.budget`)."""
+"""Maximum number of blocks of a pool, whatever the memory (`memory.budget`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Room:
     request_blocks: int
     """The system text once, and the question and answer of every prompt that runs."""
     chunk_blocks: int
-    """What is left for documents."""
+    """Blocks left for documents."""
     bytes_per_block: int
     block_size: int
     blocks_per_document: int
@@ -45,7 +45,7 @@ class Room:
 
     @property
     def resident(self) -> int:
-        """Documents that are on the device at once, at most."""
+        """Maximum number of documents on the device at once."""
         return min(self.documents, self.chunk_blocks // self.blocks_per_document)
 
     @property
@@ -54,7 +54,7 @@ class Room:
         return self.blocks_per_document * self.bytes_per_block
 
     def wasted_share(self, num_tokens: int) -> float:
-        """Of the slots of a document's blocks, those that stay empty."""
+        """Share of empty slots in a document's blocks."""
         return 1.0 - num_tokens / (self.blocks_per_document * self.block_size)
 
     @property

@@ -1,4 +1,4 @@
-"""How fast a device is: multiplications, memory, and what a forward costs whatever is in it."""
+"""Device speed: multiplications, memory bandwidth, and the fixed cost of a forward."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvmosaic.errors import InvalidConfig
 
 SPEC_SHARE = 0.5
-"""Of what a data sheet promises, what a prompt reaches: an assumption."""
+"""Share of a data sheet's speed that a prompt reaches: an assumption."""
 LAYER_SECONDS = 1.2e-4
 """Python, launches and small operations of one layer in one forward; measured on one CPU core (docs/performance.md)."""
 _MAX_RATE = 1e18
@@ -15,7 +15,7 @@ _MAX_RATE = 1e18
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What prompts reach on a device."""
+    """Speeds that prompts reach on a device."""
 
     flops_per_second: float
     """Floating point operations, in the dtype of the model."""

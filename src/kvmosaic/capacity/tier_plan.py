@@ -1,4 +1,4 @@
-"""What a tier is worth: from which length on loading beats computing, and how often it must have what is asked for."""
+"""Tier plan: the length from which loading beats computing, and the hit rate that pays for a probe."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvmosaic.errors import InvalidConfig
 Codec = Literal["none", "fp8", "int8", "int4"]
 
 MARGIN = 0.9
-"""Of computing, what loading may take: the engine's own rule (`tiers.cost`)."""
+"""Maximum loading time / computing time: the engine's own rule (`tiers.cost`)."""
 LONGEST = 2**24
-"""Longest document that is looked at."""
+"""Maximum document length considered."""
 _MAX_RATE = 1e15
 _SYMMETRIC_GROUP, _INT4_GROUP = 64, 32
 """Numbers that share a scale of 2 bytes, or a scale and an offset."""
@@ -33,7 +33,7 @@ class TierSpeed:
     source: str
     """Where these numbers come from."""
     quota_bytes: int | None = None
-    """Most bytes that it keeps; None: as many as there are, or unknown."""
+    """Quota in bytes; None: unlimited, or unknown."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_seconds <= 3_600:
@@ -68,7 +68,7 @@ def assumed(kind: str) -> TierSpeed:
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """One tier behind the device."""
+    """One tier below the device."""
 
     tier: TierSpeed
     entry_bytes: int
@@ -76,13 +76,13 @@ class TierPlan:
     load_seconds: float
     compute_seconds: float
     break_even_tokens: int | None
-    """The shortest document that is worth loading; None: not even one of `LONGEST` tokens is."""
+    """Minimum length of a document worth loading; None: not even `LONGEST` tokens are."""
     least_hit_rate: float | None
-    """Of those asked for, what the tier must have for asking to be worth it; None: not even if it has all."""
+    """Minimum hit rate at which probing the tier pays; None: not even a hit rate of 1 does."""
     kept: int | None = None
     """Documents that fit into its quota."""
     found: float = 0.0
-    """Of all documents asked for, those that are found here and not on the device or in a tier before it."""
+    """Share of requested documents found here, but not on the device or in an earlier tier."""
     is_planned: bool = False
     """Whether the tier is part of what is planned; others are only compared."""
 
@@ -132,7 +132,7 @@ def codec_share(codec: Codec, element_bytes: int) -> float:
 
 
 def _first_worth(is_worth: Callable[[int], bool]) -> int | None:
-    """The least number for which it holds, if it holds from there on."""
+    """Returns the smallest number from which the condition holds."""
     high = 1
     while not is_worth(high):
         if high >= LONGEST:

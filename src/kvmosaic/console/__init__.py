@@ -1,1 +1,1 @@
-"""What people see in a terminal: strips, tables, progress, the demo."""
+"""Terminal output of the command line: strips, tables, progress bars, the demo."""

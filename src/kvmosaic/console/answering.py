@@ -1,4 +1,4 @@
-"""Answers on the screen, token by token, each with the story of its prompt."""
+"""Terminal output of answers, token by token, each with the composition of its prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def run_prompts(opening: ModelOptions, asking: PromptSource, params: SamplingParams, as_json: bool) -> None:
-    """Answers every prompt: the answer as it comes, then how the prompt was put together.
+    """Answers every prompt: streams the answer, then shows how the prompt was composed.
 
     Raises:
         KVMosaicError: a prompt, document or setting that cannot work.
@@ -55,7 +55,7 @@ def warm(llm: LLM, documents: list[dict[str, str]], system: str | None, notices:
 
 
 def show_answer(heading: str, outputs: Iterator[RequestOutput], console: Console, notices: Console) -> RequestOutput:
-    """Prints an answer as it comes, then the strip and the table of its prompt."""
+    """Prints an answer as it streams, then the strip and the table of its prompt."""
     output = stream_answer(heading, outputs, console, notices)
     console.print()
     console.print(reuse_strip(output.reuse))
@@ -66,7 +66,7 @@ def show_answer(heading: str, outputs: Iterator[RequestOutput], console: Console
 
 
 def stream_answer(heading: str, outputs: Iterator[RequestOutput], console: Console, notices: Console) -> RequestOutput:
-    """Prints the question, then what each output adds to the answer; returns the last output."""
+    """Prints the question, then each output's new text; returns the last output."""
     console.print(f"Q  {heading}", style="bold", markup=False, highlight=False)
     with notices.status("reading the prompt"):
         output = next(outputs)
@@ -79,7 +79,7 @@ def stream_answer(heading: str, outputs: Iterator[RequestOutput], console: Conso
 
 
 def output_fields(heading: str, output: RequestOutput) -> dict[str, object]:
-    """One answer, for JSON."""
+    """Returns one answer as fields for JSON."""
     first = output.outputs[0]
     return {
         "question": heading,

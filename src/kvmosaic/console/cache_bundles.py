@@ -1,4 +1,4 @@
-"""Carrying entries to another machine: out of a tier into a file, and out of a file into a tier."""
+"""Export and import of tier entries, as bundle files for another machine."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _AT_ONCE = 256
 
 
 def export_bundle(url: str, path: Path, selection: Selection, variable: str | None, as_json: bool) -> bool:
-    """Writes the entries of a tier that are right and meant to a file; returns whether none was damaged.
+    """Writes the selected, intact entries of a tier to a file; returns whether none was damaged.
 
     Raises:
-        InvalidConfig: there is none. A bundle that has the name already stays.
+        InvalidConfig: no entry is selected. An existing bundle of this name stays.
         KVMosaicError: the tier cannot be opened, or fails; or the file cannot be written.
     """
     console, notices = Console(), Console(stderr=True)
@@ -66,7 +66,7 @@ def export_bundle(url: str, path: Path, selection: Selection, variable: str | No
 
 
 def _some(entries: Iterable[tuple[Key, Entry]], path: Path) -> Iterator[tuple[Key, Entry]]:
-    """The entries; if there are none, nothing is written, least of all over an earlier bundle."""
+    """Yields the entries; if there are none, nothing is written, in particular not over an earlier bundle."""
     is_empty = True
     for entry in entries:
         is_empty = False
@@ -76,7 +76,7 @@ def _some(entries: Iterable[tuple[Key, Entry]], path: Path) -> Iterator[tuple[Ke
 
 
 def _read(bundle: Bundle, member: Member, findings: Findings) -> Entry | None:
-    """An entry of a bundle; None, and a finding, for one that need not be read as a whole."""
+    """Returns an entry of a bundle; None, and a finding, for one that cannot be used."""
     try:
         return all_bytes(lambda num_bytes: bundle.read(member, num_bytes))
     except InvalidEntry as error:
@@ -85,14 +85,14 @@ def _read(bundle: Bundle, member: Member, findings: Findings) -> Entry | None:
 
 
 def _check_order(path: Path, order: str) -> None:
-    """Both arguments are texts, and easily swapped."""
+    """Checks the order of the arguments: both are texts, and easily swapped."""
     kind = str(path).partition(":")[0].lower()
     if kind in TIER_KINDS and ":" in str(path) and not path.exists():
         raise InvalidConfig(f"{path} is a tier and no file; write kvmosaic cache {order}")
 
 
 def import_bundle(path: Path, url: str, variable: str | None, as_json: bool) -> bool:
-    """Puts the entries of a file into a tier, each after its checksum was checked; those that it has stay as they are.
+    """Puts the entries of a file into a tier, each after its checksum was checked; existing ones stay as they are.
 
     Returns:
         Whether all of them are in the tier now.

@@ -1,4 +1,4 @@
-"""Making room in a tier: what is old, of another model, or more than a quota."""
+"""Cleanup of a tier: removal of entries by age, model or quota."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _AT_ONCE = 64
 
 
 def clean(url: str, selection: Selection, quota: str | None, dry_run: bool, as_json: bool) -> None:
-    """Removes the entries that are meant, and then those that were not used for longest, until a quota is kept.
+    """Removes the selected entries, then least recently used ones, until the tier is within a quota.
 
     Raises:
-        InvalidConfig: nothing says what is to go. TierError: the tier fails.
+        InvalidConfig: no condition is given. TierError: the tier fails.
     """
     if selection.is_empty and quota is None:
         raise InvalidConfig(
@@ -60,7 +60,7 @@ def clean(url: str, selection: Selection, quota: str | None, dry_run: bool, as_j
 
 
 def beyond(infos: Sequence[EntryInfo], leaving: set[bytes], most_bytes: int) -> list[EntryInfo]:
-    """Those of the entries, longest unused first, that must leave as well until so many bytes are left at most."""
+    """Returns the least recently used entries to evict as well, so that at most `quota` bytes stay."""
     staying = [info for info in infos if info.key not in leaving]
     total, more = sum(info.num_bytes for info in staying), []
     for info in staying:

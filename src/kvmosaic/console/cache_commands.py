@@ -1,4 +1,4 @@
-"""The commands of `kvmosaic cache`: what is in a tier, and what may be done with it."""
+"""Commands of `kvmosaic cache`: list, verify, clean, export and import the entries of a tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why the documents of a prompt would be found in the tiers, or would not."""
+"""Cache explanation: why the documents of a prompt are found in the tiers, or not."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from kvmosaic.tiers import Tier
 
 MAX_LOOKED_AT = 100_000
-"""Entries of a tier that are asked what they are, to find those of the same text."""
+"""Maximum number of entries of a tier whose headers are read, to find entries of the same text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What would become of one segment."""
+    """The outcome for one segment."""
 
     name: str
     kind: str
     num_tokens: int
     is_hit: bool
     reasons: tuple[str, ...]
-    """One per tier that has something to say."""
+    """One per tier, where there is something to report."""
 
 
 def explain(opening: ModelOptions, asking: PromptSource, urls: list[str], as_json: bool) -> None:
@@ -97,7 +97,7 @@ def verdict_table(verdicts: list[Verdict]) -> Table:
 
 
 def _headers(tier: Tier, notices: Console) -> Iterator[EntryHeader]:
-    """What the entries of a tier are, the last used first; those that cannot be read are left out."""
+    """Returns the headers of a tier's entries, most recently used first; skips unreadable ones."""
     infos = all_entries(tier, notices)[::-1][:MAX_LOOKED_AT]
     with progress_bar(notices) as bar:
         for info in bar.track(infos, description="looking at the entries"):
@@ -110,7 +110,7 @@ def _headers(tier: Tier, notices: Console) -> Iterator[EntryHeader]:
 
 
 class _Explainer:
-    """Compares one prompt with what the tiers have."""
+    """Compares one prompt with the entries of the tiers."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class _Explainer:
         self._of_tenants: dict[str, list[Key]] = {}
 
     def verdict(self, index: int) -> Verdict:
-        """What would become of one span."""
+        """Returns the outcome for one span."""
         span = self.spans[index]
         if not span.is_chunk:
             why = (
@@ -162,7 +162,7 @@ class _Explainer:
         return self._llm.engine.arrange(self._prompt).spans[index].start
 
     def _look(self, index: int, tier: Tier) -> tuple[bool, str]:
-        """Whether a tier has the chunk and it can be used, and what to say of it; nothing if it is not there."""
+        """Returns whether a tier has a usable entry of the chunk, with a remark; nothing if it has none."""
         span = self.spans[index]
         try:
             entry = whole_entry(tier, span.key)
@@ -174,7 +174,7 @@ class _Explainer:
         return True, f"{size_text(len(entry))}, as it was written"
 
     def _absence(self, index: int, headers: list[EntryHeader]) -> str:
-        """What a tier that has not got a chunk has instead."""
+        """Describes what a tier without the chunk has instead."""
         span = self.spans[index]
         same = [header for header in headers if header.tokens == span.tokens]
         ours = [header for header in same if header.fingerprint == self._llm.model.fingerprint]

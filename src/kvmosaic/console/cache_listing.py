@@ -1,4 +1,4 @@
-"""What is in a tier, on the screen: one line per entry, or one number for all."""
+"""Listing of a tier: one line per entry, or totals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODEL_DIGITS = 8
 
 
 def list_entries(url: str, selection: Selection, limit: int, as_json: bool) -> None:
-    """Prints the entries of a tier, the last used first; `limit` of them, or all of them if it is 0.
+    """Prints the entries of a tier, most recently used first; `limit` of them, or all of them if it is 0.
 
     Raises:
         KVMosaicError: the tier cannot be opened, or fails.
@@ -88,7 +88,7 @@ def show_stat(url: str, as_json: bool) -> None:
 
 
 def entry_table(entries: list[Listed], now: float) -> Table:
-    """One row per entry; one that cannot be read says so instead of what it is."""
+    """Returns one row per entry; an unreadable one shows the error instead."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("key", no_wrap=True)
     table.add_column("names", max_width=36)
@@ -118,14 +118,14 @@ def entry_table(entries: list[Listed], now: float) -> Table:
 
 
 def codec_text(entry: Listed) -> str:
-    """How the numbers of an entry are stored, and what was done to its bytes."""
+    """Describes how an entry stores numbers, and how its bytes are compressed."""
     header = entry.header
     assert header is not None
     return header.codec if header.compression == "none" else f"{header.codec} + {header.compression}"
 
 
 def entry_fields(entry: Listed) -> dict[str, object]:
-    """One entry, for JSON."""
+    """Returns one entry as fields for JSON."""
     fields: dict[str, object] = {
         "key": entry.info.key.hex(),
         "bytes": entry.info.num_bytes,
@@ -152,7 +152,7 @@ def _all(tier: Tier, infos: list[EntryInfo]) -> Iterator[Listed]:
 
 
 def age_text(seconds: float) -> str:
-    """How long ago, in one number: "12 s", "3 min", "5 h", "40 d"."""
+    """Returns an age as one number: "12 s", "3 min", "5 h", "40 d"."""
     seconds = max(0.0, seconds)
     for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
         if seconds < limit:

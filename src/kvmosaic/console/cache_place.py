@@ -1,4 +1,4 @@
-"""Tiers for commands that look at them: opened so that looking changes nothing."""
+"""Tiers for inspection commands: opened so that reading does not change them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvmosaic.tiers.peek import peek
 
 SECRET_VARIABLE = "KVMOSAIC_CHUNK_SECRET"  # noqa: S105  the name of a variable
 CALL_SECONDS = 60.0
-"""What one call to a tier may take: nobody's answer waits for it."""
+"""Timeout of one call to a tier; no request waits for it."""
 MIN_SECRET_CHARACTERS, MAX_SECRET_CHARACTERS = 8, 1024
 _NO_QUOTA = 2**50
 _FIRST_BYTES = 2**16
@@ -39,16 +39,16 @@ _SMALL_BYTES = 2**24
 
 @contextmanager
 def opened(url: str, *, to_write: bool = False) -> Iterator[Tier]:
-    """Opens what a URL asks for, and closes it at the end.
+    """Opens the tier of a URL, and closes it at the end.
 
-    A tier that is only looked at has no quota here, so that nothing leaves it; a disk tier needs none in its URL then.
+    A tier that is only read has no quota here, so that nothing is evicted; a disk tier needs none in its URL then.
 
     Args:
-        url: of the tier.
-        to_write: whether it is made if it is not there, and keeps to its quota.
+        url: URL of the tier.
+        to_write: whether to create it if missing, and to apply its quota.
 
     Raises:
-        InvalidConfig: no such place, or one that nobody can look into. TierUnavailable: it fails.
+        InvalidConfig: no such tier, or one that cannot be listed. TierUnavailable: it fails.
     """
     scheme, _, rest = url.strip().partition(":")
     if scheme.lower() == "host" or url.strip().lower().startswith("memory:"):
@@ -76,7 +76,7 @@ def opened(url: str, *, to_write: bool = False) -> Iterator[Tier]:
 
 
 def seal_from(variable: str | None) -> Checksum:
-    """The seal for the secret in an environment variable; without a name, in the usual one, if it is set.
+    """Returns the checksum for the secret in an environment variable; without a name, in the usual one, if it is set.
 
     Raises:
         InvalidConfig: the named variable is not set, or its value is no secret.
@@ -85,7 +85,7 @@ def seal_from(variable: str | None) -> Checksum:
 
 
 def secret_from(variable: str | None = None) -> str | None:
-    """The secret of the tiers from the environment; it is never an argument, which others on the machine could read."""
+    """Returns the secret of the tiers from the environment; an argument would be visible to other users."""
     name = variable or SECRET_VARIABLE
     secret = os.environ.get(name)
     if secret is None and variable is not None:
@@ -99,16 +99,16 @@ def secret_from(variable: str | None = None) -> str | None:
 
 
 def header_of(tier: Tier, key: Key) -> EntryHeader | None:
-    """What an entry says it is; None if it is gone. See `claims_of`."""
+    """Returns the header of an entry; None if it is gone. See `claims_of`."""
     claims = claims_of(tier, key)
     return None if claims is None else claims.header
 
 
 def claims_of(tier: Tier, key: Key) -> ClaimedHeader | None:
-    """What an entry says at its beginning, reading no more of it than needed; None if it is gone.
+    """Returns the header of an entry, reading no more of it than needed; None if it is gone.
 
     Raises:
-        InvalidEntry: it cannot be read. TierUnavailable: the place fails.
+        InvalidEntry: it cannot be read. TierUnavailable: the tier fails.
     """
     start = peek(tier, key, _FIRST_BYTES, deadline=Deadline(CALL_SECONDS))
     if start is None:
@@ -121,17 +121,17 @@ def claims_of(tier: Tier, key: Key) -> ClaimedHeader | None:
 
 
 def whole_entry(tier: Tier, key: Key) -> Entry | None:
-    """All bytes of an entry; None if it is gone. Not a use, where the tier can do that. See `all_bytes`."""
+    """Returns all bytes of an entry; None if it is gone. Not a use, where the tier supports that. See `all_bytes`."""
     return all_bytes(lambda num_bytes: peek(tier, key, num_bytes, deadline=Deadline(CALL_SECONDS)))
 
 
 def all_bytes(read: Callable[[int], Entry | None]) -> Entry | None:
-    """All bytes of an entry; None if it is gone.
+    """Returns all bytes of an entry; None if it is gone.
 
-    Of one that is larger than its header says, one byte too many is read, so that its checksum is wrong, and no more.
+    Of an entry larger than its header says, reads only one byte more, so that its checksum fails.
 
     Args:
-        read: gives the first so many bytes of the entry, or fewer if it has fewer; None if it is gone.
+        read: returns at most the first n bytes of the entry; None if it is gone.
 
     Raises:
         InvalidEntry: a large one whose header cannot be read.
@@ -143,13 +143,13 @@ def all_bytes(read: Callable[[int], Entry | None]) -> Entry | None:
 
 
 def all_entries(tier: Tier, notices: Console) -> list[EntryInfo]:
-    """All entries of a tier, the least recently used first: reading them in this order keeps it, at worst."""
+    """Yields all entries of a tier, least recently used first: reading them all in this order keeps the LRU order."""
     with notices.status("looking into the tier"):
         return sorted(tier.scan(Deadline()), key=lambda info: info.last_used)
 
 
 def progress_bar(notices: Console, *, is_bytes: bool = False) -> Progress:
-    """A bar that is only drawn for people, with numbers of things or of bytes."""
+    """Returns a progress bar in items or bytes, drawn on terminals only."""
     amount = DownloadColumn(binary_units=True) if is_bytes else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
     return Progress(*columns, console=notices, transient=True, disable=not notices.is_terminal)

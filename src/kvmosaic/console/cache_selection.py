@@ -1,4 +1,4 @@
-"""Which entries of a tier a command means: by name, by model, by when they were last used."""
+"""Selection of tier entries for a command: by name, model and last use."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ _FINGERPRINT = re.compile(r"[0-9a-fA-F]{4,64}")
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An entry, and what it says of itself."""
+    """An entry with its header."""
 
     info: EntryInfo
     header: EntryHeader | None
-    """None if it says nothing that can be read, or was not asked."""
+    """None if unreadable, or not read."""
     problem: str = ""
 
     @property
     def last_used(self) -> float:
-        """Seconds since the epoch: the last use, or where the tier does not know it, when it was made; else 0."""
+        """Unix seconds of the last use, or of creation where the tier does not record uses; else 0."""
         return self.info.last_used or (self.header.created if self.header else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """All conditions together; without any, every entry is meant."""
+    """Conditions that must all hold; without any, every entry is selected."""
 
     name: str | None = None
-    """A part of one of its names, in any case."""
+    """Part of one of its names, ignoring case."""
     model: str | None = None
-    """The beginning of the fingerprint."""
+    """Prefix of the fingerprint."""
     not_model: str | None = None
     older_than_days: float | None = None
-    """Not used for so long."""
+    """Minimum days since the last use."""
 
     def __post_init__(self) -> None:
         for option, value in (("--model", self.model), ("--not-model", self.not_model)):
@@ -65,11 +65,11 @@ class Selection:
 
     @property
     def asks_headers(self) -> bool:
-        """Whether entries must be asked what they are."""
+        """Whether the conditions need headers."""
         return any(value is not None for value in (self.name, self.model, self.not_model))
 
     def takes(self, entry: Listed, now: float) -> bool:
-        """Whether an entry is meant. One that cannot be read is meant only if nobody asks what it is."""
+        """Whether an entry is selected. An unreadable one is selected only if no condition needs its header."""
         if self.older_than_days is not None and entry.last_used > now - self.older_than_days * 86_400:
             return False
         if not self.asks_headers:
@@ -83,7 +83,7 @@ class Selection:
         return self.not_model is None or not header.fingerprint.startswith(self.not_model.lower())
 
     def select(self, tier: Tier, infos: Iterable[EntryInfo]) -> Iterator[Listed]:
-        """Those of the entries that are meant; asks them what they are only if that matters."""
+        """Yields the selected entries; reads headers only if needed."""
         now = time.time()
         for info in infos:
             asks = self.asks_headers or (self.older_than_days is not None and not info.last_used)
@@ -93,10 +93,10 @@ class Selection:
 
 
 def listed(tier: Tier, info: EntryInfo) -> Listed | None:
-    """An entry with what it says of itself; None if it is gone by now.
+    """Returns an entry with its header; None if it is gone.
 
     Raises:
-        TierUnavailable: the place fails.
+        TierUnavailable: the tier fails.
     """
     try:
         header = header_of(tier, info.key)

@@ -1,4 +1,4 @@
-"""The tree of a running server's cache on the screen."""
+"""Terminal view of the prefix tree of a running server's cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Fields = Mapping[str, Any]
 
 
 def show_tree(url: str, limits: Mapping[str, int], timeout: float, as_json: bool) -> None:
-    """Prints what a server has in its caches.
+    """Prints the cache tree of a server.
 
     Raises:
         KVMosaicError: it cannot be reached, or refuses.
@@ -48,7 +48,7 @@ def show_tree(url: str, limits: Mapping[str, int], timeout: float, as_json: bool
 
 
 def _system_tree(system: Fields) -> Tree:
-    """A system text, its documents and the conversations behind them."""
+    """Returns a system text with its documents and the conversations after them."""
     if system["num_tokens"]:
         head = _line("system", _said(system), _counted(system["num_tokens"], "token"))
     else:
@@ -92,7 +92,7 @@ def _document_line(document: Fields) -> Text:
 
 
 def _line(kind: str, said: str | None, numbers: str, used: Fields | None = None) -> Text:
-    """A kind, what it says or is called, and numbers."""
+    """Returns a line: kind, text or name, and numbers."""
     line = Text(f"{kind} " if kind else "", style="bold" if kind == "system" else "")
     if said:
         line.append(one_line(said, MAX_TEXT_CHARACTERS), style="cyan")
@@ -107,7 +107,7 @@ def _line(kind: str, said: str | None, numbers: str, used: Fields | None = None)
 
 
 def _said(fields: Fields) -> str | None:
-    """The text of the first tokens, or their numbers if nobody decoded them."""
+    """Returns the text of the first tokens, or their ids if they were not decoded."""
     if fields["text"] is not None:
         return str(fields["text"])
     return " ".join(map(str, fields["token_ids"])) or None

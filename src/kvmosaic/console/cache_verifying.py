@@ -1,4 +1,4 @@
-"""Checking a tier: every byte of every entry against its checksum."""
+"""Verification of a tier: every byte of every entry against its checksum."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from kvmosaic.memory import Checksum, check_entry
 from kvmosaic.tiers import Deadline, Entry, EntryInfo, Tier
 
 MOST_LINES = 100
-"""Of entries that are not right; more are only counted."""
+"""Maximum number of bad entries that are listed; more are only counted."""
 
 
 @dataclass(slots=True)
 class Findings:
-    """What was found out about entries."""
+    """Results of checking entries."""
 
     good: int = 0
     good_bytes: int = 0
     gone: int = 0
-    """Left while others were checked."""
+    """Evicted during the check."""
     damaged: dict[Key, str] = field(default_factory=dict)
-    """Why their bytes are not those that were written."""
+    """Reasons why entries are damaged."""
     foreign: dict[Key, str] = field(default_factory=dict)
-    """Why nobody here can tell: another secret, or another version."""
+    """Reasons why entries cannot be checked here: another secret, or another version."""
 
     def check(self, key: Key, entry: Entry, seal: Checksum) -> bool:
-        """Checks one entry and writes down what it is; returns whether it is right."""
+        """Checks one entry and records the result; returns whether it is intact."""
         try:
             check_entry(entry, key, seal)
         except InvalidEntry as error:
@@ -48,11 +48,11 @@ class Findings:
         return True
 
     def note(self, key: Key, error: InvalidEntry) -> None:
-        """Writes down that an entry is not right."""
+        """Records a bad entry."""
         (self.damaged if isinstance(error, DamagedEntry) else self.foreign)[key] = str(error)
 
     def show(self, notices: Console) -> None:
-        """Says which entries are not right, and why."""
+        """Prints the bad entries, with reasons."""
         lines = [f"damaged {key.hex()}: {one_line(why, 400)}" for key, why in islice(self.damaged.items(), MOST_LINES)]
         if len(self.damaged) > MOST_LINES:
             lines.append(f"… {len(self.damaged) - MOST_LINES:,} more are damaged")
@@ -74,14 +74,14 @@ def _warnings_silenced() -> Iterator[None]:
 
 
 def verify(url: str, variable: str | None, quarantine: bool, as_json: bool) -> bool:
-    """Checks every entry of a tier, and puts damaged ones aside if asked; returns whether none is damaged.
+    """Checks every entry of a tier, and quarantines damaged ones if requested; returns whether none is damaged.
 
     Raises:
         KVMosaicError: the tier cannot be opened, or fails.
     """
     console, notices = Console(), Console(stderr=True)
     seal, findings = seal_from(variable), Findings()
-    with _warnings_silenced(), opened(url) as tier:  # what is put aside is said below
+    with _warnings_silenced(), opened(url) as tier:  # quarantined entries are reported below
         for _ in good_entries(tier, all_entries(tier, notices), seal, findings, notices):
             pass
         if quarantine:
@@ -112,10 +112,10 @@ def verify(url: str, variable: str | None, quarantine: bool, as_json: bool) -> b
 def good_entries(
     tier: Tier, infos: Iterable[EntryInfo], seal: Checksum, findings: Findings, notices: Console, what: str = "checking"
 ) -> Iterator[tuple[Key, Entry]]:
-    """Reads entries one by one and gives those that are right; the others are in `findings`.
+    """Reads entries one by one and yields the intact ones; the others are in `findings`.
 
     Raises:
-        TierUnavailable: the place fails, and not only with this entry.
+        TierUnavailable: the tier fails, not only for this entry.
     """
     infos = list(infos)
     with progress_bar(notices, is_bytes=True) as bar:

@@ -1,4 +1,4 @@
-"""The plan of a device on the screen: memory, hit rate, first token, tiers."""
+"""Terminal output of a capacity plan: memory, hit rate, TTFT, tiers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kvmosaic.errors import InvalidConfig
 
 _MIB = 2**20
 _MOST_KINDS = 12
-"""Kinds of layers that are listed."""
+"""Maximum number of layer kinds listed."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityRequest:
-    """What the options of a plan of a device say."""
+    """Options of a capacity plan."""
 
     model: str
     dtype: str
@@ -41,10 +41,10 @@ class CapacityRequest:
     codec: Codec
 
     def plan(self) -> CapacityPlan:
-        """Reads the configuration, measures if that is wanted, and plans.
+        """Reads the configuration, measures if requested, and plans.
 
         Raises:
-            KVMosaicError: a model, a number or a tier that cannot be, or that does not fit.
+            KVMosaicError: an invalid or too large model, number or tier.
         """
         from kvmosaic.model.quiet import quiet_libraries
 
@@ -65,7 +65,7 @@ class CapacityRequest:
         )
 
     def _model(self) -> ModelFacts:
-        """The model in the type that was asked for; "auto" is this machine's choice if this machine is measured."""
+        """Returns the model in the requested dtype; "auto" is this machine's choice if this machine is measured."""
         quantization: Literal["none", "int8"] = "int8" if self.quantization == "int8" else "none"
         model = read_model(self.model, dtype=self.dtype, quantization=quantization)
         if self.dtype != "auto" or not self.speed.measure:
@@ -80,7 +80,7 @@ def show_capacity(asked: CapacityRequest, *, as_json: bool = False, plot: Path |
     """Prints the plan of a device, and draws it if a file is given.
 
     Raises:
-        KVMosaicError: see `Asked.plan`; or a plot that cannot be drawn.
+        KVMosaicError: see `CapacityRequest.plan`; or a plot that cannot be drawn.
     """
     plan = asked.plan()
     if as_json:
@@ -100,7 +100,7 @@ def show_capacity(asked: CapacityRequest, *, as_json: bool = False, plot: Path |
 
 
 def _table(*headings: str) -> Table:
-    """A table whose columns are numbers, but for the first; without headings, the last is text, too."""
+    """Returns a table whose columns are numeric except the first; without headings, the last is text, too."""
     has_headings = any(headings)
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0), show_header=has_headings)
     for number, heading in enumerate(headings):

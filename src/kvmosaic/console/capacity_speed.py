@@ -1,4 +1,4 @@
-"""What a plan of a device believes about speed: given, measured, by data sheet, or assumed."""
+"""Device and tier speeds of a capacity plan: given, measured, by data sheet, or assumed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ASSUMED = "h100"
 
 @dataclass(frozen=True, slots=True)
 class SpeedAsked:
-    """What the options say about the speed of the device."""
+    """Options for the speed of the device."""
 
     hardware: str | None = None
     flops: str | None = None
@@ -36,7 +36,7 @@ class SpeedAsked:
             raise InvalidConfig(f"--flops and --bandwidth belong together; {missing} is missing")
 
     def speed(self, model: ModelFacts) -> Speed:
-        """The speed to plan with.
+        """Returns the speed to plan with.
 
         Raises:
             InvalidConfig: a device without figures, or something that is no rate.
@@ -55,7 +55,7 @@ class SpeedAsked:
 
 
 def tiers_of(urls: Sequence[str], speeds: Sequence[str], *, measure: bool) -> tuple[list[TierSpeed], list[TierSpeed]]:
-    """The tiers that were named, and those of other kinds whose speed was given.
+    """Returns the named tiers, and tiers of other kinds whose speed was given.
 
     Raises:
         InvalidConfig: a URL or a speed that cannot be read, or a kind that is named twice.

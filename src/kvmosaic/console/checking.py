@@ -1,4 +1,4 @@
-"""The self-check and the rotations of a model, on the screen."""
+"""Terminal output of a model's self-check and its rotations."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from kvmosaic.tiers import Tier
 
 _CHECK_SECONDS = 5.0
-"""For one call to a tier."""
+"""Timeout of one call to a tier."""
 
 
 def show_check(opening: ModelOptions) -> bool:
-    """Prints what was found out about a model; returns whether its self-check passed and all tiers answer.
+    """Prints the results for a model; returns whether its self-check passed and all tiers answer.
 
     Raises:
         KVMosaicError: the model cannot be loaded.
@@ -50,7 +50,7 @@ def show_check(opening: ModelOptions) -> bool:
 
 
 def tier_answer(tier: Tier) -> str:
-    """Puts an entry into a tier, reads it and removes it; returns what went wrong, or nothing."""
+    """Puts an entry into a tier, reads and removes it; returns the error, or nothing."""
     from kvmosaic.tiers import Deadline
 
     key, entry = Key(secrets.token_bytes(32)), b"kvmosaic check"
@@ -80,7 +80,7 @@ def tier_table(answers: dict[Tier, str]) -> Table:
 
 
 def model_table(name: str, model: LoadedModel, attention: str) -> Table:
-    """Name, kind and size of a model, and who computes its attention."""
+    """Returns name, kind and size of a model, and its attention backend."""
     from kvmosaic.model.int8 import Int8Linear
 
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
@@ -103,7 +103,7 @@ def model_table(name: str, model: LoadedModel, attention: str) -> Table:
 
 
 def check_text(check: SelfCheck, is_movable: bool) -> RenderableType:
-    """What the self-check compared, what it found, and what follows from it."""
+    """Describes what the self-check compared, its result, and the consequence."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for heading in ("self-check", "against", "difference", "allowed", "largest at"):
         is_number = heading in ("difference", "allowed")

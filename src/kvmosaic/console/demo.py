@@ -1,4 +1,4 @@
-"""The demo: several questions, each about other documents in another order, and what the cache did."""
+"""Demo: several questions, each with other documents in another order, and the cache hits."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def run_demo(
     params = SamplingParams(temperature=0, max_tokens=32)
     with closing(open_llm(opening, notices)) as llm, closing(without_cache(llm)) as cold_llm:
         console.print(Text(demo_heading(opening, documents) + "\n", style="dim"))
-        first_token_seconds(llm, "Is anybody there?")  # the first forward of a process pays for the start of libraries
+        first_token_seconds(llm, "Is anybody there?")  # the first forward of a process pays for library startup
         reports: list[ReuseReport] = []
         for visit in visits:
             prompt = compose(llm, visit.question, [documents[name] for name in visit.documents], SYSTEM)
@@ -113,7 +113,7 @@ def run_demo(
 
 
 def demo_heading(opening: ModelOptions, documents: dict[str, dict[str, str]]) -> str:
-    """What is asked about, and how, in one line."""
+    """Returns documents and settings of the demo in one line."""
     from kvmosaic.assembly import BUNDLED_READER
 
     words = sum(len(document["text"].split()) for document in documents.values())
@@ -132,7 +132,7 @@ def time_visit(visit: Visit, documents: dict[str, dict[str, str]], llm: LLM, col
 
 
 def without_cache(llm: LLM) -> LLM:
-    """The same model with nothing remembered from one prompt to the next, to measure what a first reading takes."""
+    """Returns the same model with an empty cache for every prompt, to measure a cold prefill."""
     from kvmosaic.config import EngineConfig
     from kvmosaic.llm import LLM
 
@@ -151,7 +151,7 @@ def first_token_seconds(llm: LLM, prompt: Prompt | str) -> float:
 
 
 def summary(reports: Sequence[ReuseReport]) -> str:
-    """What just happened, in plain words."""
+    """Returns a summary in plain words."""
     chunks = [segment for report in reports for segment in report.segments if segment.kind == "chunk"]
     num_documents = len({chunk.name for chunk in chunks})
     num_computed = sum(not chunk.reused_tokens for chunk in chunks)

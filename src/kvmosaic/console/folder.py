@@ -1,4 +1,4 @@
-"""A folder of text files as documents."""
+"""Folders of text files, read as documents."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def read_folder(folder: Path) -> list[dict[str, str]]:
 
 
 def find_documents(folder: Path, pattern: str | None = None, most: int | None = None) -> dict[str, Path]:
-    """The files of a folder that are documents, sorted by name, each under its id.
+    """Returns the document files of a folder, sorted by name, each under its id.
 
     Args:
         folder: where to look.
         pattern: which files, such as `**/*.md`; None: .txt and .md files that are not in sub-folders. Hidden ones are
             left out. The id of a file in a sub-folder has the sub-folder in it.
-        most: how many there may be; None: `MAX_FILES`.
+        most: maximum number; None: `MAX_FILES`.
 
     Raises:
         InvalidDocument: not a folder, a pattern that leads out of it, no such file, or too many.
@@ -66,7 +66,7 @@ def find_documents(folder: Path, pattern: str | None = None, most: int | None = 
 
 
 def bundled_documents() -> Path:
-    """The folder of short documents that comes with the package, for the demo."""
+    """Yields the path of the bundled folder of short documents, for the demo."""
     return Path(str(files("kvmosaic") / "bundled" / "documents"))
 
 

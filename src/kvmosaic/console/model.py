@@ -1,4 +1,4 @@
-"""What is known about a model: its layers, its rotations, and the memory a token takes."""
+"""Terminal output of a model's layers, rotations, and memory per token."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def memory_table(model: LoadedModel, num_tokens: int, num_blocks: int, block_siz
 
 
 def memory_formula(stored: list[LayerSpec], item_bytes: int) -> str:
-    """How the bytes of one token come about, over the layers that keep keys of their own."""
+    """Returns how the bytes of one token add up, over the layers that have a KV cache of their own."""
     terms = []
     for (latent, heads, key, value), members in groupby(
         stored, key=lambda layer: (layer.value_in_key, layer.num_kv_heads, layer.key_dim, layer.value_dim)

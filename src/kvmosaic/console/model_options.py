@@ -1,4 +1,4 @@
-"""Opening a model for a command, with a sign of life while it loads."""
+"""Model options of commands, and loading with a progress message."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which model a command opens, and how."""
+    """Which model a command loads, and how."""
 
     model: str = "reader"
     dtype: str = "auto"
     device: str = "auto"
     position_strategy: PositionStrategy | None = None
-    """None, here and below: as the model's profile says, or the default."""
+    """None, here and below: as in the model's profile, or the default."""
     chunk_context: ChunkContext | None = None
     separator: str | None = None
     long_chunks: Literal["error", "split"] = "error"
@@ -38,13 +38,13 @@ class ModelOptions:
     chunk_compression: Literal["none", "zstd"] = "none"
     chunk_loading: Literal["auto", "always"] = "auto"
     chunk_pending: str = "512MiB"
-    """Most memory for chunks that wait to be written to the tiers."""
+    """Maximum memory for chunks that wait to be offloaded."""
     repair: str | None = None
     profile: str = "auto"
-    """Which profile of the model is followed: auto, none, or a file."""
+    """Which profile of the model to use: auto, none, or a file."""
 
     def said(self) -> dict[str, Any]:
-        """The settings that a profile must not change."""
+        """Settings that a profile must not change."""
         settings = {
             "position_strategy": self.position_strategy,
             "chunk_context": self.chunk_context,
@@ -54,17 +54,17 @@ class ModelOptions:
 
 
 def loading_text(model: str) -> str:
-    """What happens while a model loads; of a file also how large it is, as dequantizing takes some seconds per GB."""
+    """Returns the message while a model loads; with the size of a file, as dequantizing takes some seconds per GB."""
     try:
         num_bytes = file.stat().st_size if (file := Path(model).expanduser()).is_file() else 0
-    except (OSError, ValueError, RuntimeError):  # a name that no file can have
+    except (OSError, ValueError, RuntimeError):  # an invalid file name
         num_bytes = 0
     size = f", dequantizing {num_bytes / 1e6:,.1f} MB" if num_bytes else ""
     return printable(f"loading {model}{size}")
 
 
 def open_llm(opening: ModelOptions, notices: Console) -> LLM:
-    """Loads the model; `notices` shows that something happens.
+    """Loads the model; `notices` shows progress.
 
     Raises:
         KVMosaicError: the model cannot be loaded, or a setting cannot work.
@@ -77,7 +77,7 @@ def open_llm(opening: ModelOptions, notices: Console) -> LLM:
         from kvmosaic.tuned_settings import profile_choice
 
         quiet_libraries()
-        warnings.filterwarnings("ignore", "the chunk cache is off")  # said below, in one line
+        warnings.filterwarnings("ignore", "the chunk cache is off")  # reported below, in one line
         llm = LLM(
             opening.model,
             dtype=opening.dtype,

@@ -1,4 +1,4 @@
-"""`kvmosaic plan`: what one prompt takes, or what a device holds. `--device-memory` tells the two apart."""
+"""Command `kvmosaic plan`: the memory of one prompt, or, with `--device-memory`, the capacity of a device."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def plan(
 
 
 def _is_of_device(context: typer.Context, device_memory: str | None) -> bool:
-    """Which plan is asked for, if the options do not contradict each other."""
+    """Whether a device is to be planned; refuses contradictory options."""
     of_device = _given(context, _OF_DEVICE)
     if not of_device:
         return False
@@ -214,14 +214,14 @@ def _is_of_device(context: typer.Context, device_memory: str | None) -> bool:
 
 
 def _given(context: typer.Context, names: tuple[str, ...]) -> list[str]:
-    """Of these parameters, those that somebody wrote, as they are written."""
+    """Returns which of these parameters were given, as written on the command line."""
     sources = {name: context.get_parameter_source(name) for name in names}
     written = (name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
     return [_FLAGS.get(name, f"--{name.replace('_', '-')}") for name in written]
 
 
 def _folder(documents: str | None) -> Path | None:
-    """The folder of a prompt's documents."""
+    """Returns the document folder of a prompt."""
     if documents is not None and documents.isdecimal() and not Path(documents).exists():
         raise InvalidDocument(
             f"--documents is {documents[:20]}, and there is no folder of that name; for the plan of a device with so "
@@ -231,7 +231,7 @@ def _folder(documents: str | None) -> Path | None:
 
 
 def _number(flag: str, given: str | int | None) -> int:
-    """A number of documents or tokens, which a plan of a device cannot do without."""
+    """Returns a number of documents or tokens that a plan of a device requires."""
     text = "" if given is None else str(given).replace(",", "").replace("_", "")
     if not text.isdecimal() or len(text) > 18:
         what = "is missing" if given is None else f"is {str(given)[:40]!r}"

@@ -1,4 +1,4 @@
-"""Plans on the screen: how a prompt would be composed, and the memory it takes."""
+"""Terminal output of prompt plans: composition and memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def blocks_of(span: SpanPlan, block_size: int) -> int:
 
 
 def plan_table(plan: Plan, bytes_per_token: int, block_size: int, *, is_narrow: bool = False) -> Table:
-    """One row per span: where its keys are computed, where the question sees them, and what has to be done.
+    """One row per span: position where its keys are computed, position seen by the question, and the action.
 
     A narrow table leaves out "seen at", which is "computed at" and "moved by" together. Memory counts whole blocks.
     """

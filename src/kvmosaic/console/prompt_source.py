@@ -1,4 +1,4 @@
-"""What a command was asked: prompt texts, standard input, or questions about a folder of documents."""
+"""Prompt sources of a command: prompt texts, standard input, or questions about a folder of documents."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 MAX_INPUT_BYTES = 2**26
 _LONGEST_PATH = 250
-"""Longer names are no file names on most systems, and asking for one is an error."""
+"""Longer names are invalid on most systems, and raise an error when checked."""
 _USUAL_SEPARATOR = "##"
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """What a command was asked."""
+    """Prompts given to a command."""
 
     prompt: str | None = None
-    """A text, with separators if the settings name one; "-" stands for standard input."""
+    """A text, with separators if the settings name one; "-" means standard input."""
     folder: Path | None = None
     """Documents for all questions."""
     questions: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ def check_model_is_not_a_prompt(command: str, model: str, separator: str | None,
     """Catches a prompt text in the place of the model, before anything is loaded.
 
     Raises:
-        InvalidPrompt: the model has two separators, or it has spaces and there is nothing else that is asked.
+        InvalidPrompt: the model has two separators, or it has spaces and no other prompt is given.
         InvalidSeparator: text cannot be split at this separator.
     """
     if separator and not separator.strip():

@@ -1,4 +1,4 @@
-"""What the cache did for a prompt, as a strip and as a table."""
+"""Terminal output of the cache reuse of a prompt: strip and table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvmosaic.console.text import duration_text, ends, printable, shrinking
 from kvmosaic.sampling.reuse import ReuseReport, SegmentReuse
 
 MOST_ROWS = 24
-"""Rows of a table of segments; more are cut before the last one."""
+"""Maximum rows of a table of segments; further ones are cut before the last."""
 
 
 def reuse_strip(report: ReuseReport, has_legend: bool = True) -> Strip:
@@ -60,7 +60,7 @@ def reuse_sentence(report: ReuseReport) -> str:
 
 
 def _middle(segments: tuple[SegmentReuse, ...]) -> tuple[str, str, str]:
-    """One row for the segments that are not shown."""
+    """Returns one row for the omitted segments."""
     reused = sum(segment.reused_tokens for segment in segments)
     tokens = sum(segment.num_tokens for segment in segments)
     return f"… {len(segments):,} more", f"{tokens:,}", f" {reused:,} tokens reused "

@@ -1,4 +1,4 @@
-"""Asking a running server over HTTP, with nothing but the standard library."""
+"""HTTP client for a running server, with the standard library only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvmosaic.server.key_text import KEY_RULE, is_key_text
 
 KEY_VARIABLE = "KVMOSAIC_API_KEY"
 CONNECT_SECONDS = 10.0
-"""A machine that is there takes a connection at once, whatever its server is busy with."""
+"""Connection timeout: a reachable machine accepts at once, however busy its server is."""
 MAX_REPLY_BYTES = 2**16
 MAX_URL_CHARACTERS = 2_048
 MAX_MESSAGE_CHARACTERS = 400
@@ -33,7 +33,7 @@ def fields_of_server(
     body: Mapping[str, Any] | None = None,
     most_bytes: int = MAX_REPLY_BYTES,
 ) -> dict[str, Any]:
-    """The fields of a server's reply, none if it is no JSON object or longer than `most_bytes`.
+    """Returns the fields of a server's reply; empty if it is no JSON object or longer than `most_bytes`.
 
     Raises:
         InvalidConfig: an address or a key that cannot be one.
@@ -48,7 +48,7 @@ def fields_of_server(
 
 
 def no_kvmosaic(url: str) -> ServerError:
-    """The error for a reply without the fields that were asked for."""
+    """Returns the error for a reply without the requested fields."""
     return ServerError(f"{url} answers, but not as a kvmosaic server does; look at --url")
 
 
@@ -74,9 +74,9 @@ def _call(
     body: Mapping[str, Any] | None,
     most_bytes: int,
 ) -> tuple[int, Mapping[str, str], bytes]:
-    """Status, headers (names in small letters) and body of the reply to one request.
+    """Sends one request; returns status, headers (lower-case names) and body of the reply.
 
-    Neither a proxy nor a redirection is followed: the key of an admin goes to the address that was given.
+    Uses no proxy and follows no redirect: the key of an admin goes to the address that was given.
     """
     connect = HTTPSConnection if place.scheme == "https" else HTTPConnection
     connection = connect(place.hostname or "", place.port, timeout=min(CONNECT_SECONDS, timeout))
@@ -111,7 +111,7 @@ def _call(
 
 
 def _authorization() -> dict[str, str]:
-    """The header with the key. The server's own variable may hold several; the first is as good as the others."""
+    """Returns the header with the key. The server's own variable may hold several; any of them works."""
     key = os.environ.get(KEY_VARIABLE, "").split(",")[0].strip()
     if not key:
         return {}
@@ -129,7 +129,7 @@ def _fields_of(reply: bytes) -> dict[str, Any]:
 
 
 def _refusal(url: str, method: Method, path: str, status: int, headers: Mapping[str, str], error: object) -> str:
-    """One line about a reply that is not 200, and the way out. Whoever only looks (GET) may do so with any key."""
+    """Returns one line about a reply that is not 200, and the fix. A GET works with any key."""
     told = error.get("message") if isinstance(error, dict) else None
     why = one_line(told, MAX_MESSAGE_CHARACTERS) if isinstance(told, str) else f"it answers {status} and nothing else"
     if 300 <= status < 400:

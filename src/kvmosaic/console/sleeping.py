@@ -1,4 +1,4 @@
-"""Sleep and wake of a running server, asked for over HTTP."""
+"""Commands that put a running server to sleep and wake it, over HTTP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvmosaic.errors import InvalidConfig, ServerError
 def cold_chunks(
     is_cold: bool, min_accesses: int | None, idle_seconds: float | None, others: bool
 ) -> dict[str, float] | None:
-    """What is asked about cold chunks, without what the server shall decide; None: all of it is to sleep.
+    """Returns the query for cold chunks, without fields that the server defaults; None: the whole server sleeps.
 
     Raises:
         InvalidConfig: options that do not belong together.
@@ -29,7 +29,7 @@ def cold_chunks(
 
 
 def sleep(url: str, level: int, refuse: bool, timeout: float) -> bool:
-    """Lets a server sleep, and says so; returns False if somebody woke it before it slept.
+    """Puts a server to sleep and reports it; returns False if another client woke it before it slept.
 
     Raises:
         KVMosaicError: it cannot be reached, or does not do it.
@@ -43,7 +43,7 @@ def sleep(url: str, level: int, refuse: bool, timeout: float) -> bool:
 
 
 def sleep_cold(url: str, cold: Mapping[str, float], timeout: float) -> None:
-    """Lets the cold chunks of a server move to its tiers, and says how many did.
+    """Offloads the cold chunks of a server to its tiers, and prints their number.
 
     Raises:
         KVMosaicError: it cannot be reached, or does not do it.
@@ -53,7 +53,7 @@ def sleep_cold(url: str, cold: Mapping[str, float], timeout: float) -> None:
 
 
 def wake(url: str, timeout: float) -> None:
-    """Wakes a server, and says so. One that is awake stays so.
+    """Wakes a server, and reports it. No effect on a server that is awake.
 
     Raises:
         KVMosaicError: it cannot be reached, or has no memory to wake.
@@ -64,7 +64,7 @@ def wake(url: str, timeout: float) -> None:
 
 
 def _asked(url: str, path: str, timeout: float, field: str, kind: type, body: Mapping[str, Any] | None = None) -> Any:
-    """The value of a field of a server's reply."""
+    """Returns a field of a server's reply."""
     fields = fields_of_server(url, path, timeout, body=body)
     if type(fields.get(field)) is not kind:
         raise no_kvmosaic(url)

@@ -1,4 +1,4 @@
-"""Times and statistics over several prompts."""
+"""Terminal output of times and cache statistics over several prompts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ TIMES_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class VisitTimes:
-    """What one question took."""
+    """Times of one question."""
 
     question: str
     num_tokens: int
     cold_seconds: float
-    """To the first token of an ordinary prompt, its documents joined, with nothing remembered."""
+    """TTFT of an ordinary prompt, its documents joined, with an empty cache."""
     warm_seconds: float
-    """To the first token, with every document cached and in an order not seen before."""
+    """TTFT with every document cached, in a new order."""
 
 
 def times_table(times: Sequence[VisitTimes]) -> Table:
@@ -50,7 +50,7 @@ def times_table(times: Sequence[VisitTimes]) -> Table:
 
 
 def statistics_table(statistics: ChunkCacheStats, bytes_per_block: int) -> Table:
-    """The chunk cache after the last question."""
+    """Returns a table of the chunk cache after the last question."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()

@@ -1,4 +1,4 @@
-"""A composed prompt as a coloured strip: one bar per segment, as wide as it has tokens."""
+"""Coloured strip of a composed prompt: one bar per segment, as wide as its number of tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STYLES = {"reused": "#101010 on #86b86b", "moved": "#101010 on #62aadb", "compu
 _STYLES_OF_16 = {"reused": "black on green", "moved": "bright_white on blue", "computed": "black on yellow"}
 """The same for terminals with 16 colours, which would show the nearest to two of the others as one."""
 _MARKS = {"reused": "=", "moved": "→", "computed": "+"}
-"""One sign per action, for eyes that do not tell the colours apart."""
+"""One sign per action, for readers who cannot distinguish the colours."""
 _PATTERNS = {"reused": "█", "moved": "▓", "computed": "░"}
 """One pattern per action, for terminals and files without colour."""
 _NARROWEST = (12, 11, 10, 9)
@@ -42,7 +42,7 @@ class Bar:
 class Strip:
     """Segments in prompt order, drawn as wide as the console and wrapped when there are many.
 
-    With colours a bar is a coloured field with its name inside; without colours the name stands above a pattern:
+    With colours a bar is a coloured field with its name inside; without colours the name is above a pattern:
 
         = system → ferry             + kiln      + question
         ████████ ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ ░░░░░░░░░░░ ░░░░░░░░░░

@@ -34,12 +34,12 @@ def one_line(text: str, limit: int = 100) -> str:
 
 
 def shrinking(text: str) -> Text:
-    """A cell on one line that gives way to the numbers beside it when the terminal is narrow."""
+    """Returns a one-line cell that shrinks in favour of numeric cells when the terminal is narrow."""
     return Text(one_line(text), no_wrap=True, overflow="ellipsis")
 
 
 def ends(items: Sequence[Item], limit: int) -> list[Item]:
-    """The first items and the last one, `limit` of them at most, for lists too long for a screen."""
+    """Returns the first items and the last one, at most `limit`, for lists too long for a screen."""
     return list(items) if len(items) <= limit else [*items[: limit - 1], items[-1]]
 
 

@@ -1,4 +1,4 @@
-"""The check of vLLM with the plugin, on the screen."""
+"""Terminal output of the check of vLLM with the plugin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def show_engine_check(model: str, options: Sequence[str]) -> bool:
-    """Prints what vLLM with the plugin does here; returns whether documents can be composed.
+    """Prints the check results of vLLM with the plugin; returns whether documents can be composed.
 
     Raises:
         InvalidConfig: there is no vLLM.
@@ -42,7 +42,7 @@ def show_engine_check(model: str, options: Sequence[str]) -> bool:
 
 
 def engine_table(check: EngineCheck) -> Table:
-    """What was checked, on what."""
+    """Returns a table of the checked engine."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
@@ -53,7 +53,7 @@ def engine_table(check: EngineCheck) -> Table:
 
 
 def worker_table(check: EngineCheck) -> Table:
-    """One block of rows per worker: where its keys lie, how they turn, what it can do."""
+    """Returns one block of rows per worker: KV layout, rotation and capabilities."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
@@ -70,7 +70,7 @@ def worker_table(check: EngineCheck) -> Table:
 
 
 def finding_table(check: EngineCheck) -> Table:
-    """What was tried, one row each."""
+    """Returns the findings, one row each."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for heading in ("tried", "compared with", "found", "allowed"):
         table.add_column(heading)

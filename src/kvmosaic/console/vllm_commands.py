@@ -1,4 +1,4 @@
-"""The commands of `kvmosaic vllm`: vLLM's own server, with documents."""
+"""Commands of `kvmosaic vllm`: vLLM's own server, with documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computing a folder of documents ahead, into tiers, so that no prompt has to."""
+"""Warming of a document folder: computes its chunks ahead of time into tiers."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from kvmosaic.prompt import Prompt
 
 INTERRUPTED = 130
-"""Exit code of what was ended by Ctrl-C."""
+"""Exit code after Ctrl-C."""
 MAX_DOCUMENTS = 1_000_000
 _MOST_AT_ONCE = 256
-"""Documents that are looked up and computed together."""
+"""Maximum number of documents looked up and computed together."""
 _PART_OF_POOL = 4
-"""What is under way together fits so many times into the memory for it."""
+"""Number of batches in progress that fit into the memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Warming:
-    """Which documents, and where they will be used."""
+    """The documents to warm, and where they will be used."""
 
     folder: Path
     pattern: str | None = None
@@ -112,7 +112,7 @@ def warm_folder(opening: ModelOptions, warming: Warming, as_json: bool) -> int:
 
 
 class _Warmer:
-    """Goes through documents, in batches that fit into the device's pool several times."""
+    """Computes documents in batches that fit into the device's pool several times."""
 
     def __init__(self, llm: LLM, stored: StoredKeys, tally: Tally, bar: WarmingBar, stop: Stop, tenant: str) -> None:
         self._llm = llm
@@ -126,10 +126,10 @@ class _Warmer:
         self._most_bytes = llm.chunk_cache_config.capacity_bytes // _PART_OF_POOL
 
     def warm(self, paths: dict[str, Path], system: str | None) -> None:
-        """Computes those documents that are not in the tiers.
+        """Computes the documents that are not in the tiers.
 
         Raises:
-            Interrupted: somebody asked to stop.
+            Interrupted: a stop was requested.
         """
         for batch in self._batches(paths, system):
             self._under_way = batch
@@ -138,7 +138,7 @@ class _Warmer:
             self._bar.advance(batch.names)
 
     def settle(self) -> None:
-        """After an interrupt, and after everything was written: counts what the last batch still brought.
+        """Counts the results of the last batch, after an interrupt or after all writes.
 
         Raises:
             TierError: a tier fails.
@@ -194,7 +194,7 @@ class _Warmer:
             try:
                 self._llm.chunks.warm(list(wanted.values()), progress)
             except (InvalidPrompt, CacheError, RequestTooLarge) as error:
-                if len(batch.names) > 1:  # one of them is to blame: each alone
+                if len(batch.names) > 1:  # one of them failed: retry each alone
                     for name in batch.names:
                         self._warm(_Batch([name], [chunk for chunk in batch.chunks if chunk[0] == name]))
                 else:
@@ -207,7 +207,7 @@ class _Warmer:
 
 
 def _leave(bar: WarmingBar, notices: Console) -> NoReturn:
-    """Ends the process now, as a kill would, which no tier minds."""
+    """Exits the process immediately, like a kill, which is safe for every tier."""
     bar.__exit__()
     notices.print("stopped; what is in the tiers stays, and the same command goes on from there", style="yellow")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The progress of a folder of documents: documents, tokens per second, and when it will be done."""
+"""Progress bar of warming: documents, tokens per second, and remaining time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 class WarmingBar:
-    """Is only drawn for people. Its length counts bytes of files, which tell best how long the rest will take."""
+    """Progress bar drawn on terminals only. Its length counts file bytes, the best estimate of the remaining time."""
 
     def __init__(self, notices: Console, paths: Mapping[str, Path]) -> None:
         self._sizes: dict[str, int] = dict.fromkeys(paths, 1)
@@ -34,14 +34,14 @@ class WarmingBar:
         )
 
     def advance(self, names: Iterable[str]) -> None:
-        """These documents are done."""
+        """Marks documents as done."""
         for name in names:
             self._num_documents += 1
             self._num_bytes += self._sizes[name]
         self._bar.update(self._task, completed=self._num_bytes, documents=self._num_documents)
 
     def within(self, names: list[str], share: float, num_tokens: int) -> None:
-        """So much of these documents is done, which makes so many tokens that were computed until now."""
+        """Sets the progress within these documents, and the number of tokens computed so far."""
         self._bar.update(
             self._task,
             completed=self._num_bytes + share * sum(self._sizes[name] for name in names),
@@ -50,7 +50,7 @@ class WarmingBar:
         )
 
     def writing(self) -> None:
-        """Nothing is computed any more, but not everything is written yet."""
+        """Shows that all chunks are computed, but not yet written."""
         self._bar.update(self._task, description="writing")
 
     def __enter__(self) -> WarmingBar:

@@ -1,4 +1,4 @@
-"""What warming a folder has done, for people and as JSON."""
+"""Report of warming a folder, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from kvmosaic.console.text import duration_text, one_line, printable, size_text
 from kvmosaic.tiers.bundle import BundleContents
 
 MOST_LINES = 50
-"""Of documents that cannot be computed; more are only counted."""
+"""Maximum number of failed documents listed; more are only counted."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What has been done."""
+    """Counts of warming."""
 
     documents: int
     computed: int = 0
-    """Documents that were computed, all of their chunks or some."""
+    """Documents computed, in whole or in part."""
     skipped: int = 0
-    """Documents that the tiers had already."""
+    """Documents that the tiers already had."""
     tokens: int = 0
-    """That were computed."""
+    """Tokens computed."""
     chunks: dict[Key, None] = field(default_factory=dict)
     """All chunks of all documents, in order."""
     problems: dict[str, str] = field(default_factory=dict)
-    """Why a document cannot be computed, under its name."""
+    """Errors of documents that cannot be computed, by name."""
     missing: list[Key] = field(default_factory=list)
-    """Chunks that some tier does not have in the end."""
+    """Chunks missing in some tier at the end."""
     num_bytes: int = 0
-    """That were written to the tiers."""
+    """Bytes written to the tiers."""
     seconds: float = 0.0
     is_interrupted: bool = False
     bundle: BundleContents | None = None
 
     @property
     def is_complete(self) -> bool:
-        """Whether every document is where it should be."""
+        """Whether every document is in all tiers."""
         is_bundled = self.bundle is None or self.bundle.num_entries == len(self.chunks)
         return is_bundled and not (self.missing or self.problems or self.is_interrupted)
 
     @property
     def num_left(self) -> int:
-        """Documents that nobody got to."""
+        """Documents not processed."""
         return self.documents - self.computed - self.skipped - len(self.problems)
 
 
 def show_tally(tally: Tally, bundle: Path | None, as_json: bool) -> None:
-    """Prints what was done, and what is still to do."""
+    """Prints what was done, and what is left."""
     console, notices = Console(soft_wrap=True, highlight=False), Console(stderr=True, soft_wrap=True, highlight=False)
     for name, problem in islice(tally.problems.items(), MOST_LINES):
         notices.print(f"not computed: {printable(name)}: {one_line(problem, 400)}", markup=False)

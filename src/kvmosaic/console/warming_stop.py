@@ -1,4 +1,4 @@
-"""Stopping by Ctrl-C without losing what is done: the first asks to stop, the second insists."""
+"""Graceful stop by Ctrl-C: the first requests a stop, the second forces it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(Exception):
-    """Somebody asked to stop."""
+    """A stop was requested."""
 
 
 class Stop:
-    """Whether somebody asked to stop. Signals only leave a note, so that nothing is torn apart in its middle.
+    """Whether a stop was requested. Signals only set a flag, so that no operation is cut in the middle.
 
     A second signal raises KeyboardInterrupt wherever the program is.
     """
@@ -24,7 +24,7 @@ class Stop:
         self._before: dict[signal.Signals, Any] = {}
 
     def check(self) -> None:
-        """Raises Interrupted if somebody asked to stop."""
+        """Raises Interrupted if a stop was requested."""
         if self.is_asked:
             raise Interrupted
 

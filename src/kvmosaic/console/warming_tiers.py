@@ -1,4 +1,4 @@
-"""What of a folder of documents is in the tiers already, and waiting until the rest is."""
+"""Tier state of a document folder: lookup of stored chunks, and waiting for writes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LOOK_SECONDS = 0.2
 
 
 class StoredKeys:
-    """The tiers of an engine, as a place that must have every chunk in the end."""
+    """The tiers of an engine as one store in which every tier must have every chunk."""
 
     def __init__(self, llm: LLM, opening: ModelOptions, seal: Checksum) -> None:
         """Raises InvalidConfig if a tier does not outlive this process."""
@@ -49,7 +49,7 @@ class StoredKeys:
         return self._tiered_store.tiers
 
     def find(self, keys: Collection[Key]) -> set[Key]:
-        """Those of the keys that every tier has, in a form that can be used; what only some have is copied.
+        """Returns the keys of which every tier has a usable entry; entries that only some tiers have are copied.
 
         An entry that could not be used here (of another secret, or with numbers that are rounded more) is removed, so
         that the chunk can be stored again.
@@ -63,7 +63,7 @@ class StoredKeys:
         return set(keys).intersection(*found)
 
     def missing(self, keys: Collection[Key]) -> list[Key]:
-        """Those of the keys that some tier does not have, for whatever reason.
+        """Returns the keys missing in some tier, for any reason.
 
         Raises:
             TierError: a tier fails.
@@ -78,22 +78,22 @@ class StoredKeys:
         return list(missing)
 
     def wait_for_room(self, num_bytes: int) -> None:
-        """Waits until so many bytes more may be computed without any being dropped because too much is unwritten."""
+        """Waits until `num_bytes` more may be computed without drops from a full write queue."""
         while self._tiered_store.pending_bytes + num_bytes > self._most_pending:
             if self._tiered_store.flush(_LOOK_SECONDS):
                 return
 
     def wait(self, bar: WarmingBar) -> None:
-        """Waits until everything is written, or has failed."""
+        """Waits until all writes have succeeded or failed."""
         while not self._tiered_store.flush(_LOOK_SECONDS):
             bar.writing()
 
     def bytes_written(self) -> int:
-        """By this process, in all tiers."""
+        """Returns the bytes written by this process, in all tiers."""
         return sum(tier.stat().put_bytes for tier in self.tiers)
 
     def bundled(self, keys: Sequence[Key], path: Path, notices: Console) -> BundleContents:
-        """Writes these entries to a bundle; what is not right is left out, and said.
+        """Writes these entries to a bundle; bad ones are left out and reported.
 
         Raises:
             InvalidBundle: the file cannot be written. TierError: a tier fails.
@@ -115,7 +115,7 @@ class StoredKeys:
     def _usable(self, tier: Tier, keys: Collection[Key]) -> set[Key]:
         there = tier.exists_many(keys, Deadline(CALL_SECONDS))
         behind = tier.tier if isinstance(tier, Breaker) else tier
-        if not isinstance(behind, Peeking):  # reading all of each entry would take longer than it is worth
+        if not isinstance(behind, Peeking):  # reading each entry in full would cost too much
             return there
         useless = {key for key in there if not self._is_usable(tier, key)}
         tier.delete_many(useless, Deadline(CALL_SECONDS))
@@ -136,7 +136,7 @@ class StoredKeys:
         return claims.header.key == key and claims.header.codec in self._codecs and claims.label == self._seal.label
 
     def _copy(self, key: Key, found: Sequence[set[Key]]) -> None:
-        """Gives an entry to the tiers that have it not; what is wrong with it makes it computed again."""
+        """Copies an entry to the tiers without it; a bad one is computed again."""
         if all(key in there for there in found):
             return
         for tier, there in zip(self.tiers, found, strict=True):

@@ -1,1 +1,1 @@
-"""Evaluation of composed answers: tasks with exact answers, scores, tables, and the policy a model needs."""
+"""Evaluation of composed answers against full attention: tasks, scores, tables, and tuning of the policy."""

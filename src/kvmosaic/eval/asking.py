@@ -1,8 +1,8 @@
-"""Asking one case in every way, and what its answers are beside those of full attention.
+"""Measurement of one case with every variant, compared with full attention.
 
-full attention   answers greedily; the distributions over its own answer are the reference of this case
-every other way  gives its first token, then the log probabilities of that same answer, token by token (teacher
-forced), and those of the accepted answer; it answers itself only where its answer may differ
+full attention   answers greedily; the distributions over its own answer are the reference of this case every other way
+gives its first token, then the log probabilities of that same answer, token by token (teacher forced), and those of the
+accepted answer; it answers itself only where its answer may differ
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvmosaic.sampling import RequestOutput, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """What full attention says of one case."""
+    """Full attention's result for one case."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -46,16 +46,16 @@ def ask(
     *,
     is_scored: bool = True,
 ) -> dict[Variant, Reading]:
-    """The readings of one case, full attention's first.
+    """Returns the readings of one case, full attention's first.
 
     Args:
-        engine_of: the engine for a way.
+        engine_of: returns the engine of a variant.
         case: the question.
         prompt: the case, tokenized.
-        ways: all but full attention.
+        ways: all variants except full attention.
         progress: called after every reading with their number.
-        is_scored: whether answers of labelled cases are scored; otherwise ways other than full
-            attention are measured and do not answer.
+        is_scored: whether answers of labelled cases are scored; otherwise other variants are measured and generate no
+            answer.
     """
     readings: dict[Variant, Reading] = {}
     reference, readings[FULL] = _ask_full(engine_of(FULL), case, prompt)
@@ -67,10 +67,10 @@ def ask(
 
 
 def try_way(llm: LLM, way: Variant, prompt: Prompt) -> None:
-    """Asks for one token.
+    """Generates one token.
 
     Raises:
-        InvalidRepair, NotMovable: the way does not suit the model.
+        InvalidRepair, NotMovable: the variant does not suit the model.
     """
     _answer(llm, way, prompt, 1, None)
 
@@ -100,7 +100,7 @@ def _ask_way(llm: LLM, way: Variant, case: Case, prompt: Prompt, reference: _Ref
     text, right = "", None
     if is_scored and case.is_labelled:
         text = reference.text
-        if tuple(own.scoring.greedy_token_ids) != reference.token_ids:  # else it goes on as full attention does
+        if tuple(own.scoring.greedy_token_ids) != reference.token_ids:  # otherwise it continues as full attention does
             text = _answer(llm, way, prompt, case.answer_tokens, recalled).outputs[0].text.strip()
         right = score(case.metric, text, case.answers)
     return replace(
@@ -124,7 +124,7 @@ def _answer(llm: LLM, way: Variant, prompt: Prompt, max_tokens: int, recalled: R
 def _scores(
     llm: LLM, way: Variant, prompt: Prompt, own: tuple[int, ...], accepted: tuple[int, ...], recalled: Recalled | None
 ) -> tuple[Request, Request | None]:
-    """Scores of full attention's answer, with distributions, and of the accepted one."""
+    """Scores full attention's answer, with distributions, and the accepted one."""
     engine, repair = llm.engine, recalled or way.repair
     requests = [engine.add_score(prompt, own, repair=repair, position_strategy=way.strategy, keeps_distributions=True)]
     if accepted:

@@ -1,4 +1,4 @@
-"""One question with its documents and the answers that count as right."""
+"""Evaluation case: one question with its documents and accepted answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_PIECE_TOKENS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A system text, documents, a question, and what a right answer says.
+    """A system text, documents, a question, and the accepted answers.
 
     Raises:
         InvalidConfig: a field is empty, too long or not what it should be; the message names the case and the field.
@@ -31,20 +31,20 @@ class Case:
     id: str
     """Unique in its set."""
     task: str
-    """The row of the table that it counts for: "two-hop", "hotpotqa"."""
+    """The task it belongs to in tables: "two-hop", "hotpotqa"."""
     question: str
     answers: tuple[str, ...] = ()
     """Every answer that is accepted; the best match counts. Empty: the case is unlabelled, and has no score."""
     documents: tuple[Document, ...] = ()
     system: str | None = None
     needs: tuple[int, ...] = ()
-    """The numbers of the documents (from 0) that must be read for the answer; empty: not known."""
+    """Numbers of the documents (from 0) needed for the answer; empty: unknown."""
     metric: Metric = "exact"
     answer_tokens: int = 32
-    """Answers are cut after this many tokens."""
+    """Maximum tokens of an answer."""
     piece_tokens: int | None = None
-    """Each document is cut into pieces of this many tokens, wherever that is, and each piece is a chunk of its own.
-    None: each document is one chunk."""
+    """Length of the pieces into which each document is cut, at any position; each piece is a chunk of its own. None:
+    each document is one chunk."""
 
     def __post_init__(self) -> None:
         self._check_text("id", self.id, MAX_ID_CHARACTERS)

@@ -1,4 +1,4 @@
-"""`kvmosaic eval`: runs an evaluation, prints its tables, writes its files."""
+"""Run of `kvmosaic eval`: evaluates, prints tables, writes files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_evaluation(
     as_json: bool = False,
     log: Path | None = None,
 ) -> EvalReport:
-    """Asks, prints, and writes JSON, Markdown and a plot into `output` if it is given.
+    """Evaluates, prints, and writes JSON, Markdown and a plot into `output` if it is given.
 
     Raises:
         KVMosaicError: the model cannot be loaded, or a setting cannot work.

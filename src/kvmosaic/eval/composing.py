@@ -1,4 +1,4 @@
-"""Cases as prompts: the same tokens for every way of answering."""
+"""Prompts of evaluation cases: the same tokens for every variant."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvmosaic.prompt import Prompt, Segment, SegmentKind
 
 
 def prompt_of(llm: LLM, case: Case) -> Prompt:
-    """The tokenized prompt of a case, as a conversation if the model has a chat template.
+    """Returns the tokenized prompt of a case, as a conversation if the model has a chat template.
 
     Full attention reads its segments one after the other, so both read the same tokens.
 
@@ -42,7 +42,7 @@ def accepted_tokens(llm: LLM, case: Case) -> tuple[int, ...]:
 
 
 def _lead(tokenizer: Any, case: Case, answer: str) -> str:
-    """The white space in front of an answer."""
+    """Returns the white space before an answer."""
     if not getattr(tokenizer, "chat_template", None):
         return " "
     messages, said = _messages(case), {"role": "assistant", "content": answer}
@@ -60,7 +60,7 @@ def _messages(case: Case) -> list[dict[str, str]]:
 
 
 def _cut(segment: Segment, length: int) -> Iterator[Segment]:
-    """A chunk as pieces of this many tokens, the last of which may be shorter; other segments as they are."""
+    """Cuts a chunk into pieces of this many tokens, the last of which may be shorter; other segments stay whole."""
     ids = segment.token_ids or ()
     if segment.kind is not SegmentKind.CHUNK or len(ids) <= length:
         yield segment

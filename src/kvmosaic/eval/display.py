@@ -1,4 +1,4 @@
-"""Signs of life of a run: what was found so far, as a table that changes, or as lines where there is no terminal."""
+"""Progress display of a run: a live table, or lines without a terminal."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from kvmosaic.eval.summary import Summary, summarize
 from kvmosaic.eval.table import NARROW_HEADINGS, narrow_cells, percent, terminal_table, way_text
 
 _TABLE_SECONDS, _LINE_SECONDS = 1.0, 30.0
-"""The table changes, and lines come, at most so often: with many short questions, counting costs more than asking."""
+"""Minimum seconds between updates of the table, and between lines: with many short questions, counting costs more than
+generating."""
 
 
 class Display:
-    """Shows how far a run is. Use it as a context manager, and pass `progress` and `news` to `evaluate`."""
+    """Shows the progress of a run. Use it as a context manager, and pass `progress` and `news` to `evaluate`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -53,7 +54,7 @@ class Display:
         self._bar.update(self._line, completed=done, total=total)
 
     def news(self, rows: Sequence[Row]) -> None:
-        """Shows what all questions so far say together."""
+        """Shows the results of all questions so far."""
         now, every = time.monotonic(), _LINE_SECONDS if self._live is None else _TABLE_SECONDS
         if now - self._shown < every:
             return
@@ -73,7 +74,7 @@ def _shows(console: Console) -> bool:
 
 
 def _one_line(count: int, summaries: Sequence[Summary], with_context: bool) -> str:
-    """Divergence and agreement of every way, after so many questions."""
+    """Returns divergence and agreement of every variant so far."""
     found = (
         f"{way_text(each.way, with_context=with_context)} {each.divergence:.4f} {percent(each.agreement)}"
         for each in summaries

@@ -1,4 +1,4 @@
-"""Drawing documents for a question: those that it needs, at drawn places among drawn others."""
+"""Sampling of documents for a question: the needed ones at random positions among random others."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from collections.abc import Sequence
 from random import Random
 
 USUAL_DOCUMENTS = 3
-"""Documents of a prompt, if nothing is said."""
+"""Default number of documents of a prompt."""
 
 
 def draw_documents(needed: Sequence[int], total: int, count: int, seed: int, name: str) -> list[int]:
     """Numbers of `count` of `total` documents, in the order of the prompt; fewer if there are not so many.
 
-    They depend on nothing but the arguments, so that a question has the same documents in every run, whatever else is
-    asked.
+    The result depends only on the arguments, so that a question has the same documents in every run.
 
     Args:
         needed: documents that are among them, each once; if they are more than `count`, the first ones.
         total: documents there are.
         count: documents of a prompt.
-        seed: another one draws other documents, and other places.
+        seed: another seed draws other documents and positions.
         name: of the question.
     """
     chance = Random(f"{seed}:{name}")  # noqa: S311 - a draw that can be repeated, and no secret

@@ -1,4 +1,4 @@
-"""`kvmosaic eval`: the options. What needs torch is imported when it runs."""
+"""Options of `kvmosaic eval`; modules that need torch are imported when it runs."""
 
 from __future__ import annotations
 

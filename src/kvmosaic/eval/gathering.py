@@ -1,4 +1,4 @@
-"""The cases of a run: from tasks, from files, one task after the other in turns."""
+"""Cases of a run: from tasks and files, interleaved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvmosaic.eval.drawing import USUAL_DOCUMENTS
 from kvmosaic.eval.tasks import TASKS, task
 
 USUAL_CASES = 16
-"""Of each task, if nothing is said."""
+"""Default number of cases per task."""
 MAX_LIST_CHARACTERS = 10_000
 MAX_TASKS, MAX_FILES = 64, 64
 
@@ -50,7 +50,7 @@ def gather(
     documents: int = USUAL_DOCUMENTS,
     own: OwnQuestions | None = None,
 ) -> list[Case]:
-    """Cases of tasks and files, in turns, so that a run that ends early has asked about all of them.
+    """Returns cases of tasks and files, interleaved, so that a run that ends early covers all of them.
 
     Args:
         tasks: names such as "one-hop" or "one-hop(3)".
@@ -103,7 +103,7 @@ def parts_of(name: str, text: str) -> tuple[str, ...]:
 
 
 def _with_own_ids(cases: Iterable[Case]) -> Iterable[Case]:
-    """The cases; an id that was given before, in another file, gets a number behind it."""
+    """Returns the cases; adds a number to ids that an earlier file has used."""
     seen = set[str]()
     for case in cases:
         name, number = case.id, 1

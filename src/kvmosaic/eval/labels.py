@@ -1,4 +1,4 @@
-"""Places for labels beside the points of a plot, so that none covers another or a point."""
+"""Label placement in plots: no label covers another or a point."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def place_labels(
     radius: float = 5.0,
     others: Sequence[Box] = (),
 ) -> list[Box | None]:
-    """A box for each label: near its point, inside the frame, off all points and all boxes placed before it.
+    """Returns a box for each label: near its point, inside the frame, off all points and all boxes placed before it.
 
     Args:
-        points: where they are, in the order in which their labels choose.
+        points: positions, in the order in which their labels are placed.
         sizes: width and height of each label.
-        frame: what labels must stay in.
+        frame: bounds of the labels.
         radius: of a point.
-        others: what labels must stay off besides.
+        others: further boxes to avoid.
 
     Returns:
         The boxes; None where there is no room.

@@ -1,10 +1,9 @@
-"""The log of a run: every finished case as a line, on disk before the next one is asked.
+"""Log of a run: every finished case as a line, on disk before the next one starts.
 
     {"kvmosaic_eval_log": 1, "fingerprint": …}                  the model
-    {"case": id, "digest": …, "readings": [{way, reading}, …]}  a case and what was found of it, and so on
+    {"case": id, "digest": …, "readings": [{way, reading}, …]}  a case with its readings, and so on
 
-A run that is killed has lost nothing but the case it was at. A later run takes from the log what it would ask in the
-very same words, and asks the rest.
+A killed run loses only its current case. A later run takes identical cases from the log, and runs the rest.
 """
 
 from __future__ import annotations
@@ -59,12 +58,12 @@ class RunLog:
         self._file.close()
 
     def find(self, digest: str, ways: Iterable[Variant]) -> Readings | None:
-        """What was found of a case, if all of these ways were asked."""
+        """Returns the readings of a case, if it has all of these variants."""
         known = self._known.get(digest, {})
         return {way: known[way] for way in ways} if all(way in known for way in ways) else None
 
     def add(self, digest: str, readings: Readings) -> None:
-        """Writes a finished case; when this returns, the disk has it."""
+        """Writes a finished case, synced to disk on return."""
         case = next(iter(readings.values())).case
         self._append({"case": case, "digest": digest, "readings": [_written(*each) for each in readings.items()]})
         self._known[digest] = readings
@@ -108,7 +107,7 @@ class RunLog:
 
 
 def digest_of(case: Case, prompt: Prompt, *, is_scored: bool) -> str:
-    """What is asked, to the last token, and how it is scored."""
+    """Returns a digest of the case: all prompt tokens, and the scoring."""
     segments = [(str(segment.kind), segment.token_ids) for segment in prompt.segments]
     content = (segments, case.task, case.answers, case.metric, case.answer_tokens, is_scored)
     return hashlib.sha256(repr(content).encode()).hexdigest()

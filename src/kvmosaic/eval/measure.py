@@ -1,4 +1,4 @@
-"""A model opened and asked, with signs of life: what `kvmosaic eval` and `kvmosaic tune` have in common."""
+"""Model loading and measurement with progress, shared by `kvmosaic eval` and `kvmosaic tune`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvmosaic.model.quiet import quiet_libraries
 
 @dataclass(frozen=True, slots=True)
 class EvalModel:
-    """Which model is looked at, and how it runs."""
+    """The model to evaluate, and how it runs."""
 
     model: str = BUNDLED_READER
     dtype: str = "auto"
@@ -54,7 +54,7 @@ class EvalModel:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a run found, and on what."""
+    """Results of a run, and its model."""
 
     model: LoadedModel
     evaluation: Evaluation
@@ -71,13 +71,13 @@ def measure(
     log: Path | None = None,
     is_scored: bool = True,
 ) -> Measured:
-    """Loads a model and asks it; `notices` shows how far that is, and what was found so far.
+    """Loads a model and runs the cases; `notices` shows progress and results so far.
 
     Args:
         opening: the model.
-        cases: what is asked.
-        ways: how.
-        notices: where signs of life go.
+        cases: cases to run.
+        ways: variants to compare.
+        notices: console for progress.
         log: the file of finished cases, to be continued; None: a temporary one, which is left where the run was killed
             or interrupted.
         is_scored: see `evaluate`.

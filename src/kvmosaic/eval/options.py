@@ -1,4 +1,4 @@
-"""Options that `kvmosaic eval` and `kvmosaic tune` have in common."""
+"""Options shared by `kvmosaic eval` and `kvmosaic tune`."""
 
 from __future__ import annotations
 

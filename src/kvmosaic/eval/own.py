@@ -1,8 +1,8 @@
-"""Questions over a folder of documents, labelled or not.
+"""The user's own questions over a folder of documents, labelled or not.
 
 A file of questions has one question in each line, or one JSON object in each line: {"question": …} and, where they are
-known, "answer" (a text or a list of them), "documents" (a list of ids) and "id". Where nothing says which documents go
-with a question, they are drawn: the one that the question is most likely about, at a drawn place among drawn others.
+known, "answer" (a text or a list of them), "documents" (a list of ids) and "id". Without document ids, documents are
+sampled: the one that the question is most likely about, at a random position among random others.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def own_cases(
     Args:
         folder: of .txt and .md files.
         questions: a file with one question, or one JSON object, in each line.
-        count: the most cases, the first ones of the file; None: all.
+        count: the maximum number of cases, the first ones of the file; None: all.
         documents: of a prompt, where a question does not name its own.
         seed: of the drawn documents and their places.
         system: the system text of every prompt.

@@ -1,4 +1,4 @@
-"""The plot of an evaluation: divergence by work, and accuracy by time to the first token, with their Pareto fronts."""
+"""Plot of an evaluation: divergence over work, and accuracy over TTFT, with their Pareto fronts."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def save_plot(report: EvalReport, path: Path) -> Path:
 
 
 def draw_plot(report: EvalReport) -> Figure:
-    """The plot: one point for each way of answering, over all tasks. Needs matplotlib.
+    """Draws one point for each variant, over all tasks. Needs matplotlib.
 
-    On the left divergence by work; on the right accuracy by time, if answers were scored.
+    On the left divergence over work; on the right accuracy over time, if answers were scored.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -53,7 +53,7 @@ def draw_plot(report: EvalReport) -> Figure:
     drawn = [(figure.add_subplot(1, len(panels), number), panel) for number, panel in enumerate(panels, start=1)]
     for axes, panel in drawn:
         _draw(axes, panel)
-    figure.draw_without_rendering()  # from here on places are known in pixels
+    figure.draw_without_rendering()  # from here on positions are known in pixels
     figure.set_layout_engine("none")
     for axes, panel in drawn:
         _add_labels(axes, panel.points, panel.summaries, panel.front)
@@ -62,7 +62,7 @@ def draw_plot(report: EvalReport) -> Figure:
 
 @dataclass(frozen=True, slots=True)
 class _Panel:
-    """Points of one picture, and those that no other beats."""
+    """Points of one plot, and the Pareto-optimal ones."""
 
     summaries: Sequence[Summary]
     points: Sequence[tuple[float, float]]
@@ -85,7 +85,7 @@ def _accuracy(summaries: Sequence[Summary], num_tasks: int) -> _Panel:
 
 
 def _nearness(summaries: Sequence[Summary]) -> _Panel:
-    """Without full attention, which is no distance from itself and all of the work."""
+    """Returns the points without full attention, which has no divergence and all of the work."""
     composed = [summary for summary in summaries if not summary.way.is_full] or list(summaries)
     points = [(100 * summary.work, summary.divergence) for summary in composed]
     return _Panel(
@@ -125,7 +125,7 @@ def _place(summary: Summary) -> str:
 def _add_labels(
     axes: Axes, points: Sequence[tuple[float, float]], summaries: Sequence[Summary], front: Sequence[int]
 ) -> None:
-    """Names of the policies, off the line of the front; those of the front choose their places first."""
+    """Adds policy names, off the line of the front; labels of the front are placed first."""
     order = [*front, *(number for number in range(len(points)) if number not in front)]
     texts = [axes.text(*points[number], summaries[number].way.repair, fontsize=_FONT_SIZE) for number in order]
     extents = [text.get_window_extent() for text in texts]

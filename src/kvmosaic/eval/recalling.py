@@ -1,4 +1,4 @@
-"""A repair policy that measures once: later requests for the same prompt repair what the first one chose."""
+"""Repair policy that measures once: later requests for the same prompt reuse the first choice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvmosaic.repair import ChunkSignals, RepairPolicy, Signal, repair_policy
 
 
 class Recalled:
-    """A policy with signals, whose choice for one prompt is kept.
+    """A policy with signals that remembers its choice for one prompt.
 
     Answer and scores of one case then read the very same tokens, and signals are measured for the first of them only.
     """
@@ -19,7 +19,7 @@ class Recalled:
 
     @classmethod
     def of(cls, repair: str) -> Recalled | None:
-        """For a policy that measures something; None for any other."""
+        """Wraps a policy that measures signals; returns None for any other."""
         policy = repair_policy(repair)
         return cls(policy) if policy.signals else None
 

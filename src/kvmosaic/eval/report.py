@@ -1,4 +1,4 @@
-"""The report of an evaluation: JSON, Markdown, and tables for a terminal."""
+"""Report of an evaluation: JSON, Markdown, and tables for a terminal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _WIDE_COLUMNS = 140
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:
-    """Everything that was found in one run."""
+    """All results of one run."""
 
     model: str
     about: str
@@ -48,13 +48,13 @@ class EvalReport:
     cases: Sequence[Case]
     rows: Sequence[Row]
     notes: Sequence[str]
-    """What a reader has to know: what was left out, and why."""
+    """Remarks for the reader: what was left out, and why."""
     seconds: float
     """How long the run took."""
 
     @property
     def summaries(self) -> list[Summary]:
-        """Each way of answering, over all tasks."""
+        """Each variant, over all tasks."""
         return summarize(self.rows)
 
     def to_json(self) -> str:
@@ -90,7 +90,7 @@ class EvalReport:
         return "\n\n".join(parts) + "\n"
 
     def to_tables(self, width: int = _WIDE_COLUMNS) -> Group:
-        """Tables for a terminal of this many columns; in a narrow one, what matters most."""
+        """Returns tables for a terminal of this many columns; a narrow one shows the most important columns."""
         said = [Text(printable(text)) for text in (*findings(self.rows), *self.notes)]
         with_context = len({row.way.context for row in self.rows}) > 1
         wide = terminal_table(SUMMARY_HEADINGS, map(summary_cells, self.summaries))

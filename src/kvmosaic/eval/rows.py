@@ -1,4 +1,4 @@
-"""What was measured: one reading for every question, and one row for every task and way of answering."""
+"""Measurements: one reading per question, and one row per task and variant."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ class Reading:
     case: str
     """The id of its case."""
     answer: str
-    """Empty where nothing was to be answered; see `ask`."""
+    """Empty if no answer was generated; see `ask`."""
     score: float | None
     """From 0, wrong, to 1, right; None for an unlabelled case."""
     first_seconds: float
-    """Time to the first token; the documents were known before."""
+    """TTFT, with the documents cached."""
     computed_tokens: int
-    """Tokens of the prompt that went through the model; for the documents, those that were repaired."""
+    """Prompt tokens that went through the model; of documents, only the repaired ones."""
     document_tokens: int
     repaired_tokens: int = 0
-    """Of the documents' tokens, those that the answer read as they are when they see what stands before them."""
+    """Document tokens that the answer reads as computed with the preceding tokens visible."""
     work: float = 0.0
-    """Layers computed for choosing and repairing, by the layers of all document tokens; see `RepairUse`."""
+    """Layers computed for choosing and repairing / layers of all document tokens; see `RepairUse`."""
     repair_seconds: float = 0.0
     loss: float | None = None
     """Of the accepted answer, in nats per token; None for an unlabelled case."""
     divergence: float = 0.0
-    """Mean KL(full attention || this way) in nats, over the tokens of full attention's own answer."""
+    """Mean KL(full attention || this variant) in nats, over the tokens of full attention's own answer."""
     agreement: float = 1.0
-    """The share of these places where the most likely token is that of full attention."""
+    """Share of these positions where the most likely token is that of full attention."""
 
     def to_dict(self) -> dict[str, Any]:
         """Names and values, for JSON."""
@@ -67,7 +67,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One task answered in one way."""
+    """One task with one variant."""
 
     way: Variant
     task: str
@@ -90,7 +90,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Accuracy by that of full attention; None where full attention answers nothing, or nothing was scored."""
+        """Accuracy / full attention's accuracy; None where full attention has none, or nothing was scored."""
         accuracy = self.accuracy
         return accuracy / self.full_accuracy if self.full_accuracy and accuracy is not None else None
 
@@ -117,7 +117,7 @@ class Row:
 
     @property
     def repaired(self) -> float:
-        """Repaired tokens by all tokens of documents."""
+        """Repaired tokens / all document tokens."""
         tokens = sum(reading.document_tokens for reading in self.readings)
         return sum(reading.repaired_tokens for reading in self.readings) / tokens if tokens else 0.0
 
@@ -130,12 +130,12 @@ class Row:
 
     @property
     def first_median(self) -> float:
-        """Seconds to the first token: half of the questions took longer."""
+        """Median TTFT in seconds."""
         return median(reading.first_seconds for reading in self.readings)
 
     @property
     def first_p90(self) -> float:
-        """Seconds to the first token: one question in ten took longer."""
+        """90th percentile of the TTFT in seconds."""
         return percentile([reading.first_seconds for reading in self.readings], 0.9)
 
     def to_dict(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class Row:
 
 
 def rows_of(cases: Sequence[Case], found: Mapping[str, Mapping[Variant, Reading]]) -> tuple[Row, ...]:
-    """Rows of the cases that were asked, by task in the order of the cases, then by way; full attention first.
+    """Returns rows of the finished cases, by task in the order of the cases, then by variant; full attention first.
 
     Args:
         cases: in their order.
@@ -184,7 +184,7 @@ def rows_of(cases: Sequence[Case], found: Mapping[str, Mapping[Variant, Reading]
 
 
 def _mean(values: list[float | None]) -> float | None:
-    """The mean, if all values are known."""
+    """Returns the mean, if all values are known."""
     known = [value for value in values if value is not None]
     return fmean(known) if known and len(known) == len(values) else None
 

@@ -1,4 +1,4 @@
-"""A run: every question asked in every way, one after the other, and every answer measured."""
+"""Evaluation run: every question with every variant, and the measurements of every answer."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ MAX_CASES = 1_000_000
 Progress = Callable[[int, int], None]
 """Called with the number of answers so far and the number of all."""
 News = Callable[[Sequence[Row]], None]
-"""Called with the rows of all that was found so far."""
+"""Called with the rows of all results so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a run found."""
+    """Results of a run."""
 
     rows: tuple[Row, ...]
-    """By task in the order of the cases, then by way; full attention first."""
+    """By task in the order of the cases, then by variant; full attention first."""
     notes: tuple[str, ...] = ()
-    """What a reader has to know: what was left out, and why."""
+    """Remarks for the reader: what was left out, and why."""
     is_interrupted: bool = False
-    """Whether there are questions that were not asked."""
+    """Whether some questions were not run."""
 
 
 def evaluate(
@@ -58,23 +58,23 @@ def evaluate(
     log: Path | None = None,
     is_scored: bool = True,
 ) -> Evaluation:
-    """Asks every case in every way, greedily and alone, and measures the answers.
+    """Runs every case with every variant, greedily and alone, and measures the answers.
 
-    Documents are computed before they are asked about, so the time to the first token is that of a prompt with known
-    documents; full attention computes everything. Full attention answers a case first; the other ways take turns, and
-    another one begins each time, so that a busy moment of the machine falls on all of them alike. Except for the times,
-    the same cases give the same results. An interrupt ends the run with what was found.
+    Documents are prefilled before the question, so the TTFT is that of cached documents; full attention computes
+    everything. Full attention runs a case first; the other variants follow in rotating order, so that a busy moment of
+    the machine affects all of them alike. Except for the times, the same cases give the same results. An interrupt ends
+    the run with the results so far.
 
     Args:
-        model: the model to look at.
+        model: the model to evaluate.
         cases: questions with documents. Those that do not fit into the model are left out and counted in a note.
-        ways: ways to answer; full attention is always added.
+        ways: variants to compare; full attention is always added.
         capacity: memory for chunks, and as much again for questions and answers, for each chunk context.
         progress: called after every answer.
         news: called after every finished case.
         log: a file to which every finished case is written at once; cases that it has already are not asked again.
-        is_scored: whether answers are compared with the accepted ones. If not, only full attention answers, which
-            saves most of the time; loss, divergence and agreement are measured all the same.
+        is_scored: whether answers are compared with the accepted ones. If not, only full attention answers, which saves
+            most of the time; loss, divergence and agreement are measured all the same.
 
     Raises:
         InvalidConfig: no case, none that fits, two with the same id, or a log that cannot be used.
@@ -105,7 +105,7 @@ def _check_ids(cases: Sequence[Case]) -> None:
 
 
 class _Run:
-    """One engine for each chunk context, and what they answered."""
+    """One engine per chunk context, and their answers."""
 
     def __init__(
         self, model: LoadedModel, ways: Mapping[Variant, None], capacity: int | str, log: RunLog | None, is_scored: bool
@@ -152,7 +152,7 @@ class _Run:
         return Evaluation(rows_of(known, found), tuple(self._notes), is_interrupted)
 
     def _readings(self, case: Case, prompt: Prompt, number: int, progress: Callable[[int], None]) -> Readings:
-        """What is found of one case, or was found in an earlier run."""
+        """Returns the readings of one case, from this run or an earlier one."""
         digest = digest_of(case, prompt, is_scored=self._is_scored)
         if self._log is not None and (known := self._log.find(digest, self._ways)) is not None:
             progress(len(self._ways))
@@ -175,7 +175,7 @@ class _Run:
         return readings
 
     def _fitting(self, cases: Sequence[Case]) -> list[tuple[Case, Prompt]]:
-        """Cases with their prompts, without those that are too long for the model."""
+        """Returns cases with their prompts, without the cases that are too long for the model."""
         llm, fitting, too_long = self._engines[FULL.context], [], dict[str, str]()
         for case in cases:
             try:
@@ -197,7 +197,7 @@ class _Run:
         return fitting
 
     def _try_ways(self, prompt: Prompt) -> None:
-        """Asks once without counting it: the first forward of everything is slow, and a way may not suit the model."""
+        """Runs each variant once uncounted: the first forward is slow, and a variant may not suit the model."""
         apart = replace(prompt, salt="the first try of each way")
         for way in list(self._ways):
             try:
@@ -212,7 +212,7 @@ class _Run:
 def _open(model: LoadedModel, way: Variant, capacity: int | str) -> LLM:
     config = ChunkCacheConfig(capacity=capacity, chunk_context=way.context, long_chunks="split")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the chunk cache is off")  # said below
+        warnings.filterwarnings("ignore", "the chunk cache is off")  # reported below
         engine_config = EngineConfig(request_cache=capacity)
         llm = LLM(model, chunk_cache_config=config, engine_config=engine_config, profile=False)
     if not llm.has_chunk_cache:
@@ -221,7 +221,7 @@ def _open(model: LoadedModel, way: Variant, capacity: int | str) -> LLM:
 
 
 def _count(progress: Progress, before: int, total: int, done: int) -> None:
-    """Tells how many answers there are when `done` more have come."""
+    """Reports the number of answers after `done` more."""
     progress(before + done, total)
 
 

@@ -1,12 +1,10 @@
-"""How right an answer is: a number from 0 to 1, the best over the accepted answers.
+"""Answer scores: a number from 0 to 1, the best over the accepted answers.
 
-| metric | what it is | computed by |
-|---|---|---|
-| exact | the same words as SQuAD compares them: without case, punctuation and articles | here |
-| f1 | SQuAD's F1 of the words that both have | torchmetrics |
-| rouge_l | the F-measure of ROUGE-L, without stemming | torchmetrics |
-| contains_all | RULER's string match: the share of the accepted answers that occur, in any case | here |
-| contains_any | RULER's string match for questions: 1 if an accepted answer occurs, in any case | here |
+| metric | what it is | computed by | |---|---|---| | exact | the same words as SQuAD compares them: without case,
+punctuation and articles | here | | f1 | SQuAD's F1 of the words that both have | torchmetrics | | rouge_l | the
+F-measure of ROUGE-L, without stemming | torchmetrics | | contains_all | RULER's string match: the share of the accepted
+answers that occur, in any case | here | | contains_any | RULER's string match for questions: 1 if an accepted answer
+occurs, in any case | here |
 """
 
 from __future__ import annotations
@@ -30,11 +28,11 @@ _ROUGE_WORD = re.compile(r"[a-z0-9]+")
 
 
 def score(metric: Metric, said: str, answers: Iterable[str]) -> float:
-    """What an answer is worth, 0 to 1.
+    """Returns the score of an answer, 0 to 1.
 
     Args:
         metric: one of the table above.
-        said: what the model answered.
+        said: the model's answer.
         answers: every accepted answer, at least one.
 
     Raises:

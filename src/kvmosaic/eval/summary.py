@@ -1,4 +1,4 @@
-"""What rows say together: each way of answering over all tasks, and what a small budget of repair reaches."""
+"""Summary of rows: each variant over all tasks, and what a small repair budget reaches."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from kvmosaic.eval.rows import Row, percentile
 from kvmosaic.eval.variants import Variant
 
 BUDGET = 0.15
-"""Share of the documents' tokens that a policy of the budget repairs at most."""
+"""Maximum share of document tokens that a policy within the budget repairs."""
 AVERAGE_WANTED, TASK_WANTED = 0.98, 0.95
-"""What such a policy should reach of full attention: on average, and on every task."""
+"""Target share of full attention's accuracy: on average, and on every task."""
 _UNKNOWN, _MANY = 0.5, 100
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One way of answering, over all tasks."""
+    """One variant, over all tasks."""
 
     way: Variant
     accuracy: float | None
     """The mean over the tasks whose answers are known and were scored; None if there are none."""
     ratio: float | None
-    """`accuracy` by that of full attention; None if full attention answers nothing."""
+    """`accuracy` / full attention's accuracy; None if full attention has none."""
     worst_task: str
-    """The task with the least ratio; "" if there is no ratio."""
+    """The task with the minimum ratio; "" without ratios."""
     worst_ratio: float | None
     repaired: float
     work: float
@@ -49,7 +49,7 @@ class Summary:
 
     @property
     def is_good(self) -> bool:
-        """Whether it reaches what is wanted."""
+        """Whether it reaches the targets."""
         ratio, worst = self.ratio, self.worst_ratio
         return ratio is not None and worst is not None and ratio >= AVERAGE_WANTED and worst >= TASK_WANTED
 
@@ -59,7 +59,7 @@ class Summary:
 
 
 def summarize(rows: Sequence[Row]) -> list[Summary]:
-    """One summary for each way, in the order of the rows."""
+    """Returns one summary per variant, in the order of the rows."""
     return [_summary(way, [row for row in rows if row.way == way]) for way in dict.fromkeys(row.way for row in rows)]
 
 
@@ -87,13 +87,13 @@ def _summary(way: Variant, rows: list[Row]) -> Summary:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """The mean of those that are known."""
+    """Returns the mean of the known values."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
-    """Sentences: what the best policies of the budget reach, which tasks miss what is wanted, and what to doubt."""
+    """Returns sentences: what the best policies within the budget reach, which tasks miss the targets, and doubts."""
     summaries = summarize(rows)
     nearest = min((each for each in summaries if each.is_in_budget), key=lambda each: each.divergence, default=None)
     within = [summary for summary in summaries if summary.is_in_budget and summary.ratio is not None]
@@ -114,7 +114,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
 
 
 def nearness_text(summary: Summary) -> str:
-    """How near a way is to full attention, in words."""
+    """Describes how near a variant is to full attention."""
     text = f"divergence {summary.divergence:.4f} nats, {summary.agreement:.1%} of its greedy tokens the same"
     if summary.loss_increase is not None:
         text += f", loss of the accepted answer {summary.loss_increase:+.3f} nats"
@@ -122,7 +122,7 @@ def nearness_text(summary: Summary) -> str:
 
 
 def doubts(rows: Sequence[Row]) -> list[str]:
-    """Sentences: why the numbers may say less than they seem to."""
+    """Returns sentences: why the numbers may be unreliable."""
     said = []
     fewest = min((row.num_cases for row in rows), default=0)
     if 0 < fewest < _MANY:
@@ -141,7 +141,7 @@ def doubts(rows: Sequence[Row]) -> list[str]:
 
 
 def _preference(summary: Summary) -> tuple[bool, float, float, float]:
-    """Good ones first, the one with the least work; of others the one with the best average."""
+    """Sort key: good ones first, by least work; then the others, by best average."""
     ratio, worst = summary.ratio or 0.0, summary.worst_ratio or 0.0
     return (False, summary.work, -ratio, -worst) if summary.is_good else (True, -ratio, -worst, summary.work)
 

@@ -40,7 +40,7 @@ LEGEND = (
 
 
 def summary_cells(summary: Summary) -> tuple[str, ...]:
-    """One way of answering, over all tasks."""
+    """Cells of one variant, over all tasks."""
     worst = "–" if summary.worst_ratio is None else f"{summary.worst_task} {percent(summary.worst_ratio)}"
     return (
         *_way_cells(summary.way),
@@ -56,7 +56,7 @@ def summary_cells(summary: Summary) -> tuple[str, ...]:
 
 
 def narrow_cells(summary: Summary, *, with_context: bool) -> tuple[str, ...]:
-    """What matters most of one way of answering."""
+    """The most important cells of one variant."""
     divergence, agreement, _ = _nearness_cells(summary)
     return (
         way_text(summary.way, with_context=with_context),
@@ -70,7 +70,7 @@ def narrow_cells(summary: Summary, *, with_context: bool) -> tuple[str, ...]:
 
 
 def row_cells(row: Row) -> tuple[str, ...]:
-    """One way of answering, on one task."""
+    """Cells of one variant on one task."""
     return (
         row.task,
         *_way_cells(row.way),
@@ -86,7 +86,7 @@ def row_cells(row: Row) -> tuple[str, ...]:
 
 
 def task_table(rows: Sequence[Row], *, with_context: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headings and cells of a table with a line for each way and a column for each task, in whole percents."""
+    """Headings and cells of a table with a row per variant and a column per task, in whole percents."""
     tasks = list(dict.fromkeys(row.task for row in rows))
     accuracy = {(row.way, row.task): row.accuracy for row in rows}
     lines = [
@@ -125,7 +125,7 @@ def increase(nats: float | None) -> str:
 
 
 def way_text(way: Variant, *, with_context: bool) -> str:
-    """A way in a few words: "query(0.15), shared" or, with the chunk context, "query(0.15), shared/none"."""
+    """Returns a variant in a few words: "query(0.15), shared" or, with chunk context, "query(0.15), shared/none"."""
     if way.is_full:
         return "full attention"
     return f"{way.repair}, {way.strategy}" + (f"/{way.context}" if with_context else "")

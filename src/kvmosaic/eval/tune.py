@@ -1,4 +1,4 @@
-"""`kvmosaic tune`: asks a model in many ways, and writes the cheapest one that is good enough next to it."""
+"""Run of `kvmosaic tune`: evaluates many variants, and writes the cheapest good one as the model's profile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvmosaic.tuned_settings import Goal, Profile, TaskResult, write_profile
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What is asked of which model, what is wanted, and where the result goes."""
+    """Model, cases, goal and output of a tuning run."""
 
     opening: EvalModel
     cases: Sequence[Case]
@@ -41,13 +41,13 @@ class Tuning:
     is_best_effort: bool = False
     """Write the closest way if none reaches the goal."""
     with_full: bool = False
-    """Whether full attention may be chosen, too."""
+    """Whether full attention may be chosen as well."""
     log: Path | None = None
-    """Where finished questions are written, and taken from; see `evaluate`."""
+    """Log of finished questions, written and reused; see `evaluate`."""
 
 
 def tune(tuning: Tuning, *, as_json: bool = False) -> bool:
-    """Asks, says what was found, and writes the profile; False: nothing reaches the goal, and nothing was written.
+    """Evaluates, prints the results, and writes the profile; False: no variant reaches the goal, nothing is written.
 
     Raises:
         KVMosaicError: the model cannot be loaded, a setting cannot work, or the profile cannot be written.
@@ -76,7 +76,7 @@ def tune(tuning: Tuning, *, as_json: bool = False) -> bool:
 
 
 def _table(tuned: Tuned, summaries: Sequence[Summary]) -> Table:
-    """What was tried, with what its goals are about: right answers, or nearness to full attention."""
+    """Returns the variants tried, with the values of their goals: accuracy, or divergence from full attention."""
     with_context = len({summary.way.context for summary in summaries}) > 1
     is_scored = any(summary.ratio is not None for summary in summaries)
     middle = ("of full", "worst task", "divergence") if is_scored else ("divergence", "agreement", "loss")
@@ -104,7 +104,7 @@ def _nearness_cells(summary: Summary) -> tuple[str, ...]:
 
 
 def _slow(tuned: Tuned, rows: Sequence[Row]) -> list[str]:
-    """Work is counted, and time is what people feel: with short prompts the one may be less, and the other more."""
+    """Warns if the variant is slower than full attention: with short prompts, less work may take more time."""
     times = {summary.way: summary.first_median for summary in summarize(rows)}
     full, chosen = times[FULL], tuned.chosen.first_median
     if tuned.chosen.way.is_full or chosen <= full:
@@ -116,7 +116,7 @@ def _slow(tuned: Tuned, rows: Sequence[Row]) -> list[str]:
 
 
 def _place(tuning: Tuning) -> Path:
-    """The file of the profile, if it looks as if it could be written: that is said before hours of asking.
+    """Returns the profile's path; checks that it is writable before hours of evaluation.
 
     Raises:
         InvalidConfig: there is no such folder, or it cannot be written.

@@ -1,4 +1,4 @@
-"""`kvmosaic tune`: the options. What needs torch is imported when it runs."""
+"""Options of `kvmosaic tune`; modules that need torch are imported when it runs."""
 
 from __future__ import annotations
 

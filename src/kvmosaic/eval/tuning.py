@@ -1,4 +1,4 @@
-"""Tuning: of all ways of answering, the cheapest that loses no more than is allowed."""
+"""Tuning: choice of the cheapest variant within a loss limit."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ LADDER = (
     "combined(0.15)",
     "query(0.3)",
 )
-"""Policies that are tried if nothing is said."""
+"""Default policies to try."""
 USUAL_LOSS, USUAL_DIVERGENCE = 0.02, 0.02
-"""What is wanted if nothing is said: of right answers where they are known, in nats where they are not."""
+"""Default goals: loss of right answers where labels are known, divergence in nats where they are not."""
 _DIGITS = 6
 """Work that differs by less is the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What was chosen."""
+    """The chosen variant."""
 
     chosen: Summary
     is_reached: bool
-    """False: nothing reaches the goal, and this comes closest."""
+    """False: no variant reaches the goal, and this is the closest."""
     said: tuple[str, ...]
-    """What a reader has to know, in sentences."""
+    """Remarks for the reader, in sentences."""
 
 
 def goal_of(
@@ -50,7 +50,7 @@ def goal_of(
     max_loss_increase: float | None = None,
     is_labelled: bool = True,
 ) -> Goal:
-    """What is wanted; without `task_loss` no task may lose more right answers than all of them together.
+    """Returns the goal; without `task_loss` no task may lose more right answers than all of them together.
 
     The default is 98% of the right answers for labelled questions, and a divergence of 0.02 for unlabelled ones.
 
@@ -89,17 +89,17 @@ def goal_of(
 
 
 def choose(rows: Sequence[Row], goal: Goal, *, with_full: bool = False) -> Tuned:
-    """The way with the least work that reaches the goal; of equal ones the first. If none does, the closest one.
+    """Chooses the variant with the least work that reaches the goal; the first of equals; if none does, the closest.
 
     Work is counted, not timed, so the same answers give the same choice on every machine.
 
     Args:
         rows: of a run; see `evaluate`.
-        goal: what may be lost and spent.
+        goal: limits on loss and work.
         with_full: whether full attention may be chosen, too.
 
     Raises:
-        InvalidConfig: full attention answers nothing of a task, or every way costs too much.
+        InvalidConfig: full attention answers nothing of a task, or every variant costs too much.
     """
     if goal.loss is not None and (unknown := [row.task for row in rows if row.full_accuracy == 0]):
         raise InvalidConfig(
@@ -129,9 +129,9 @@ def choose(rows: Sequence[Row], goal: Goal, *, with_full: bool = False) -> Tuned
 
 
 def _margin(summary: Summary, goal: Goal) -> float:
-    """How far a way is above the goals, or below them, where it is worst: in shares of what is allowed, except answers.
+    """Returns the worst excess of a variant over the goals, relative to the limits, except for answers.
 
-    Answers count by their share of full attention's, whatever is allowed.
+    Answers count relative to full attention's, whatever the limit.
     """
     margins = [_share_left(value, most) for value, most in _distances(summary, goal)]
     if goal.loss is not None and goal.task_loss is not None:
@@ -141,7 +141,7 @@ def _margin(summary: Summary, goal: Goal) -> float:
 
 
 def _distances(summary: Summary, goal: Goal) -> list[tuple[float, float]]:
-    """What is wanted to be small: how large it is, and how large it may be."""
+    """Returns the distances to minimize, each with its value and limit."""
     increase = summary.loss_increase
     pairs = [
         (summary.divergence, goal.max_divergence),
@@ -183,7 +183,7 @@ def _described(summary: Summary, goal: Goal) -> str:
 
 
 def _failing(rows: Sequence[Row], ways: Sequence[Summary], closest: Summary, goal: Goal) -> list[str]:
-    """For each task that loses too many right answers: what the best way for that task reaches."""
+    """Returns, for each task that loses too many right answers, what the best variant for that task reaches."""
     allowed, said = {summary.way for summary in ways}, list[str]()
     if goal.task_loss is None:
         return said
@@ -202,7 +202,7 @@ def _failing(rows: Sequence[Row], ways: Sequence[Summary], closest: Summary, goa
 
 
 def _too_far(ways: Sequence[Summary], closest: Summary, goal: Goal) -> list[str]:
-    """For each distance from full attention that is too large: the least that was reached, and by which way."""
+    """Returns, for each distance from full attention beyond its limit, the minimum reached, and by which variant."""
     said = []
     if goal.max_divergence is not None and closest.divergence > goal.max_divergence:
         best = min(ways, key=lambda each: each.divergence)

@@ -1,4 +1,4 @@
-"""Ways to answer a prompt from cached documents: where they stand, what they saw, and what is computed again."""
+"""Variants: ways to answer from cached documents, by position strategy, chunk context and repair policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_POLICIES = 100
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to answer."""
+    """One variant."""
 
     strategy: Strategy = "sequential"
     context: ChunkContext = "system"
@@ -27,7 +27,7 @@ class Variant:
 
     @property
     def is_full(self) -> bool:
-        """Whether it is full attention, with which all others are compared."""
+        """Whether it is full attention, the reference of all others."""
         return self == FULL
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Variant:
 
 
 FULL = Variant("sequential", "system", str(FullRepair()))
-"""Ordinary causal reading of the whole prompt. It uses nothing of the documents, so there is only one."""
+"""Ordinary causal attention over the whole prompt, without reuse."""
 
 
 def variants(
@@ -43,7 +43,7 @@ def variants(
     strategies: Sequence[str] = STRATEGIES,
     contexts: Sequence[str] = CONTEXTS,
 ) -> tuple[Variant, ...]:
-    """Full attention, then every combination that makes sense, each once.
+    """Returns full attention, then every meaningful combination, each once.
 
     Raises:
         InvalidConfig: an unknown strategy or context, none of one of them, or too many policies.

@@ -92,7 +92,7 @@ def check_engine(services: Services) -> None:
 
 
 def _check_share(services: Services, tenant: Tenant, params: SamplingParams, priority: int) -> None:
-    """Refuses a request larger than all memory, or with a priority that its tenant may not use."""
+    """Refuses more answers than run at once, and a priority above 0 without an admin's key."""
     most = services.admission.max_running
     if params.n > most:
         raise ApiError(400, f"n is {params.n}; this server runs {most} answers at once (--max-num-seqs)", param="n")

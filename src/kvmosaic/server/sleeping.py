@@ -99,7 +99,7 @@ def router(services: Services) -> APIRouter:
 
 
 async def _no_query(request: Request) -> None:
-    """Refuses every query parameter: somebody meant something by it, and it would mean nothing."""
+    """Refuses every query parameter, since it would be ignored silently."""
     if names := list(request.query_params):
         raise ApiError(400, f"unknown field {names[0]!r}; remove it, or look at how it is spelled", param=names[0])
 

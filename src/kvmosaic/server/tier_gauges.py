@@ -23,7 +23,7 @@ class TierMoment:
     stat: TierStat
     breaker: BreakerStat | None
     is_up: bool
-    """Whether the tier is healthy."""
+    """Whether it is read: no breaker is open for reads."""
     bytes_per_second: float | None
     """Measured read bandwidth; None before the first hit."""
 

@@ -27,7 +27,7 @@ def validation_message(found: Sequence[Mapping[str, Any]], body: Any = None) -> 
     """Returns the message for all that pydantic found wrong with `body`.
 
     That is the first error; in a field of a union type, the error that lies deepest, of the member that was probably
-    meant. A mistyped name comes before the missing name it stands for.
+    meant. A mistyped name comes before the name that is missing for it.
     """
     faults = [(_where(each, body), each) for each in found] or [("", {"msg": "invalid", "type": ""})]
     first = faults[0][0]

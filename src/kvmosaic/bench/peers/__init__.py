@@ -1,1 +1,1 @@
-"""Engines that are measured side by side."""
+"""Peers: engines that are measured side by side."""

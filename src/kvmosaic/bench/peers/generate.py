@@ -1,4 +1,4 @@
-"""transformers `generate` as a peer, with the cache of the last prompt kept for the longest common beginning."""
+"""transformers `generate` as a peer, with the KV cache of the last prompt reused for the longest common prefix."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class GeneratePeer:
 
 
 class _TokenTimes(BaseStreamer):  # type: ignore[misc]  # transformers is read without its types
-    """Notes when transformers hands out the prompt and then each token."""
+    """Streamer that records when transformers emits the prompt and each token."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

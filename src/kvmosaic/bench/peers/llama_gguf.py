@@ -1,8 +1,8 @@
-"""A Llama folder as one file of llama.cpp; needs numpy and, to write, gguf, and imports nothing of kvmosaic.
+"""Conversion of a Llama folder to a GGUF file; needs numpy and, to write, gguf, and imports nothing of kvmosaic.
 
-llama.cpp turns neighbouring numbers of a head together, (0, 1), (2, 3), …; transformers turns the two halves against
-each other, (0, D/2), (1, D/2 + 1), …. The rows of the query and key projections are sorted so that both turn the same
-pairs.
+llama.cpp rotates neighbouring numbers of a head together, (0, 1), (2, 3), …; transformers rotates the two halves
+against each other, (0, D/2), (1, D/2 + 1), …. The rows of the query and key projections are sorted so that both rotate
+the same pairs.
 """
 
 from __future__ import annotations

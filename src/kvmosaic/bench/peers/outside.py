@@ -1,4 +1,4 @@
-"""An engine in an environment of its own: a process that reads and writes one JSON object per line."""
+"""Engine in its own environment: a worker process with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SECONDS_TO_ANSWER = 1_800.0
 class OutsidePeer:
     """vLLM or llama.cpp, driven through `vllm_worker.py` or `llama_worker.py`.
 
-    sent:      {"prompts": [[1, 2, 3]], "max_tokens": 4}   or {"reset": true}
-    received:  {"seconds": 0.5, "kv_bytes": 4096, "readings": [{"first": 0.2, "last": 0.5, "reused": 0}]}
+    sent:      {"prompts": [[1, 2, 3]], "max_tokens": 4}   or {"reset": true} received:  {"seconds": 0.5, "kv_bytes":
+    4096, "readings": [{"first": 0.2, "last": 0.5, "reused": 0}]}
 
-    `kv_bytes` and `reused` are there where the engine tells them.
+    `kv_bytes` and `reused` are present if the engine reports them.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class OutsidePeer:
         return self._receive(_SECONDS_TO_ANSWER)
 
     def _receive(self, most_seconds: float) -> dict[str, Any]:
-        """The next line that is a JSON object; other lines are what libraries print."""
+        """Returns the next line that is a JSON object; other lines are library output."""
         assert self._process.stdout is not None
         end = time.monotonic() + most_seconds
         while True:

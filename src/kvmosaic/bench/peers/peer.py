@@ -1,4 +1,4 @@
-"""A peer: one engine under measurement, and what it tells about a request."""
+"""Peer protocol: one engine under measurement, and its readings of a request."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from kvmosaic.prompt import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one request took."""
+    """Measurements of one request."""
 
     first_seconds: float
-    """From the moment its batch was handed over to its first token."""
+    """Seconds from the submission of its batch to its first token."""
     token_seconds: float | None
     """Mean time per token after the first one; None for answers of one token."""
     num_prompt: int
     num_answer: int
     num_computed: int | None
-    """Prompt tokens that went through the model; None where the engine does not tell."""
+    """Prompt tokens that went through the model; None if the engine does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one batch took."""
+    """Measurements of one batch."""
 
     seconds: float
-    """From handing it over to its last token."""
+    """Seconds from submission to its last token."""
     readings: tuple[Reading, ...]
     kv_bytes: int | None = None
-    """Keys and values that the engine holds right after, those that it keeps for later included; None: unknown."""
+    """KV cache bytes that the engine holds right after, cached ones included; None: unknown."""
 
 
 class Peer(Protocol):
@@ -39,7 +39,7 @@ class Peer(Protocol):
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Its name in tables."""
 
     @property
     def dtype(self) -> str:
@@ -51,16 +51,16 @@ class Peer(Protocol):
 
     @property
     def process_id(self) -> int:
-        """The process that it runs in."""
+        """The process it runs in."""
 
     def reset(self) -> None:
-        """Forgets everything that it kept of earlier prompts."""
+        """Drops the KV cache of earlier prompts."""
 
     def answer(self, prompts: Sequence[Prompt], num_answer: int) -> Batch:
         """Answers prompts, all at once, greedily, with exactly `num_answer` tokens each."""
 
     def close(self) -> None:
-        """Ends it; calling it again is safe."""
+        """Shuts the engine down; calling it again is safe."""
 
 
 def joined_ids(prompt: Prompt) -> list[int]:

@@ -1,4 +1,4 @@
-"""vLLM behind lines of JSON; runs alone, in the environment of vLLM, and imports nothing of kvmosaic."""
+"""vLLM worker over JSON lines; runs in the environment of vLLM, and imports nothing of kvmosaic."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 
 def main() -> None:
-    """Answers until its input ends."""
-    # what libraries print must not come between the lines of JSON
+    """Answers requests until its input ends."""
+    # library output must not mix with the lines of JSON
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     options = json.loads(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Sets of questions that people have as files: HotpotQA, 2WikiMultihopQA, MuSiQue, SAMSum, RULER, LongBench, SQuAD."""
+"""Loaders of question files: HotpotQA, 2WikiMultihopQA, MuSiQue, SAMSum, RULER, LongBench, SQuAD."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_CASES = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A way to write questions into a file."""
+    """A file format of questions."""
 
     fields: tuple[str, ...]
     """What a record must have; a file is taken for the first format whose fields its first record has."""
@@ -59,8 +59,8 @@ def load(
     Args:
         path: the file.
         format: one of `FORMATS` or `SQUAD`; None: found by the fields of the first record.
-        limit: the most cases, the first ones of the file (of SQuAD, drawn ones); None: all of them, if they are at most
-            `MAX_CASES`.
+        limit: the maximum number of cases, the first ones of the file (of SQuAD, drawn ones); None: all of them, if
+            they are at most `MAX_CASES`.
         piece_tokens: the length of the pieces that long texts without passages are cut into; None: as each format does.
         documents: of a prompt, where the format does not say which ones belong to a question (SQuAD).
         seed: what is drawn, where something is.

@@ -1,4 +1,4 @@
-"""A value of a record that knows its name, so that an error can say which one is wrong."""
+"""A value of a record with its path, for errors that name the wrong one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Field:
     """
 
     name: str
-    """The way to it: `context[3].title`; empty for the record itself."""
+    """Its path: `context[3].title`; empty for the record itself."""
     value: object
 
     def member(self, *names: str) -> Field:

@@ -1,4 +1,4 @@
-"""Where a record comes from, and how its texts are cut."""
+"""Source of a record, and how its texts are cut."""
 
 from __future__ import annotations
 

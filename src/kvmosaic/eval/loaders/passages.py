@@ -1,4 +1,4 @@
-"""Passages of one long text, found by the words that stand before each of them."""
+"""Passages of one long text, found by the labels before them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MAX_TITLE_CHARACTERS = 200
 
 
 def numbered_passages(text: str, word: str) -> tuple[str, list[str]]:
-    """What stands before "WORD 1:" at the start of a line, and the text after each "WORD n:", n = 1, 2, ….
+    """Returns the text before "WORD 1:" at the start of a line, and the text after each "WORD n:", n = 1, 2, ….
 
     A number that is not the next one belongs to the text. Empty passages are left out.
     """
@@ -32,7 +32,7 @@ def labelled_passages(text: str, label: str) -> list[str]:
 def titled(passage: str) -> tuple[str | None, str]:
     """The first line as the title, and the rest.
 
-    There is no title if that line is long, or if there is nothing or an empty line behind it.
+    There is no title if that line is long, or if nothing or an empty line follows it.
     """
     title, _, text = passage.partition("\n")
     is_title = len(title) <= _MAX_TITLE_CHARACTERS and bool(text.partition("\n")[0].strip())

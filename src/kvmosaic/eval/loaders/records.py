@@ -94,7 +94,7 @@ def _list_values(window: _Window) -> Iterator[tuple[int, object]]:
 
 
 class _Window:
-    """The part of a file that is decoded and not yet read.
+    """The decoded, unread part of a file.
 
     ......read......|at  ...text...  |  ...file...
     """
@@ -119,7 +119,7 @@ class _Window:
             self._fill()
 
     def take(self, character: str) -> None:
-        """Moves over the next character, which must be this one."""
+        """Consumes the next character, which must be this one."""
         found = self.peek()
         if found != character:
             what = f"got {found!r}" if found else "the file ends: it was cut off, load it again"
@@ -127,7 +127,7 @@ class _Window:
         self._move(1)
 
     def value(self) -> object:
-        """Moves over the next JSON value."""
+        """Consumes the next JSON value."""
         while True:
             try:
                 value, end = self._json.raw_decode(self._text, self._at)
@@ -155,7 +155,7 @@ class _Window:
         self._at += count
 
     def _fill(self) -> None:
-        """Decodes as much again as is there, so that a long record is not tried too often."""
+        """Doubles the decoded part, so that a long record is not parsed too often."""
         data = self._file.read(max(_BLOCK_BYTES, len(self._text) - self._at))
         self._has_ended = not data
         try:

@@ -66,7 +66,7 @@ def _task_of(origin: Origin) -> str:
 
 
 def _last_paragraphs(record: Field, text: str) -> tuple[str, str]:
-    """The last document, and the instruction and question behind it."""
+    """Returns the last document, and the instruction and question after it."""
     before, question = _at_last(text, "\n\n")
     document, instruction = _at_last(before, "\n\n")
     return _parted(record, document, f"{instruction}\n\n{question}") if document else _parted(record, before, question)

@@ -48,7 +48,7 @@ def load_squad(path: Path, limit: int | None, documents: int, seed: int) -> list
 
     Args:
         path: a file of SQuAD 1.1 or XQuAD.
-        limit: the most cases; None: all. A larger limit begins with the same ones.
+        limit: the maximum number of cases; None: all. A larger limit begins with the same ones.
         documents: paragraphs of a prompt.
         seed: of the order, of the other paragraphs and of their places.
 

@@ -1,7 +1,7 @@
-"""One long document, cut into pieces of equal length wherever that happens to be.
+"""Task with one long document, cut into pieces of equal length at arbitrary positions.
 
-text      Marla Denwick works as a baker. She lives in Tolbury. ¶ The Silver Heron carries tea. ...
-pieces    |Marla Denwick works as a| baker. She lives in Tolb|ury. ¶ The Silver Heron c|arries tea. ...
+text      Marla Denwick works as a baker. She lives in Tolbury. ¶ The Silver Heron carries tea. ... pieces    |Marla
+Denwick works as a| baker. She lives in Tolb|ury. ¶ The Silver Heron c|arries tea. ...
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One fact among many short documents about things of all kinds."""
+"""Task with one fact among many short documents of all kinds."""
 
 from __future__ import annotations
 

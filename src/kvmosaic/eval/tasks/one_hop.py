@@ -1,4 +1,4 @@
-"""Questions that one document answers."""
+"""Task with questions that one document answers."""
 
 from __future__ import annotations
 

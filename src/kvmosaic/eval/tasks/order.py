@@ -1,4 +1,4 @@
-"""Documents that contradict each other, and a question about the first or the last of them."""
+"""Task with contradicting documents, and a question about the first or the last of them."""
 
 from __future__ import annotations
 

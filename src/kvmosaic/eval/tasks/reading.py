@@ -1,4 +1,4 @@
-"""Reading a task from text such as "one-hop(3)"."""
+"""Parser of task texts such as "one-hop(3)"."""
 
 from __future__ import annotations
 

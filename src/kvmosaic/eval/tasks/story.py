@@ -1,4 +1,4 @@
-"""Documents that begin in the middle of a story: who "she" is stands in an earlier one."""
+"""Task with stories whose pieces begin in the middle: an earlier document names "she"."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALL = 64
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """One to three stories in two or three pieces; what is asked stands behind the first piece."""
+    """One to three stories in two or three pieces; the answer is after the first piece."""
 
     def cases(self, seed: int, count: int) -> list[Case]:
         """See `Task.cases`."""

@@ -1,4 +1,4 @@
-"""What a task is: a source of cases, the same for the same seed."""
+"""Task protocol: a source of cases, the same for the same seed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def case_of(task: object, case_id: str, example: Example, question: Question) ->
 
 
 def check_size(name: str, what: str, value: object, low: int, high: int) -> None:
-    """Checks the number in brackets behind a task's name.
+    """Checks the number in brackets after a task's name.
 
     Raises:
         InvalidConfig: not a whole number from `low` to `high`.

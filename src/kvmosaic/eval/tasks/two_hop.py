@@ -1,4 +1,4 @@
-"""Questions that need two documents: one names a thing, the other tells about it."""
+"""Task with questions that need two documents: one names a thing, the other describes it."""
 
 from __future__ import annotations
 

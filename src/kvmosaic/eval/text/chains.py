@@ -1,8 +1,7 @@
-"""Prompts whose questions need two documents: one names a thing, the other tells about it.
+"""Prompts whose questions need two documents: one names a thing, the other describes it.
 
-document 1   The Silver Heron sails under Marla Denwick. ...
-document 2   Marla Denwick lives in Tolbury. ...
-question     Where does the captain of the Silver Heron live?       Tolbury
+document 1   The Silver Heron sails under Marla Denwick. ... document 2   Marla Denwick lives in Tolbury. ... question
+Where does the captain of the Silver Heron live?       Tolbury
 """
 
 from dataclasses import dataclass

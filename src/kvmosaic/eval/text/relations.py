@@ -7,7 +7,7 @@ The files in `relations/` hold one block per kind of thing and one paragraph per
     @ cargo = goods           a relation and the kind of its value (values.py)
     + {S} carries {v}.        a way to say it
     ? What does {n} carry?    a way to ask for it
-    = the captain of {n}      what the value is called by who does not know its name
+    = the captain of {n}      what the value is called without its name
 
 In sentences {S} is the name at the start of the sentence, {s} inside it, {o} as object, {P} "its" at the start, {g}
 "his" or "her", {v} the value and {a} the value with an article. In questions {n} is the full name and {p} its
@@ -29,7 +29,7 @@ class Relation:
     value_kind: str
     sentences: list[str] = field(default_factory=list)
     questions: list[str] = field(default_factory=list)
-    description: str = ""  # what the value is called by who does not know its name; only for people, companies, towns
+    description: str = ""  # what the value is called without its name; only for people, companies, towns
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ NAMED = Recipe(pronouns=0.0, joined=0.0, fillers=0.0)
 
 
 def story_example(source: TextSource, recipe: StoryRecipe) -> Example:
-    """The next prompt of stories, whose pieces stand in order."""
+    """The next prompt of stories, whose pieces are in order."""
     random = source.random
     source.names.start_prompt(0.03)
     kind = random.choice(source.kinds)

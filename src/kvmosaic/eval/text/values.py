@@ -31,7 +31,7 @@ CURRENCIES = ["crowns", "coins", "dollars", "euros", "pounds", "francs", "marks"
 
 
 def draw_value(kind: str, names: NameSource) -> str:
-    """One value of a kind, as it stands in the document and in the answer."""
+    """One value of a kind, as written in the document and in the answer."""
     random = names.random
     if kind in LISTS:
         if kind in OPEN_KINDS and random.random() < 0.15:
