@@ -78,6 +78,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_words.py src benchmarks examples scripts
 
 load: $(VENV)/.installed-dev $(LOAD_VENV)/.installed
 	$(BIN)/python benchmarks/load.py

@@ -148,7 +148,7 @@ def measure(case: Case, chosen: ChosenBackend, num_threads: int, rounds: int) ->
 
 
 def finished_clock() -> float:
-    """Wall time, when the GPU has done what it was told."""
+    """Wall time, until the GPU has finished."""
     torch.cuda.synchronize()
     return time.perf_counter()
 

@@ -9,7 +9,7 @@ For each size, with the engine's own pools, cache and attention:
                 their paragraphs (answers)
     bookkeeping bytes of Python objects per token (tracemalloc) for chunks, and for prefix blocks
     planning    plan, allocate and release: 8 known documents of 512 tokens; a known plain prompt of 4,096; 8 new ones
-    lost        tokens of a common beginning of two prompts that are computed again, and those that are copied, because
+    lost        tokens of a common beginning of two prompts that are computed again, and tokens that are copied, because
                 the block that they are in goes on in another way
     runs        of neighbouring slots in which a document of 512 tokens lies, after many documents came and went
     attention   one layer over 8 such documents: neighbours, as they lie after that, and every block apart

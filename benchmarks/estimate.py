@@ -83,7 +83,7 @@ def measure(caching: httpx.Client, plain: httpx.Client, rounds: int) -> list[dic
 
 
 def texts(source: random.Random, shape: tuple[int, int]) -> list[str]:
-    """Documents of one shape that nobody has seen."""
+    """Documents of one shape, none cached."""
     num_documents, num_words = shape
     return [made_up_text(source, num_words) for _ in range(num_documents)]
 

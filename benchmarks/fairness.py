@@ -7,10 +7,10 @@ computes, and 1/256 for every token that is moved to the host or back. So the ti
 the same command gives the same table. Requests of four kinds come at random (Poisson), more of them than can be done,
 until all have come; then the rest is worked off:
 
-    short, high       a question over two of twelve documents, priority 10, somebody waits for it
+    short, high       a question over two of twelve documents, priority 10, a person waits for it
     short             the same, priority 0
     long              a plain prompt of 160 tokens, an answer of 48, priority 0
-    long, low         a plain prompt of 320 tokens, an answer of 64, priority -10, nobody waits for it
+    long, low         a plain prompt of 320 tokens, an answer of 64, priority -10, a batch job
 
 Three tenants send them, one half of all requests, the others a quarter each. Memory is short: running answers grow into
 blocks that others hold. Wait is from arrival to the first step. Slowdown is from arrival to the end, by what the same
@@ -164,7 +164,7 @@ def params_of(kind: Kind) -> SamplingParams:
 
 
 def alone(model: LoadedModel, kind: Kind) -> float:
-    """Ticks that a request takes when nobody else is there and its documents are known."""
+    """Ticks that a request takes on an idle engine and its documents are known."""
     world = World(model, POLICIES["no priorities"])
     for _ in range(2):
         request = world.engine.add_request(prompt_of(kind, random.Random(7), ""), params_of(kind))

@@ -73,7 +73,7 @@ def median_step(times: list[float]) -> float:
 
 
 class Bench:
-    """The model twice: behind kvmosaic, and as transformers alone (same weights)."""
+    """The model twice: in kvmosaic, and in transformers alone (same weights)."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments

@@ -47,7 +47,7 @@ POLICIES = (
 
 
 def build_llm(arguments: argparse.Namespace) -> LLM:
-    """A random Llama with grouped queries behind kvmosaic."""
+    """A random Llama with grouped queries in kvmosaic."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=32_000,

@@ -106,7 +106,7 @@ def pool(n: int) -> Costs:
 
 
 class Chains:
-    """A prefix cache that n blocks were written into, in chains of `CHAIN_BLOCKS` behind a root each."""
+    """A prefix cache that n blocks were written into, in chains of `CHAIN_BLOCKS` with a root each."""
 
     def __init__(self, n: int, policy: EvictionPolicy) -> None:
         self.pool = BlockPool("request", n + CHAIN_BLOCKS, BLOCK_SIZE)
@@ -220,7 +220,7 @@ def chunks(n: int, policy: str = "lru") -> Costs:
     new = [documents(range(n + i, n + i + step)) for i in range(0, len(some), step)]
     count = sum(len(layout.spans) - 2 for layout in prompts)
     for layout in prompts:
-        kv_cache.plan(layout)  # whoever asks first pays for reading the tokens of the layout
+        kv_cache.plan(layout)  # the first caller pays for reading the tokens of the layout
     meter.cost("plan, known", lambda: [kv_cache.plan(layout) for layout in prompts], count)
     meter.cost("plan, new", lambda: [kv_cache.plan(layout) for layout in new], len(new) * step)
     meter.cost("plan, allocate, release", lambda: [allocated(kv_cache, layout) for layout in prompts], count)
@@ -272,7 +272,7 @@ def kept_keys(n: int) -> Costs:
         OffloadedKeys,  # it brings torch, which is not to be measured in other parts
     )
 
-    meter, kept = Meter(), OffloadedKeys(most_keys=n)
+    meter, kept = Meter(), OffloadedKeys(max_keys=n)
     gc.collect()
     gc.freeze()
     some_pool, keys = BlockPool("chunk_cache", 1, BLOCK_SIZE), KeyChain("model")

@@ -15,7 +15,7 @@ answer of one token has arrived:
 
 An ordinary prompt is the text that a server without a chunk cache reads; composed, documents do not see each other.
 With one thread, ratios are those of the processor time that the server used, so that other work on the machine does not
-count; wall times stand beside them. Absolute times belong to the machine. Results go to benchmarks/results/.
+count; wall times are printed beside them. Absolute times belong to the machine. Results go to benchmarks/results/.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Served:
 
     def __init__(self, model: str, *options: str, threads: int = 1) -> None:
         self._command = [sys.executable, "-m", "kvmosaic", "serve", model, "--port", "0", *options]
-        # threads that spin while they wait would take the cores from whoever measures
+        # threads that spin while they wait would take the cores from the measuring process
         self._environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
         self._lines: list[str] = []
         self.url = ""
@@ -67,6 +67,6 @@ class Served:
 
 
 def made_up_text(source: random.Random, num_words: int) -> str:
-    """Sentences of words that nobody has seen, so that no two documents are alike."""
+    """Sentences of random words, so that no two documents are alike."""
     words = ["".join(source.choices("abdeiklmnorstu", k=source.randint(3, 8))) for _ in range(num_words)]
     return " ".join(words).capitalize() + "."

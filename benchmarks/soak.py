@@ -49,7 +49,7 @@ from support.redis import RedisServer
 CALM_SECONDS = 60.0
 """After the load, what runs must have ended in this time."""
 STOP_SECONDS = 60.0
-MOST_OPEN = 4_096
+MAX_OPEN = 4_096
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Part:
             else f"died with {self.server.process.returncode}: {self.server.log[-600:]}"
         )
         await self._sample(time.monotonic() - begin)
-        return {"how": how, "is_well": how in ("in time", "when it was told to")}
+        return {"how": how, "is_well": how in ("in time", "after SIGTERM")}
 
     def _clients(self, world: World, seed: int) -> list[Any]:
         arguments = self.arguments
@@ -147,7 +147,7 @@ class Part:
                     break
                 await asyncio.sleep(0.2)
             else:
-                self.seen.fault("something was held by nobody", figures=figures)
+                self.seen.fault("something was held without an owner", figures=figures)
         client = HonestClient(world, HONEST[0], "calm", Random(0))
         for question in self.known.questions:
             body = question.body()
@@ -159,8 +159,8 @@ class Part:
                 self.seen.fault("a quiet server refused", status=reply.status_code, reply=reply.text)
         code = await asyncio.to_thread(self.server.stop, STOP_SECONDS)
         if code != 0:
-            return f"it was told to end, and ended with {code}: {self.server.log[-600:]}"
-        return "when it was told to" if self.stopping.is_set() else "in time"
+            return f"it got SIGTERM, and ended with {code}: {self.server.log[-600:]}"
+        return "after SIGTERM" if self.stopping.is_set() else "in time"
 
     def _about(self, seed: int) -> dict[str, Any]:
         known = len(self.known.answers) + len(self.known.moved)
@@ -246,7 +246,7 @@ def main() -> None:
         shutil.rmtree(arguments.folder, ignore_errors=True)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(MOST_OPEN, most), most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(MAX_OPEN, most), most))
     before = Record(arguments.folder)
     left = arguments.hours * 3600 - before.seconds
     console = Console()

@@ -67,7 +67,7 @@ class Events:
             self.world.is_refusing, self.world.last_refusing = False, time.monotonic()
 
     async def move_cold(self) -> None:
-        """Chunks that nobody asked for lately leave the device."""
+        """Chunks that were not used lately are evicted from the device."""
         body = {"min_accesses": 10**6, "idle_seconds": self.choose.choice([0, 5])}
         await self._asked("POST", "/v1/documents:sleep", body)
 

@@ -18,7 +18,7 @@ from soak_server import headers_of
 REPLY_SECONDS = 240.0
 """Who waits longer was forgotten."""
 BUSY = {"queue_full", "tenant_queue_full", "bodies_full", "too_many_viewers"}
-"""What an honest client may be told, and comes again."""
+"""Refusals that an honest client may get, and retries."""
 STORE_FULL = {"quota_exceeded", "document_store_full"}
 
 
@@ -107,7 +107,7 @@ class HonestClient:
         self.judge(self.world.known.answers[question], answer, question)
 
     async def converse(self) -> None:
-        """The second turn of a conversation, behind the first one."""
+        """The second turn of a conversation, after the first one."""
         if self.world.known.conversations:
             question = self.choose.choice(self.world.known.conversations)
             first = Question(question.messages[:-2], question.people, question.strategy, "")
@@ -122,7 +122,7 @@ class HonestClient:
             self.judge(self.world.known.answers[question], answer, question)
 
     async def leave(self) -> None:
-        """A stream that nobody reads to its end."""
+        """A stream that its client stops reading."""
         question = self.choose.choice(self.world.known.questions)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.choose.uniform(0, 0.6)):
@@ -158,7 +158,7 @@ class HonestClient:
         if not self._town or self.choose.random() < 0.6:
             town = self.choose.choice(towns_of(known, self._person))
             content = content_of(document(self._person, town), ttl_seconds=3_600)
-            self._town = ""  # whatever comes of this: until it is answered, nobody knows what is stored
+            self._town = ""  # whatever comes of this: until it is answered, what is stored is unknown
             reply = await self._sent("PUT", path, content, allowed=(200, 201))
             version = reply.json()["version"]
             self._town = town
@@ -210,10 +210,10 @@ class HonestClient:
         await self._asked(question, None)
 
     async def look(self) -> None:
-        """The list of documents, and one of somebody else, which is not there."""
+        """The list of documents, and one of another tenant, which is not listed."""
         listed = (await self._sent("GET", "/v1/documents?limit=100", None)).json()
         if any(not shown["id"].startswith((self.tenant, *_OURS)) for shown in listed["data"]):
-            self.seen.fault("a document of somebody else was listed", listed=listed)
+            self.seen.fault("a document of another tenant was listed", listed=listed)
         await self._sent("GET", "/v1/documents/loot", None, allowed=(404,))
 
     def judge(self, right: str, answer: str, question: Question) -> None:

@@ -75,7 +75,7 @@ class HostileClient:
     async def attack(self) -> None:
         """One of the files, in each of its copies at once."""
         attack = self.choose.choice(self._attacks)
-        headers = {} if attack.sender == "nobody" else headers_of(self.tenant)
+        headers = {} if attack.sender == "anonymous" else headers_of(self.tenant)
         sent = [request for request in attack.requests for _ in range(request.times)]
         await asyncio.gather(
             *[

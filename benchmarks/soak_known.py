@@ -131,7 +131,7 @@ def known_answers(url: str, seed: int) -> Known:
 
 
 def towns_of(known: Known, number: int) -> list[str]:
-    """Where somebody may live so that the answer is known."""
+    """Cities whose answer is known."""
     return [town for person, town in known.moved if person == number]
 
 

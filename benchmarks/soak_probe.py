@@ -1,4 +1,6 @@
-"""An operator's probe: /livez and /readyz every second, /metrics every five; a process, so that nobody holds its clock.
+"""An operator's probe: /livez and /readyz every second, /metrics every five.
+
+It is a process of its own, so that no interpreter lock delays it.
 
     python benchmarks/soak_probe.py URL KEY SECONDS
 

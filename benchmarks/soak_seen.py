@@ -13,8 +13,8 @@ from typing import Any
 STEP = 1.05
 """Latencies are counted in steps of 5 %, from 0.1 ms."""
 LEAST = 1e-4
-MOST_FAULTS = 500
-MOST_QUOTED = 600
+MAX_FAULTS = 500
+MAX_QUOTED = 600
 
 
 class Latencies:
@@ -65,8 +65,8 @@ class Seen:
         """Notes what must not happen."""
         self.count(f"fault: {kind}")
         self.num_faults += 1
-        if self.num_faults <= MOST_FAULTS:
-            quoted = {name: str(value)[:MOST_QUOTED] for name, value in about.items()}
+        if self.num_faults <= MAX_FAULTS:
+            quoted = {name: str(value)[:MAX_QUOTED] for name, value in about.items()}
             append(self._path, {"part": self._part, "at": round(time.time(), 1), "kind": kind, **quoted})
 
     def taken(self) -> dict[str, Any]:

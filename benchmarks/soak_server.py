@@ -19,7 +19,7 @@ from typing import Any
 HONEST = ("north", "south", "west")
 HOSTILE = ("pirate", "vandal")
 QUIET = "quiet"
-"""Asks for the known answers before the load, so that nobody finds its chunks."""
+"""Asks for the known answers before the load, so that no other tenant finds its chunks."""
 QUOTAS = {**dict.fromkeys(HONEST, "1536KiB"), **dict.fromkeys(HOSTILE, "576KiB")}
 CHUNK_CACHE = "8MiB"
 DISK_QUOTA = "4MiB"
@@ -32,7 +32,7 @@ OPTIONS = f"""
 """.split()
 """What may fill is small, so that it is full early and memory is flat from then on."""
 SECONDS_TO_START = 300.0
-MOST_LOGGED = 20 * 2**20
+MAX_LOGGED = 20 * 2**20
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PARENT_DIED = 1
 
@@ -65,7 +65,7 @@ class SoakServer:
         arguments = [part for tier in tiers for part in ("--chunk-tier", tier)]
         self._command = [sys.executable, "-m", "kvmosaic", "serve", "reader", "--port", "0", "--keys-file", str(keys)]
         self._command += [*OPTIONS, *arguments]
-        # threads that spin while they wait would take the cores from whoever measures
+        # threads that spin while they wait would take the cores from the measuring process
         self._environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         self._last: deque[str] = deque(maxlen=300)
         self.num_tracebacks = 0
@@ -126,7 +126,7 @@ class SoakServer:
             for line in self.process.stderr:
                 self._last.append(line)
                 self.num_tracebacks += line.startswith("Traceback")
-                if file.tell() < MOST_LOGGED:
+                if file.tell() < MAX_LOGGED:
                     file.write(line)
                     file.flush()
                 if ready := re.match(r"ready +(http\S+)", line):
@@ -197,6 +197,6 @@ def end_left_over(place: Path) -> None:
 
 
 def _end_with_parent() -> None:
-    """In the child: SIGTERM when the soak dies, so that a killed one leaves no server behind."""
+    """In the child: SIGTERM when the soak dies, so that a killed one leaves no orphaned server."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGTERM)

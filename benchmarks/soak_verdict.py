@@ -120,9 +120,7 @@ def checks(
         number = max(counts.get(f"fault: {kind}", 0), sum(fault["kind"] == kind for fault in faults))
         found.append(_never(kind, number))
     odd = [end["how"] for end in ends if not end["is_well"]]
-    found.append(
-        Check("the server lived, and ended when it was told to", not odd, "; ".join(odd) or f"{len(ends)} times")
-    )
+    found.append(Check("the server lived, and ended after SIGTERM", not odd, "; ".join(odd) or f"{len(ends)} times"))
     for name in ("livez", "metrics"):
         worst = merged(samples, name).at(0.99)
         shown = "never asked" if worst is None else f"{worst:.3f} s, at most {livez_seconds:g} s"

@@ -2,7 +2,7 @@
 
     python benchmarks/tiers.py [--model 0.1b] [--dtype float32] [--tokens 64 256 1024 4096] [--codec none int8]
 
-A random Llama answers a question of 32 tokens over 4 documents behind a system prompt of 64. The documents are computed
+A random Llama answers a question of 32 tokens over 4 documents after a system prompt of 64. The documents are computed
 once, by an engine with all persistent tiers; then engines with one tier each have them on no device and are asked in
 turns. The cost model is off here: a tier is waited for, however slow it is. Compared are
 
@@ -15,7 +15,7 @@ turns. The cost model is off here: a tier is waited for, however slow it is. Com
     compute           no tier
 
 and, with the cost model on and new documents each time, engines with a tier against one without: first token and time
-per later token while the documents are written behind, also in CPU time of the engine's thread. Medians and quartiles
+per later token while the documents are offloaded, also in CPU time of the engine's thread. Medians and quartiles
 of wall time. Results: results/tiers.*
 """
 
@@ -52,7 +52,7 @@ SIZES = {
     "0.1b": {"hidden_size": 768, "intermediate_size": 2_048, "num_hidden_layers": 12, "num_attention_heads": 12},
     "0.5b": {"hidden_size": 1_280, "intermediate_size": 4_480, "num_hidden_layers": 20, "num_attention_heads": 20},
 }
-MOST_BYTES = "2GiB"
+MAX_BYTES = "2GiB"
 
 
 def build_model(size: str, dtype: torch.dtype) -> LoadedModel:
@@ -109,9 +109,9 @@ def open_llm(model: LoadedModel, tiers: Sequence[str], codec: str = "none", *, b
     """An engine over the model; with `believes_tiers` it never finds that computing is faster."""
     llm = LLM(
         model,
-        chunk_cache_config=ChunkCacheConfig(capacity=MOST_BYTES, max_chunk_tokens=8_192, repair="none"),
+        chunk_cache_config=ChunkCacheConfig(capacity=MAX_BYTES, max_chunk_tokens=8_192, repair="none"),
         engine_config=EngineConfig(request_cache="256MiB", num_threads=1),
-        tier_config=TierConfig(tuple(tiers), codec=codec, pending=MOST_BYTES, staged=MOST_BYTES) if tiers else None,
+        tier_config=TierConfig(tuple(tiers), codec=codec, pending=MAX_BYTES, staged=MAX_BYTES) if tiers else None,
     )
     if believes_tiers and llm.engine.offloader is not None:
         llm.engine.offloader._compute.estimate = lambda num_tokens: 3_600.0
@@ -193,7 +193,7 @@ def known_documents(
 
 
 def new_documents(model: LoadedModel, rounds: int, folder: Path, redis_url: str | None) -> dict[str, Any]:
-    """First and later tokens over documents that nobody has: seconds by tier, asked in turns."""
+    """First and later tokens over uncached documents: seconds by tier, asked in turns."""
     chance = Random()
     objects = folder / "object-new"
     objects.mkdir()

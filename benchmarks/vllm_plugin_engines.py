@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 PLAIN, PLUGIN, OWN = "vLLM", "vLLM with kvmosaic", "kvmosaic"
 ENGINES = (PLAIN, PLUGIN, OWN)
-MOST_POSITIONS = 4_096
+MAX_POSITIONS = 4_096
 BLOCK_SIZE = 32
 
 
@@ -71,8 +71,8 @@ class VLLM:
         self._llm = vllm.LLM(
             model=str(folder),
             dtype=dtype,
-            max_model_len=MOST_POSITIONS,
-            max_num_batched_tokens=MOST_POSITIONS,
+            max_model_len=MAX_POSITIONS,
+            max_num_batched_tokens=MAX_POSITIONS,
             max_num_seqs=64,
             block_size=BLOCK_SIZE,
             skip_tokenizer_init=True,
@@ -124,7 +124,7 @@ class VLLM:
 
 
 class Own:
-    """kvmosaic's engine; documents one behind the other, as in vLLM."""
+    """kvmosaic's engine; documents one after the other, as in vLLM."""
 
     def __init__(self, folder: Path, dtype: str, room: int) -> None:
         from kvmosaic import LLM, ChunkCacheConfig, EngineConfig
@@ -133,7 +133,7 @@ class Own:
             folder,
             dtype=dtype,
             chunk_cache_config=ChunkCacheConfig(capacity=room // 2, position_strategy="sequential", repair="none"),
-            engine_config=EngineConfig(request_cache=room // 2, max_batched_tokens=MOST_POSITIONS, num_threads=1),
+            engine_config=EngineConfig(request_cache=room // 2, max_batched_tokens=MAX_POSITIONS, num_threads=1),
         )
 
     def answer(self, prompts: list[Asked], num_answer: int) -> Taken:

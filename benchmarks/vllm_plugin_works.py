@@ -66,7 +66,7 @@ def none(source: TokenSource, system: Sequence[int], rounds: int, at_once: int) 
 
 
 def fresh(source: TokenSource, system: Sequence[int], rounds: int, at_once: int) -> list[Round]:
-    """Documents that nobody has seen."""
+    """Documents that are not cached."""
     return [
         Round(tuple(Asked(system, source.documents(), source.question()) for _ in range(at_once)))
         for _ in range(rounds)

@@ -14,7 +14,7 @@ with LLM("reader") as llm:
         question = Segment(SegmentKind.QUESTION, text="When was the Amber Pearl built?")
         system = Segment(SegmentKind.SYSTEM, text=SYSTEM)
         prompt = Prompt((system, first.segment, second.segment, question))
-        print(llm.plan(prompt, position_strategy="sequential"))  # one behind the other: the second one is moved
+        print(llm.plan(prompt, position_strategy="sequential"))  # one after the other: the second one is moved
         # where documents overlap, their order cannot matter
         (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=16), position_strategy="shared")
         answers.append(output.outputs[0].text.strip())

@@ -15,7 +15,7 @@ cache = BlockKVCache(
 
 torch.manual_seed(0)
 for index in range(1000):
-    # what one attention layer of a model makes of the next tokens, rotated where they stand in the stream
+    # what one attention layer of a model makes of the next tokens, rotated to their positions in the stream
     positions = torch.arange(index * CHUNK, (index + 1) * CHUNK)
     query, key, value = torch.randn(3, CHUNK, HEADS, HEAD_DIM)
     tables = rotation.tables(positions)

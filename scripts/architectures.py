@@ -35,7 +35,7 @@ HEADER = """# Architectures
 Written by `scripts/architectures.py` with transformers {version} and torch {torch}; run it again instead of editing.
 
 Every row is a tiny random model of that architecture in float64: a few layers, windows of 8 tokens, norms that are not
-neutral. What stands here was found by running the model's own attention at load, not looked up by name.
+neutral. What is listed here was found by running the model's own attention at load, not looked up by name.
 
 - **rotation**: how pairs of dimensions turn ("half": the first half of the rotary dimensions with the second;
   "interleaved": neighbours), and rotary dimensions of all dimensions of a head. "none": layers without positions.
@@ -56,8 +56,8 @@ and forwards shorter than its `floor_scale`.
 
 Attention that is written into its module (BLOOM, MPT, Falcon, GPT-J, CodeGen, GPT-Neo, XGLM) is known by the name of
 its class and opened at load: the module projects, our attention attends, and the result is compared with the module's
-own code. Falcon rounds its bias to bfloat16 whatever it computes in, so that the bias of two tokens depends on where
-they stand. In bfloat16 that is rounding like any other; in a finer type its chunks are used where they were computed.
+own code. Falcon rounds its bias to bfloat16 whatever it computes in, so that the bias of two tokens depends on their
+positions. In bfloat16 that is rounding like any other; in a finer type its chunks are used where they were computed.
 
 {num_movable} architectures are movable, {num_fixed} usable without moving, {num_refused} refused.
 """
@@ -66,7 +66,7 @@ they stand. In bfloat16 that is rounding like any other; in a finer type its chu
 FIXED = """`shared` and `absolute` positions only: `sequential`, and `chunk_context="none"` in `shared` positions, are
 refused at load.
 
-In `shared` positions every chunk is computed right behind the system prompt and read there, whatever the other chunks
+In `shared` positions every chunk is computed right after the system prompt and read there, whatever the other chunks
 are: nothing is moved, so that learned positions are exact. In `absolute` positions a chunk is computed at its
 `position_offset` and reused at that offset only. Positions end with the model's table: a prompt or an offset beyond it
 is refused before it runs."""

@@ -147,9 +147,9 @@ def test_a_history_in_other_words_is_told_from_one_that_is_known(llm):
     known = segment.reused_tokens
     assert 4 < known < segment.num_tokens
     assert segment.note.startswith(f"{known} of {segment.num_tokens} tokens from earlier turns; ")
-    assert segment.note.endswith("more of theirs are now written in other tokens, or have left")
+    assert segment.note.endswith("more of theirs are now written in other tokens, or were evicted")
     (other,) = llm.chat(later, params, documents=DOCUMENTS[:1])
-    assert "tokens of earlier turns is cached behind these documents" in other.reuse.segments[-1].note
+    assert "tokens of earlier turns is cached after these documents" in other.reuse.segments[-1].note
 
 
 def test_a_second_turn_answers_as_from_scratch():

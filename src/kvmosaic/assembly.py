@@ -170,10 +170,10 @@ def _build_offloader(model: LoadedModel, engine: Engine, config: TierConfig) -> 
         storage,
         TieredStore(
             open_tiers(config.tiers, allocate=allocate),
-            most_pending_bytes=parse_bytes(config.pending),
+            max_pending_bytes=parse_bytes(config.pending),
             loading=config.loading,
         ),
         entries,
-        most_staged_bytes=parse_bytes(config.staged),
+        max_staged_bytes=parse_bytes(config.staged),
         clock=engine.clock,
     )

@@ -66,7 +66,7 @@ class ChunkStore:
         Args:
             tokens: token ids (a list, an array of numpy or a tensor of torch), or text.
             name: what to call it.
-            system: the system prompt it sees, as it will stand in the prompts that use it.
+            system: the system prompt it sees, as in the prompts that use it.
             position_offset: bake the keys at this place; the strategy is then `absolute`.
             priority: how much it should stay in a full cache, 0 to 1; None: 0.5, or as it is.
             chunk_context: what it sees, "system" or "none", instead of the configured one; prompts must say the same.

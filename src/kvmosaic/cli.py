@@ -141,7 +141,7 @@ def run(
 
     kvmosaic run reader --documents notes --question "Where does the ferry go?"
 
-    A prompt text is an ordinary prompt, as it is, unless --separator says what stands between its documents. Standard
+    A prompt text is an ordinary prompt, as it is, unless --separator gives the text between its documents. Standard
     input (-) is one prompt; with --separator it may hold one per line, each with at least two separators.
     """
     from kvmosaic.console.prompt_source import PromptSource, check_model_is_not_a_prompt
@@ -189,7 +189,7 @@ def check(
     vllm_options: Annotated[
         list[str] | None,
         typer.Argument(
-            help="With --vllm, options of vllm serve behind two dashes: -- --tensor-parallel-size 2 --dtype bfloat16",
+            help="With --vllm, options of vllm serve follow two dashes: -- --tensor-parallel-size 2 --dtype bfloat16",
             show_default=False,
         ),
     ] = None,
@@ -344,7 +344,7 @@ def bench(
         "rounds": rounds,
         "zipf_prompts": zipf_prompts,
         "orders": orders,
-        "most_sharers": sharers,
+        "max_sharers": sharers,
     }
     sizes = replace(PRESETS[preset], **{name: value for name, value in wanted.items() if value is not None})
     peers = PeerOptions(
@@ -444,7 +444,7 @@ def sleep(
         int | None, typer.Option(min=0, max=2**40, help="With --cold: those used less often (1).")
     ] = None,
     idle_seconds: Annotated[
-        float | None, typer.Option(min=0, max=1e12, help="With --cold: if nobody used them for so long (600).")
+        float | None, typer.Option(min=0, max=1e12, help="With --cold: if unused for so many seconds (600).")
     ] = None,
     url: ServerURL = "http://127.0.0.1:8000",
     timeout: Timeout = 600.0,

@@ -39,7 +39,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 class Unset(str):
-    """A default that nobody wrote: equal to its text, and told apart from it by its type.
+    """A default that was not set: equal to its text, and distinguished from it by its type.
 
     So a model's profile may change what the caller did not choose. `dataclasses.replace` keeps it as it is.
     """
@@ -76,7 +76,7 @@ class ChunkCacheConfig:
     """Hash of the keys by which blocks and chunks are looked up; xxh3_128 is faster and always compares tokens.
     Processes that share tiers choose the same."""
     position_strategy: PositionStrategy = _AUTO
-    """Where documents stand: one behind the other ("sequential"), all right after the system prompt ("shared"), where
+    """Positions of documents: one after the other ("sequential"), all right after the system prompt ("shared"), where
     the caller says ("absolute"), or sequential where the prompt fits the model's positions, else shared ("auto")."""
     chunk_context: ChunkContext = _SYSTEM
     """What a document saw when it was computed: the system prompt, the system prompt and a lead-in, or nothing."""
@@ -120,9 +120,9 @@ class ChunkCacheConfig:
             raise InvalidConfig(str(error)) from None
 
     def says(self, name: str) -> bool:
-        """Whether somebody chose the value of `position_strategy`, `chunk_context` or `repair`, even if as the default.
+        """Whether the caller set `position_strategy`, `chunk_context` or `repair`, even if as the default.
 
-        What nobody chose may be set by the model's profile.
+        An unset value may come from the model's profile.
         """
         return not isinstance(getattr(self, name), Unset)
 
@@ -151,7 +151,7 @@ class EngineConfig:
     num_threads: int | None = None
     """Threads that torch computes with on a CPU, in the whole process; None: torch's own choice, one per core."""
     priority_aging_seconds: float | None = 60.0
-    """Waiting so long counts as much as one more step of priority, so that nobody waits for ever; None: it never
+    """Waiting so long counts as much as one more step of priority, so that no request starves; None: it never
     counts, and a request of low priority waits as long as others come."""
     preemption_gap: int | None = 10
     """A request that waits takes the place of running ones whose priority is lower by at least so much, if there is no
@@ -216,7 +216,7 @@ class TierConfig:
     compression: Literal["none", "zstd"] = "none"
     """Whether entries are compressed further, without loss."""
     secret: str | None = field(default=None, repr=False)
-    """Whoever does not know it can neither make nor change an entry; None: only accidents are noticed."""
+    """Without it an entry can be neither made nor changed; None: only accidents are noticed."""
     pending: int | str = "512MiB"
     """Most memory for chunks that wait to be written: bytes or text such as "1GiB". More are not stored."""
     staged: int | str = "512MiB"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-MOST_BYTES = 65_536
-_MOST_CORES = 65_536.0
+MAX_BYTES = 65_536
+_MAX_CORES = 65_536.0
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
@@ -57,12 +57,12 @@ def _quota(folder: Path) -> float | None:
     if len(words) != 2 or not all(word.isascii() and word.isdigit() and len(word) < 16 for word in words):
         return None
     quota, period = (int(word) for word in words)
-    return min(quota / period, _MOST_CORES) if quota and period else None
+    return min(quota / period, _MAX_CORES) if quota and period else None
 
 
 def _read(path: Path) -> str:
     try:
         with path.open(encoding="ascii", errors="replace") as file:
-            return file.read(MOST_BYTES)
+            return file.read(MAX_BYTES)
     except OSError:
         return ""

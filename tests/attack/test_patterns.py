@@ -27,7 +27,7 @@ SOURCE = Path(kvmosaic.__file__).parent
 SHORT = 3_000
 """Repetitions; a quadratic pattern makes some ten million steps, tens of milliseconds, of them."""
 SUSPICIOUS_SECONDS = 2e-3
-MOST_GROWTH = 8.0
+MAX_GROWTH = 8.0
 """For four times the text."""
 METHODS = {"compile", "search", "match", "fullmatch", "sub", "split", "findall", "finditer"}
 NUM_WORDS = 12
@@ -89,7 +89,7 @@ def check_time(place: str, node: ast.Call, uses: set[str], size: int) -> None:
                 continue
             # the least of three: a machine that stood still for a moment proves nothing
             short, long = (min(seconds_of(run, pattern, text(times)) for _ in range(3)) for times in (size, 4 * size))
-            assert long < MOST_GROWTH * max(short, SUSPICIOUS_SECONDS / 4), (
+            assert long < MAX_GROWTH * max(short, SUSPICIOUS_SECONDS / 4), (
                 f"{pattern.pattern!r} takes {short * 1e3:.1f} ms for {text(1)!r} {size} times, "
                 f"and {long * 1e3:.1f} ms for four times as many"
             )

@@ -63,13 +63,13 @@ def test_short_soak_finds_nothing_wrong_and_goes_on_where_it_was(tmp_path: Path)
         told, _ = first.communicate(timeout=200)
     assert first.returncode == 0, told
     report = json.loads((tmp_path / "results" / "soak.json").read_text())
-    assert report["ends"][0]["how"] == "when it was told to" and len(report["parts"]) == 1
+    assert report["ends"][0]["how"] == "after SIGTERM" and len(report["parts"]) == 1
 
     with started(tmp_path, hours=report["hours"] + 14 / 3600) as second:
         told, _ = second.communicate(timeout=300)
     assert second.returncode == 0, told
     report = json.loads((tmp_path / "results" / "soak.json").read_text())
-    assert report["passed"] and [end["how"] for end in report["ends"]] == ["when it was told to", "in time"]
+    assert report["passed"] and [end["how"] for end in report["ends"]] == ["after SIGTERM", "in time"]
     assert {start["part"] for start in report["parts"]} == {1, 2}
     assert all(start["commit"] and start["processor"] and start["known"] for start in report["parts"])
     counts = report["counts"]

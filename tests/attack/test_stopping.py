@@ -65,7 +65,7 @@ def test_a_server_whose_interpreter_is_held_is_killed(count: int) -> None:
             server.stop(signal.SIGTERM)
             time.sleep(0.5)  # the system makes one of two that come at once
         assert server.wait(120) == -signal.SIGKILL
-        why = "it did not stop within 2 s and said nothing" if count == 1 else "it was told twice"
+        why = "it did not stop within 2 s and said nothing" if count == 1 else "two signals came"
         assert f"killed: {why}" in server.log
 
 

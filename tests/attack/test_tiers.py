@@ -127,7 +127,7 @@ class Reuse:
 
     def __init__(self, tier: Tier) -> None:
         self.keys = keys_of(40)
-        self.tiered_store: TieredStore[bytes] = TieredStore([Breaker(tier)], most_pending_bytes=2**24, loading="always")
+        self.tiered_store: TieredStore[bytes] = TieredStore([Breaker(tier)], max_pending_bytes=2**24, loading="always")
         self.tier = tier
 
     def fill(self) -> None:

@@ -219,7 +219,7 @@ def test_llama_cpp_is_opened_or_left_out_with_a_note(folder: Path, monkeypatch: 
     model = load_model(folder, dtype="float32")
 
     def opened(python: Path | None) -> tuple[list[str], str]:
-        options = PeerOptions(("on", "llama.cpp"), capacity="1MiB", llama_python=python, most_tokens=64)
+        options = PeerOptions(("on", "llama.cpp"), capacity="1MiB", llama_python=python, max_tokens=64)
         with ExitStack() as stack:
             peers, notes = open_peers([model], folder, options, stack)
             return [peer.name for peer in peers], notes[-1]

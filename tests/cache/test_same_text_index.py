@@ -1,4 +1,4 @@
-"""Chunks that are missing here and cached behind another system text."""
+"""Chunks that are missing here and cached after another system text."""
 
 import pytest
 from cache.world import compute_all, layout_of, make_kv_cache, state_of, warmed

@@ -40,7 +40,7 @@ def test_alike_tokens_are_counted_from_the_beginning(one, other):
 @given(st.lists(st.tuples(tokens, st.booleans()), max_size=60), st.lists(tokens, min_size=1, max_size=10))
 def test_one_of_the_neighbours_begins_most_like_any_tokens(changes, asked):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_MOST_IN_A_BUCKET", 3)
+        patch.setattr(module, "_MAX_IN_A_BUCKET", 3)
         first = entry_of((7,))
         children, known = SortedChildren(first), {(7,): first}
         for token_ids, is_added in changes:

@@ -27,7 +27,7 @@ def test_demo_shows_answers_moves_times_and_statistics(
     assert "sequential positions" in output and "no network" not in output
     assert "cold: an ordinary prompt, its documents joined, with nothing remembered" in output
     assert "2 prompts read 3 documents 5 times" in output
-    assert "computed a document 3 times and found one in the cache 2 times; 2 of these stood at another" in output
+    assert "computed a document 3 times and found one in the cache 2 times; 2 of these were read at another" in output
 
 
 def test_times_on_60_columns_keep_their_numbers_whole() -> None:

@@ -38,9 +38,9 @@ def with_tiers(
     engine.offloader = ChunkOffloader(
         engine.kv_cache,
         storage,
-        TieredStore(tiers, most_pending_bytes=pending, loading="always", clock=clock),
+        TieredStore(tiers, max_pending_bytes=pending, loading="always", clock=clock),
         ChunkEntries(engine.runner.model.fingerprint, storage, TierConfig()),
-        most_staged_bytes=staged,
+        max_staged_bytes=staged,
         clock=clock,
     )
     engine.offloader._compute.estimate = lambda num_tokens: float(num_tokens)  # or loading a tiny chunk may not pay

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.cache import Key
-from kvmosaic.engine.offloaded_keys import MOST_NAMES, OffloadedKeys
+from kvmosaic.engine.offloaded_keys import MAX_NAMES, OffloadedKeys
 
 
 @dataclass
@@ -61,7 +61,7 @@ def test_names_find_what_was_noted_and_not_discarded(steps: list[Noted | bytes])
 
 
 def test_the_oldest_keys_are_forgotten() -> None:
-    kept = OffloadedKeys(most_keys=2)
+    kept = OffloadedKeys(max_keys=2)
     for number in range(3):
         kept.note(Noted(key(number), {"a": None}))  # type: ignore[arg-type]
     kept.check_invariants()
@@ -70,7 +70,7 @@ def test_the_oldest_keys_are_forgotten() -> None:
 
 def test_the_names_of_one_chunk_are_bounded() -> None:
     kept = OffloadedKeys()
-    for number in range(MOST_NAMES + 5):
+    for number in range(MAX_NAMES + 5):
         kept.note(Noted(key(1), {f"n{number}": None}))  # type: ignore[arg-type]
     kept.check_invariants()
-    assert len(kept.names(key(1))) == MOST_NAMES and not kept.named("n0", "", "")
+    assert len(kept.names(key(1))) == MAX_NAMES and not kept.named("n0", "", "")

@@ -41,9 +41,9 @@ def with_tiers(
     """Puts tiers behind an engine."""
     storage = engine.runner.storages["chunk_cache"]
     entries = ChunkEntries(engine.runner.model.fingerprint, storage, TierConfig())
-    tiered_store: TieredStore[ChunkTensors] = TieredStore(tiers, most_pending_bytes=pending, clock=clock)
+    tiered_store: TieredStore[ChunkTensors] = TieredStore(tiers, max_pending_bytes=pending, clock=clock)
     engine.offloader = ChunkOffloader(
-        engine.kv_cache, storage, tiered_store, entries, most_staged_bytes=staged, clock=clock
+        engine.kv_cache, storage, tiered_store, entries, max_staged_bytes=staged, clock=clock
     )
     return engine.offloader
 

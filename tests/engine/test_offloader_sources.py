@@ -47,10 +47,10 @@ class Watched:
         self.entries = ChunkEntries(self.engine.runner.model.fingerprint, self.storage, TierConfig())
         clock = HandClock()  # stands still: nobody loses patience
         self.tiered_store: TieredStore = TieredStore(
-            [self.disk], most_pending_bytes=MEBIBYTE, loading="always", clock=clock
+            [self.disk], max_pending_bytes=MEBIBYTE, loading="always", clock=clock
         )
         self.engine.offloader = self.offloader = ChunkOffloader(
-            self.engine.kv_cache, self.storage, self.tiered_store, self.entries, most_staged_bytes=MEBIBYTE, clock=clock
+            self.engine.kv_cache, self.storage, self.tiered_store, self.entries, max_staged_bytes=MEBIBYTE, clock=clock
         )
         self.held: dict[Key, ChunkTensors] = {}
         self.decoders: dict[Key, Callable[[Any], Any]] = {}

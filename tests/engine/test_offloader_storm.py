@@ -73,10 +73,10 @@ class OffloaderStorm(RuleBasedStateMachine):
         )
         storage = self.engine.runner.storages["chunk_cache"]
         self.disk = UnsteadyDisk(Path(self.folder.name) / "disk", 150_000)
-        self.tiered_store: TieredStore = TieredStore([HostTier(60_000), self.disk], most_pending_bytes=pending)
+        self.tiered_store: TieredStore = TieredStore([HostTier(60_000), self.disk], max_pending_bytes=pending)
         entries = ChunkEntries(self.engine.runner.model.fingerprint, storage, TierConfig())
         self.offloader = ChunkOffloader(
-            self.engine.kv_cache, storage, self.tiered_store, entries, most_staged_bytes=staged
+            self.engine.kv_cache, storage, self.tiered_store, entries, max_staged_bytes=staged
         )
         self.offloader._compute.estimate = lambda num_tokens: float(num_tokens)  # or loading a tiny chunk may not pay
         self.engine.offloader = self.offloader

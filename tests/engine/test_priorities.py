@@ -84,7 +84,7 @@ def crowd(world: World, low: Request, arrivals, most: int) -> float | None:
 AGING = 3.0
 HIGHEST = 4
 ALONE = 4
-"""Steps of one request when nobody else is there: one for the prompt and the first token, then one a token."""
+"""Steps of one request on an idle engine: one for the prompt and the first token, then one a token."""
 
 
 @settings(max_examples=12, deadline=None)

@@ -10,7 +10,7 @@ from kvmosaic.tiers import Deadline, HostTier, TieredStore
 
 def test_counts_grow_by_what_is_new_and_are_looked_at_once_a_second():
     now = 100.0
-    tiered_store: TieredStore[bytes] = TieredStore([HostTier(1000)], most_pending_bytes=1000)
+    tiered_store: TieredStore[bytes] = TieredStore([HostTier(1000)], max_pending_bytes=1000)
     counts, tally = TierCounts(tiered_store, lambda: now), Tally()
     (tier,) = tiered_store.tiers
     for _ in range(2):

@@ -9,7 +9,7 @@ from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.families import FAMILIES
 from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
 from kvmosaic.integrations.vllm.reports import ReportShelf
-from kvmosaic.integrations.vllm.tally import MOST_REASONS, MOST_REPORTS, Tally, merged, summary
+from kvmosaic.integrations.vllm.tally import MAX_REASONS, MAX_REPORTS, Tally, merged, summary
 from kvmosaic.metrics import catalogue
 
 SHAPE = Composition(system=6, chunks=(4, 8, 5, 2), repair=3)
@@ -51,23 +51,23 @@ def test_what_is_taken_is_counted_once() -> None:
 
 def test_reasons_cannot_grow_without_end() -> None:
     tally = Tally()
-    for number in range(3 * MOST_REASONS):
+    for number in range(3 * MAX_REASONS):
         tally.bypassed(f"reason-{number}")
     data = tally.take()
     assert data is not None
     reasons = data["counts"]["kvmosaic:bypassed_requests"]
-    assert len(reasons) == MOST_REASONS + 1
-    assert sum(reasons.values()) == 3 * MOST_REASONS
+    assert len(reasons) == MAX_REASONS + 1
+    assert sum(reasons.values()) == 3 * MAX_REASONS
 
 
 def test_reports_that_nobody_takes_do_not_pile_up() -> None:
     tally = Tally()
-    for number in range(MOST_REPORTS + 10):
+    for number in range(MAX_REPORTS + 10):
         tally.bypassed("windows", ComposedReport(SHAPE, 30, bypass="the model has windows"), str(number))
     data = tally.take()
     assert data is not None
-    assert list(data["reports"]) == [str(number) for number in range(10, MOST_REPORTS + 10)]
-    assert len(merged(data, {"reports": {"last": {}}})["reports"]) == MOST_REPORTS
+    assert list(data["reports"]) == [str(number) for number in range(10, MAX_REPORTS + 10)]
+    assert len(merged(data, {"reports": {"last": {}}})["reports"]) == MAX_REPORTS
 
 
 payloads = st.lists(st.sampled_from(["composed", "bypassed", "moved", "chunk_prompts"]), max_size=6)
@@ -128,7 +128,7 @@ def test_a_report_is_found_by_the_id_that_the_front_end_knows_and_only_once() ->
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.integers(0, 9)), max_size=60))
 def test_the_shelf_keeps_its_limits(puts: list[tuple[int, int, int]]) -> None:
     now = 0.0
-    documents = ReportShelf(most_reports=5, most_segments=20, most_seconds=30.0, clock=lambda: now)
+    documents = ReportShelf(max_reports=5, max_segments=20, max_seconds=30.0, clock=lambda: now)
     kept: dict[str, tuple[float, int]] = {}
     for name, num_segments, seconds in puts:
         now += seconds

@@ -101,10 +101,10 @@ def with_tier(engine: Engine, *, is_persistent: bool) -> Engine:
         engine.kv_cache,
         storage,
         TieredStore(
-            [TroubledTier(is_persistent=is_persistent)], most_pending_bytes=2**20, loading="always", clock=clock
+            [TroubledTier(is_persistent=is_persistent)], max_pending_bytes=2**20, loading="always", clock=clock
         ),
         ChunkEntries(engine.runner.model.fingerprint, storage, TierConfig()),
-        most_staged_bytes=2**20,
+        max_staged_bytes=2**20,
         clock=clock,
     )
     engine.offloader._compute.estimate = lambda num_tokens: float(num_tokens)  # loading a tiny chunk pays

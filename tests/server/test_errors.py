@@ -85,7 +85,7 @@ def test_unknown_addresses_and_methods_answer_in_the_same_shape(
         (
             "the chunk 'a' has 9 tokens, the limit is 4; raise max_chunk_tokens, shorten the document, or set "
             "long_chunks='split'",
-            "the chunk 'a' has 9 tokens, the limit is 4; send shorter documents, or ask whoever runs the server for "
+            "the chunk 'a' has 9 tokens, the limit is 4; send shorter documents, or ask the operator of the server for "
             "--long-chunks split",
         ),
         (

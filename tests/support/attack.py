@@ -1,7 +1,7 @@
 """An attack as data: one YAML file says who sends what, and what must hold.
 
     tries: One text that never ends, without a key.
-    as: nobody                                 # nobody, hostile (a tenant's key; the default) or admin
+    as: anonymous                              # anonymous (no key), hostile (a tenant's key; the default) or admin
     send:
       - method: GET                            # POST unless said
         path: /livez
@@ -85,7 +85,7 @@ def read_attack(path: Path) -> Attack:
     limits = Limits(status=tuple(status), **holds)
     attack = Attack(path.stem, data.pop("tries"), sender, requests, limits, data.pop("unmet", ""))
     assert not data, f"{path.name}: {sorted(data)} are not known"
-    assert sender in ("nobody", "hostile", "admin"), f"{path.name}: nobody sends as {sender!r}"
+    assert sender in ("anonymous", "hostile", "admin"), f"{path.name}: no sender {sender!r}"
     return attack
 
 

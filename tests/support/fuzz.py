@@ -18,7 +18,7 @@ from typing import Any
 
 QUESTION = {"role": "user", "content": "Where does the ferry go?"}
 FERRY = {"id": "ferry", "title": "The ferry", "text": "The ferry goes to Oak Island."}
-MOST_BYTES = 60_000
+MAX_BYTES = 60_000
 SHAPE = {"type": "object", "properties": {"town": {"type": "string"}, "miles": {"type": "integer"}}}
 
 
@@ -195,7 +195,7 @@ class Fuzzer:
         if choose.random() < 0.4:
             for _ in range(choose.choice([1, 1, 2, 5])):
                 body = choose.choice(BYTE_CHANGES)(self, body)
-        case = Case(seed.method, seed.path, body[:MOST_BYTES])
+        case = Case(seed.method, seed.path, body[:MAX_BYTES])
         self._last = case.body
         return self._with_odd_head(case) if choose.random() < 0.1 else case
 

@@ -314,7 +314,7 @@ class TierConformance:
         )
 
 
-def walk_together(tiers: list[Tier], num_rounds: int, most_bytes: list[int]) -> None:
+def walk_together(tiers: list[Tier], num_rounds: int, max_bytes: list[int]) -> None:
     """Threads that put, get and delete the same few keys, each in its own tier; fails if one sees a wrong entry."""
     problems: list[str] = []
 
@@ -335,7 +335,7 @@ def walk_together(tiers: list[Tier], num_rounds: int, most_bytes: list[int]) -> 
                     case 7:
                         tier.touch([key], Deadline(30))
                         tier.exists_many(KEYS, Deadline(30))
-                if any(tier.stat().num_bytes > most for most in most_bytes):
+                if any(tier.stat().num_bytes > most for most in max_bytes):
                     problems.append(f"{tier.stat().num_bytes} bytes are more than the quota")
         except Exception as error:  # a thread must not end in silence
             problems.append(repr(error))

@@ -59,7 +59,7 @@ def fetched(tiered_store: TieredStore[bytes], key: Key) -> bytes | None:
 
 def test_a_tier_with_a_bug_does_not_end_the_writer() -> None:
     tier, other = BuggyTier("delete", "exists"), TroubledTier("other")
-    tiered_store: TieredStore[bytes] = TieredStore([tier, other], most_pending_bytes=100)
+    tiered_store: TieredStore[bytes] = TieredStore([tier, other], max_pending_bytes=100)
     tiered_store.delete(KEYS[:1])
     assert tiered_store.flush(60)
     told: list[bool] = []
@@ -80,7 +80,7 @@ def test_a_tier_with_a_bug_does_not_hide_the_next_one(method: str) -> None:
     tier, other = BuggyTier(method), TroubledTier("other")
     tier.entries[KEYS[0]] = b"bad"
     other.entries[KEYS[0]] = b"good"
-    tiered_store: TieredStore[bytes] = TieredStore([tier, other], most_pending_bytes=100)
+    tiered_store: TieredStore[bytes] = TieredStore([tier, other], max_pending_bytes=100)
 
     def accept(entry: Entry) -> bytes:
         if bytes(entry) != b"good":
@@ -101,7 +101,7 @@ def test_a_tier_with_a_bug_does_not_hide_the_next_one(method: str) -> None:
 def test_threads_that_could_not_start_are_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = TroubledTier()
     tier.entries[KEYS[0]] = b"there"
-    tiered_store: TieredStore[bytes] = TieredStore([tier], most_pending_bytes=100)
+    tiered_store: TieredStore[bytes] = TieredStore([tier], max_pending_bytes=100)
     starts: list[int] = []
     start = threading.Thread.start
 
@@ -139,7 +139,7 @@ def test_a_breaker_that_could_not_start_its_probe_does_not_stay_open(monkeypatch
 
 def test_an_unreferenced_tiered_store_writes_what_it_has_and_ends() -> None:
     tier = TroubledTier()
-    tiered_store: TieredStore[bytes] = TieredStore([tier], most_pending_bytes=100)
+    tiered_store: TieredStore[bytes] = TieredStore([tier], max_pending_bytes=100)
     tier.gate.clear()
     store(tiered_store, KEYS[0])
     store(tiered_store, KEYS[1])
@@ -166,7 +166,7 @@ class Slow:
     def put_many(self, entries, deadline):
         time.sleep(0.02)
         return self.tier.put_many(entries, deadline)
-tiered_store = TieredStore([Slow(open_tier("disk:{folder}?quota=1GiB"))], most_pending_bytes=10**6)
+tiered_store = TieredStore([Slow(open_tier("disk:{folder}?quota=1GiB"))], max_pending_bytes=10**6)
 for number in range(20):
     tiered_store.store(bytes([number]) * 32, b"value", 5, bytes, persistent=True, volatile=False)
 {end}
@@ -183,7 +183,7 @@ def test_a_process_that_ends_without_closing_has_everything_written(tmp_path: Pa
 def test_a_forked_process_ends_at_once_and_leaves_the_tiers_alone() -> None:
     tier = TroubledTier()
     tier.put_seconds = 0.2
-    tiered_store: TieredStore[bytes] = TieredStore([tier], most_pending_bytes=100)
+    tiered_store: TieredStore[bytes] = TieredStore([tier], max_pending_bytes=100)
     for key in KEYS:
         store(tiered_store, key)
     script_is_child = os.fork() == 0
@@ -227,7 +227,7 @@ def test_errors_do_not_grow_however_often_a_chunk_leaves(codec, dtype, along, si
 def test_a_tier_that_is_down_does_not_make_flush_wait() -> None:
     tier = TroubledTier()
     tier.error = TierUnavailable("down")
-    tiered_store: TieredStore[bytes] = TieredStore([tier], most_pending_bytes=100)
+    tiered_store: TieredStore[bytes] = TieredStore([tier], max_pending_bytes=100)
     for key in KEYS:
         store(tiered_store, key)
     assert tiered_store.flush(60) and tiered_store.stats.failed == len(KEYS) and tiered_store.pending_bytes == 0
@@ -237,7 +237,7 @@ def test_a_tier_that_is_down_does_not_make_flush_wait() -> None:
 def test_a_full_tier_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     tier = TroubledTier()
     tier.error = TierFull("no room left; make the quota smaller than what is free")
-    tiered_store: TieredStore[bytes] = TieredStore([Breaker(tier)], most_pending_bytes=100)
+    tiered_store: TieredStore[bytes] = TieredStore([Breaker(tier)], max_pending_bytes=100)
     for key in KEYS:
         store(tiered_store, key)
         assert tiered_store.flush(60)
@@ -250,7 +250,7 @@ def test_a_tier_that_gives_more_than_it_was_asked_for_is_not_believed() -> None:
     """An entry that a tier of somebody's own reads all the same is refused by its size."""
     tier = TroubledTier()
     tier.entries[KEYS[0]] = bytes(1000)
-    tiered_store: TieredStore[bytes] = TieredStore([Breaker(tier)], most_pending_bytes=100)
+    tiered_store: TieredStore[bytes] = TieredStore([Breaker(tier)], max_pending_bytes=100)
     fetch = tiered_store.fetch(KEYS[0], 5, bytes, None, max_bytes=999)
     assert fetch is not None
     end = time.monotonic() + 60

@@ -252,8 +252,8 @@ def model() -> LoadedModel:
 def with_tier(engine: Engine, tier: TroubledTier, pending: int = 2**26) -> TieredStore:
     storage = engine.runner.storages["chunk_cache"]
     entries = ChunkEntries(engine.runner.model.fingerprint, storage, TierConfig())
-    tiered_store: TieredStore = TieredStore([tier], most_pending_bytes=pending)
-    engine.offloader = ChunkOffloader(engine.kv_cache, storage, tiered_store, entries, most_staged_bytes=2**26)
+    tiered_store: TieredStore = TieredStore([tier], max_pending_bytes=pending)
+    engine.offloader = ChunkOffloader(engine.kv_cache, storage, tiered_store, entries, max_staged_bytes=2**26)
     return tiered_store
 
 

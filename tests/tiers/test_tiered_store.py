@@ -37,9 +37,9 @@ def make() -> Iterator[Callable[..., TieredStore[str]]]:
     made: list[TieredStore[str]] = []
 
     def build(
-        *tiers: TroubledTier, most_pending_bytes: int = MEBIBYTE, clock: HandClock | None = None
+        *tiers: TroubledTier, max_pending_bytes: int = MEBIBYTE, clock: HandClock | None = None
     ) -> TieredStore[str]:
-        made.append(TieredStore(tiers, most_pending_bytes=most_pending_bytes, clock=clock or HandClock()))
+        made.append(TieredStore(tiers, max_pending_bytes=max_pending_bytes, clock=clock or HandClock()))
         return made[-1]
 
     yield build
@@ -118,7 +118,7 @@ def test_what_waits_to_be_written_is_found_at_once(make: Callable) -> None:
 def test_more_than_may_wait_is_dropped_and_counted(make: Callable) -> None:
     disk = TroubledTier("disk")
     disk.gate.clear()
-    tiered_store = make(disk, most_pending_bytes=2500)
+    tiered_store = make(disk, max_pending_bytes=2500)
     assert [store(tiered_store, number, "a") for number in range(4)] == [True, True, False, False]
     assert tiered_store.stats.dropped == 2 and tiered_store.pending_bytes == 2000
     disk.gate.set()

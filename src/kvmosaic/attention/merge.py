@@ -2,7 +2,7 @@
 
     L = logsumexp_i(l_i);   o = sum_i exp(l_i - L) o_i
 
-The identity behind flash attention and ring attention (Milakov and Gimelshein 2018, Dao et al. 2022).
+The identity of flash attention and ring attention (Milakov and Gimelshein 2018, Dao et al. 2022).
 """
 
 from __future__ import annotations

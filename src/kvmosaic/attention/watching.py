@@ -12,7 +12,7 @@ from kvmosaic.attention.reads import Mask, PoolName, RowGroup, RunRead
 from kvmosaic.memory import BlockStorage
 from kvmosaic.rope import Rotation, rotate
 
-_MOST_SCORES = 1 << 24
+_MAX_SCORES = 1 << 24
 """Max scores written out at once, which bounds the memory of a long question over a long chunk."""
 
 
@@ -63,10 +63,10 @@ def watch_group(
         if read.pool != "chunk_cache":
             continue
         key, _ = storages[read.pool].run(call.layer_index, read.first_slot, read.num_tokens)
-        most_rows = max(1, _MOST_SCORES // (call.query.shape[1] * read.num_tokens))
+        max_rows = max(1, _MAX_SCORES // (call.query.shape[1] * read.num_tokens))
         parts = [
-            _shares(group, read, range(first, min(first + most_rows, group.num_rows)), call, lse, layer, key)
-            for first in range(0, group.num_rows, most_rows)
+            _shares(group, read, range(first, min(first + max_rows, group.num_rows)), call, lse, layer, key)
+            for first in range(0, group.num_rows, max_rows)
         ]
         group.watch.observe(call.layer_index, index, torch.stack(parts).sum(0))
 

@@ -30,7 +30,7 @@ from kvmosaic.errors import InvalidConfig
 from kvmosaic.model import load_model
 from kvmosaic.prompt import Prompt
 
-_MOST_THREADS = 1_024
+_MAX_THREADS = 1_024
 _SHARING_ROUNDS = 3
 """Number of times shared and private documents alternate while steps are profiled."""
 _TARGET_TOKENS = FULL.documents * FULL.document_tokens
@@ -56,8 +56,8 @@ class Campaign:
     """Whether to measure the start of the command itself."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.peers.threads <= _MOST_THREADS:
-            raise InvalidConfig(f"threads must be between 1 and {_MOST_THREADS}, got {self.peers.threads}")
+        if not 1 <= self.peers.threads <= _MAX_THREADS:
+            raise InvalidConfig(f"threads must be between 1 and {_MAX_THREADS}, got {self.peers.threads}")
 
 
 class Watcher:
@@ -103,11 +103,11 @@ def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, 
     weights = {
         _dtype_of(model.dtype): weigh(model.config, model.dtype.itemsize, model.bytes_per_token()) for model in models
     }
-    most_sharers = _most_sharers(workloads)
+    max_sharers = _max_sharers(workloads)
     watcher.stage("measuring the limits of this machine")
     limits = measure_limits(campaign.peers.threads, list(weights))
     watcher.stage("opening the engines")
-    options = replace(campaign.peers, most_tokens=sizes.longest + 64)
+    options = replace(campaign.peers, max_tokens=sizes.longest + 64)
     peers, left_out = open_peers(models, folder, options, stack)
     rows, was_interrupted = _measure_all(workloads, peers, watcher)
     # a limit measured in a busy moment is too low
@@ -119,7 +119,7 @@ def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, 
         workloads = []
     watcher.stage("looking into the steps")
     parts = _profiles(peers, workloads, sizes)
-    found = [*targets(rows, limits, weights, most_sharers), *step_targets(parts)]
+    found = [*targets(rows, limits, weights, max_sharers), *step_targets(parts)]
     if campaign.is_start_measured and not was_interrupted:
         watcher.stage("starting the command")
         found += _start_targets()
@@ -158,7 +158,7 @@ def _measure_all(workloads: list[Workload], peers: list[Peer], watcher: Watcher)
 
 def _profiles(peers: list[Peer], workloads: list[Workload], sizes: Sizes) -> list[StepParts]:
     """Profiles the steps of our engine, for single prompts and for the maximum number of sharers."""
-    most = _most_sharers(workloads)
+    most = _max_sharers(workloads)
     last = {workload.name: workload.batches[-1] for workload in workloads}
     parts = []
     for peer in peers:
@@ -173,7 +173,7 @@ def _profiles(peers: list[Peer], workloads: list[Workload], sizes: Sizes) -> lis
     return parts
 
 
-def _most_sharers(workloads: list[Workload]) -> int:
+def _max_sharers(workloads: list[Workload]) -> int:
     return max((round(workload.x) for workload in workloads if workload.figure == "sharers"), default=1)
 
 

@@ -18,7 +18,7 @@ _LIMITS = {
     "zipf_prompts": 100_000,
     "catalogue": 100_000,
     "orders": 1_000_000,
-    "most_sharers": 1_024,
+    "max_sharers": 1_024,
 }
 
 
@@ -48,7 +48,7 @@ class Sizes:
     """Documents to draw from."""
     orders: int = 500
     """Prompts with known documents in orders not seen before."""
-    most_sharers: int = 32
+    max_sharers: int = 32
     """Maximum number of prompts that share their documents at once."""
 
     def __post_init__(self) -> None:
@@ -102,6 +102,6 @@ QUICK = Sizes(
     zipf_prompts=6,
     catalogue=100,
     orders=40,
-    most_sharers=8,
+    max_sharers=8,
 )
 PRESETS = {"quick": QUICK, "full": FULL}

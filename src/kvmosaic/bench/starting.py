@@ -13,7 +13,7 @@ _COMMANDS = {
         *("--separator", "##", "--max-tokens", "1"),
     ),
 }
-_MOST_SECONDS = 300
+_MAX_SECONDS = 300
 
 
 def starting_seconds(name: str, tries: int = 3) -> float:
@@ -22,6 +22,6 @@ def starting_seconds(name: str, tries: int = 3) -> float:
     seconds = []
     for _ in range(tries):
         begin = time.perf_counter()
-        subprocess.run(command, check=True, capture_output=True, timeout=_MOST_SECONDS)  # noqa: S603
+        subprocess.run(command, check=True, capture_output=True, timeout=_MAX_SECONDS)  # noqa: S603
         seconds.append(time.perf_counter() - begin)
     return min(seconds)

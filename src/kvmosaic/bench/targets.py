@@ -60,7 +60,7 @@ class Rows:
         return [row for row in self._rows if row.workload == workload and row.peer == peer]
 
 
-def targets(rows: Sequence[Row], limits: Limits, weights: dict[str, Weight], most_sharers: int) -> list[Target]:
+def targets(rows: Sequence[Row], limits: Limits, weights: dict[str, Weight], max_sharers: int) -> list[Target]:
     """Every target that the measured rows can answer; those without their rows are left out."""
     by = Rows(rows)
     found: list[Target] = []
@@ -109,9 +109,9 @@ def targets(rows: Sequence[Row], limits: Limits, weights: dict[str, Weight], mos
         add(
             f"plain prompts, {width} at once, time per token: {best}", 1, min(tokens, default=None), by.token(name, OWN)
         )
-    shared, private = (by.best(f"{kind}-{most_sharers}", OWN) for kind in ("shared", "private"))
+    shared, private = (by.best(f"{kind}-{max_sharers}", OWN) for kind in ("shared", "private"))
     if shared and private and shared.kv_bytes and private.kv_bytes:
-        what = f"{most_sharers} prompts that share documents"
+        what = f"{max_sharers} prompts that share documents"
         add(f"{what}: memory of private copies by shared", 8, private.kv_bytes, shared.kv_bytes)
         if shared.token and private.token:
             add(f"{what}: time per token, private by shared", 1, private.token.median, shared.token.median)

@@ -40,7 +40,7 @@ def _question(source: TokenSource) -> list[Workload]:
 
 
 def _fresh(source: TokenSource) -> list[Workload]:
-    return [_known(source, 0, "fresh", "documents that nobody has seen")]
+    return [_known(source, 0, "fresh", "uncached documents")]
 
 
 def _repeated(source: TokenSource) -> list[Workload]:
@@ -176,7 +176,7 @@ def _sharers(source: TokenSource) -> list[Workload]:
     """1, 2, 4, … prompts at once that read the same documents, and the same prompts with copies of their own."""
     sizes = source.sizes
     system, documents = source.system(), source.documents()
-    counts = [2**power for power in range(sizes.most_sharers.bit_length())]
+    counts = [2**power for power in range(sizes.max_sharers.bit_length())]
     return [
         _sharing(source, system, documents, count, is_private=is_private)
         for count in counts

@@ -15,7 +15,7 @@ from kvmosaic.cache.tenant_account import TenantAccount
 from kvmosaic.errors import ChunkInUse, UnknownChunk
 from kvmosaic.eviction import Candidate, EvictionPolicy
 
-_MOST_KEPT = 0.5
+_MAX_KEPT = 0.5
 """Share of a tenant's blocks for pins of pinned names: each system prompt makes another chunk of a document."""
 
 
@@ -275,7 +275,7 @@ class ChunkIndex:
         if not chunk.is_ready or chunk.pinned or not account.kept.cover(chunk.names):
             return
         room = self.pool.num_blocks if account.quota_blocks is None else account.quota_blocks
-        if account.num_pinned_blocks + chunk.num_blocks <= _MOST_KEPT * min(room, self.pool.num_blocks):
+        if account.num_pinned_blocks + chunk.num_blocks <= _MAX_KEPT * min(room, self.pool.num_blocks):
             self.set_pinned(chunk, True)
 
     def set_quota(self, tenant: str, num_bytes: int | None, bytes_per_block: int) -> None:

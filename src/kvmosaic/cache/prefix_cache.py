@@ -9,7 +9,7 @@ from kvmosaic.cache.keys import TOKEN_BYTES, Key
 from kvmosaic.cache.sorted_children import SortedChildren, num_alike, unpacked
 from kvmosaic.eviction import Candidate, EvictionPolicy, EvictionQueue
 
-FEWEST_FIRST_TOKENS = 8
+MIN_FIRST_TOKENS = 8
 """At the start of a span, fewer common tokens are a template's words, and not worth copying a block."""
 
 
@@ -154,7 +154,7 @@ class PrefixCache:
             if entry is not None:
                 alike = num_alike(entry.tokens, tokens)
                 is_worth_it = (
-                    parent is not None or alike >= FEWEST_FIRST_TOKENS or entry.tokens == tokens[: len(entry.tokens)]
+                    parent is not None or alike >= MIN_FIRST_TOKENS or entry.tokens == tokens[: len(entry.tokens)]
                 )
                 if alike > best[1] and is_worth_it:
                     best = entry, alike

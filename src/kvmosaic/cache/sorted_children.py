@@ -11,7 +11,7 @@ from kvmosaic.cache.keys import TOKEN_BYTES
 if TYPE_CHECKING:
     from kvmosaic.cache.prefix_cache import PrefixEntry
 
-_MOST_IN_A_BUCKET = 1_024
+_MAX_IN_A_BUCKET = 1_024
 
 
 class SortedChildren:
@@ -48,7 +48,7 @@ class SortedChildren:
         number = self._bucket_of(entry.tokens)
         bucket = self._buckets[number]
         bucket.insert(bisect_left(bucket, entry.tokens, key=_tokens_of), entry)
-        if len(bucket) > _MOST_IN_A_BUCKET:
+        if len(bucket) > _MAX_IN_A_BUCKET:
             half = len(bucket) // 2
             self._buckets[number : number + 1] = [bucket[:half], bucket[half:]]
 

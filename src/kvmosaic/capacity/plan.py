@@ -207,7 +207,7 @@ def _notes(model: ModelFacts, demand: Demand, room: Room) -> list[str]:
     kept, seen = model.kv_bytes_per_token * demand.tokens_per_document, model.seen_bytes(demand.tokens_per_document)
     if seen < kept:
         notes.append(
-            f"windows hide {1 - seen / kept:.0%} of a document's keys and values from everything behind it; the engine "
+            f"windows hide {1 - seen / kept:.0%} of a document's keys and values from everything after it; the engine "
             "keeps them nevertheless"
         )
     longest = demand.system_tokens + demand.tokens_per_document + demand.question_tokens + demand.answer_tokens

@@ -158,7 +158,7 @@ def _stored_dtype(config: Any, name: str) -> str | None:
     try:
         text_config = config.get_text_config()
     except ValueError as error:  # models that generate other things than text
-        raise UnsupportedModel(f"{name} has no one text model: {' '.join(str(error).split())[:200]}") from error
+        raise UnsupportedModel(f"{name} has no text model, or several: {' '.join(str(error).split())[:200]}") from error
     stored = getattr(config, "dtype", None) or getattr(text_config, "dtype", None)
     text = str(stored).removeprefix("torch.") if stored is not None else None
     return text if text in _DTYPES else None

@@ -105,12 +105,12 @@ def import_bundle(path: Path, url: str, variable: str | None, as_json: bool) -> 
     seal, findings = seal_from(variable), Findings()
     num_known = num_stored = num_refused = 0
     with Bundle(path) as bundle, opened(url, to_write=True) as tier, progress_bar(notices, is_bytes=True) as bar:
-        most_bytes = tier.stat().quota_bytes
+        max_bytes = tier.stat().quota_bytes
         task = bar.add_task("importing", total=bundle.contents.num_bytes)
         for member in bundle.members:
             if tier.exists_many([member.key], Deadline(CALL_SECONDS)):
                 num_known += 1
-            elif most_bytes is not None and member.num_bytes > most_bytes:
+            elif max_bytes is not None and member.num_bytes > max_bytes:
                 num_refused += 1
             elif (entry := _read(bundle, member, findings)) is not None and findings.check(member.key, entry, seal):
                 is_stored = member.key in tier.put_many({member.key: entry}, Deadline(CALL_SECONDS))

@@ -27,7 +27,7 @@ def clean(url: str, selection: Selection, quota: str | None, dry_run: bool, as_j
         raise InvalidConfig(
             "nothing says what is to be removed; give --quota, --older-than, --model, --not-model or --name"
         )
-    most_bytes = None if quota is None else parse_bytes(quota)
+    max_bytes = None if quota is None else parse_bytes(quota)
     console, notices = Console(), Console(stderr=True)
     with opened(url) as tier:
         infos = all_entries(tier, notices)
@@ -35,8 +35,8 @@ def clean(url: str, selection: Selection, quota: str | None, dry_run: bool, as_j
         if not selection.is_empty:
             with notices.status("asking the entries what they are"):
                 leaving = [entry.info for entry in selection.select(tier, infos)]
-        if most_bytes is not None:
-            leaving += beyond(infos, {info.key for info in leaving}, most_bytes)
+        if max_bytes is not None:
+            leaving += beyond(infos, {info.key for info in leaving}, max_bytes)
         num_removed = len(leaving) if dry_run else _remove(tier, leaving, notices)
     num_bytes, total = (sum(info.num_bytes for info in some) for some in (leaving, infos))
     if as_json:
@@ -59,12 +59,12 @@ def clean(url: str, selection: Selection, quota: str | None, dry_run: bool, as_j
     )
 
 
-def beyond(infos: Sequence[EntryInfo], leaving: set[bytes], most_bytes: int) -> list[EntryInfo]:
+def beyond(infos: Sequence[EntryInfo], leaving: set[bytes], max_bytes: int) -> list[EntryInfo]:
     """Returns the least recently used entries to evict as well, so that at most `quota` bytes stay."""
     staying = [info for info in infos if info.key not in leaving]
     total, more = sum(info.num_bytes for info in staying), []
     for info in staying:
-        if total <= most_bytes:
+        if total <= max_bytes:
             break
         more.append(info)
         total -= info.num_bytes

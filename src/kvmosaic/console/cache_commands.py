@@ -74,7 +74,7 @@ def tree(
     url: ServerURL = "http://127.0.0.1:8000",
     depth: Annotated[int, typer.Option(min=1, max=32, help="Levels below a system text.")] = 8,
     children: Annotated[
-        int, typer.Option(min=1, max=100, help="Most that is shown behind one beginning, the last used first.")
+        int, typer.Option(min=1, max=100, help="Maximum of rows shown below one beginning, most recently used first.")
     ] = 8,
     runs: Annotated[int, typer.Option(min=1, max=2_000, help="Most runs of blocks in all.")] = 200,
     tokens: Annotated[int, typer.Option(min=0, max=64, help="First tokens of each run that are shown.")] = 12,
@@ -85,7 +85,7 @@ def tree(
 
     kvmosaic cache tree --url http://127.0.0.1:8000
 
-    Conversations that begin alike share their beginning, behind the same documents. The key, if the server has keys, is
+    Conversations that begin alike share their beginning, after the same documents. The key, if the server has keys, is
     read from KVMOSAIC_API_KEY: you see your own; an admin also sees how much others have.
     """
     from kvmosaic.console.cache_tree import show_tree
@@ -153,7 +153,7 @@ def export_bundle(
 
 @cache.command("import")
 def import_bundle(file: BundleFile, tier: Tier, secret_env: SecretVariable = None, as_json: AsFields = False) -> None:
-    """Put the entries of a bundle into a tier; those that it has already are skipped. Exit code 1 if one was not put.
+    """Put the entries of a bundle into a tier; entries that it has already are skipped. Exit code 1 if one was not put.
 
     kvmosaic cache import notes.bundle "disk:/var/cache/kvmosaic?quota=100GiB"
     """

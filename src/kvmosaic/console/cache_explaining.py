@@ -191,10 +191,8 @@ class _Explainer:
             start = self._start(index)
             if start not in starts:
                 places = ", ".join(str(each) for each in starts[:5])
-                return f"its text is there, computed behind another system text: from position {places}, not {start}"
-            return (
-                "its text is there, computed behind another system text of this length, or for another salt or tenant"
-            )
+                return f"its text is there, computed after another system text: from position {places}, not {start}"
+            return "its text is there, computed after another system text of this length, or for another salt or tenant"
         if same:
             models = ", ".join(sorted({f"{header.fingerprint[:8]} ({header.dtype})" for header in same})[:3])
             mine = f"{self._llm.model.fingerprint[:8]} ({str(self._llm.model.dtype).removeprefix('torch.')})"

@@ -27,7 +27,7 @@ def show_tree(url: str, limits: Mapping[str, int], timeout: float, as_json: bool
         KVMosaicError: it cannot be reached, or refuses.
     """
     query = "&".join(f"{name}={value}" for name, value in limits.items())
-    fields = fields_of_server(url, f"{PATH}?{query}", timeout, method="GET", most_bytes=MAX_TREE_BYTES)
+    fields = fields_of_server(url, f"{PATH}?{query}", timeout, method="GET", max_bytes=MAX_TREE_BYTES)
     if not isinstance(fields.get("systems"), list):
         raise no_kvmosaic(url)
     if as_json:

@@ -19,7 +19,7 @@ from kvmosaic.errors import DamagedEntry, InvalidEntry, TierUnavailable
 from kvmosaic.memory import Checksum, check_entry
 from kvmosaic.tiers import Deadline, Entry, EntryInfo, Tier
 
-MOST_LINES = 100
+MAX_LINES = 100
 """Maximum number of bad entries that are listed; more are only counted."""
 
 
@@ -53,11 +53,11 @@ class Findings:
 
     def show(self, notices: Console) -> None:
         """Prints the bad entries, with reasons."""
-        lines = [f"damaged {key.hex()}: {one_line(why, 400)}" for key, why in islice(self.damaged.items(), MOST_LINES)]
-        if len(self.damaged) > MOST_LINES:
-            lines.append(f"… {len(self.damaged) - MOST_LINES:,} more are damaged")
+        lines = [f"damaged {key.hex()}: {one_line(why, 400)}" for key, why in islice(self.damaged.items(), MAX_LINES)]
+        if len(self.damaged) > MAX_LINES:
+            lines.append(f"… {len(self.damaged) - MAX_LINES:,} more are damaged")
         reasons = Counter(self.foreign.values())
-        lines += [f"{count:,} foreign: {one_line(why, 400)}" for why, count in reasons.most_common(MOST_LINES)]
+        lines += [f"{count:,} foreign: {one_line(why, 400)}" for why, count in reasons.most_common(MAX_LINES)]
         for line in lines:
             notices.print(line, markup=False, highlight=False, soft_wrap=True)
 

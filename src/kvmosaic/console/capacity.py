@@ -19,7 +19,7 @@ from kvmosaic.console.text import duration_text, one_line, size_text
 from kvmosaic.errors import InvalidConfig
 
 _MIB = 2**20
-_MOST_KINDS = 12
+_MAX_KINDS = 12
 """Maximum number of layer kinds listed."""
 
 
@@ -118,10 +118,10 @@ def _memory(plan: CapacityPlan) -> Table:
     table.add_row("model", one_line(model.name), Text(f"{size} parameters, {model.dtype}{rounded}"))
     table.add_row("one token", size_text(model.kv_bytes_per_token), Text(_saving(plan)))
     kinds = model.kinds()
-    for kind, count, num_bytes in kinds[:_MOST_KINDS]:
+    for kind, count, num_bytes in kinds[:_MAX_KINDS]:
         table.add_row("", Text(size_text(num_bytes), style="dim"), Text(f"{count} × {kind}", style="dim"))
-    if len(kinds) > _MOST_KINDS:
-        table.add_row("", "", Text(f"… {len(kinds) - _MOST_KINDS} kinds of layers more", style="dim"))
+    if len(kinds) > _MAX_KINDS:
+        table.add_row("", "", Text(f"… {len(kinds) - _MAX_KINDS} kinds of layers more", style="dim"))
     table.add_row()
     table.add_row("device", size_text(room.device_bytes), "")
     table.add_row("weights", size_text(room.weight_bytes), "")

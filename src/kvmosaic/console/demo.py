@@ -161,6 +161,6 @@ def summary(reports: Sequence[ReuseReport]) -> str:
     return (
         f"What just happened: {len(reports)} prompts read {num_documents} documents {len(chunks)} times, each time in "
         f"other company and order. The model computed a document {num_computed} times and found one in the cache "
-        f"{len(chunks) - num_computed} times; {num_moved} of these stood at another position than where they were "
+        f"{len(chunks) - num_computed} times; {num_moved} of these were read at another position than where they were "
         f"computed. {turned if num_moved else unmoved}"
     )

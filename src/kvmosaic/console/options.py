@@ -34,13 +34,13 @@ Strategy = Annotated[
     Literal["auto", "shared", "sequential"] | None,
     typer.Option(
         "--position-strategy",
-        help="Documents stand one behind the other (sequential), overlap (shared), or the first where the prompt fits "
+        help="Documents follow one another (sequential), overlap (shared), or the first where the prompt fits "
         "the model's positions, else the second (auto). Default: as the model's profile says, or auto.",
     ),
 ]
 FixedStrategy = Annotated[
     Literal["shared", "sequential"],
-    typer.Option("--position-strategy", help="Documents overlap (shared), or stand one behind the other (sequential)."),
+    typer.Option("--position-strategy", help="Documents overlap (shared), or follow one another (sequential)."),
 ]
 ContextKind = Annotated[
     Literal["system", "lead_in", "none"] | None,
@@ -110,7 +110,7 @@ ChunkTiers = Annotated[
     typer.Option(
         "--chunk-tier",
         metavar="URL",
-        help="Where documents are kept when the device lets go of them: disk:FOLDER?quota=SIZE, redis://…, s3://…, "
+        help="Where documents are offloaded to: disk:FOLDER?quota=SIZE, redis://…, s3://…, "
         "host:SIZE; several times for several, the fastest first.",
     ),
 ]

@@ -119,7 +119,7 @@ def plan(
         list[str] | None,
         _device_option(
             metavar="URL",
-            help="A tier behind the device, as for serve: host:64GiB, disk:FOLDER?quota=1TiB, redis://…, s3://….",
+            help="A tier below the device, as for serve: host:64GiB, disk:FOLDER?quota=1TiB, redis://…, s3://….",
         ),
     ] = None,
     tier_speed: Annotated[

@@ -11,7 +11,7 @@ from kvmosaic.cache.plan import Plan, SpanPlan
 from kvmosaic.console.model import memory_table
 from kvmosaic.console.model_options import ModelOptions, open_llm
 from kvmosaic.console.prompt_source import PromptSource
-from kvmosaic.console.reuse import MOST_ROWS
+from kvmosaic.console.reuse import MAX_ROWS
 from kvmosaic.console.strip import Field, Strip, bars_of
 from kvmosaic.console.text import ends, shrinking, size_text
 
@@ -65,7 +65,7 @@ def plan_table(plan: Plan, bytes_per_token: int, block_size: int, *, is_narrow: 
     for heading in ("tokens", "computed\nat", *([] if is_narrow else ["seen\nat"]), "moved\nby", "memory"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("plan")
-    shown = ends(plan.spans, MOST_ROWS)
+    shown = ends(plan.spans, MAX_ROWS)
     for span in shown:
         if span is shown[-1] and len(shown) < len(plan.spans):
             table.add_row(f"… {len(plan.spans) - len(shown):,} more", style="dim")

@@ -10,7 +10,7 @@ from kvmosaic.console.strip import Field, Strip, bars_of
 from kvmosaic.console.text import duration_text, ends, printable, shrinking
 from kvmosaic.sampling.reuse import ReuseReport, SegmentReuse
 
-MOST_ROWS = 24
+MAX_ROWS = 24
 """Maximum rows of a table of segments; further ones are cut before the last."""
 
 
@@ -34,10 +34,10 @@ def reuse_table(report: ReuseReport) -> RenderableType:
     table.add_column("what happened", no_wrap=True)
     table.add_column("moved by", justify="right", no_wrap=True)
     table.add_column("time", justify="right", no_wrap=True)
-    shown = ends(report.segments, MOST_ROWS)
+    shown = ends(report.segments, MAX_ROWS)
     for segment in shown:
         if segment is shown[-1] and len(shown) < len(report.segments):
-            table.add_row(*_middle(report.segments[MOST_ROWS - 1 : -1]), style="dim")
+            table.add_row(*_middle(report.segments[MAX_ROWS - 1 : -1]), style="dim")
         table.add_row(
             shrinking(segment.name or segment.kind),
             f"{segment.num_tokens:,}",

@@ -31,16 +31,16 @@ def fields_of_server(
     *,
     method: Method = "POST",
     body: Mapping[str, Any] | None = None,
-    most_bytes: int = MAX_REPLY_BYTES,
+    max_bytes: int = MAX_REPLY_BYTES,
 ) -> dict[str, Any]:
-    """Returns the fields of a server's reply; empty if it is no JSON object or longer than `most_bytes`.
+    """Returns the fields of a server's reply; empty if it is no JSON object or longer than `max_bytes`.
 
     Raises:
         InvalidConfig: an address or a key that cannot be one.
         ServerError: it cannot be reached, or refuses.
     """
     place = _place_of(url)
-    status, headers, reply = _call(url, place, method, path, timeout, body, most_bytes)
+    status, headers, reply = _call(url, place, method, path, timeout, body, max_bytes)
     fields = _fields_of(reply)
     if status != 200:
         raise ServerError(_refusal(url, method, path, status, headers, fields.get("error")))
@@ -72,7 +72,7 @@ def _call(
     path: str,
     timeout: float,
     body: Mapping[str, Any] | None,
-    most_bytes: int,
+    max_bytes: int,
 ) -> tuple[int, Mapping[str, str], bytes]:
     """Sends one request; returns status, headers (lower-case names) and body of the reply.
 
@@ -97,7 +97,7 @@ def _call(
             method, place.path.rstrip("/") + path, json.dumps(body) if body is not None else b"", headers
         )
         reply = connection.getresponse()
-        text = reply.read(most_bytes)
+        text = reply.read(max_bytes)
     except TimeoutError as error:
         raise ServerError(
             f"no answer from {url} within {timeout:g} s; it may still do what it was asked; wait longer with --timeout"

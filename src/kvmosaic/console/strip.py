@@ -24,7 +24,7 @@ _PATTERNS = {"reused": "█", "moved": "▓", "computed": "░"}
 """One pattern per action, for terminals and files without colour."""
 _NARROWEST = (12, 11, 10, 9)
 """Columns of the shortest segment, best first: room for the beginning of a name."""
-_MOST_BARS = 48
+_MAX_BARS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Strip:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draws the rows of bars and the legend."""
         has_colour = console.color_system is not None and not console.no_color
-        bars = ends(self.bars, _MOST_BARS)
+        bars = ends(self.bars, _MAX_BARS)
         widths = bar_widths([bar.num_tokens for bar in bars], options.max_width)
         for row in _rows(list(zip(bars, widths, strict=True)), options.max_width):
             names = [f"{_MARKS[bar.action]} {printable(bar.label)}" for bar, _ in row]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 MAX_DOCUMENTS = 1_000_000
-_MOST_AT_ONCE = 256
+_MAX_AT_ONCE = 256
 """Maximum number of documents looked up and computed together."""
 _PART_OF_POOL = 4
 """Number of batches in progress that fit into the memory."""
@@ -123,7 +123,7 @@ class _Warmer:
         self._stop = stop
         self._under_way: _Batch | None = None
         self._bytes_per_token = llm.model.bytes_per_token()
-        self._most_bytes = llm.chunk_cache_config.capacity_bytes // _PART_OF_POOL
+        self._max_bytes = llm.chunk_cache_config.capacity_bytes // _PART_OF_POOL
 
     def warm(self, paths: dict[str, Path], system: str | None) -> None:
         """Computes the documents that are not in the tiers.
@@ -161,7 +161,7 @@ class _Warmer:
                 self._bar.advance([name])
                 continue
             size = sum(prompt.chunks[0].num_tokens for _, prompt in chunks) * self._bytes_per_token
-            if batch.names and (num_bytes + size > self._most_bytes or len(batch.names) == _MOST_AT_ONCE):
+            if batch.names and (num_bytes + size > self._max_bytes or len(batch.names) == _MAX_AT_ONCE):
                 yield batch
                 batch, num_bytes = _Batch(), 0
             batch.names.append(name)

@@ -13,7 +13,7 @@ from kvmosaic.cache.keys import Key
 from kvmosaic.console.text import duration_text, one_line, printable, size_text
 from kvmosaic.tiers.bundle import BundleContents
 
-MOST_LINES = 50
+MAX_LINES = 50
 """Maximum number of failed documents listed; more are only counted."""
 
 
@@ -55,10 +55,10 @@ class Tally:
 def show_tally(tally: Tally, bundle: Path | None, as_json: bool) -> None:
     """Prints what was done, and what is left."""
     console, notices = Console(soft_wrap=True, highlight=False), Console(stderr=True, soft_wrap=True, highlight=False)
-    for name, problem in islice(tally.problems.items(), MOST_LINES):
+    for name, problem in islice(tally.problems.items(), MAX_LINES):
         notices.print(f"not computed: {printable(name)}: {one_line(problem, 400)}", markup=False)
-    if len(tally.problems) > MOST_LINES:
-        notices.print(f"… {len(tally.problems) - MOST_LINES:,} more were not computed")
+    if len(tally.problems) > MAX_LINES:
+        notices.print(f"… {len(tally.problems) - MAX_LINES:,} more were not computed")
     if as_json:
         print(json.dumps(_fields(tally)), flush=True)
     else:

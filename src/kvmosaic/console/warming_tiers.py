@@ -41,7 +41,7 @@ class StoredKeys:
                 raise InvalidConfig(f"what a {tier.name} tier has is gone with this process; leave it out")
         self._codecs = ("none", opening.chunk_codec)
         self._seal = seal
-        self._most_pending = parse_bytes(opening.chunk_pending)
+        self._max_pending = parse_bytes(opening.chunk_pending)
 
     @property
     def tiers(self) -> Sequence[Tier]:
@@ -79,7 +79,7 @@ class StoredKeys:
 
     def wait_for_room(self, num_bytes: int) -> None:
         """Waits until `num_bytes` more may be computed without drops from a full write queue."""
-        while self._tiered_store.pending_bytes + num_bytes > self._most_pending:
+        while self._tiered_store.pending_bytes + num_bytes > self._max_pending:
             if self._tiered_store.flush(_LOOK_SECONDS):
                 return
 

@@ -49,7 +49,7 @@ class ChunkOffloader:
         tiered_store: TieredStore[ChunkSource],
         entries: ChunkEntries,
         *,
-        most_staged_bytes: int,
+        max_staged_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Registers for the KV cache's evictions.
@@ -59,7 +59,7 @@ class ChunkOffloader:
             storage: block storage of the chunk pool.
             tiered_store: the tiers.
             entries: serializes chunks.
-            most_staged_bytes: max bytes of chunks fetched for waiting requests; beyond that a fetch begins only when
+            max_staged_bytes: max bytes of chunks fetched for waiting requests; beyond that a fetch begins only when
                 its request is next.
             clock: the engine's clock.
         """
@@ -69,7 +69,7 @@ class ChunkOffloader:
         self._kv_cache = kv_cache
         self._storage = storage
         self._entries = entries
-        self._most_staged_bytes = most_staged_bytes
+        self._max_staged_bytes = max_staged_bytes
         self._staged_bytes = 0
         self._staged: dict[Key, StagedChunk] = {}
         self._sources: WeakValueDictionary[Chunk, ChunkSource] = WeakValueDictionary()
@@ -90,7 +90,7 @@ class ChunkOffloader:
         If not, later sequences do not prefetch until they can, so that this one is not starved.
         """
         num_bytes = self._new_bytes(sequence, self._missing(sequence, plan))
-        has_room = not num_bytes or not self._staged_bytes or self._staged_bytes + num_bytes <= self._most_staged_bytes
+        has_room = not num_bytes or not self._staged_bytes or self._staged_bytes + num_bytes <= self._max_staged_bytes
         self._crowded_out = None if has_room else sequence
         return has_room
 
@@ -103,13 +103,13 @@ class ChunkOffloader:
                 staging area is full.
         """
         is_next = plan is not None
-        if not is_next and (self._crowded_out is not None or self._staged_bytes >= self._most_staged_bytes):
+        if not is_next and (self._crowded_out is not None or self._staged_bytes >= self._max_staged_bytes):
             return False
         if plan is None:
             prompt = sequence.request.prompt
             plan = self._kv_cache.plan(sequence.layout, prompt.salt, prompt.tenant)
         missing = self._missing(sequence, plan)
-        if not is_next and self._staged_bytes + self._new_bytes(sequence, missing) > self._most_staged_bytes:
+        if not is_next and self._staged_bytes + self._new_bytes(sequence, missing) > self._max_staged_bytes:
             return False
         fetches: dict[Key, StagedChunk] = sequence.fetches or {}
         sequence.fetches = fetches  # set first, so that `cancel` finds them whatever fails below

@@ -27,20 +27,20 @@ _Part = tuple[int, int, int]
 """Consecutive tokens of a chunk: index of its span, first token, and one past the last."""
 
 
-def measure_deviations(sequence: Sequence, runner: Runner, most_tokens: int) -> dict[int, List[float]]:
+def measure_deviations(sequence: Sequence, runner: Runner, max_tokens: int) -> dict[int, List[float]]:
     """Squared distance of each token's keys in the second layer, by span of an open chunk.
 
     Args:
         sequence: a sequence whose chunks are computed.
         runner: runs the forwards.
-        most_tokens: max_tokens of one forward.
+        max_tokens: maximum tokens of one forward.
     """
     repair = sequence.request.repair
     assert repair is not None
     layout = repair.layout
     stands = repair_positions(layout)
     deviations: dict[int, list[float]] = {index: [] for index in repair.open_chunks}
-    for parts in _forwards(layout, repair.open_chunks, most_tokens):
+    for parts in _forwards(layout, repair.open_chunks, max_tokens):
         keys = runner.keys_of([_rows(sequence, layout, stands, part) for part in parts], LAYER)
         row = 0
         for index, first, last in parts:
@@ -51,10 +51,10 @@ def measure_deviations(sequence: Sequence, runner: Runner, most_tokens: int) -> 
     return dict(deviations)
 
 
-def _forwards(layout: Layout, chunks: Iterable[int], most_tokens: int) -> Iterator[list[_Part]]:
+def _forwards(layout: Layout, chunks: Iterable[int], max_tokens: int) -> Iterator[list[_Part]]:
     """Batches of parts, one per forward."""
     parts: list[_Part] = []
-    room = most_tokens
+    room = max_tokens
     for index in chunks:
         first, num_tokens = 0, layout.spans[index].num_tokens
         while first < num_tokens:
@@ -64,7 +64,7 @@ def _forwards(layout: Layout, chunks: Iterable[int], most_tokens: int) -> Iterat
             first = last
             if not room:
                 yield parts
-                parts, room = [], most_tokens
+                parts, room = [], max_tokens
     if parts:
         yield parts
 

@@ -71,8 +71,8 @@ class Engine:
     ) -> None:
         self.runner = runner
         self.kv_cache = kv_cache
-        most_tokens = min(config.max_batched_tokens, runner.model.max_forward_tokens or config.max_batched_tokens)
-        self.scheduler = Scheduler(kv_cache, replace(config, max_batched_tokens=most_tokens), clock)
+        max_tokens = min(config.max_batched_tokens, runner.model.max_forward_tokens or config.max_batched_tokens)
+        self.scheduler = Scheduler(kv_cache, replace(config, max_batched_tokens=max_tokens), clock)
         if config.preemption != "recompute" and config.swap_bytes:
             self.scheduler.preemption.swap = SwapSpace(runner.storages["request"], kv_cache, config, clock)
         self.chunk_config = chunk_config
@@ -371,8 +371,8 @@ class Engine:
         begin = self.clock()
         try:
             if "deviation" in repair.signals:
-                most_tokens = self.scheduler.config.max_batched_tokens
-                repair.deviations = measure_deviations(sequence, self.runner, most_tokens)
+                max_tokens = self.scheduler.config.max_batched_tokens
+                repair.deviations = measure_deviations(sequence, self.runner, max_tokens)
             request.layout = repair.repaired_layout()
             if request.scoring is not None:
                 request.layout = request.scoring.continued(request.layout)

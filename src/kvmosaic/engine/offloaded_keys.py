@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from kvmosaic.cache import Chunk, Key
 from kvmosaic.cache.groups import Groups
 
-MOST_KEYS = 1_000_000
-"""max_keys: beyond that, the oldest are dropped; each takes a few hundred bytes."""
-MOST_NAMES = 64
+MAX_KEYS = 1_000_000
+"""Beyond that, the oldest are dropped; each takes a few hundred bytes."""
+MAX_NAMES = 64
 """max_names of one chunk; beyond that, the oldest are dropped."""
 _PART = re.compile(r" \([0-9]+/[0-9]+\)$")
 
@@ -27,14 +27,14 @@ class OffloadedKeys:
     """Names of the chunks that this process offloaded to the tiers, or fetched from there.
 
         (tenant, name without its part) -> keys        "guide (2/3)" is found by "guide", too
-        key -> tenant, salt, names                      at most `most_keys`
+        key -> tenant, salt, names                      at most `max_keys`
 
     The KV cache drops the names of a chunk on eviction, and a tier stores keys only; with this index a document can be
     deleted everywhere by its name. Chunks stored by other processes are not known.
     """
 
-    def __init__(self, most_keys: int = MOST_KEYS) -> None:
-        self._most_keys = most_keys
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+        self._max_keys = max_keys
         self._known: OrderedDict[Key, _Known] = OrderedDict()
         """Not a plain dict, whose deleted entries must be skipped to find the oldest."""
         self._keys: Groups[tuple[str, str], Key] = Groups()
@@ -45,14 +45,14 @@ class OffloadedKeys:
     def note(self, chunk: Chunk) -> None:
         """Records the names of a chunk; earlier names stay."""
         before = self._known.get(chunk.key)
-        names = tuple(dict.fromkeys((*(before.names if before else ()), *chunk.names)))[-MOST_NAMES:]
+        names = tuple(dict.fromkeys((*(before.names if before else ()), *chunk.names)))[-MAX_NAMES:]
         if not names or (before is not None and before.names == names):
             return
         self.discard(chunk.key)
         self._known[chunk.key] = _Known(chunk.tenant, chunk.salt, names)
         for place in _places(chunk.tenant, names):
             self._keys.add(place, chunk.key)
-        if len(self._known) > self._most_keys:
+        if len(self._known) > self._max_keys:
             self.discard(next(iter(self._known)))
 
     def discard(self, key: Key) -> None:
@@ -82,7 +82,7 @@ class OffloadedKeys:
 
     def check_invariants(self) -> None:
         """Checks both maps against each other (for tests)."""
-        assert len(self._known) <= self._most_keys
+        assert len(self._known) <= self._max_keys
         pairs = {(place, key) for key, known in self._known.items() for place in _places(known.tenant, known.names)}
         assert pairs == {(place, key) for place in self._keys for key in self._keys.members(place)}
         assert all(self._keys.members(place) for place in self._keys)

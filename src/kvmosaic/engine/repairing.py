@@ -196,7 +196,7 @@ def why_not_repaired(policy: RepairPolicy, layout: Layout, model: LoadedModel, *
         )
     if not model.is_movable and layout.strategy == "shared" and num_chunks > 1 and not isinstance(policy, Temperature):
         return (
-            f"repair={policy} computes tokens where documents stand one behind the other, and they are read where "
+            f"repair={policy} computes tokens where documents follow one another, and they are read where "
             f"documents overlap; this model does not allow that ({model.immovable_reason}); use repair='none' or "
             "'full', or position_strategy='absolute'"
         )
@@ -215,7 +215,7 @@ def _unsuited(policy: RepairPolicy, model: LoadedModel) -> str:
     biased = next((layer.index for layer in model.layers if layer.bias is not None), None)
     if biased is not None and not isinstance(policy, Temperature):
         return (
-            f"repair={policy} computes tokens that do not stand behind each other, and layer {biased} of this model "
+            f"repair={policy} computes tokens that are not contiguous, and layer {biased} of this model "
             "adds a bias by distance, which is only done for neighbours; use repair='none', 'full' or "
             "'temperature(t, scale)'"
         )

@@ -32,7 +32,7 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
     assert allocation is not None
     num_found = sum(count > 0 for count in sequence.num_reused)
     window = sequence.window
-    most_found = window.sink_tokens + window.window_tokens if window is not None else None
+    max_found = window.sink_tokens + window.window_tokens if window is not None else None
     segments = []
     for index, (span, allocated) in enumerate(zip(layout.spans, allocation.spans, strict=True)):
         if span.is_repair or span.is_lead_in:
@@ -52,9 +52,7 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
                 milliseconds=seconds * 1e3,
                 tier=sequence.tier_names.get(index) or ("device" if num_reused else None),
                 note=_joined(_split_note(span.segment), _note(allocated, allocation, sequence.tier_names.get(index)))
-                or _history_note(
-                    num_reused, span.num_tokens, span.segment.history_tokens, bool(span.views), most_found
-                ),
+                or _history_note(num_reused, span.num_tokens, span.segment.history_tokens, bool(span.views), max_found),
             )
         )
     note = f"; {sequence.request.note}" if sequence.request.note else ""
@@ -89,16 +87,16 @@ def _action(num_reused: int, num_tokens: int, distance: int) -> SegmentAction:
     return "moved" if distance else "reused"
 
 
-def _history_note(num_reused: int, num_tokens: int, num_history: int, sees_others: bool, most_found: int | None) -> str:
+def _history_note(num_reused: int, num_tokens: int, num_history: int, sees_others: bool, max_found: int | None) -> str:
     """Describes the reuse of earlier conversation turns; the token that ended an answer was sampled but never computed.
 
-    With a rolling window only the first `most_found` tokens saw what they see in a prompt, and can be cache hits.
+    With a rolling window only the first `max_found` tokens saw what they see in a prompt, and can be cache hits.
     """
     if not num_history:
         return ""
     found = min(num_reused, num_history)
     if not found:
-        place = " behind these documents" if sees_others else ""
+        place = " after these documents" if sees_others else ""
         return f"none of the {num_history} tokens of earlier turns is cached{place}"
     told = f"{found} of {num_tokens} tokens from earlier turns"
     if num_reused > found:
@@ -106,9 +104,9 @@ def _history_note(num_reused: int, num_tokens: int, num_history: int, sees_other
     missing = num_history - found
     if missing <= 1:
         return told
-    if most_found is not None and found >= most_found - 1:
-        return f"{told}; {missing} more of theirs are beyond the first {most_found}, which a rolling window can reuse"
-    return f"{told}; {missing} more of theirs are now written in other tokens, or have left"
+    if max_found is not None and found >= max_found - 1:
+        return f"{told}; {missing} more of theirs are beyond the first {max_found}, which a rolling window can reuse"
+    return f"{told}; {missing} more of theirs are now written in other tokens, or were evicted"
 
 
 def _split_note(segment: Segment) -> str:
@@ -131,7 +129,7 @@ def _note(allocated: SpanAllocation, allocation: Allocation, tier_name: str | No
     if codec:
         return f"stored as {codec}"
     if allocated.has_twin:
-        return "cached behind another system text"
+        return "cached after another system text"
     if allocated.action != "wait":
         return ""
     here = any(other.is_owner and other.chunk is allocated.chunk for other in allocation.spans)

@@ -30,7 +30,7 @@ def window_of(params: SamplingParams, model: LoadedModel) -> RollingWindow | Non
     chunked = next((layer for layer in model.layers if layer.mask.kind == "chunked"), None)
     if chunked is not None:
         raise NotMovable(
-            f"window_tokens={params.window_tokens} lets tokens stand at other places than in the text, and layer "
+            f"window_tokens={params.window_tokens} gives tokens other positions than in the text, and layer "
             f"{chunked.index} of this model attends in parts of {chunked.mask.size} tokens that begin at fixed places; "
             "leave window_tokens out"
         )
@@ -54,7 +54,7 @@ def check_places(window: RollingWindow, layout: Layout, max_positions: int | Non
     )
 
 
-def most_at_once(window: RollingWindow, block_size: int) -> int:
+def max_at_once(window: RollingWindow, block_size: int) -> int:
     """Max tokens after the first S + W of a text that one step computes: all of them hold blocks at once."""
     return max(window.window_tokens // 2, block_size)
 
@@ -67,7 +67,7 @@ def check_memory(window: RollingWindow, pool: BlockPool) -> None:
     Raises:
         RequestTooLarge: it does not fit.
     """
-    most = window.sink_tokens + 2 * window.window_tokens + most_at_once(window, pool.block_size)
+    most = window.sink_tokens + 2 * window.window_tokens + max_at_once(window, pool.block_size)
     needed = pool.blocks_for(most) + 2  # a partial sink block, and a first block that is partly evicted
     if needed > pool.num_blocks:
         raise RequestTooLarge(

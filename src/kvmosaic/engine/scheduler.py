@@ -21,7 +21,7 @@ from kvmosaic.config import EngineConfig
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.preemption import Preemption
 from kvmosaic.engine.priorities import MAX_PRIORITY
-from kvmosaic.engine.rolling import most_at_once
+from kvmosaic.engine.rolling import max_at_once
 from kvmosaic.engine.scoring import MAX_LOGIT_ROWS
 from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.shares import Shares
@@ -101,8 +101,8 @@ class Scheduler:
     @property
     def num_free_places(self) -> int:
         """Sequences that may still be admitted. Answers leave a quarter of every step to prompts."""
-        most_tokens = self.config.max_batched_tokens
-        return min(self.config.max_running, max(most_tokens - most_tokens // 4, 1)) - len(self.running)
+        max_tokens = self.config.max_batched_tokens
+        return min(self.config.max_running, max(max_tokens - max_tokens // 4, 1)) - len(self.running)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence after those of the same priority."""
@@ -153,7 +153,7 @@ class Scheduler:
         self.kv_cache.begin_step()
         self._collect_fetched()
         self._note_present()
-        budget = StepBudget(self._most_tokens)
+        budget = StepBudget(self._max_tokens)
         self._passed_over, self._is_full, self._made_way_for = set(), False, None
         self._make_way()
         self._refused.clear()
@@ -224,7 +224,7 @@ class Scheduler:
         self.shares.note_present(present, self._seen)
 
     @property
-    def _most_tokens(self) -> int:
+    def _max_tokens(self) -> int:
         """Token budget of the next step: smaller with more than one tenant, so that none waits long for its end.
 
         It takes about `SHARED_STEP_SECONDS`, or twice as long as an empty one: shorter ones would cost too much.
@@ -462,7 +462,7 @@ class Scheduler:
         oldest = sequence.oldest_seen
         if sequence.window is not None and oldest is not None:
             self.kv_cache.evict_window(allocation, sequence.window.sink_tokens, oldest)
-        token_ids = sequence.next_tokens(min(budget, self._most_rolled(sequence)))
+        token_ids = sequence.next_tokens(min(budget, self._max_rolled(sequence)))
         while True:
             try:
                 step.copies.extend(self.kv_cache.append_slots(allocation, token_ids, is_private=oldest is not None))
@@ -480,8 +480,8 @@ class Scheduler:
             sequence.pending = None
             return True
 
-    def _most_rolled(self, sequence: Sequence) -> int:
-        return most_at_once(sequence.window, self.kv_cache.request_pool.block_size) if sequence.window else 1
+    def _max_rolled(self, sequence: Sequence) -> int:
+        return max_at_once(sequence.window, self.kv_cache.request_pool.block_size) if sequence.window else 1
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes the blocks of a running sequence; its tokens are restored or recomputed later."""

@@ -12,7 +12,7 @@ HYSTERESIS = 2.0
 
 SLACK_SECONDS = 0.5
 SLACK_STEPS = 4.0
-"""A tenant behind by less than the longer of these shares its steps; a new one is behind by twice that."""
+"""A tenant that lags by less than the longer of these shares its steps; a new one lags by twice that."""
 
 
 class Shares:
@@ -57,7 +57,7 @@ class Shares:
     def note_present(self, present: Collection[str], seen: Collection[str]) -> None:
         """Records which tenants have unfinished requests, and which had some recently.
 
-        A new or returning tenant is behind the others by a bounded credit: time is not saved up. Nor is used time
+        A new or returning tenant lags the others by a bounded credit: time is not saved up. Nor is used time
         written off by a short absence.
         """
         for tenant in self._served.keys() - seen:

@@ -10,7 +10,7 @@ from kvmosaic.cache import BlockTable
 from kvmosaic.layout import Span, View
 from kvmosaic.prompt import SegmentKind
 
-_MOST_STRETCHES = 8
+_MAX_STRETCHES = 8
 """max_stretches of keys between hidden ones that are read one by one; more are read at once, with a mask."""
 
 
@@ -44,7 +44,7 @@ def view_reads(
     else:
         kept = max(ends, default=span.num_tokens)
     stretches = list(_stretches(view.hidden, kept))
-    if ends or len(stretches) > _MOST_STRETCHES:
+    if ends or len(stretches) > _MAX_STRETCHES:
         return tuple(_masked(run_reads(span, table, view.distance, kept), view, ends))
     return tuple(
         _weighted(read, view) for first, last in stretches for read in _between(span, table, view.distance, first, last)

@@ -68,7 +68,7 @@ class SwapSpace:
         self._storage = storage
         self._kv_cache = kv_cache
         self._choice = config.preemption
-        self._most_bytes = config.swap_bytes
+        self._max_bytes = config.swap_bytes
         self._clock = clock
         self._bytes_per_token = storage.bytes_per_block // storage.block_size
         self._saved: dict[Sequence, SavedTokens] = {}
@@ -89,7 +89,7 @@ class SwapSpace:
         first = first_block * size
         num_tokens = span.computed - first
         num_bytes = num_tokens * self._bytes_per_token
-        if num_tokens <= 0 or self.num_bytes + num_bytes > self._most_bytes:
+        if num_tokens <= 0 or self.num_bytes + num_bytes > self._max_bytes:
             return False
         if self._choice == "auto" and not self.cost.is_worth(num_tokens, num_bytes):
             return False
@@ -142,4 +142,4 @@ class SwapSpace:
 
     def check_invariants(self) -> None:
         """Checks `num_bytes` against what is saved."""
-        assert self.num_bytes == sum(saved.num_bytes for saved in self._saved.values()) <= self._most_bytes
+        assert self.num_bytes == sum(saved.num_bytes for saved in self._saved.values()) <= self._max_bytes

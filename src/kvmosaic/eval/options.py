@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-Strategies = Annotated[str, typer.Option(metavar="NAMES", help="Where documents stand: sequential, shared, or both.")]
+Strategies = Annotated[str, typer.Option(metavar="NAMES", help="Positions of documents: sequential, shared, or both.")]
 Contexts = Annotated[
     str,
     typer.Option(

@@ -67,7 +67,7 @@ def evaluate(
 
     Args:
         model: the model to evaluate.
-        cases: questions with documents. Those that do not fit into the model are left out and counted in a note.
+        cases: questions with documents. Cases that do not fit into the model are left out and counted in a note.
         ways: variants to compare; full attention is always added.
         capacity: memory for chunks, and as much again for questions and answers, for each chunk context.
         progress: called after every answer.

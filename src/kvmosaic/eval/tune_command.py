@@ -106,7 +106,7 @@ def tune_command(
 
     kvmosaic tune path/of/model --tasks two-hop,story --loss 0.02
 
-    LLM, serve and the other commands follow the profile of a model unless they are told otherwise. Exit code 1 if no
+    LLM, serve and the other commands follow the profile of a model unless an option overrides it. Exit code 1 if no
     way is good enough; then nothing is written.
     """
     from kvmosaic.eval.gathering import gather, own_questions, parts_of

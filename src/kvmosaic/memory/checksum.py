@@ -87,7 +87,7 @@ class Checksum:
             )
         raise DamagedEntry(
             f"the checksum of the entry is {digest.decode()}, but {_shown(found)} is written in it: its bytes are not "
-            "those that were stored; it is left out and computed again; check the medium if it happens often"
+            "the stored ones; it is left out and computed again; check the medium if it happens often"
         )
 
 

@@ -193,7 +193,7 @@ _WAYS_OUT = {
     "key": "it lies under a key that is not its own: was a file renamed or swapped?",
     "root": "it saw another system text, or belongs to another tenant",
     "start": "its keys were turned from another position",
-    "tokens": "it is another text with the same key: if nobody tampered with it, use hash_algorithm 'sha256'",
+    "tokens": "it is another text with the same key: unless it was tampered with, use hash_algorithm 'sha256'",
     "layers": "the layers of the model have another shape",
     "dtype": "load the model in the same dtype, or give every dtype its own place",
 }

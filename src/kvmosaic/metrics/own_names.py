@@ -107,8 +107,8 @@ TIER_STORES = _family(
 TIER_FETCHES = _family(
     "tier_fetches",
     "counter",
-    "Chunks that were looked for in the tiers, by `outcome`: fetched or missed. Besides: late (nobody waited any "
-    "longer), invalid (put aside; of the tiers asked), skipped (tiers not asked, because computing is faster).",
+    "Chunks that were looked for in the tiers, by `outcome`: fetched or missed. Besides: late (after the "
+    "request's timeout), invalid (quarantined; of the tiers asked), skipped (not asked, because computing is faster).",
     "outcome",
 )
 TIER_PENDING_BYTES = _family("tier_pending_bytes", "gauge", "Bytes of chunks that wait to be written to the tiers.")

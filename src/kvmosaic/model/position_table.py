@@ -44,7 +44,7 @@ def check_rows_are_alike(module: Any, calls: list[AttentionCall]) -> None:
             if float(_change(part[1:], part[:1]).median()) > limit:
                 raise UnsupportedModel(
                     f"{type(module).__name__} counts the tokens of a forward instead of reading the positions it is "
-                    f"given, so it cannot be told where a cached chunk stands; {WAY_OUT}"
+                    f"given, so the position of a cached chunk cannot be passed to it; {WAY_OUT}"
                 )
 
 

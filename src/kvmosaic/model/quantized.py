@@ -62,7 +62,7 @@ def prepare_quantized(source: str, config: Any, wanted: str) -> str:
     if method not in _PACKAGES:
         known = ", ".join(_PACKAGES)
         raise UnsupportedModel(
-            f"the weights of {source!r} are quantized by {method!r:.40}; those that load are {known}, and GGUF files: "
+            f"the weights of {source!r} are quantized by {method!r:.40}; supported are {known}, and GGUF files: "
             "take the checkpoint that is not quantized, or one of these"
         )
     packages = _PACKAGES[method]

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvmosaic.errors import UnsupportedModel
 
-WAY_OUT = "use another model, docs/architectures.md lists those that work"
+WAY_OUT = "use another model, docs/architectures.md lists the supported ones"
 """The last words of the error messages."""
 _RULES_OF_MANY_TOKENS = {
     "indexed_attention": "lets each query choose its keys among all tokens by a top-k indexer",
@@ -35,8 +35,8 @@ def check_config(config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(
             f"{type(config).__name__.removesuffix('Config')} is an encoder-decoder model: in its encoder every token "
-            "of a prompt sees those after it, so that no part of a prompt can be computed before the rest is known; "
-            "use a decoder-only model, docs/architectures.md lists those that work"
+            "sees the tokens after it, so that no part of a prompt can be computed before the rest is known; "
+            "use a decoder-only model, docs/architectures.md lists the supported ones"
         )
 
 

@@ -100,7 +100,7 @@ class Conversation:
         if any(marks.is_in(item) for item in items if isinstance(item, str)):
             raise InvalidMessages(
                 "the chat template takes contents apart (it cuts them or changes their letters), so they cannot be "
-                "told from its own text; pass another template with chat_template=..."
+                "distinguished from its own text; pass another template with chat_template=..."
             )
         written = self._written(items, texts, documents)
         return merged(

@@ -26,7 +26,7 @@ def check_id(document_id: str) -> str:
         )
     if re.search(REFUSED_ID_PATTERN, document_id):
         raise InvalidDocument(
-            f"the id {document_id!r:.80} cannot stand in an address; it must not be '.' or '..' nor end in "
+            f"the id {document_id!r:.80} cannot be part of an address; it must not be '.' or '..' nor end in "
             + " or ".join(f"':{verb}'" for verb in VERBS)
         )
     return document_id

@@ -255,7 +255,7 @@ class PromptEncoder:
         parts = fit_chunks(segments, encodings, limit, split=split, max_in_order=self._free(segments) - 1)
         self._check_count(parts)
         for part in parts:
-            most = self._most_tokens(part)
+            most = self._max_tokens(part)
             if most is not None and part.num_tokens > most:
                 can_split = part.kind is SegmentKind.CHUNK and not split
                 reason = f"the limit is {most}" if most == MAX_ENDLESS_TOKENS else f"the model has {most} positions"
@@ -266,7 +266,7 @@ class PromptEncoder:
                 )
         return Prompt(parts, salt=salt)
 
-    def _most_tokens(self, segment: Segment) -> int | None:
+    def _max_tokens(self, segment: Segment) -> int | None:
         """Maximum tokens of a segment by the model's positions; None: no limit."""
         is_last = segment.kind in (SegmentKind.QUESTION, SegmentKind.PLAIN)
         return MAX_ENDLESS_TOKENS if self._is_endless and is_last else self.max_positions
@@ -309,7 +309,7 @@ class PromptEncoder:
         is_chunk = segment.kind is SegmentKind.CHUNK
         limits = [
             limit
-            for limit in (self._most_tokens(segment), self.settings.max_chunk_tokens if is_chunk else None)
+            for limit in (self._max_tokens(segment), self.settings.max_chunk_tokens if is_chunk else None)
             if limit
         ]
         if not limits:

@@ -32,14 +32,14 @@ def _number(chunk: Segment, index: int, entry: int | str, numbers: dict[str, int
         if entry not in numbers:
             before = ", ".join(repr(name) for name in list(numbers)[:10]) or "none has a name"
             raise InvalidSees(
-                f"{chunk.label} is told to see {entry!r}, and no chunk before it has that name; before it: {before}"
+                f"{chunk.label} lists {entry!r} in `sees`, and no chunk before it has that name; before it: {before}"
             )
         return numbers[entry]
     if not index:
         raise InvalidSees(f"{chunk.label} is the first chunk and cannot see chunk {entry!r}; remove it from sees")
     if isinstance(entry, bool) or not isinstance(entry, int) or not 0 <= entry < index:
         raise InvalidSees(
-            f"{chunk.label} is chunk {index} and is told to see chunk {entry!r}; "
+            f"{chunk.label} is chunk {index} and its `sees` lists chunk {entry!r}; "
             f"a chunk sees only chunks before it (0 to {index - 1}, or their names)"
         )
     return entry

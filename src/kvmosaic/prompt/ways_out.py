@@ -7,7 +7,7 @@ import re
 _SETTINGS = (
     (
         re.compile(r"(raise max_chunk_tokens, shorten the document,|shorten it) or set long_chunks='split'"),
-        "send shorter documents, or ask whoever runs the server for --long-chunks split",
+        "send shorter documents, or ask the operator of the server for --long-chunks split",
     ),
     (re.compile(r"raise max_prompt_chunks \((\d+)\) or send fewer"), r"at most \1 are allowed; send fewer"),
     (re.compile(r"raise max_prompt_chunks or send fewer"), "send fewer"),

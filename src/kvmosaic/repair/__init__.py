@@ -1,6 +1,6 @@
 """Repair: selective recomputation of tokens of cached chunks."""
 
-from kvmosaic.repair.choosing import budget_of, checked_choice, most_of
+from kvmosaic.repair.choosing import budget_of, checked_choice, highest_scored
 from kvmosaic.repair.default import DEFAULT_REPAIR
 from kvmosaic.repair.policy import (
     ChunkSignals,
@@ -31,6 +31,6 @@ __all__ = [
     "Temperature",
     "budget_of",
     "checked_choice",
-    "most_of",
+    "highest_scored",
     "repair_policy",
 ]

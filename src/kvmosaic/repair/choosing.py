@@ -31,7 +31,9 @@ def budget_of(chunks: Sequence[Choosable], fraction: float) -> int:
     return min(num_open, max(1, int(share + _ROUNDING)))  # 0.29 of 100 is 29, though 0.29 * 100 is a little less
 
 
-def most_of(chunks: Sequence[Choosable], scores: Sequence[Sequence[float]], fraction: float) -> list[Sequence[int]]:
+def highest_scored(
+    chunks: Sequence[Choosable], scores: Sequence[Sequence[float]], fraction: float
+) -> list[Sequence[int]]:
     """For every chunk the indexes of its chosen tokens, ascending; ties go to the earlier token."""
     budget = budget_of(chunks, fraction)
     ranked = nlargest(

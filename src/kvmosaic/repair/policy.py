@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 from kvmosaic.errors import InvalidRepair
-from kvmosaic.repair.choosing import most_of
+from kvmosaic.repair.choosing import highest_scored
 
 Signal = Literal["deviation", "attention"]
 
@@ -119,7 +119,7 @@ class KeyDeviation:
 
     def choose(self, chunks: Sequence[ChunkSignals]) -> list[Sequence[int]]:
         """See `RepairPolicy.choose`."""
-        return most_of(chunks, [chunk.deviation for chunk in chunks], self.fraction)
+        return highest_scored(chunks, [chunk.deviation for chunk in chunks], self.fraction)
 
     def __str__(self) -> str:
         return f"deviation({_text(self.fraction)})"
@@ -137,7 +137,7 @@ class QueryAttention:
 
     def choose(self, chunks: Sequence[ChunkSignals]) -> list[Sequence[int]]:
         """See `RepairPolicy.choose`."""
-        return most_of(chunks, [chunk.attention for chunk in chunks], self.fraction)
+        return highest_scored(chunks, [chunk.attention for chunk in chunks], self.fraction)
 
     def __str__(self) -> str:
         return f"query({_text(self.fraction)})"
@@ -169,7 +169,7 @@ class Combined:
             ]
             for chunk in chunks
         ]
-        return most_of(chunks, scores, self.fraction)
+        return highest_scored(chunks, scores, self.fraction)
 
     def __str__(self) -> str:
         return f"combined({_text(self.fraction)})"

@@ -55,7 +55,7 @@ class Admission:
         return self._under_way.get(tenant.name, 0)
 
     @property
-    def most_at_once(self) -> int:
+    def max_at_once(self) -> int:
         """Maximum number of answers admitted for one tenant when no other tenant has any."""
         return self.max_running + min(self.max_queue, self.max_queue_per_tenant)
 

@@ -27,7 +27,7 @@ class TreeWish(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     depth: int = Field(default=8, ge=1, le=32, description="Levels of runs below a system text.")
-    children: int = Field(default=8, ge=1, le=100, description="Most runs behind one run, and documents.")
+    children: int = Field(default=8, ge=1, le=100, description="Maximum of runs below one run, and of documents.")
     runs: int = Field(default=200, ge=1, le=2_000, description="Most runs in all.")
     tokens: int = Field(default=12, ge=0, le=64, description="First tokens of a run that are shown.")
 

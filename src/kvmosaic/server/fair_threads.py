@@ -46,7 +46,7 @@ class FairThreads:
             name: prefix of the thread names.
         """
         self._weights = weights or {}
-        self.most_of_one = max(num_threads - 1, 1)
+        self.max_of_one = max(num_threads - 1, 1)
         self._lines: dict[str, _Line] = {}
         """Queues of tenants with queued or running work."""
         self._changed = threading.Condition()
@@ -116,6 +116,6 @@ class FairThreads:
         ready = [
             (line.spent, tenant)
             for tenant, line in self._lines.items()
-            if line.work and line.num_running < self.most_of_one
+            if line.work and line.num_running < self.max_of_one
         ]
         return min(ready)[1] if ready else None

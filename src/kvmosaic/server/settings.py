@@ -51,7 +51,7 @@ def is_variable_only(field: FieldInfo) -> bool:
 
 
 class ServerSettings(BaseSettings):
-    """Everything `kvmosaic serve` can be told.
+    """All settings of `kvmosaic serve`.
 
     Each field is a flag (`--max-num-seqs`), an environment variable (`KVMOSAIC_MAX_NUM_SEQS`) and a key of the file
     given by `--config` (`max_num_seqs`). The flag wins over the variable, the variable over the file.
@@ -135,7 +135,7 @@ class ServerSettings(BaseSettings):
     position_strategy: Strategy | None = _setting(
         None,
         "Chunk cache",
-        "Documents stand one behind the other (sequential), overlap (shared), or the first where the prompt fits the "
+        "Documents follow one another (sequential), overlap (shared), or the first where the prompt fits the "
         "model's positions, else the second (auto). Default: as the model's profile says, or auto.",
     )
     chunk_context: Literal["system", "lead_in", "none"] | None = _setting(
@@ -192,7 +192,7 @@ class ServerSettings(BaseSettings):
     )
     chunk_secret: SecretStr | None = Field(
         None,
-        description="Whoever does not know it can neither make nor change an entry; 8 to 1024 characters.",
+        description="Without it an entry can be neither made nor changed; 8 to 1024 characters.",
         json_schema_extra={"panel": "Tiers", VARIABLE_ONLY: True},
     )
 
@@ -208,7 +208,7 @@ class ServerSettings(BaseSettings):
     priority_aging_seconds: float = _setting(
         60.0,
         "Engine",
-        "Waiting so long counts as much as one more step of priority, so that nobody waits for ever; 0: never.",
+        "Waiting so long counts as much as one more step of priority, so that no request starves; 0: never.",
         ge=0,
         le=1e6,
     )
@@ -282,7 +282,7 @@ class ServerSettings(BaseSettings):
         if len(stripped) > MAX_TEXTS or not all(0 < len(text) <= MAX_TEXT_CHARACTERS for text in stripped):
             raise ValueError(f"must be at most {MAX_TEXTS} texts of 1 to {MAX_TEXT_CHARACTERS} characters each")
         if not all(text.isprintable() for text in stripped if isinstance(text, str)):
-            raise ValueError("must be printable, since it stands in replies and headers")
+            raise ValueError("must be printable, since replies and headers contain it")
         return tuple(stripped)
 
     @field_validator("api_key")

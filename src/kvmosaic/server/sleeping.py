@@ -45,7 +45,7 @@ class ColdChunks(BaseModel):
         default=1, ge=0, le=MAX_ACCESSES, description="Chunks that were used less often may leave."
     )
     idle_seconds: float = Field(
-        default=600.0, ge=0, le=MAX_IDLE_SECONDS, description="If nobody used them for so long."
+        default=600.0, ge=0, le=MAX_IDLE_SECONDS, description="If they were unused for so long."
     )
 
 
@@ -65,7 +65,7 @@ def router(services: Services) -> APIRouter:
     async def sleep(wish: Annotated[SleepWish, Query()]) -> Sleep:
         """Gives the device memory of the caches back; replies when the requests that run have ended.
 
-        `is_sleeping` is false in the reply if somebody woke the engine before it slept.
+        `is_sleeping` is false in the reply if another call woke the engine before it slept.
         """
         try:
             return Sleep(is_sleeping=await services.engine.sleep(wish.level, refuse=wish.mode == "refuse"))

@@ -46,7 +46,7 @@ def watch(server: int, signals: socket.socket, seconds: float) -> None:
                 seen = signals.recv(64, socket.MSG_PEEK | socket.MSG_DONTWAIT)
             told = sum(number in (signal.SIGTERM, signal.SIGINT) for number in seen)
             if told > 1:
-                return stop(server, "it was told twice")
+                return stop(server, "two signals came")
             if told:
                 end = time.monotonic() + seconds if end is None else end
             time.sleep(0.05)  # a signal that is never read stays ready

@@ -184,7 +184,7 @@ class Bundle:
         if begin + _padded(num_bytes) > file_bytes:
             raise self._refused(f"has {file_bytes:,} bytes, fewer than its entries: it was cut short")
         if any(self._read(begin + num_bytes, _padded(num_bytes) - num_bytes)):
-            raise self._refused(f"has bytes behind the entry at byte {at:,} that nobody wrote")
+            raise self._refused(f"has bytes after the entry at byte {at:,} that belong to no entry")
         return Member(key, num_bytes, begin)
 
     def _read(self, begin: int, num_bytes: int) -> bytes:

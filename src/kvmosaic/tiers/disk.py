@@ -72,7 +72,7 @@ class DiskTier:
                 view = memoryview(entry).cast("B")
                 if deadline.has_passed:
                     break
-                if view.nbytes > self._store.most_bytes:
+                if view.nbytes > self._store.max_entry_bytes:
                     continue
                 if self._store.put(key, view, deadline):
                     placed.add(key)

@@ -110,8 +110,8 @@ class EntryFolder:
                 with self._inside(shard) as folder:
                     self._files.sync(folder)
 
-    def read(self, key: Key, most_bytes: int, moment: int, max_bytes: int | None = None) -> bytes | None:
-        """A whole entry, marked as used at that moment; None if it is absent, or larger than `most_bytes`.
+    def read(self, key: Key, max_entry_bytes: int, moment: int, max_bytes: int | None = None) -> bytes | None:
+        """A whole entry, marked as used at that moment; None if it is absent, or larger than `max_entry_bytes`.
 
         Raises:
             DamagedEntry: larger than `max_bytes`; it was not read.
@@ -120,7 +120,7 @@ class EntryFolder:
             if num_bytes is None:
                 return None
             check_size(key, num_bytes, max_bytes)
-            if num_bytes > most_bytes:
+            if num_bytes > max_entry_bytes:
                 return None
             entry = self._read_whole(fd, num_bytes)
             with contextlib.suppress(OSError):  # a read-only folder can still be read
@@ -128,10 +128,10 @@ class EntryFolder:
             return entry
         return None
 
-    def start(self, key: Key, num_bytes: int, most_bytes: int) -> bytes | None:
-        """The first bytes of an entry, without marking a use; None if it is absent, or larger than `most_bytes`."""
+    def start(self, key: Key, num_bytes: int, max_entry_bytes: int) -> bytes | None:
+        """The first bytes of an entry, without marking a use; None if absent, or larger than `max_entry_bytes`."""
         with _absence_allowed(), self._opened(key) as (fd, there):
-            is_there = there is not None and there <= most_bytes
+            is_there = there is not None and there <= max_entry_bytes
             return self._read_whole(fd, min(num_bytes, there)) if there is not None and is_there else None
         return None
 
@@ -157,20 +157,20 @@ class EntryFolder:
                 return True
         return False
 
-    def quarantine(self, key: Key, moment: int, most_bytes: int) -> bool:
+    def quarantine(self, key: Key, moment: int, max_entry_bytes: int) -> bool:
         """Moves an entry to the quarantine, or removes it if that fails; returns whether there was one.
 
-        The quarantine keeps the latest files: at most `MAX_ASIDE`, and at most `most_bytes`.
+        The quarantine keeps the latest files: at most `MAX_ASIDE`, and at most `max_entry_bytes`.
         """
         facts = self.facts(key)
         if facts is None:
             return False
-        if facts.num_bytes > most_bytes:
+        if facts.num_bytes > max_entry_bytes:
             return self.remove(key)
         try:
             with self._inside(QUARANTINE, make=True) as aside:
                 with contextlib.suppress(OSError):  # first, so that a kill in between leaves no more than the limit
-                    self._trim(aside, MAX_ASIDE - 1, most_bytes - facts.num_bytes)
+                    self._trim(aside, MAX_ASIDE - 1, max_entry_bytes - facts.num_bytes)
                 with self._inside(shard_of(key)) as folder:
                     self._files.rename(entry_name(key), aside_name(key, moment), folder=folder, new_folder=aside)
         except (OSError, TierUnavailable):
@@ -271,7 +271,7 @@ class EntryFolder:
         with contextlib.suppress(OSError):
             self._files.remove(name, folder=folder)
 
-    def _trim(self, aside: int, most_files: int, most_bytes: int) -> None:
+    def _trim(self, aside: int, max_files: int, max_entry_bytes: int) -> None:
         num_files = num_bytes = 0
         for _, name in sorted(
             ((moment, name) for name in self._files.names(aside) if (moment := moment_of(name)) is not None),
@@ -282,7 +282,7 @@ class EntryFolder:
                 continue
             num_files += 1
             num_bytes += facts.num_bytes
-            if num_files > most_files or num_bytes > most_bytes:
+            if num_files > max_files or num_bytes > max_entry_bytes:
                 self._discard(name, aside)
 
 

@@ -13,7 +13,7 @@ from kvmosaic.tiers.disk_files import FileSystem
 from kvmosaic.tiers.disk_names import MARKER, draft_name, is_ours
 
 VERSION = 1
-_MOST_BYTES = 4096
+_MAX_BYTES = 4096
 _TOLERATED = frozenset(("lost+found",))
 """Found in a new file system."""
 
@@ -66,7 +66,7 @@ def _open(path: str, files: FileSystem) -> int:
 def _check(path: str, folder: int, files: FileSystem) -> None:
     fd = files.open(MARKER, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), folder=folder)
     try:
-        text = files.read(fd, _MOST_BYTES)
+        text = files.read(fd, _MAX_BYTES)
     finally:
         files.close(fd)
     try:

@@ -86,7 +86,7 @@ class DiskStore:
         return self._lru_index.num_bytes
 
     @property
-    def most_bytes(self) -> int:
+    def max_entry_bytes(self) -> int:
         """Maximum bytes of an entry that is stored or returned."""
         return min(self._quota, MAX_ENTRY_BYTES)
 
@@ -134,7 +134,7 @@ class DiskStore:
         with self._lock:
             now = self._lru_index.now()
         try:
-            entry = self._folder.read(key, self.most_bytes, now, max_bytes)
+            entry = self._folder.read(key, self.max_entry_bytes, now, max_bytes)
         except OSError as error:
             if error.errno == errno.EIO:  # quarantine it: one bad sector must not make the whole tier fail repeatedly
                 with contextlib.suppress(OSError):
@@ -149,7 +149,7 @@ class DiskStore:
 
     def start(self, key: Key, num_bytes: int) -> bytes | None:
         """The first bytes of an entry; does not count as a use."""
-        return self._folder.start(key, num_bytes, self.most_bytes)
+        return self._folder.start(key, num_bytes, self.max_entry_bytes)
 
     def exists(self, key: Key) -> bool:
         """Whether the entry exists now."""

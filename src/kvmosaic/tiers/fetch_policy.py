@@ -20,7 +20,7 @@ LOOK_SECONDS = 4.0
 """Probe interval of a tier that was too slow; probes run without a waiting request."""
 _LOOK_SHARE = 20
 """Minimum ratio of the probe interval to a probe's CPU time, which it takes from computing threads."""
-_MOST_LOOK_SECONDS = 60.0
+_MAX_LOOK_SECONDS = 60.0
 """Maximum probe interval, however much CPU time a probe takes."""
 
 
@@ -111,5 +111,5 @@ class FetchPolicy:
 
     def _put_off(self, record: _Record, busy_seconds: float) -> None:
         """Postpones the next probe after a measurement."""
-        pause = min(max(LOOK_SECONDS, _LOOK_SHARE * busy_seconds), _MOST_LOOK_SECONDS)
+        pause = min(max(LOOK_SECONDS, _LOOK_SHARE * busy_seconds), _MAX_LOOK_SECONDS)
         record.next_look = max(record.next_look, self._clock() + pause)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvmosaic.cache.keys import Key
 
-_MOST_STALE = 64
+_MAX_STALE = 64
 """Maximum stale items in the heap, on top of twice the entries."""
 
 
@@ -88,7 +88,7 @@ class LRUIndex:
         line = self._lines.pop(key, None)
         if line is not None:
             self.num_bytes -= line.num_bytes
-            if len(self._queue) > 2 * len(self._lines) + _MOST_STALE:
+            if len(self._queue) > 2 * len(self._lines) + _MAX_STALE:
                 self._queue = list(self._lines.values())
                 heapq.heapify(self._queue)
 
@@ -112,4 +112,4 @@ class LRUIndex:
         assert self.num_bytes == sum(line.num_bytes for line in self._lines.values())
         assert all(line.key == key for key, line in self._lines.items())
         assert set(self._queue) >= set(self._lines.values())
-        assert len(self._queue) <= 2 * len(self._lines) + _MOST_STALE
+        assert len(self._queue) <= 2 * len(self._lines) + _MAX_STALE

@@ -38,7 +38,7 @@ _PART_BYTES = 2**24
 _LETTING_GO_SECONDS = 0.05
 """obstore's threads release Python objects a moment after they answer; a process that exits earlier is aborted."""
 _FAIR_SECONDS = 0.02
-"""With a shorter deadline, an unreachable store cannot be told from a busy one."""
+"""With a shorter deadline, an unreachable store cannot be distinguished from a busy one."""
 
 _T = TypeVar("_T")
 

@@ -27,7 +27,7 @@ Refused: TypeAlias = redis.ResponseError
 _SEND_BYTES = 2**18
 _RECEIVE_BYTES = 2**18
 _FAIR_SECONDS = 0.02
-"""With a shorter deadline, a dead server cannot be told from a busy one."""
+"""With a shorter deadline, a dead server cannot be distinguished from a busy one."""
 
 
 class OutOfTime(Exception):

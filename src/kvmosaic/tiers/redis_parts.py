@@ -59,12 +59,12 @@ class Parts:
         for some in self._windows():
             session.ask(*(("SET", f"{self._stem}{i}", entry[i * size : (i + 1) * size], "EX", seconds) for i in some))
 
-    def get(self, session: Session, most_bytes: int | None = None) -> bytearray | None:
-        """Reads the entry, or its first `most_bytes`; None if a part is missing or has the wrong length.
+    def get(self, session: Session, max_bytes: int | None = None) -> bytearray | None:
+        """Reads the entry, or its first `max_bytes`; None if a part is missing or has the wrong length.
 
         Reads at most one excess byte of a part that grew meanwhile.
         """
-        wanted = self.num_bytes if most_bytes is None else min(most_bytes, self.num_bytes)
+        wanted = self.num_bytes if max_bytes is None else min(max_bytes, self.num_bytes)
         entry = bytearray(wanted)
         for some in self._windows(max(1, math.ceil(wanted / self.part_bytes))):
             sizes = [min(self.part_bytes, wanted - i * self.part_bytes) for i in some]

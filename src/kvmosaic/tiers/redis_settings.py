@@ -58,7 +58,7 @@ class RedisSettings:
         if not self.prefix or not _PREFIX.fullmatch(self.prefix):
             raise InvalidConfig(
                 f"the prefix of a redis tier is {self.prefix!r}; use up to 64 letters, digits and . : _ - "
-                "(a part in braces may stand at its start)"
+                "(a part in braces may be at its start)"
             )
 
     @property

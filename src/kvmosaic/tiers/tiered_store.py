@@ -59,7 +59,7 @@ class TieredStore(Generic[T]):
         self,
         tiers: Sequence[Tier],
         *,
-        most_pending_bytes: int,
+        max_pending_bytes: int,
         loading: Loading = "auto",
         num_readers: int = 2,
         clock: Callable[[], float] = time.monotonic,
@@ -68,7 +68,7 @@ class TieredStore(Generic[T]):
 
         Args:
             tiers: wrap tiers that may fail or hang in a `Breaker`.
-            most_pending_bytes: maximum bytes of chunks queued for writing; more are dropped.
+            max_pending_bytes: maximum bytes of chunks queued for writing; more are dropped.
             loading: whether tiers are asked where that is expected to be faster than computing, or always.
             num_readers: threads that fetch.
             clock: monotonic seconds.
@@ -76,7 +76,7 @@ class TieredStore(Generic[T]):
         self.tiers = tuple(tiers)
         self.stats = TieredStoreStats()
         self.pending_bytes = 0
-        self._most_pending_bytes = most_pending_bytes
+        self._max_pending_bytes = max_pending_bytes
         self._num_readers = num_readers
         self._clock = clock
         self._notices = Notices(logger, clock=clock)
@@ -121,7 +121,7 @@ class TieredStore(Generic[T]):
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether a chunk of this size would be queued now; if not, counts it as dropped."""
-        if self.pending_bytes + num_bytes <= self._most_pending_bytes:
+        if self.pending_bytes + num_bytes <= self._max_pending_bytes:
             return True
         self.stats.dropped += 1
         return False
@@ -157,7 +157,7 @@ class TieredStore(Generic[T]):
             if (known := self._writes.get(key)) is not None and known is not self._writing:
                 known.tiers = tuple(tier for tier in self.tiers if tier in known.tiers or tier in tiers)
                 return True
-            if self.pending_bytes + num_bytes > self._most_pending_bytes:
+            if self.pending_bytes + num_bytes > self._max_pending_bytes:
                 self.stats.dropped += 1
                 return False
             self._writes.pop(key, None)  # to the end of the queue, if it is being written now

@@ -15,7 +15,7 @@ from support.vllm.forking import CONNECTOR, ForkedEngine
 
 SYSTEM, *DOCUMENTS, QUESTION = documents(1, 50, 100, 77, 64, 9)
 FIRST, SECOND, THIRD = DOCUMENTS
-MOST_PADDING = 31
+MAX_PADDING = 31
 """Of each chunk prompt; vLLM computes at least one token of it."""
 
 
@@ -55,7 +55,7 @@ def sources(answer: Answer) -> list[str | None]:
 
 def little(num_chunks: int, prompt: Ask) -> int:
     """Most tokens that are computed when no chunk is: padding, the question, and the answer but for its last token."""
-    return num_chunks * MOST_PADDING + prompt.question + prompt.max_tokens - 1
+    return num_chunks * MAX_PADDING + prompt.question + prompt.max_tokens - 1
 
 
 def test_chunks_come_back_from_every_tier_as_they_were(engine):

@@ -179,7 +179,7 @@ def test_without_a_chunk_cache_documents_are_joined_and_the_reply_says_so():
 
 def test_a_document_that_was_warmed_without_the_system_text_says_so(http, salt):
     post(http, "/v1/documents:warm", documents=[DOCUMENTS[0]], cache_salt=salt)
-    for told in ("cached behind another system text", ""):
+    for told in ("cached after another system text", ""):
         (document,) = chat(http, documents=[DOCUMENTS[0]], cache_salt=salt)["kvmosaic"]["documents"]
         assert document["note"] == told
         assert document["action"] == ("computed" if told else "reused")
@@ -217,7 +217,7 @@ def test_a_document_that_is_too_long_is_told_by_its_place(text):
             assert (error["status"], error["param"]) == (400, "documents.2"), error
             assert error["message"].startswith("the document number 3 (it has no id)"), error
             assert error["message"].endswith(
-                "send shorter documents, or ask whoever runs the server for --long-chunks split"
+                "send shorter documents, or ask the operator of the server for --long-chunks split"
             )
             error = refused(http, path, documents=[text], **asked)
             assert error["param"] == "documents.0" and "the document (it has no id)" in error["message"]

@@ -20,7 +20,7 @@ MAX_DIM = 256
 """Max size of a key or value head."""
 MAX_GROUP = 128
 """Max query heads per key head."""
-_MOST_KEPT_BYTES = 1 << 24
+_MAX_KEPT_BYTES = 1 << 24
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -60,7 +60,7 @@ class _Scratch(threading.local):
 
     def begin_step(self) -> None:
         """Frees the memory of an unusually long prompt."""
-        if len(self._kept) > _MOST_KEPT_BYTES:
+        if len(self._kept) > _MAX_KEPT_BYTES:
             self._kept = torch.empty(0, dtype=torch.uint8)
 
     def room(self, num_bytes: int) -> Tensor:

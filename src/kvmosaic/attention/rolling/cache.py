@@ -192,9 +192,7 @@ class BlockKVCache:
         if chunk_index != self._current:
             raise InvalidChunk(f"after_update({chunk_index}), but chunk {self._current} is under way")
         if not (self._is_written or self._is_steady):
-            raise OutOfStep(
-                f"after_update({chunk_index}), but nobody has written chunk {chunk_index}; call update first"
-            )
+            raise OutOfStep(f"after_update({chunk_index}), but chunk {chunk_index} was not written; call update first")
         self._newest, self._current, self._is_open = self._current, None, False
 
     def reset(self) -> None:

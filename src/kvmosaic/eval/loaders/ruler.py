@@ -80,7 +80,7 @@ def _at_last(text: str, border: str) -> tuple[str, str]:
 def _parted(record: Field, text: str, question: str) -> tuple[str, str]:
     if not text or not question:
         raise record.member("input").wrong(
-            "the question cannot be told from the text: it must be the last line; "
+            "the question cannot be separated from the text: it must be the last line; "
             "make the file without --remove_newline_tab"
         )
     return text, question

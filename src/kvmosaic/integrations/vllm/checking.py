@@ -17,7 +17,7 @@ from kvmosaic.integrations.vllm.plugin import NAME
 from kvmosaic.integrations.vllm.worker.diagnostics import KeyDifference, WorkerDiagnostics, compare_keys, diagnose
 from kvmosaic.integrations.vllm.worker.trial.text import ordinary_tokens
 
-_MOST_LOGPROBS = 20
+_MAX_LOGPROBS = 20
 _NOISE = 4.0
 """Max difference of log-probabilities, as a multiple of the model's own noise."""
 
@@ -124,7 +124,7 @@ class _Engine:
         """The output for a prompt: greedy, one token, with some log-probabilities."""
         from vllm import SamplingParams
 
-        most = min(_MOST_LOGPROBS, self.config.model_config.max_logprobs)
+        most = min(_MAX_LOGPROBS, self.config.model_config.max_logprobs)
         extra = {} if composition is None else {"kv_transfer_params": composition.to_params()}
         params = SamplingParams(temperature=0, max_tokens=1, logprobs=most, detokenize=False, extra_args=extra)
         (output,) = self.llm.generate([{"prompt_token_ids": list(token_ids), **prompt}], params, use_tqdm=False)

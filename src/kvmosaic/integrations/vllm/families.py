@@ -30,7 +30,7 @@ BYPASSED = _family(
 )
 CHUNK_WAITS = _family("chunk_waits", "counter", "Chunks that were found while they were computed for another request.")
 CHUNK_PROMPTS = _family("chunk_prompts", "counter", "Internal requests, each of which computes one missing chunk.")
-CHUNK_PROMPTS_RUNNING = _family("chunk_prompts_running", "gauge", "Of these, those that are not done.")
+CHUNK_PROMPTS_RUNNING = _family("chunk_prompts_running", "gauge", "The ones of these that are not done.")
 MOVED_TOKENS = _family(
     "moved_tokens", "counter", "Tokens copied into the blocks of requests, at the same position or at another."
 )

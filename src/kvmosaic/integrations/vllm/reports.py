@@ -9,10 +9,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-MOST_REPORTS = 4096
-MOST_SEGMENTS = 65_536
-"""max_segments of all kept reports; one takes about half a kilobyte."""
-MOST_SECONDS = 600.0
+MAX_REPORTS = 4096
+MAX_SEGMENTS = 65_536
+"""Segments of all kept reports; one takes about half a kilobyte."""
+MAX_SECONDS = 600.0
 _ADDED = re.compile(r"-[0-9a-f]{8}\Z")
 """Suffix that vLLM appends to request ids inside the engine."""
 
@@ -26,15 +26,15 @@ class ReportShelf:
 
     def __init__(
         self,
-        most_reports: int = MOST_REPORTS,
-        most_segments: int = MOST_SEGMENTS,
-        most_seconds: float = MOST_SECONDS,
+        max_reports: int = MAX_REPORTS,
+        max_segments: int = MAX_SEGMENTS,
+        max_seconds: float = MAX_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._kept: OrderedDict[str, tuple[float, dict[str, Any]]] = OrderedDict()
         self._names: dict[str, str] = {}
         self._num_segments = 0
-        self._limits = (most_reports, most_segments, most_seconds)
+        self._limits = (max_reports, max_segments, max_seconds)
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -43,7 +43,7 @@ class ReportShelf:
 
     def put(self, request_id: str, report: dict[str, Any]) -> None:
         """Stores a report; replaces an earlier one of the same request."""
-        most_reports, most_segments, most_seconds = self._limits
+        max_reports, max_segments, max_seconds = self._limits
         with self._lock:
             now = self._clock()
             self._drop(request_id)
@@ -51,9 +51,9 @@ class ReportShelf:
             self._names[_ADDED.sub("", request_id)] = request_id
             self._num_segments += len(report["segments"])
             while self._kept and (
-                len(self._kept) > most_reports
-                or self._num_segments > most_segments
-                or next(iter(self._kept.values()))[0] < now - most_seconds
+                len(self._kept) > max_reports
+                or self._num_segments > max_segments
+                or next(iter(self._kept.values()))[0] < now - max_seconds
             ):
                 self._drop(next(iter(self._kept)))
 

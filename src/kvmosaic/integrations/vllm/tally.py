@@ -10,10 +10,10 @@ from kvmosaic.integrations.vllm.report import ComposedReport
 from kvmosaic.metrics import own_names
 from kvmosaic.metrics.family import Family
 
-MOST_REASONS = 32
+MAX_REASONS = 32
 OTHER = "other"
 """The label of all further reasons, which bounds their number."""
-MOST_REPORTS = 256
+MAX_REPORTS = 256
 """max_reports between two steps; older ones are dropped."""
 
 Counts = dict[str, dict[str, float]]
@@ -58,7 +58,7 @@ class Tally:
     def bypassed(self, code: str, report: ComposedReport | None = None, request_id: str | None = None) -> None:
         """Counts a request with documents that is answered as an ordinary prompt; `code` is the reason in one word."""
         if code not in self._reasons:
-            if len(self._reasons) < MOST_REASONS:
+            if len(self._reasons) < MAX_REASONS:
                 self._reasons.add(code)
             else:
                 code = OTHER
@@ -98,7 +98,7 @@ class Tally:
     def _keep(self, request_id: str | None, told: dict[str, Any]) -> None:
         if request_id is not None:
             self._reports[request_id] = told
-            if len(self._reports) > MOST_REPORTS:
+            if len(self._reports) > MAX_REPORTS:
                 del self._reports[next(iter(self._reports))]
 
 
@@ -110,7 +110,7 @@ def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any
         for label, number in values.items():
             into[label] = number if _is_gauge(name) else into.get(label, 0) + number
     reports = {**first.get("reports", {}), **second.get("reports", {})}
-    return {"counts": counts, "reports": dict(list(reports.items())[-MOST_REPORTS:])}
+    return {"counts": counts, "reports": dict(list(reports.items())[-MAX_REPORTS:])}
 
 
 def summary(data: Mapping[str, Any]) -> dict[str, int | float]:

@@ -226,7 +226,9 @@ class WarmOptions(Body):
 
     system: Annotated[
         SystemText | None,
-        Field(description="System text of the later prompts: a document is computed behind it, and found only there."),
+        Field(
+            description="System text of the later prompts: a document is computed after it, and a cache hit only there."
+        ),
     ] = None
     endpoint: Annotated[
         Endpoint | None,
@@ -234,7 +236,7 @@ class WarmOptions(Body):
     ] = None
     chunk_context: Annotated[
         Literal["system", "none"] | None,
-        Field(description="As the later requests say it: with none, a document is found behind any system text."),
+        Field(description="As the later requests say it: with none, a document is a cache hit after any system text."),
     ] = None
     stream: Annotated[bool | None, Field(description="Send an event for each document as it ends.")] = False
 

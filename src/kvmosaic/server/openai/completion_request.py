@@ -77,7 +77,7 @@ class CompletionRequest(SharedFields):
             return [self.prompt]
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
 
-    def check(self, most_at_once: int) -> None:
+    def check(self, max_at_once: int) -> None:
         """Refuses contradictory fields, and more prompts than the server ever admits.
 
         Raises:
@@ -91,9 +91,9 @@ class CompletionRequest(SharedFields):
             )
         if len(self.prompts) * n > MAX_ALL_CHOICES:
             raise ApiError(400, f"{len(self.prompts)} prompts with n={n}; at most {MAX_ALL_CHOICES} answers", param="n")
-        if len(self.prompts) * n > most_at_once:
+        if len(self.prompts) * n > max_at_once:
             many = f"{len(self.prompts)} prompts" + (f" with n={n}" if n > 1 else "")
-            message = f"{many}; this server lets {most_at_once} answers in at once: send fewer prompts"
+            message = f"{many}; this server lets {max_at_once} answers in at once: send fewer prompts"
             raise ApiError(400, message, param="prompt")
         if self.echo and (self.logprobs is not None or not all(isinstance(prompt, str) for prompt in self.prompts)):
             raise ApiError(400, "echo goes with prompts of text and without logprobs", param="echo")

@@ -54,7 +54,7 @@ def router(services: Services) -> APIRouter:
     ) -> Completion | Response:
         """Continues texts or token ids, in one reply or in chunks (`stream`)."""
         model = served_model(services, body.model)
-        body.check(services.admission.most_at_once)
+        body.check(services.admission.max_at_once)
         services.admission.check(tenant)
         read = await services.in_thread(tenant.name, _read, services, tenant, body)
         asked = GenerationRequest.by(services, tenant, ROUTE, request, body, read)

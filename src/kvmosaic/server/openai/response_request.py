@@ -92,9 +92,7 @@ class ResponseRequest(SharedFields):
         | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES), Tag("messages")],
         Discriminator(lambda value: "text" if isinstance(value, str) else "messages"),
     ]
-    instructions: Annotated[Text | None, Field(description="The system text; it stands before that of the input.")] = (
-        None
-    )
+    instructions: Annotated[Text | None, Field(description="The system text; it precedes that of the input.")] = None
     max_output_tokens: NumTokens | None = None
     text: TextField | None = None
     include: Annotated[

@@ -111,7 +111,7 @@ class SharedFields(DocumentFields, StructuredFields):
     ] = 0
     position_strategy: Annotated[
         Literal["auto", "shared", "sequential"] | None,
-        Field(description="Where documents stand; default: the server's setting."),
+        Field(description="Positions of documents; default: the server's setting."),
     ] = None
     chunk_context: Annotated[
         Literal["system", "none"] | None,
@@ -124,7 +124,7 @@ class SharedFields(DocumentFields, StructuredFields):
         str | None,
         Field(
             max_length=MAX_POLICY_CHARACTERS,
-            description="Which tokens of cached documents are computed again, now seeing what stands before them: "
+            description="Which tokens of cached documents are computed again, now seeing the tokens before them: "
             f"{FORMS}. Default: the server's setting.",
             examples=["query(0.15)"],
         ),

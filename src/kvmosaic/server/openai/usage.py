@@ -21,7 +21,7 @@ class PromptTokensDetails(Reply):
     """Where the prompt's tokens came from; the three add up to `prompt_tokens`."""
 
     cached_tokens: Annotated[int, Field(description="Reused as an exact prefix: the system text, or a plain prompt.")]
-    composed_tokens: Annotated[int, Field(description="Reused in documents, or behind them.")]
+    composed_tokens: Annotated[int, Field(description="Reused in documents, or after them.")]
     recomputed_tokens: Annotated[int, Field(description="Computed for this request.")]
 
 
@@ -57,7 +57,7 @@ class RepairReport(Reply):
 
     policy: str
     document_tokens: Annotated[int, Field(description="Tokens of all documents.")]
-    repaired_tokens: Annotated[int, Field(description="Of these, read as they are when they see what stands before.")]
+    repaired_tokens: Annotated[int, Field(description="Of these, read as they are when they see the tokens before.")]
     computed_tokens: Annotated[int, Field(description="Of these, computed for this request; others were kept.")]
     fraction: Annotated[float, Field(description="Repaired tokens, by all tokens of documents.")]
     work_fraction: Annotated[

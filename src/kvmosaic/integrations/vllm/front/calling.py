@@ -38,11 +38,11 @@ def json_reply(body: Any, status: int = 200, headers: dict[str, str] | None = No
     return Reply(status, [(name.encode(), value.encode()) for name, value in said.items()], content)
 
 
-async def whole_body(receive: Receive, most_bytes: int, way_out: str) -> bytes | None:
+async def whole_body(receive: Receive, max_bytes: int, way_out: str) -> bytes | None:
     """Reads the body of a request; None if the client disconnected before its end.
 
     Raises:
-        Refusal: 413, it is longer than `most_bytes`; the message ends with `way_out`.
+        Refusal: 413, it is longer than `max_bytes`; the message ends with `way_out`.
     """
     content = bytearray()
     while True:
@@ -50,8 +50,8 @@ async def whole_body(receive: Receive, most_bytes: int, way_out: str) -> bytes |
         if message["type"] == "http.disconnect":
             return None
         content += message.get("body", b"")
-        if len(content) > most_bytes:
-            raise Refusal(413, f"the body is longer than {most_bytes} bytes{way_out}", code="body_too_large")
+        if len(content) > max_bytes:
+            raise Refusal(413, f"the body is longer than {max_bytes} bytes{way_out}", code="body_too_large")
         if not message.get("more_body", False):
             return bytes(content)
 

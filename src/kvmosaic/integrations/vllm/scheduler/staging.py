@@ -11,7 +11,7 @@ from kvmosaic.integrations.vllm.operations import Fetch, FetchReport, StoredRun
 
 MISS_SECONDS = 2.0
 """Time during which a run that no tier had is not fetched again: it is being computed, or the tiers fail."""
-MOST_MISSES = 4096
+MAX_MISSES = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -46,11 +46,11 @@ class Staging:
         want ──▶ `fetches` ──▶ reported by every rank ──┬─ all have it: `tier`, until no request waits for it
                                                         └─ one misses it: dropped on all ranks at once
 
-    Staged runs take at most `most_bytes` on each worker, or one prompt's runs if these are larger.
+    Staged runs take at most `max_bytes` on each worker, or one prompt's runs if these are larger.
     """
 
-    def __init__(self, num_workers: int, most_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._num_workers, self._most_bytes, self._clock = num_workers, most_bytes, clock
+    def __init__(self, num_workers: int, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._num_workers, self._max_bytes, self._clock = num_workers, max_bytes, clock
         self._runs: dict[bytes, StagedRun] = {}
         self._by_number: dict[int, StagedRun] = {}
         self._of_request: dict[str, list[StagedRun]] = {}
@@ -144,7 +144,7 @@ class Staging:
 
     def _has_room(self, new: Sequence[StoredRun], bytes_per_token: int) -> bool:
         num_bytes = sum(run.num_tokens for run in new) * bytes_per_token
-        return not self.num_bytes or not num_bytes or self.num_bytes + num_bytes <= self._most_bytes
+        return not self.num_bytes or not num_bytes or self.num_bytes + num_bytes <= self._max_bytes
 
     def _forget_bytes(self, staged: StagedRun) -> None:
         if self._by_number.pop(staged.number, None) is None:
@@ -159,7 +159,7 @@ class Staging:
     def _note_miss(self, key: bytes) -> None:
         self._misses[key] = self._clock()
         self._misses.move_to_end(key)
-        if len(self._misses) > MOST_MISSES:
+        if len(self._misses) > MAX_MISSES:
             self._misses.popitem(last=False)
 
     def _is_missed(self, key: bytes) -> bool:

@@ -25,8 +25,8 @@ from kvmosaic.integrations.vllm.scheduler.stored_runs import engine_fingerprint,
 from kvmosaic.integrations.vllm.tier_settings import tier_config
 from kvmosaic.tiers import ComputeCost
 
-_MOST_KNOWN = 65536
-_MOST_COMPLETE = 1024
+_MAX_KNOWN = 65536
+_MAX_COMPLETE = 1024
 
 _log = logging.getLogger(__name__)
 
@@ -76,14 +76,14 @@ class Tiering:
         num_workers: int,
         block_size: int,
         bytes_per_token: int,
-        most_staged_bytes: int,
+        max_staged_bytes: int,
         find_store: Callable[[], BlockStore],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Starts without a fingerprint; `find_store` returns the scheduler's block store."""
         self._num_workers, self._block_size, self._bytes_per_token = num_workers, block_size, bytes_per_token
         self._find_store, self._clock = find_store, clock
-        self._staging = Staging(num_workers, most_staged_bytes, clock)
+        self._staging = Staging(num_workers, max_staged_bytes, clock)
         self._prompts: dict[str, _Prompt] = {}
         self._admitted: list[str] = []
         self._complete: list[tuple[_Prompt, tuple[Any, ...], float]] = []
@@ -120,7 +120,7 @@ class Tiering:
         ordered = [fingerprints[rank] for rank in sorted(fingerprints)]
         self._fingerprint = engine_fingerprint(ordered) if len(ordered) == self._num_workers else ""
         if not self._fingerprint:
-            _log.warning("kvmosaic: tiers are not used: the weights of some worker cannot be told from others")
+            _log.warning("kvmosaic: tiers are not used: the weights of some worker cannot be distinguished from others")
 
     def begin(self, request: Any, prompt: ChunkPrompt) -> None:
         """Starts a chunk prompt. With an adapter it is computed: an adapter's name does not identify its weights."""
@@ -179,7 +179,7 @@ class Tiering:
         self._staging.release(request_id)
         if entry is None:
             return None
-        if entry.admitted is not None and entry.loaded is None and len(self._complete) < _MOST_COMPLETE:
+        if entry.admitted is not None and entry.loaded is None and len(self._complete) < _MAX_COMPLETE:
             seconds = self._clock() - entry.admitted
             self._cost.note(max(entry.num_computed, 1), seconds)
             self._complete.append((entry, tuple(hashes), seconds))
@@ -267,5 +267,5 @@ class Tiering:
     def _know(self, key: bytes) -> None:
         self._stored[key] = None
         self._stored.move_to_end(key)
-        if len(self._stored) > _MOST_KNOWN:
+        if len(self._stored) > _MAX_KNOWN:
             self._stored.popitem(last=False)

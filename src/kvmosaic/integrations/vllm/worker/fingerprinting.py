@@ -37,7 +37,7 @@ def worker_fingerprint(vllm_config: Any, places: KVLayout) -> str:
             rows = torch.linspace(0, table.shape[0] - 1, _TABLE_ROWS, dtype=torch.float64).long().to(table.device)
             digest.update(f"{name}{tuple(table.shape)}{table.dtype}".encode() + _bytes(table[rows]))
     except Exception:  # whatever the weights are, the engine also works without tiers
-        _log.warning("kvmosaic: the weights cannot be told from others", exc_info=True)
+        _log.warning("kvmosaic: the weights cannot be distinguished from others", exc_info=True)
         return ""
     return digest.hexdigest()
 

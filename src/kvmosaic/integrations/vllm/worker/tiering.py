@@ -79,7 +79,7 @@ class WorkerTiers:
         allocate = pinned_bytes if places.device.type == "cuda" else None
         self.tiered_store: TieredStore[ChunkTensors] = TieredStore(
             open_tiers(config.tiers, allocate=allocate),
-            most_pending_bytes=parse_bytes(config.pending),
+            max_pending_bytes=parse_bytes(config.pending),
             loading=config.loading,
         )
         self._staged: dict[int, _Staged] = {}

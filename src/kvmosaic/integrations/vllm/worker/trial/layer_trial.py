@@ -185,7 +185,7 @@ class LayerTrial:
         if far <= SAME:
             return ""
         return (
-            f"{layers[0].name}: behind its attention the layer gives something else at position {run.position} than "
+            f"{layers[0].name}: after its attention the layer gives something else at position {run.position} than "
             f"at position 0 ({far:.2g} times what one rounding of its input changes): the model does not only see "
             "distances"
         )

@@ -25,7 +25,7 @@ class Plan:
               position p    up to p = 1024    │ the text's first block, again and again │ . . . head │
                             further out       │ head │
     moved                                                         the first head's keys and values, for position p
-    behind    one more token after a moved head
+    after     one more token after a moved head
     """
 
     tokens: tuple[int, ...]

@@ -98,6 +98,6 @@ def direct_trouble(place: LayerPlace, positions: tuple[int, ...]) -> str:
 def misunderstood(name: str, old: int, new: int, far: float, most: float) -> str:
     """The error text for a wrong rotation."""
     return (
-        f"{name} turned from position {old} to {new} are {far:.2g} of their size away from those that the model turns "
-        f"there itself (at most {most:.2g}): its rotation was not understood"
+        f"{name} rotated from position {old} to {new} are {far:.2g} of their size away from the keys that the model "
+        f"rotates there itself (at most {most:.2g}): its rotation was not understood"
     )
