@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvmosaic.cache import BlockPool, Chunk, KeyChain
 from kvmosaic.cache.groups import Groups
 from kvmosaic.cache.prefix_cache import PrefixCache
-from kvmosaic.eviction import LRU, Candidate, EvictionLine, EvictionQueue, Priority
+from kvmosaic.eviction import LRU, Candidate, EvictionQueue
 
 SYSTEM, QUESTION = [1, 2, 3], [7]
 
@@ -160,28 +160,18 @@ def test_a_chunk_takes_few_bytes_besides_its_tokens():
     assert len(kv_cache.chunks()) == count and num_bytes - 4 * num_tokens < 1_300
 
 
-@pytest.mark.parametrize("line", [EvictionQueue, EvictionLine])
-def test_evicting_from_many_takes_hardly_more_steps_than_from_few(line):
+def test_evicting_from_many_takes_hardly_more_steps_than_from_few():
     def steps(count):
         policy, clock = CountedPolicy(), Clock()
-        items = [SimpleNamespace(place=None, last_used=clock.now + (i * 7_919) % count) for i in range(count)]
-        if line is EvictionQueue:
-            waiting = EvictionQueue(policy)
-            waiting_keys = {id(item): item for item in items}
-            for key, item in waiting_keys.items():
-                waiting.add(key, Candidate(item.last_used, 1))
-            Rank.steps = 0
-            gone = [waiting_keys[waiting.pop()] for _ in range(count // 2)]
-        else:
-            waiting = EvictionLine()
-            for number, item in enumerate(items):
-                item.place = (policy.rank(Candidate(item.last_used, 1)), number, item)
-                waiting.enter(item.place)
-            Rank.steps, gone = 0, []
-            for _ in range(count // 2):
-                gone.append(waiting.first())
-                gone[-1].place = None
-                waiting.has_left()
+        items = [SimpleNamespace(queue_entry=None, last_used=clock.now + (i * 7_919) % count) for i in range(count)]
+        queue = EvictionQueue()
+        for number, item in enumerate(items):
+            item.queue_entry = (policy.rank(Candidate(item.last_used, 1)), number, item)
+            queue.push(item)
+        Rank.steps, gone = 0, []
+        for _ in range(count // 2):
+            gone.append(queue.first())
+            queue.remove(gone[-1])
         assert policy.num_ranks == count and gone == sorted(items, key=lambda item: item.last_used)[: count // 2]
         return Rank.steps / (count // 2)
 
@@ -222,40 +212,6 @@ def test_nothing_that_is_asked_while_requests_run_goes_through_all_chunks():
     assert kv_cache.statistics().evictions >= 50
     with pytest.raises(AssertionError, match="gone through"):
         kv_cache.chunks()
-
-
-@settings(max_examples=80)
-@given(
-    st.lists(st.tuples(st.sampled_from("add leave first".split()), st.integers(0, 9), st.integers(0, 5)), max_size=60)
-)
-def test_a_line_agrees_with_a_queue(operations):
-    queue, lines, policy = EvictionQueue(Priority()), (EvictionLine(), EvictionLine()), Priority()
-    items = [SimpleNamespace(place=None, number=number) for number in range(10)]
-
-    def leave(item):
-        item.place = None
-        for line in lines:
-            line.has_left()
-
-    for number, (name, which, when) in enumerate(operations):
-        item = items[which]
-        if name != "first" and item.place is not None:
-            leave(item)
-            queue.discard(which)
-        if name == "add":
-            candidate = Candidate(1_000.0 * when, 1)
-            item.place = (policy.rank(candidate), number, item)
-            queue.add(which, candidate)
-            for line in lines:
-                line.enter(item.place)
-        elif name == "first":
-            first = lines[0].first()
-            assert first is lines[1].first() and queue.pop() == (first.number if first else None)
-            if first is not None:
-                leave(first)
-        for line in lines:
-            assert [item.number for item in line.in_order()] == queue.in_order() and len(line) == len(queue)
-            assert len(line._heap) <= 2 * len(line) + 64
 
 
 @settings(max_examples=80)

@@ -1,6 +1,8 @@
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eviction import LRU, POLICIES, Candidate, EvictionPolicy, EvictionQueue, Priority, choose
@@ -63,40 +65,64 @@ def test_unknown_policies_are_refused_with_the_names_there_are():
         choose(42)
 
 
-def test_the_queue_pops_the_lowest_rank_and_equal_ranks_in_the_order_they_came():
-    queue = EvictionQueue(LRU())
-    for item, last_used in [("b", 2.0), ("a", 1.0), ("c", 2.0), ("d", 0.5)]:
-        queue.add(item, Candidate(last_used, 1))
-    assert queue.in_order() == ["d", "a", "b", "c"]
-    assert [queue.pop() for _ in range(5)] == ["d", "a", "b", "c", None]
+class Item:
+    def __init__(self, name):
+        self.name, self.queue_entry = name, None
+
+    def queued(self, rank, number, *queues):
+        self.queue_entry = (rank, number, self)
+        for queue in queues:
+            queue.push(self)
 
 
-def test_an_item_that_is_used_again_leaves_the_line_and_comes_back_at_its_new_place():
-    queue = EvictionQueue(LRU())
-    queue.add("a", Candidate(1.0, 1))
-    queue.add("b", Candidate(2.0, 1))
-    queue.discard("a")
-    queue.discard("never there")
-    assert "a" not in queue and len(queue) == 1
-    queue.add("a", Candidate(3.0, 1))
-    assert [queue.pop(), queue.pop()] == ["b", "a"]
+def names(queue):
+    return [item.name for item in queue.in_order()]
 
 
-def test_the_queue_agrees_with_sorting_over_many_random_changes_and_forgets_its_leftovers():
-    draw, queue, expected = random.Random(5), EvictionQueue(Priority()), {}
+def test_the_queue_has_the_lowest_rank_first_and_equal_ranks_in_fifo_order():
+    queue = EvictionQueue()
+    for number, (name, rank) in enumerate([("b", 2.0), ("a", 1.0), ("c", 2.0), ("d", 0.5)]):
+        Item(name).queued(rank, number, queue)
+    assert names(queue) == ["d", "a", "b", "c"] and queue.first().name == "d"
+
+
+def test_a_removed_item_is_not_evicted_and_can_be_pushed_again():
+    queue, a, b = EvictionQueue(), Item("a"), Item("b")
+    a.queued(1.0, 0, queue)
+    b.queued(2.0, 1, queue)
+    queue.remove(a)
+    assert a.queue_entry is None and len(queue) == 1 and queue.first() is b
+    a.queued(3.0, 2, queue)
+    assert names(queue) == ["b", "a"]
+
+
+@settings(max_examples=80)
+@given(st.lists(st.tuples(st.sampled_from("push remove evict".split()), st.integers(0, 9), st.integers(0, 5))))
+def test_two_queues_that_share_entries_agree_with_sorting(operations):
+    queues, items, expected = (EvictionQueue(), EvictionQueue()), [Item(name) for name in range(10)], {}
+    for number, (operation, which, rank) in enumerate(operations):
+        item = items[which] if operation != "evict" else queues[0].first()
+        if item is not None and item.queue_entry is not None:
+            for queue in queues:
+                queue.remove(item)
+            del expected[item.name]
+        if operation == "push":
+            item.queued(rank, number, *queues)
+            expected[item.name] = (rank, number)
+        for queue in queues:
+            assert names(queue) == sorted(expected, key=expected.get) and len(queue) == len(expected)
+            first = queue.first()
+            assert (first.name if first else None) == min(expected, key=expected.get, default=None)
+            assert len(queue._heap) <= 2 * len(queue) + 64
+
+
+def test_the_heap_does_not_grow_with_what_was_removed():
+    queue, items, draw = EvictionQueue(), [Item(name) for name in range(40)], random.Random(5)
     for number in range(5_000):
-        item = draw.randrange(40)
+        item = draw.choice(items)
+        if item.queue_entry is not None:
+            queue.remove(item)
         if draw.random() < 0.7:
             candidate = Candidate(draw.random() * 1e4, draw.randrange(9_000), draw.random(), draw.random())
-            queue.add(item, candidate)
-            expected[item] = (Priority().rank(candidate), number)
-        elif draw.random() < 0.5:
-            queue.discard(item)
-            expected.pop(item, None)
-        else:
-            first = min(expected, key=expected.get, default=None)
-            assert queue.pop() == first
-            expected.pop(first, None)
-        assert len(queue) == len(expected)
-    assert queue.in_order() == sorted(expected, key=expected.get)
-    assert len(queue._heap) <= 2 * len(queue) + 64
+            item.queued(Priority().rank(candidate), number, queue)
+        assert len(queue._heap) <= 2 * len(queue) + 64

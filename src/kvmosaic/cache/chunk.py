@@ -23,7 +23,7 @@ class ChunkState(StrEnum):
     """Its owner ended, or its step failed, before it was complete: waiting requests plan again."""
 
 
-Place: TypeAlias = "tuple[float, int, Chunk]"
+QueueEntry: TypeAlias = "tuple[float, int, Chunk]"
 """Rank, number (it counts up, so that equal ranks are evicted in FIFO order), and the chunk."""
 
 
@@ -77,8 +77,8 @@ class Chunk:
     """The lossy codec of the tier it was loaded from; empty if none."""
     is_stored: bool = False
     """Whether a persistent tier has it, or will soon."""
-    place: Place | None = field(default=None, repr=False)
-    """Its place in the eviction queues; None while it is not evictable."""
+    queue_entry: QueueEntry | None = field(default=None, repr=False)
+    """Its entry in the eviction queues; None while it is not evictable."""
 
     @property
     def num_tokens(self) -> int:

@@ -36,7 +36,7 @@ class ChunkIndex:
         the chunk's table holds one reference to each block, each acquirer one more
     Always safe: `evict_one` with an empty queue; abandoning twice.
 
-    Eviction takes O(log n) for n chunks under any policy (see `EvictionLine`), of all tenants or of one.
+    Eviction takes O(log n) for n chunks under any policy (see `EvictionQueue`), of all tenants or of one.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class ChunkIndex:
 
     def acquire(self, chunk: Chunk) -> None:
         """Adds a reference to the chunk and to each block."""
-        self._unline(chunk)
+        self._dequeue(chunk)
         self.pool.retain(chunk.block_ids)
         chunk.ref_count += 1
         chunk.last_used = self._clock()
@@ -197,14 +197,14 @@ class ChunkIndex:
         if chunk in self._leaving and chunk.ref_count == 0:
             self._leaving.discard(chunk)
             self._free(chunk)
-        self._line_up(chunk)
+        self._enqueue(chunk)
 
     def complete(self, chunk: Chunk, step: int) -> None:
         """Marks a chunk as ready: its last token is computed."""
         assert chunk.state is ChunkState.COMPUTING and chunk.num_computed == chunk.num_tokens
         chunk.state = ChunkState.READY
         chunk.completed_step = step
-        self._line_up(chunk)
+        self._enqueue(chunk)
         self.pin_if_kept(chunk)
 
     def abandon(self, chunk: Chunk) -> None:
@@ -263,11 +263,11 @@ class ChunkIndex:
     def set_pinned(self, chunk: Chunk, pinned: bool) -> None:
         """Pins or unpins a chunk; pinned chunks are not evicted."""
         if chunk.pinned != pinned:
-            self._unline(chunk)
+            self._dequeue(chunk)
             chunk.pinned = pinned
             for account in self._both(chunk):
                 account.note_pin(chunk, 1 if pinned else -1)
-            self._line_up(chunk)
+            self._enqueue(chunk)
 
     def pin_if_kept(self, chunk: Chunk) -> None:
         """Pins a ready chunk with a pinned name, unless such pins take too much of its tenant's capacity."""
@@ -289,9 +289,9 @@ class ChunkIndex:
 
     def set_priority(self, chunk: Chunk, priority: float) -> None:
         """Changes a chunk's priority; only the policy `priority` reads it."""
-        self._unline(chunk)
+        self._dequeue(chunk)
         chunk.priority = priority
-        self._line_up(chunk)
+        self._enqueue(chunk)
 
     def check_invariants(self) -> None:
         """Checks index, names, queues, accounts and ref counts against each other."""
@@ -302,7 +302,7 @@ class ChunkIndex:
             assert (chunk.num_computed == chunk.num_tokens) == chunk.is_ready
             assert all(key in self._names.members((chunk.tenant, name)) for name in chunk.names)
         for chunk in (*chunks, *self._leaving):
-            assert (chunk.place is not None) == chunk.is_evictable
+            assert (chunk.queue_entry is not None) == chunk.is_evictable
             assert all(self.pool.reference_count(block_id) == 1 + chunk.ref_count for block_id in chunk.block_ids)
             chunk.table.check_invariants()
         for chunk in self._leaving:
@@ -338,18 +338,17 @@ class ChunkIndex:
             account.num_blocks += num_blocks
         self.close(chunk.tenant)
 
-    def _line_up(self, chunk: Chunk) -> None:
+    def _enqueue(self, chunk: Chunk) -> None:
         if chunk.is_evictable:
             progress = chunk.num_computed / chunk.num_tokens
             candidate = Candidate(chunk.last_used, chunk.num_tokens, chunk.priority, progress)
-            chunk.place = (self._policy.rank(candidate), next(self._numbers), chunk)
+            chunk.queue_entry = (self._policy.rank(candidate), next(self._numbers), chunk)
             for account in self._both(chunk):
                 account.push(chunk)
             self.trim(chunk.tenant)
 
-    def _unline(self, chunk: Chunk) -> None:
-        if chunk.place is not None:
-            chunk.place = None
+    def _dequeue(self, chunk: Chunk) -> None:
+        if chunk.queue_entry is not None:
             for account in self._both(chunk):
                 account.remove(chunk)
 
@@ -361,7 +360,7 @@ class ChunkIndex:
         """Removes a chunk from the index; its blocks are freed now, or with the last release. Safe to call twice."""
         if chunk.is_dropped:
             return
-        self._unline(chunk)
+        self._dequeue(chunk)
         chunk.is_dropped = True
         if chunk.pinned:
             chunk.pinned = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from kvmosaic.cache.block_pool import BlockId, BlockPool
@@ -24,6 +25,7 @@ class PrefixEntry:
         "key",
         "last_used",
         "parent",
+        "queue_entry",
         "ref_count",
         "root",
         "step",
@@ -46,6 +48,7 @@ class PrefixEntry:
         self.step = step
         """The step that computes its last token."""
         self.last_used = 0.0
+        self.queue_entry: tuple[float, int, PrefixEntry] | None = None
         self.is_dropped = False
         """Not in the index any more: evicted, or registered by a step that failed."""
 
@@ -94,7 +97,9 @@ class PrefixCache:
         """The entries without a parent, by root."""
         self._outgrown: list[PrefixEntry] = []
         """Tails that a block of the step being assembled extends."""
-        self._queue: EvictionQueue[PrefixEntry] = EvictionQueue(policy)
+        self._queue: EvictionQueue[PrefixEntry] = EvictionQueue()
+        self._policy = policy
+        self._numbers = itertools.count()
         self._clock = clock
         self._verify = verify
 
@@ -167,7 +172,7 @@ class PrefixCache:
             assert not entry.is_dropped
             if entry.ref_count == 0:
                 self.num_idle -= 1
-                self._queue.discard(entry)
+                self._dequeue(entry)
             entry.ref_count += 1
             entry.last_used = now
 
@@ -180,7 +185,7 @@ class PrefixCache:
             entry.last_used = now
             if entry.ref_count == 0 and not entry.is_dropped:
                 self.num_idle += 1
-                self._line_up(entry)
+                self._enqueue(entry)
 
     def register(
         self, key: Key, root: Key, parent: PrefixEntry | None, tokens: bytes, block_id: BlockId, step: int = 0
@@ -221,7 +226,8 @@ class PrefixCache:
     def evict(self, count: int) -> int:
         """Evicts up to `count` unreferenced entries, one block each; returns how many."""
         done = 0
-        while done < count and (entry := self._queue.pop()) is not None:
+        while done < count and (entry := self._queue.first()) is not None:
+            self._queue.remove(entry)
             self._forget(entry)
             self.num_idle -= 1
             self._take_out(entry)
@@ -245,7 +251,7 @@ class PrefixCache:
             fallen = falling.pop()
             falling.extend(fallen.children or ())
             fallen._children = None
-            self._queue.discard(fallen)
+            self._dequeue(fallen)
             self.num_idle -= fallen.ref_count == 0
             self._forget(fallen)
 
@@ -262,7 +268,7 @@ class PrefixCache:
             assert parent is None or self._entries.get(parent.key) is parent
             siblings = self.behind(entry.root, parent)
             assert siblings is not None and siblings.neighbours(entry.tokens)[1] is entry
-            assert (entry in self._queue) == (entry.ref_count == 0 and not entry.children)
+            assert (entry.queue_entry is not None) == (entry.ref_count == 0 and not entry.children)
         firsts = map(unpacked, self._roots.values())
         for siblings in (*firsts, *(entry.children for entry in self._entries.values())):
             assert siblings is None or len(siblings), "a place without entries is forgotten"
@@ -270,7 +276,7 @@ class PrefixCache:
                 siblings.check_invariants()
         idle = [entry for entry in self._entries.values() if entry.ref_count == 0]
         assert len(idle) == self.num_idle
-        assert len(self._queue) <= len(idle)
+        assert len(self._queue) == sum(entry.queue_entry is not None for entry in self._entries.values())
         assert all(self.pool.reference_count(entry.block_id) == 1 for entry in idle)
         assert len({entry.block_id for entry in self._entries.values()}) == len(self._entries)
 
@@ -322,11 +328,17 @@ class PrefixCache:
             siblings.discard(entry)
             self._keep_behind(entry.root, parent, siblings.packed())
         if parent is not None and parent.ref_count == 0:
-            self._line_up(parent)
+            self._enqueue(parent)
 
-    def _line_up(self, entry: PrefixEntry) -> None:
+    def _enqueue(self, entry: PrefixEntry) -> None:
         if entry._children is None:
-            self._queue.add(entry, Candidate(entry.last_used, self.pool.block_size))
+            candidate = Candidate(entry.last_used, self.pool.block_size)
+            entry.queue_entry = (self._policy.rank(candidate), next(self._numbers), entry)
+            self._queue.push(entry)
+
+    def _dequeue(self, entry: PrefixEntry) -> None:
+        if entry.queue_entry is not None:
+            self._queue.remove(entry)
 
     def _forget(self, entry: PrefixEntry) -> None:
         del self._entries[entry.key]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvmosaic.cache.chunk import Chunk
 from kvmosaic.cache.pinned_names import PinnedNames
-from kvmosaic.eviction import EvictionLine
+from kvmosaic.eviction import EvictionQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class TenantAccount:
         self.num_idle_blocks = 0
         self.num_pinned = 0
         self.num_pinned_blocks = 0
-        self._line: EvictionLine[Chunk] = EvictionLine()
+        self._queue: EvictionQueue[Chunk] = EvictionQueue()
 
     @property
     def num_idle(self) -> int:
         """Chunks in the eviction queue."""
-        return len(self._line)
+        return len(self._queue)
 
     @property
     def is_closed(self) -> bool:
@@ -64,24 +64,22 @@ class TenantAccount:
         return self.quota_blocks is None or self.num_blocks + num_blocks <= self.quota_blocks
 
     def push(self, chunk: Chunk) -> None:
-        """Adds a chunk, which has got a place, to the eviction queue."""
-        assert chunk.place is not None
-        self._line.enter(chunk.place)
+        """Adds a chunk, whose `queue_entry` was just set, to the eviction queue."""
+        self._queue.push(chunk)
         self.num_idle_blocks += chunk.num_blocks
 
     def remove(self, chunk: Chunk) -> None:
-        """Removes a chunk, which has given up its place, from the eviction queue."""
-        assert chunk.place is None
-        self._line.has_left()
+        """Removes a chunk from the eviction queue."""
+        self._queue.remove(chunk)
         self.num_idle_blocks -= chunk.num_blocks
 
     def first(self) -> Chunk | None:
         """The chunk to evict first; None when the queue is empty."""
-        return self._line.first()
+        return self._queue.first()
 
     def in_order(self) -> list[Chunk]:
         """The chunks in eviction order; for tests (it sorts)."""
-        return self._line.in_order()
+        return self._queue.in_order()
 
     def note_pin(self, chunk: Chunk, sign: int) -> None:
         """Counts a pinned chunk (1) or one that is no longer pinned (-1)."""

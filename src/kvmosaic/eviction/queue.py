@@ -3,60 +3,60 @@
 from __future__ import annotations
 
 import heapq
-import itertools
-from collections.abc import Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from kvmosaic.eviction.policy import Candidate, EvictionPolicy
 
-ItemT = TypeVar("ItemT", bound=Hashable)
+class Evictable(Protocol):
+    """An item of eviction queues, with one entry in all of its queues."""
+
+    queue_entry: tuple[float, int, Any] | None
+    """Eviction rank, a unique number, and the item itself; None: in no queue."""
+
+
+ItemT = TypeVar("ItemT", bound=Evictable)
 
 
 class EvictionQueue(Generic[ItemT]):
-    """Unreferenced items, lowest rank first; equal ranks are evicted in FIFO order.
+    """Unreferenced items, lowest rank first, then lowest number.
 
-    A binary heap with lazy removal: an item that is used again is only removed from the dictionary, and its place in
-    the heap is skipped when it comes up. When more than half of the heap is stale it is rebuilt. So every call costs
-    O(log n) on average for n items; nothing is ever scanned to find a victim.
+        heap   entry, entry, …       may hold stale entries, of items that were removed
 
-        heap   (rank, number, item) ...     may hold stale places
-        live   item -> number               exactly the queued items
+    A binary heap with lazy removal. The item stores its entry, so no queue needs an index of its items, and several
+    queues share one entry. Stale entries at the head are dropped at once, and all of them when they are more than half
+    of the heap: every call costs O(log n) on average for n items, and no removed item is kept alive for long.
+
+    Invariants: the head of the heap is not stale; len(self) items have an entry in the heap.
     """
 
-    def __init__(self, policy: EvictionPolicy) -> None:
-        self._policy = policy
+    __slots__ = ("_heap", "_num_items")
+
+    def __init__(self) -> None:
         self._heap: list[tuple[float, int, ItemT]] = []
-        self._live: dict[ItemT, int] = {}
-        self._numbers = itertools.count()
+        self._num_items = 0
 
     def __len__(self) -> int:
-        return len(self._live)
+        return self._num_items
 
-    def __contains__(self, item: object) -> bool:
-        return item in self._live
+    def push(self, item: ItemT) -> None:
+        """Adds an item whose `queue_entry` was just set."""
+        assert item.queue_entry is not None
+        heapq.heappush(self._heap, item.queue_entry)
+        self._num_items += 1
 
-    def add(self, item: ItemT, candidate: Candidate) -> None:
-        """Queues an item; one that is already queued gets a new place."""
-        number = next(self._numbers)
-        self._live[item] = number
-        heapq.heappush(self._heap, (self._policy.rank(candidate), number, item))
-        if len(self._heap) > 2 * len(self._live) + 64:
-            self._heap = [entry for entry in self._heap if self._live.get(entry[2]) == entry[1]]
+    def remove(self, item: ItemT) -> None:
+        """Removes an item, and its entry; call it once on every queue that the item was pushed to."""
+        item.queue_entry = None
+        self._num_items -= 1
+        if len(self._heap) > 2 * self._num_items + 64:
+            self._heap = [entry for entry in self._heap if entry[2].queue_entry is entry]
             heapq.heapify(self._heap)
+        while self._heap and self._heap[0][2].queue_entry is not self._heap[0]:
+            heapq.heappop(self._heap)
 
-    def discard(self, item: ItemT) -> None:
-        """Removes an item; safe for an absent one."""
-        self._live.pop(item, None)
-
-    def pop(self) -> ItemT | None:
-        """Removes and returns the item to evict first; None when the queue is empty."""
-        while self._heap:
-            _, number, item = heapq.heappop(self._heap)
-            if self._live.get(item) == number:
-                del self._live[item]
-                return item
-        return None
+    def first(self) -> ItemT | None:
+        """The item to evict first; None when the queue is empty."""
+        return self._heap[0][2] if self._heap else None
 
     def in_order(self) -> list[ItemT]:
         """All items in eviction order; for reports and tests (it sorts)."""
-        return [entry[2] for entry in sorted(self._heap) if self._live.get(entry[2]) == entry[1]]
+        return [entry[2] for entry in sorted(self._heap) if entry[2].queue_entry is entry]
