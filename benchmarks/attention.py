@@ -36,8 +36,8 @@ from rich.table import Table
 from kvmosaic.attention import (
     AttentionBackend,
     ChosenBackend,
+    Piece,
     RowGroup,
-    RunRead,
     StepAttention,
     TorchBackend,
     choose_backend,
@@ -81,7 +81,7 @@ class Case:
         length = num_keys // num_pieces
         stride = -(-length // 16) * 16
         reads = tuple(
-            RunRead("chunk_cache", number * stride, length, number * length, (num_pieces - 1 - number) * length)
+            Piece("chunk_cache", number * stride, length, number * length, (num_pieces - 1 - number) * length)
             for number in range(num_pieces)
         )
         self.groups = [RowGroup(0, num_rows, num_keys, reads)]

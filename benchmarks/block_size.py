@@ -39,7 +39,7 @@ import torch
 from attention import Case
 from facts import RESULTS, save
 
-from kvmosaic.attention import AttentionBackend, RowGroup, RunRead, TorchBackend, choose_backend
+from kvmosaic.attention import AttentionBackend, Piece, RowGroup, TorchBackend, choose_backend
 from kvmosaic.cache import Allocation, BlockPool, BlockTable, KVCache
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.layout import Layout, arrange
@@ -170,13 +170,13 @@ def churned(block_size: int, document_lengths: Sequence[int], rounds: int = 3_00
     return [tables[number] for number in range(rounds, rounds + NUM_DOCUMENTS)]
 
 
-def reads_of(slots: Sequence[Sequence[tuple[int, int]]]) -> tuple[RunRead, ...]:
+def reads_of(slots: Sequence[Sequence[tuple[int, int]]]) -> tuple[Piece, ...]:
     """Reads of documents, each given as runs (first slot, tokens), all at the same place."""
     reads = []
     for runs in slots:
         position = 0
         for first, count in runs:
-            reads.append(RunRead("chunk_cache", first, count, position))
+            reads.append(Piece("chunk_cache", first, count, position))
             position += count
     return tuple(reads)
 
@@ -200,12 +200,12 @@ class Attention:
         self.case = Case(dtype, num_rows, NUM_DOCUMENTS, POOL_TOKENS, torch.device("cpu"))
         self.num_rows = num_rows
 
-    def seconds(self, backend: AttentionBackend, reads: tuple[RunRead, ...]) -> float:
+    def seconds(self, backend: AttentionBackend, reads: tuple[Piece, ...]) -> float:
         self.case.groups = [RowGroup(0, self.num_rows, DOCUMENT, reads)]
         return statistics.median(self.case.times(backend, time.thread_time))
 
 
-def measure_attention(layouts: dict[str, tuple[RunRead, ...]], rounds: int) -> dict[str, dict[str, float]]:
+def measure_attention(layouts: dict[str, tuple[Piece, ...]], rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds per layer, by backend, rows and layout."""
     torch.set_num_threads(1)
     found: dict[str, dict[str, list[float]]] = {}

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvmosaic import Piece, composed_attention
+from kvmosaic import KVPiece, composed_attention
 from kvmosaic.rope import Rotation, rotate
 
 HEAD_DIM = 16
@@ -21,9 +21,9 @@ values = torch.randn(2, 100, 2, HEAD_DIM, dtype=torch.float64)
 query = rotated(torch.randn(1, 4, HEAD_DIM, dtype=torch.float64), 200)
 
 # both documents were cached at position 0; b is read at the positions after a
-pieces = [Piece(rotated(a, 0), values[0]), Piece(rotated(b, 0), values[1], distance=100)]
+pieces = [KVPiece(rotated(a, 0), values[0]), KVPiece(rotated(b, 0), values[1], distance=100)]
 composed = composed_attention(query, pieces, rotation=rotation)
 
 # the same with the keys computed where they are read
-dense = composed_attention(query, [Piece(rotated(torch.cat([a, b]), 0), values.flatten(0, 1))])
+dense = composed_attention(query, [KVPiece(rotated(torch.cat([a, b]), 0), values.flatten(0, 1))])
 print(f"largest difference: {(composed - dense).abs().max():.1e}")

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvmosaic import BlockKVCache, Piece, composed_attention
+from kvmosaic import BlockKVCache, KVPiece, composed_attention
 from kvmosaic.rope import Rotation, rotate
 
 HEADS, HEAD_DIM, CHUNK, SINKS, WINDOW = 2, 16, 8, 4, 64
@@ -21,12 +21,12 @@ for index in range(1000):
     tables = rotation.tables(positions)
     cache.before_update(index)
     cache.update(rotate(key, tables), value)
-    seen = [Piece(cache.cached_k(), cache.cached_v(), causal=True)]
+    seen = [KVPiece(cache.cached_k(), cache.cached_v(), causal=True)]
     if cache.sink_distance:  # the sinks are moved right before the window: the query is turned, no key is
         keys, values = cache.cached_k(), cache.cached_v()
         seen = [
-            Piece(keys[:SINKS], values[:SINKS], cache.sink_distance),
-            Piece(keys[SINKS:], values[SINKS:], causal=True),
+            KVPiece(keys[:SINKS], values[:SINKS], cache.sink_distance),
+            KVPiece(keys[SINKS:], values[SINKS:], causal=True),
         ]
     output = composed_attention(rotate(query, tables), seen, rotation=rotation)
     cache.after_update(index)

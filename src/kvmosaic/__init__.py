@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvmosaic.attention import BlockKVCache, Piece, composed_attention
+    from kvmosaic.attention import BlockKVCache, KVPiece, composed_attention
     from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
     from kvmosaic.engine import AsyncEngine
     from kvmosaic.errors import KVMosaicError
@@ -24,7 +24,7 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "KVMosaicError",
-    "Piece",
+    "KVPiece",
     "Prompt",
     "RequestOutput",
     "SamplingParams",

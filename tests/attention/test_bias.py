@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.plain import PlainBackend
 from support.worlds import Layer, Mask, World, worlds
 
-from kvmosaic.attention import DistanceBias, NativeBackend, RowGroup, RunRead, TorchBackend
+from kvmosaic.attention import DistanceBias, NativeBackend, Piece, RowGroup, TorchBackend
 from kvmosaic.attention.native import LIBRARY
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -79,7 +79,7 @@ def test_a_step_equals_every_score_written_out(world, slopes):
 
 @pytest.mark.skipif(not LIBRARY.exists(), reason="the C extension is not built")
 def test_a_backend_of_whole_layers_leaves_biased_layers_to_torch():
-    reads = (RunRead("chunk_cache", 4, 40, 20, 7), RunRead("request", 0, 9, 80))
+    reads = (Piece("chunk_cache", 4, 40, 20, 7), Piece("request", 0, 9, 80))
     world = biased(World(Layer(2, 16, 16), [RowGroup(0, 3, 100, reads)], 4), [0.3])
     assert torch.equal(world.attend(NativeBackend()), world.attend(TorchBackend()))
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plain import PlainBackend
 
-from kvmosaic import Piece, composed_attention
+from kvmosaic import KVPiece, composed_attention
 from kvmosaic.attention import TorchBackend, attend_plain
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.rope import Rotation, rotate
@@ -56,7 +56,7 @@ def cases(draw):
         causal = length >= num_rows and draw(st.booleans())
         pool = torch.randn(length + 3, num_kv_heads, head_dim, dtype=torch.float64)
         values = torch.randn(length + 3, num_kv_heads, value_dim, dtype=torch.float64)
-        pieces.append(Piece(pool[2 : 2 + length], values[2 : 2 + length], draw(st.integers(-5000, 5000)), causal))
+        pieces.append(KVPiece(pool[2 : 2 + length], values[2 : 2 + length], draw(st.integers(-5000, 5000)), causal))
     query = torch.randn(num_rows, num_kv_heads * group, head_dim, dtype=torch.float64)
     return query, pieces, rotation
 
@@ -85,8 +85,10 @@ def test_lower_precision_stays_close_to_float64(dtype, tolerance):
     torch.manual_seed(1)
     rotation = rotation_of("half", 0, 32, 32)
     query = torch.randn(5, 8, 32, dtype=torch.float64)
-    pieces = [Piece(torch.randn(n, 2, 32).double(), torch.randn(n, 2, 32).double(), d) for n, d in ((64, 0), (37, 900))]
-    low = [Piece(piece.key.to(dtype), piece.value.to(dtype), piece.distance) for piece in pieces]
+    pieces = [
+        KVPiece(torch.randn(n, 2, 32).double(), torch.randn(n, 2, 32).double(), d) for n, d in ((64, 0), (37, 900))
+    ]
+    low = [KVPiece(piece.key.to(dtype), piece.value.to(dtype), piece.distance) for piece in pieces]
     exact = composed_attention(query, pieces, rotation=rotation)
     result = composed_attention(query.to(dtype), low, rotation=rotation)
     assert result.dtype == dtype
@@ -97,8 +99,8 @@ def test_a_wrong_distance_is_far_from_right():
     torch.manual_seed(2)
     rotation = rotation_of("half", 0, 16, 16)
     query, key, value = (torch.randn(3, 2, 16, dtype=torch.float64) for _ in range(3))
-    right = composed_attention(query, [Piece(key, value, 7)], rotation=rotation)
-    wrong = composed_attention(query, [Piece(key, value, 8)], rotation=rotation)
+    right = composed_attention(query, [KVPiece(key, value, 7)], rotation=rotation)
+    wrong = composed_attention(query, [KVPiece(key, value, 8)], rotation=rotation)
     assert (right - wrong).abs().max() > 1e-2
 
 
@@ -106,15 +108,15 @@ def test_a_wrong_distance_is_far_from_right():
     ("pieces", "message"),
     [
         ([], "no pieces"),
-        ([Piece(torch.zeros(4, 3, 8), torch.zeros(4, 3, 8))], "do not fit the query"),
-        ([Piece(torch.zeros(4, 2, 6), torch.zeros(4, 2, 6))], "do not fit the query"),
-        ([Piece(torch.zeros(1, 2, 8), torch.zeros(1, 2, 8), causal=True)], "one key per query"),
-        ([Piece(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8), distance=3)], "no rotation was given"),
-        ([Piece(torch.zeros(0, 2, 8), torch.zeros(0, 2, 8))], "do not fit the query"),
-        ([Piece(torch.zeros(4, 0, 8), torch.zeros(4, 0, 8))], "do not fit the query"),
-        ([Piece(torch.zeros(4, 2, 8), torch.zeros(4, 2, dv)) for dv in (8, 4)], "one Dv for all"),
-        ([Piece(torch.zeros(4, 2, 8).double(), torch.zeros(4, 2, 8))], "one dtype"),
-        ([Piece(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8), distance=0.5)], "whole number"),
+        ([KVPiece(torch.zeros(4, 3, 8), torch.zeros(4, 3, 8))], "do not fit the query"),
+        ([KVPiece(torch.zeros(4, 2, 6), torch.zeros(4, 2, 6))], "do not fit the query"),
+        ([KVPiece(torch.zeros(1, 2, 8), torch.zeros(1, 2, 8), causal=True)], "one key per query"),
+        ([KVPiece(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8), distance=3)], "no rotation was given"),
+        ([KVPiece(torch.zeros(0, 2, 8), torch.zeros(0, 2, 8))], "do not fit the query"),
+        ([KVPiece(torch.zeros(4, 0, 8), torch.zeros(4, 0, 8))], "do not fit the query"),
+        ([KVPiece(torch.zeros(4, 2, 8), torch.zeros(4, 2, dv)) for dv in (8, 4)], "one Dv for all"),
+        ([KVPiece(torch.zeros(4, 2, 8).double(), torch.zeros(4, 2, 8))], "one dtype"),
+        ([KVPiece(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8), distance=0.5)], "whole number"),
     ],
 )
 def test_pieces_that_do_not_fit_are_named(pieces, message):
@@ -125,12 +127,12 @@ def test_pieces_that_do_not_fit_are_named(pieces, message):
 @pytest.mark.parametrize("shape", [(0, 4, 8), (2, 0, 8), (2, 4, 0), (2, 4)])
 def test_empty_queries_are_refused(shape):
     with pytest.raises(InvalidConfig, match="query must be"):
-        composed_attention(torch.zeros(shape), [Piece(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8))])
+        composed_attention(torch.zeros(shape), [KVPiece(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8))])
     with pytest.raises(InvalidConfig, match="query must be"):
-        composed_attention(torch.zeros(2, 4, 8).int(), [Piece(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8))])
+        composed_attention(torch.zeros(2, 4, 8).int(), [KVPiece(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8))])
     with pytest.raises(InvalidConfig, match="sinks must be"):
         composed_attention(
-            torch.zeros(2, 4, 8), [Piece(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8))], sinks=torch.ones(3)
+            torch.zeros(2, 4, 8), [KVPiece(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8))], sinks=torch.ones(3)
         )
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from support.plain import PlainBackend
 from support.worlds import CPU, Layer, Mask, World, rotation_of, worlds
 
-from kvmosaic.attention import NativeBackend, RowGroup, RunRead, TorchBackend, choose_backend, plan_reads
+from kvmosaic.attention import NativeBackend, Piece, RowGroup, TorchBackend, choose_backend, plan_reads
 from kvmosaic.attention.choosing import VARIABLE
 from kvmosaic.attention.native import LIBRARY, load_library
 from kvmosaic.errors import InvalidConfig, NativeUnavailable
@@ -34,7 +34,7 @@ def test_native_gives_what_plain_gives_in_float64(instruction_set, world):
 @pytest.mark.parametrize("num_rows", [1, 3, 70])
 def test_long_runs_are_cut_and_joined(dtype, num_rows):
     torch.manual_seed(0)
-    reads = (RunRead("chunk_cache", 3, 1900, 0, 5), RunRead("request", 0, 1, 1900), RunRead("request", 7, 900, 1901, 2))
+    reads = (Piece("chunk_cache", 3, 1900, 0, 5), Piece("request", 0, 1, 1900), Piece("request", 7, 900, 1901, 2))
     layer = Layer(2, 64, 64, rotation_of("half", 64, 64))
     World(layer, [RowGroup(0, num_rows, 3000, reads)], 6, dtype, num_slots=2000).check(NativeBackend())
 
@@ -46,7 +46,7 @@ def test_long_runs_are_cut_and_joined(dtype, num_rows):
 @pytest.mark.parametrize("num_rows", [2, 23, 101])
 def test_heads_and_rows_that_fill_no_vector(dtype, instruction_set, key_dim, value_dim, num_rows):
     torch.manual_seed(5)
-    reads = (RunRead("chunk_cache", 3, 77, 0), RunRead("request", 190, 66, 77))
+    reads = (Piece("chunk_cache", 3, 77, 0), Piece("request", 190, 66, 77))
     world = World(Layer(2, key_dim, value_dim), [RowGroup(0, num_rows, 200, reads)], 6, dtype)
     world.check(NativeBackend(instruction_set=instruction_set))
 
@@ -58,7 +58,7 @@ def test_heads_and_rows_that_fill_no_vector(dtype, instruction_set, key_dim, val
 def test_short_runs_with_the_same_readers_are_joined(dtype, instruction_set, distance):
     torch.manual_seed(7)
     pools, sizes = ("request", "chunk_cache"), (100, 1, 64, 63, 300, 900, 700, 130, 5)
-    runs = [RunRead(pools[n % 2], 10 * n, size, 20 * n, distance) for n, size in enumerate(sizes)]
+    runs = [Piece(pools[n % 2], 10 * n, size, 20 * n, distance) for n, size in enumerate(sizes)]
     groups = [
         RowGroup(0, 9, 3000, tuple(runs)),
         RowGroup(9, 30, 3000, tuple(runs[3:])),
@@ -71,7 +71,7 @@ def test_short_runs_with_the_same_readers_are_joined(dtype, instruction_set, dis
 @built
 def test_layers_of_one_plan_may_look_different():
     torch.manual_seed(6)
-    plan = plan_reads([RowGroup(0, 5, 99, (RunRead("request", 2, 90, 0),))], Mask(), CPU)
+    plan = plan_reads([RowGroup(0, 5, 99, (Piece("request", 2, 90, 0),))], Mask(), CPU)
     backend = NativeBackend()
     reader = backend.plan_reader(plan)
     for num_kv_heads, dim, dtype in ((2, 16, torch.float32), (1, 40, torch.bfloat16), (4, 16, torch.float32)):
@@ -86,7 +86,7 @@ def test_layers_of_one_plan_may_look_different():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_number_of_threads_cannot_change_a_bit(dtype):
     torch.manual_seed(1)
-    reads = tuple(RunRead("chunk_cache", 300 * number, 299, 300 * number, number) for number in range(6))
+    reads = tuple(Piece("chunk_cache", 300 * number, 299, 300 * number, number) for number in range(6))
     groups = [RowGroup(0, 1, 2000, reads), RowGroup(1, 90, 2000, reads[:4]), RowGroup(91, 3, 2000, reads[2:])]
     world = World(Layer(2, 64, 64, rotation_of("half", 64, 64)), groups, 8, dtype, num_slots=2000)
     before, backend = torch.get_num_threads(), NativeBackend()
@@ -104,8 +104,8 @@ def test_the_number_of_threads_cannot_change_a_bit(dtype):
 @built
 def test_rows_that_decode_alone_give_the_same_bits_beside_others():
     torch.manual_seed(2)
-    reads = (RunRead("request", 0, 200, 0),)
-    other = RowGroup(1, 30, 250, (RunRead("chunk_cache", 0, 150, 0),))
+    reads = (Piece("request", 0, 200, 0),)
+    other = RowGroup(1, 30, 250, (Piece("chunk_cache", 0, 150, 0),))
     world = World(Layer(2, 32, 32), [RowGroup(0, 1, 220, reads), other], 4)
     together = world.attend(NativeBackend())
     world.groups, world.rows = world.groups[:1], [part[:1] for part in world.rows]
@@ -115,7 +115,7 @@ def test_rows_that_decode_alone_give_the_same_bits_beside_others():
 @built
 @pytest.mark.parametrize("num_rows", [1, 20])
 def test_what_is_not_a_number_is_not_hidden(num_rows):
-    world = World(Layer(1, 16, 16), [RowGroup(0, num_rows, 100, (RunRead("request", 0, 30, 0),))], 2)
+    world = World(Layer(1, 16, 16), [RowGroup(0, num_rows, 100, (Piece("request", 0, 30, 0),))], 2)
     world.stored["request"][0][11, 0, 3] = torch.nan
     assert world.attend(NativeBackend()).isnan().all()
 
@@ -123,7 +123,7 @@ def test_what_is_not_a_number_is_not_hidden(num_rows):
 @built
 def test_the_log_sum_exp_is_that_of_the_plain_backend():
     torch.manual_seed(3)
-    run, query = RunRead("request", 2, 90, 0), torch.randn(5, 4, 16)
+    run, query = Piece("request", 2, 90, 0), torch.randn(5, 4, 16)
     key, value = torch.randn(2, 100, 2, 16)
     plan = plan_reads([RowGroup(row, 1, 99, (run,), True) for row in range(5)], Mask(), CPU)
     output, lse = NativeBackend().plan_reader(plan).attend(query, {"request": (key, value)}, scaling=0.5)
@@ -145,7 +145,7 @@ def test_the_log_sum_exp_is_that_of_the_plain_backend():
 )
 def test_torch_takes_the_layers_that_do_not_fit(layer, num_heads, dtype):
     torch.manual_seed(4)
-    world = World(layer, [RowGroup(0, 3, 100, (RunRead("request", 0, 30, 0),))], num_heads, dtype)
+    world = World(layer, [RowGroup(0, 3, 100, (Piece("request", 0, 30, 0),))], num_heads, dtype)
     assert torch.equal(world.attend(NativeBackend()), world.attend(TorchBackend()))
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmosaic.attention import Call, RowGroup, RunRead, merge_partials, plan_reads
+from kvmosaic.attention import Call, Piece, RowGroup, merge_partials, plan_reads
 
 CPU = torch.device("cpu")
 
@@ -41,7 +41,7 @@ def row_groups(draw):
             length = draw(st.integers(1, 20))
             start = draw(st.integers(0, position - length))
             slot = draw(st.sampled_from([0, 40, 80]))
-            reads.append(RunRead(draw(st.sampled_from(["request", "chunk_cache"])), slot, length, start, start - slot))
+            reads.append(Piece(draw(st.sampled_from(["request", "chunk_cache"])), slot, length, start, start - slot))
         groups.append(RowGroup(first, count, position, tuple(reads)))
         first += count
     return groups
@@ -85,8 +85,8 @@ def test_every_row_reads_exactly_what_the_mask_shows(groups, mask):
 
 
 def test_readers_of_one_run_are_stacked_into_one_call():
-    run = RunRead("chunk_cache", 32, 16, 10, 0)
-    groups = [RowGroup(row, 1, 60 + row, (run, RunRead("request", 8 * row, 4, 56 + row)), True) for row in range(5)]
+    run = Piece("chunk_cache", 32, 16, 10, 0)
+    groups = [RowGroup(row, 1, 60 + row, (run, Piece("request", 8 * row, 4, 56 + row)), True) for row in range(5)]
     plan = plan_reads(groups, Mask(), CPU)
     shared = [call for call in plan.calls if call.pool == "chunk_cache"]
     assert len(shared) == 1 and shared[0].last - shared[0].first == 5
@@ -94,7 +94,7 @@ def test_readers_of_one_run_are_stacked_into_one_call():
 
 
 def test_a_single_sequence_needs_no_stacking_and_no_merging():
-    plan = plan_reads([RowGroup(0, 1, 9, (RunRead("request", 0, 10, 0),), True)], Mask(), CPU)
+    plan = plan_reads([RowGroup(0, 1, 9, (Piece("request", 0, 10, 0),), True)], Mask(), CPU)
     assert plan.is_single and not plan.is_moved and len(plan.calls) == 1
     assert plan_reads([RowGroup(0, 7, 0, ())], Mask(), CPU).is_single
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvmosaic.bench import campaign, command
-from kvmosaic.bench.measuring import Row, measure
+from kvmosaic.bench.measuring import BenchRow, measure
 from kvmosaic.bench.plots import can_plot
 from kvmosaic.bench.workload import Workload
 from kvmosaic.cli import app
@@ -94,7 +94,7 @@ def test_a_dtype_given_under_two_names_is_measured_once() -> None:
 
 
 def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def interrupted(workload: Workload, *others: Any) -> list[Row]:
+    def interrupted(workload: Workload, *others: Any) -> list[BenchRow]:
         if workload.name == "fresh":
             raise KeyboardInterrupt
         return measure(workload, *others)

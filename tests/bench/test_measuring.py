@@ -12,10 +12,10 @@ from rich.console import Console
 from support.fake_peer import FakePeer
 
 from kvmosaic.bench.limits import Limits, measure_limits
-from kvmosaic.bench.measuring import Row, Spread, measure, num_answers
-from kvmosaic.bench.models import Weight
+from kvmosaic.bench.measuring import BenchRow, Spread, measure, num_answers
+from kvmosaic.bench.models import TokenCost
 from kvmosaic.bench.plots import can_plot, save_plots
-from kvmosaic.bench.report import Report
+from kvmosaic.bench.report import BenchReport
 from kvmosaic.bench.resident import forget_peak, resident_bytes
 from kvmosaic.bench.shares import add_shares
 from kvmosaic.bench.sizes import Sizes
@@ -23,7 +23,7 @@ from kvmosaic.bench.targets import GENERATE, LLAMA_CPP, OFF, OWN, ends_of, targe
 from kvmosaic.bench.workloads import build_workloads
 
 SIZES = Sizes(4, 2, 8, 3, 4, 16, 4, 2, 5, 50, 10, 2)
-WEIGHT = Weight(1_000, 800, 100, 16, 4)
+WEIGHT = TokenCost(1_000, 800, 100, 16, 4)
 LIMITS = Limits({1: 1e6}, {"float32": 1e6}, 1)
 
 
@@ -36,16 +36,16 @@ def peers(calls=None):
 
 
 @pytest.fixture
-def report() -> Report:
+def report() -> BenchReport:
     rows = [row for work in build_workloads([], SIZES, 1_000) for row in measure(work, peers(), lambda what: None)]
     for row in rows:
         add_shares(row, LIMITS, WEIGHT)
     found = targets(rows, LIMITS, {"float32": WEIGHT}, 2)
     facts = {"processor": "a | b", "cores": 2, "threads": 1, "load_average": [0.0] * 3, "commit": "abc"}
-    return Report("fake", "quick", 0, facts, SIZES, LIMITS, {"float32": WEIGHT}, rows, [], found, ["A note."], 1.0)
+    return BenchReport("fake", "quick", 0, facts, SIZES, LIMITS, {"float32": WEIGHT}, rows, [], found, ["A note."], 1.0)
 
 
-def test_tables_fit_into_80_columns_and_cut_no_word(report: Report) -> None:
+def test_tables_fit_into_80_columns_and_cut_no_word(report: BenchReport) -> None:
     texts = []
     for row in report.rows:
         row.first_share, row.token_share = 0.123, 0.456  # no real engine is faster than the limit
@@ -130,7 +130,7 @@ def test_least_time_is_that_of_multiplying_or_of_reading() -> None:
 
 def test_share_of_the_limit_counts_shared_documents_once_and_private_ones_each() -> None:
     shared, private = (
-        Row(name, "", OWN, "float32", True, width=8, first_seconds=[1.0] * 8, token_seconds=[1.0] * 8)
+        BenchRow(name, "", OWN, "float32", True, width=8, first_seconds=[1.0] * 8, token_seconds=[1.0] * 8)
         for name in ("shared-8", "private-8")
     )
     for row in (shared, private):
@@ -141,7 +141,7 @@ def test_share_of_the_limit_counts_shared_documents_once_and_private_ones_each()
 
 
 def test_share_of_prompts_asked_at_once_is_that_of_the_last_first_token() -> None:
-    row = Row("plain-2", "", OWN, "float32", True, width=2, first_seconds=[0.1, 0.8, 0.1, 0.8])
+    row = BenchRow("plain-2", "", OWN, "float32", True, width=2, first_seconds=[0.1, 0.8, 0.1, 0.8])
     row.num_prompt = row.num_computed = [100] * 4
     add_shares(row, LIMITS, WEIGHT)
     assert row.first_share == pytest.approx(2 * (800 * 200 + 100) / 1e6 / 0.8)
@@ -157,8 +157,8 @@ def test_limits_of_the_machine_are_measured() -> None:
     assert limits.bandwidth > 1e6 and limits.flops_per_second["float32"] > 1e6
 
 
-def test_targets_take_the_best_dtype_of_every_engine(report: Report) -> None:
-    slow = Row("permuted", "", OFF, "bfloat16", False, first_seconds=[1e9])
+def test_targets_take_the_best_dtype_of_every_engine(report: BenchReport) -> None:
+    slow = BenchRow("permuted", "", OFF, "bfloat16", False, first_seconds=[1e9])
     before = {target.what: target.measured for target in report.targets}
     after = {t.what: t.measured for t in targets([*report.rows, slow], LIMITS, {"float32": WEIGHT}, 2)}
     assert before == after
@@ -166,8 +166,8 @@ def test_targets_take_the_best_dtype_of_every_engine(report: Report) -> None:
     assert before["first token, permuted documents: transformers generate by ours"] == pytest.approx(5)
 
 
-def test_plain_prompts_are_compared_with_the_fastest_of_the_others(report: Report) -> None:
-    fast = Row("plain-1", "", LLAMA_CPP, "float32", False, first_seconds=[1e-9], token_seconds=[1e-9])
+def test_plain_prompts_are_compared_with_the_fastest_of_the_others(report: BenchReport) -> None:
+    fast = BenchRow("plain-1", "", LLAMA_CPP, "float32", False, first_seconds=[1e-9], token_seconds=[1e-9])
     found = {t.what: t.measured for t in targets([*report.rows, fast], LIMITS, {"float32": WEIGHT}, 2)}
     best = "best of transformers generate, llama.cpp by ours"
     assert found[f"plain prompts, 1 at once, first token: {best}"] < 1e-3
@@ -182,14 +182,14 @@ def test_ends_are_medians_of_the_first_and_the_last_fifth() -> None:
     assert ends_of([1.0, 1.0, 9.0, *[5.0] * 9, 2.0, 2.0, 2.0]) == (1.0, 2.0)
 
 
-def test_json_is_valid_and_says_where_it_was_measured(report: Report) -> None:
+def test_json_is_valid_and_says_where_it_was_measured(report: BenchReport) -> None:
     content = json.loads(report.to_json())
     assert content["machine"]["commit"] == "abc" and content["sizes"]["documents"] == 2
     assert {row["peer"] for row in content["rows"]} == {OWN, OFF, GENERATE}
     assert all(row["first_seconds"] for row in content["rows"])
 
 
-def test_markdown_tables_have_as_many_cells_as_headings(report: Report) -> None:
+def test_markdown_tables_have_as_many_cells_as_headings(report: BenchReport) -> None:
     tables = [block for block in report.to_markdown().split("\n\n") if block.startswith("|")]
     assert len(tables) == 2
     for table in tables:
@@ -198,7 +198,7 @@ def test_markdown_tables_have_as_many_cells_as_headings(report: Report) -> None:
 
 
 @pytest.mark.skipif(not can_plot(), reason="matplotlib is not installed")
-def test_one_plot_per_figure(report: Report, tmp_path: Path) -> None:
+def test_one_plot_per_figure(report: BenchReport, tmp_path: Path) -> None:
     paths = save_plots(report, tmp_path, "fake")
     assert [path.name for path in paths] == [f"fake-{n}.png" for n in ("documents", "hit-rate", "sharers", "orders")]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvmosaic.console.strip import Bar, Field, Strip, bar_widths
+from kvmosaic.console.strip import Badge, Bar, Strip, bar_widths
 from kvmosaic.console.text import one_line, printable
 
 BARS = [
@@ -47,7 +47,7 @@ def test_16_colours_tell_the_actions_apart() -> None:
 def test_fields_of_tables_have_the_colours_of_the_strip() -> None:
     for color_system, background in (("standard", ";44m moved "), ("truecolor", ";48;2;98;170;219m moved ")):
         console = Console(file=io.StringIO(), force_terminal=True, color_system=color_system)
-        console.print(Field("moved", "moved"))
+        console.print(Badge("moved", "moved"))
         assert background in console.file.getvalue()
 
 

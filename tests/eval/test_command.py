@@ -15,7 +15,7 @@ from kvmosaic.bench.plots import can_plot
 from kvmosaic.cli import app
 from kvmosaic.eval.plot import draw_plot
 from kvmosaic.eval.report import EvalReport
-from kvmosaic.eval.rows import Reading, Row
+from kvmosaic.eval.rows import CaseResult, TaskRow
 from kvmosaic.eval.variants import FULL, Variant
 from kvmosaic.model.prepack import cpu_has_bfloat16
 
@@ -108,7 +108,7 @@ def _report() -> EvalReport:
         ),
     ]
     rows = [
-        Row(way, "one|two", "exact", (Reading("1", "x", (n % 7) / 7, 0.01 + 0.001 * (n % 5), 5, 50),), 1.0)
+        TaskRow(way, "one|two", "exact", (CaseResult("1", "x", (n % 7) / 7, 0.01 + 0.001 * (n % 5), 5, 50),), 1.0)
         for n, way in enumerate(ways)
     ]
     machine = {"processor": "one", "cores": 2, "threads": 1, "load_average": None, "commit": None}

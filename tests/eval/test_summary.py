@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from kvmosaic.eval.rows import Reading, Row, percentile
+from kvmosaic.eval.rows import CaseResult, TaskRow, percentile
 from kvmosaic.eval.summary import findings, summarize
 from kvmosaic.eval.variants import FULL, Variant
 
 NONE, SOME, MUCH = Variant(), Variant(repair="query(0.15)"), Variant(repair="first(64)")
 
 
-def row(way: Variant, task: str, right: int, full: int, *, repaired: int = 0, first: float = 0.1) -> Row:
+def row(way: Variant, task: str, right: int, full: int, *, repaired: int = 0, first: float = 0.1) -> TaskRow:
     """20 questions, of which some are right, over 100 tokens of documents each."""
     readings = tuple(
-        Reading(f"{task}:{n}", "x", float(n < right), first, 10, 100, repaired, repaired / 100) for n in range(20)
+        CaseResult(f"{task}:{n}", "x", float(n < right), first, 10, 100, repaired, repaired / 100) for n in range(20)
     )
-    return Row(way, task, "exact", readings, full / 20)
+    return TaskRow(way, task, "exact", readings, full / 20)
 
 
-def rows(some: tuple[int, int], much: tuple[int, int] = (20, 20)) -> list[Row]:
+def rows(some: tuple[int, int], much: tuple[int, int] = (20, 20)) -> list[TaskRow]:
     """Two tasks in four ways."""
     found = []
     for task, of_some, of_much in (("one", some[0], much[0]), ("two", some[1], much[1])):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.eval.rows import Reading, Row
+from kvmosaic.eval.rows import CaseResult, TaskRow
 from kvmosaic.eval.tuning import choose, goal_of
 from kvmosaic.eval.variants import FULL, Variant
 from kvmosaic.tuned_settings import Goal
@@ -19,18 +19,18 @@ SHARED = Variant("shared", "system", "none")
 TASKS = ("two-hop", "story")
 
 
-def _reading(case: str, is_right: bool, work: float) -> Reading:
-    numbers = {field.name: 1 for field in fields(Reading)} | {"document_tokens": 100, "work": work}
-    return Reading(**{**numbers, "case": case, "answer": "", "score": float(is_right)})
+def _reading(case: str, is_right: bool, work: float) -> CaseResult:
+    numbers = {field.name: 1 for field in fields(CaseResult)} | {"document_tokens": 100, "work": work}
+    return CaseResult(**{**numbers, "case": case, "answer": "", "score": float(is_right)})
 
 
-def rows_of(table: dict[Variant, tuple[float, list[int]]], full: tuple[int, ...] = (10, 10)) -> list[Row]:
+def rows_of(table: dict[Variant, tuple[float, list[int]]], full: tuple[int, ...] = (10, 10)) -> list[TaskRow]:
     """For each way its work and how many of ten questions it answers, by task."""
     rows = []
     for number, task in enumerate(TASKS[: len(full)]):
         for way, (work, right) in {FULL: (1.0, list(full)), **table}.items():
             readings = tuple(_reading(f"{task}:{case}", case < right[number], work) for case in range(10))
-            rows.append(Row(way, task, "exact", readings, full[number] / 10))
+            rows.append(TaskRow(way, task, "exact", readings, full[number] / 10))
     return rows
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvmosaic.cache.keys import Key
-from kvmosaic.integrations.vllm.tally import Tally
+from kvmosaic.integrations.vllm.tally import ReportCounters
 from kvmosaic.integrations.vllm.worker.tier_counts import TierCounts
 from kvmosaic.tiers import Deadline, HostTier, TieredStore
 
@@ -11,7 +11,7 @@ from kvmosaic.tiers import Deadline, HostTier, TieredStore
 def test_counts_grow_by_what_is_new_and_are_looked_at_once_a_second():
     now = 100.0
     tiered_store: TieredStore[bytes] = TieredStore([HostTier(1000)], max_pending_bytes=1000)
-    counts, tally = TierCounts(tiered_store, lambda: now), Tally()
+    counts, tally = TierCounts(tiered_store, lambda: now), ReportCounters()
     (tier,) = tiered_store.tiers
     for _ in range(2):
         tier.put_many({Key(bytes(32)): b"entry"}, Deadline(1.0))

@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 
 from kvmosaic.cli import app
 from kvmosaic.console.vllm_checking import engine_table, finding_table, verdict, worker_table
-from kvmosaic.integrations.vllm.checking import EngineCheck, Finding, _key_findings
+from kvmosaic.integrations.vllm.checking import CheckResult, EngineCheck, _key_findings
 from kvmosaic.integrations.vllm.worker.diagnostics import KeyDifference, WorkerDiagnostics
 
 WORKER = WorkerDiagnostics(
     "0.1", "npu:1", 2, ("2 x ascend, blocks of 128",), ("2 x 64 of 64",), "", "no [metadata] here", ""
 )
-GOOD = Finding("keys", "computed there", "1e-07", "1e-06", True)
+GOOD = CheckResult("keys", "computed there", "1e-07", "1e-06", True)
 CHECK = EngineCheck("0.23.0", "npu", "models/m", "bfloat16", 128, "", (WORKER,), (GOOD,))
 DIFFERENCE = KeyDifference(keys=1e-7, unturned=1.4, values=0.0, allowed=1e-6)
 

@@ -9,7 +9,7 @@ from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.families import FAMILIES
 from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
 from kvmosaic.integrations.vllm.reports import ReportShelf
-from kvmosaic.integrations.vllm.tally import MAX_REASONS, MAX_REPORTS, Tally, merged, summary
+from kvmosaic.integrations.vllm.tally import MAX_REASONS, MAX_REPORTS, ReportCounters, merged, summary
 from kvmosaic.metrics import catalogue
 
 SHAPE = Composition(system=6, chunks=(4, 8, 5, 2), repair=3)
@@ -22,7 +22,7 @@ def totals(data: dict) -> dict[str, float]:
 
 
 def test_a_composed_request_is_counted_by_chunks_and_by_tokens() -> None:
-    tally = Tally()
+    tally = ReportCounters()
     tally.composed(REPORT, "a")
     data = tally.take()
     assert data is not None
@@ -40,7 +40,7 @@ def test_chunks_of_a_prompt_that_was_composed_before_are_not_repaired_again() ->
 
 
 def test_what_is_taken_is_counted_once() -> None:
-    tally = Tally()
+    tally = ReportCounters()
     assert tally.take() is None
     tally.moved(512, 0.25)
     taken = tally.take()
@@ -50,7 +50,7 @@ def test_what_is_taken_is_counted_once() -> None:
 
 
 def test_reasons_cannot_grow_without_end() -> None:
-    tally = Tally()
+    tally = ReportCounters()
     for number in range(3 * MAX_REASONS):
         tally.bypassed(f"reason-{number}")
     data = tally.take()
@@ -61,7 +61,7 @@ def test_reasons_cannot_grow_without_end() -> None:
 
 
 def test_reports_that_nobody_takes_do_not_pile_up() -> None:
-    tally = Tally()
+    tally = ReportCounters()
     for number in range(MAX_REPORTS + 10):
         tally.bypassed("windows", ComposedReport(SHAPE, 30, bypass="the model has windows"), str(number))
     data = tally.take()
@@ -74,7 +74,7 @@ payloads = st.lists(st.sampled_from(["composed", "bypassed", "moved", "chunk_pro
 
 
 def filled(what: list[str]) -> dict:
-    tally = Tally()
+    tally = ReportCounters()
     for name in what:
         {
             "composed": lambda: tally.composed(REPORT, "a"),
@@ -93,7 +93,7 @@ def test_merging_is_counting_both_and_changes_neither(first: list[str], second: 
 
 
 def test_a_gauge_has_its_later_value() -> None:
-    tally = Tally()
+    tally = ReportCounters()
     tally.chunk_prompts(3, 3)
     first = tally.take() or {}
     tally.chunk_prompts(0, 0)

@@ -36,7 +36,7 @@ def test_the_first_chunk_is_exact_and_later_ones_are_not():
     layout = arrange(PROMPT, "sequential", "lead_in")
     assert exact_spans(layout) == {0, 2}
     span = repaired(layout, {3: (1,)}).spans[-2]
-    assert (span.token_ids, span.places) == ((41,), (8,)) and 1 not in [view.span for view in span.views]
+    assert (span.token_ids, span.positions) == ((41,), (8,)) and 1 not in [view.span for view in span.views]
 
 
 def test_a_prompt_with_one_chunk_has_no_lead_in():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.layout import View, Weight, arrange, dense, exact_spans, repaired
+from kvmosaic.layout import SoftmaxWeight, View, arrange, dense, exact_spans, repaired
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 
 PROMPT = Prompt.from_tokens([1, 2, 3], [[4, 5], [6, 7, 8]], [9, 10])
@@ -102,10 +102,10 @@ def test_repaired_tokens_and_question_see_what_causal_reading_sees_each_token_on
 @given(st.data())
 def test_the_cached_spans_stay_as_they_were(data):
     layout = data.draw(layouts())
-    after = repaired(layout, choices(data.draw, layout), Weight(2.0, 0.5))
+    after = repaired(layout, choices(data.draw, layout), SoftmaxWeight(2.0, 0.5))
     assert after.spans[: len(layout.spans) - 1] == layout.spans[:-1]
     assert after.last.segment == layout.last.segment and after.last.start == layout.last.start
-    weighed = [view.weight == Weight(2.0, 0.5) for view in after.last.views]
+    weighed = [view.weight == SoftmaxWeight(2.0, 0.5) for view in after.last.views]
     assert weighed == [after.spans[view.span].segment.kind is SegmentKind.CHUNK for view in after.last.views]
 
 
@@ -145,7 +145,7 @@ def test_a_sequential_layout_as_a_literal():
     after = repaired(arrange(PROMPT, "sequential"), {1: (), 2: (0, 2)})
     *_, repair, question = after.spans
     assert after.repair == 3 and repair.is_repair
-    assert (repair.token_ids, repair.start, repair.places, repair.end) == ((6, 8), 5, (5, 7), 8)
+    assert (repair.token_ids, repair.start, repair.positions, repair.end) == ((6, 8), 5, (5, 7), 8)
     assert repair.views == (View(0, 0), View(1, 0), View(2, 2, (0, 2), (0, 2)))
     assert question.views == (View(0, 0), View(1, 0), View(2, 2, (0, 2)), View(3, 0))
 
@@ -153,7 +153,7 @@ def test_a_sequential_layout_as_a_literal():
 def test_tokens_of_several_chunks_see_different_parts():
     after = repaired(arrange(PROMPT, "shared"), {1: (1,), 2: (2,)})
     *_, repair, question = after.spans
-    assert (repair.token_ids, repair.places, repair.parts) == ((5, 8), (4, 7), (0, 1))
+    assert (repair.token_ids, repair.positions, repair.parts) == ((5, 8), (4, 7), (0, 1))
     assert repair.views == (View(0, 0), View(1, 0, (1,), (1, 2)), View(2, 2, (2,), (0, 2)))
     assert question.views == (View(0, 0), View(1, 0, (1,)), View(2, 0, (2,)), View(3, 0, (1,)), View(3, -2, (0,)))
 
@@ -161,7 +161,7 @@ def test_tokens_of_several_chunks_see_different_parts():
 def test_without_chosen_tokens_only_weights_change():
     layout = arrange(PROMPT, "shared")
     assert repaired(layout, {1: (), 2: ()}) == layout
-    weighed = repaired(layout, {}, Weight(0.5))
+    weighed = repaired(layout, {}, SoftmaxWeight(0.5))
     assert [view.weight.factor for view in weighed.last.views] == [1, 0.5, 0.5] and weighed.repair is None
 
 

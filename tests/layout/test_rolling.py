@@ -19,11 +19,11 @@ def keys_seen(window: RollingWindow, token: int) -> dict[int, int]:
 @given(window=windows, token=st.integers(0, 200))
 def test_a_token_sees_sinks_and_window_from_where_they_stand_side_by_side(window: RollingWindow, token: int) -> None:
     seen = keys_seen(window, token)
-    oldest, lap, place = window.oldest(token), window.lap_start(token), window.place(token)
-    assert 0 <= place < window.num_places
+    oldest, lap, place = window.oldest(token), window.lap_start(token), window.position_of(token)
+    assert 0 <= place < window.num_positions
     for other, distance in seen.items():
         moved = window.shift(token) if other < window.sink_tokens else -window.window_tokens if other < lap else 0
-        assert place - (window.place(other) + moved) == distance
+        assert place - (window.position_of(other) + moved) == distance
         assert other < window.sink_tokens or other >= oldest
     assert {other for other in range(token + 1) if other < window.sink_tokens or other >= oldest} == set(seen)
 
@@ -34,7 +34,9 @@ def test_places_are_neighbours_within_a_lap_and_a_window_reaches_one_lap_back(
 ) -> None:
     first, end = window.lap_start(token), window.lap_end(token)
     assert first <= token < end
-    assert [window.place(other) - window.place(first) for other in range(first, end)] == list(range(end - first))
+    assert [window.position_of(other) - window.position_of(first) for other in range(first, end)] == list(
+        range(end - first)
+    )
     assert window.lap_start(first) == first and window.lap_start(end) == end
     before = window.lap_start(first - 1) if first > 0 else 0
     assert window.oldest(token) >= before
@@ -52,11 +54,11 @@ def test_what_is_left_out_is_what_the_last_window_does_not_depend_on(window: Rol
     first = window.replay_from(num_tokens)
     assert not behind or first <= min(behind)
     if first > window.sink_tokens:
-        assert first == min(behind) >= window.num_places
-    assert 1 <= window.head_tokens(num_tokens) <= min(num_tokens, max(window.num_places, 1))
+        assert first == min(behind) >= window.num_positions
+    assert 1 <= window.head_tokens(num_tokens) <= min(num_tokens, max(window.num_positions, 1))
 
 
 def test_an_endless_text_never_leaves_its_places() -> None:
     window = RollingWindow(4, 1020)
-    assert max(window.place(token) for token in range(0, 50_000, 7)) < 1024
+    assert max(window.position_of(token) for token in range(0, 50_000, 7)) < 1024
     assert window.oldest(50_000) == 48_981 and window.shift(1023) == 0

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from kvmosaic.metrics import Family, Meters, Reading, Readings, expose
+from kvmosaic.metrics import Family, Meters, Sample, SampleCollector, expose
 
 ASKED = Family("kvmosaic:asked", "counter", "Questions.", ("model_name",))
 ENDED = Family("kvmosaic:ended", "counter", "Ends.", ("model_name", "status"))
@@ -59,16 +59,16 @@ def test_two_servers_in_one_process_count_apart() -> None:
 def test_readings_are_asked_for_at_every_look_and_grouped_by_family() -> None:
     fill = iter((1.0, 2.0))
 
-    def read() -> list[Reading]:
+    def read() -> list[Sample]:
         now = next(fill)
         return [
-            Reading(FILL, now, {"pool": "request"}),
-            Reading(FOUND, 0.25, count=5),
-            Reading(FILL, now * 10, {"pool": "chunk_cache"}),
+            Sample(FILL, now, {"pool": "request"}),
+            Sample(FOUND, 0.25, count=5),
+            Sample(FILL, now * 10, {"pool": "chunk_cache"}),
         ]
 
     registry = CollectorRegistry()
-    registry.register(Readings(read, MODEL))
+    registry.register(SampleCollector(read, MODEL))
     text, _ = expose(registry, None)
     assert text.count(b"# TYPE kvmosaic:fill gauge") == 1
     assert b'kvmosaic:fill{model_name="reader",pool="request"} 1.0' in text

@@ -17,7 +17,7 @@ from kvmosaic.errors import InvalidConfig, NativeUnavailable, UnsupportedModel
 from kvmosaic.layout import arrange, dense
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.opened_layers import read_bias
-from kvmosaic.model.opening import opened_parts
+from kvmosaic.model.opening import installed_adapters
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 
 HEADS = st.sampled_from([1, 3, 4, 8, 12, 16, 32, 71, 112])
@@ -76,7 +76,7 @@ def test_a_layer_that_differs_from_its_own_code_is_refused_and_closed_again():
     model.config._attn_implementation = "eager"
     with pytest.raises(UnsupportedModel, match=r"layer 0 differs from its own code by .* another model"):
         LoadedModel.from_module(model)
-    assert not opened_parts(model)
+    assert not installed_adapters(model)
     assert all("forward" not in part.__dict__ for part in model.transformer.modules())
 
 
@@ -92,7 +92,7 @@ def test_outside_a_scope_an_opened_model_is_as_transformers_wrote_it():
     LoadedModel.from_module(model)
     ids = torch.arange(3, 40)[None]
     assert torch.equal(model(input_ids=ids).logits, untouched(input_ids=ids).logits)
-    assert len(opened_parts(LoadedModel.from_module(model).module)) == 2, "loading again changes nothing"
+    assert len(installed_adapters(LoadedModel.from_module(model).module)) == 2, "loading again changes nothing"
 
 
 @pytest.mark.parametrize("family", ["falcon_alibi_twelve", "bloom_twelve"])

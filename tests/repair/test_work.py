@@ -11,7 +11,7 @@ import torch
 from support.engines import GREEDY, build_engine
 from support.families import build
 
-from kvmosaic.engine.repairing import Repair
+from kvmosaic.engine.repairing import RequestRepair
 from kvmosaic.layout import arrange
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
@@ -87,7 +87,7 @@ def test_a_repair_costs_its_share_of_the_tokens_within_a_fifth(repair):
 def reported_work(repair: str, num_layers: int) -> float:
     """What a report would say: counted once above, it is known for any depth."""
     layout = arrange(prompt())
-    sought = Repair(repair_policy(repair), layout, num_layers)
+    sought = RequestRepair(repair_policy(repair), layout, num_layers)
     sought.deviations = {index: [1.0] * DOCUMENT_TOKENS for index in sought.open_chunks}
     sought.shares = {index: torch.ones(DOCUMENT_TOKENS) for index in sought.chunks}
     return sought.use(sought.repaired_layout(), 0, 0.0).work_fraction

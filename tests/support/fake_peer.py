@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from kvmosaic.bench.peers.peer import Batch, Reading
+from kvmosaic.bench.peers.peer import BatchTimes, RequestTimes
 from kvmosaic.prompt import Prompt
 
 
@@ -21,10 +21,10 @@ class FakePeer:
     def reset(self) -> None:
         self.calls.append(f"{self.name} resets")
 
-    def answer(self, prompts: Sequence[Prompt], num_answer: int) -> Batch:
+    def answer(self, prompts: Sequence[Prompt], num_answer: int) -> BatchTimes:
         self.calls.append(f"{self.name} answers {len(prompts)}")
         readings = [
-            Reading(
+            RequestTimes(
                 first_seconds=prompt.num_tokens / 1e3 / self.speed,
                 token_seconds=1e-3 / self.speed if num_answer > 1 else None,
                 num_prompt=prompt.num_tokens,
@@ -33,7 +33,7 @@ class FakePeer:
             )
             for prompt in prompts
         ]
-        return Batch(sum(reading.first_seconds for reading in readings), tuple(readings), 1_000 * len(prompts))
+        return BatchTimes(sum(reading.first_seconds for reading in readings), tuple(readings), 1_000 * len(prompts))
 
     def close(self) -> None:
         pass

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from hypothesis import strategies as st
 
-from kvmosaic.attention import AttentionBackend, DistanceBias, RowGroup, RunRead, StepAttention
+from kvmosaic.attention import AttentionBackend, DistanceBias, Piece, RowGroup, StepAttention
 from kvmosaic.memory import BlockStorage
 from kvmosaic.rope import Rotation
 from support.plain import PlainBackend
@@ -98,7 +98,7 @@ def worlds(
     for _ in range(draw(st.integers(1, 4))):
         count, position = draw(st.sampled_from(num_rows)), draw(st.integers(200, 300))
         reads = [
-            RunRead(
+            Piece(
                 draw(st.sampled_from(["request", "chunk_cache"])),
                 draw(st.integers(0, 40)),
                 draw(st.integers(1, max_run)),

@@ -2,11 +2,11 @@
 
 from kvmosaic.attention.bias import DistanceBias
 from kvmosaic.attention.choosing import BackendName, ChosenBackend, choose_backend
-from kvmosaic.attention.composed import Piece, composed_attention
+from kvmosaic.attention.composed import KVPiece, composed_attention
 from kvmosaic.attention.layer_backend import LayerBackend, PlanReader
 from kvmosaic.attention.merge import merge_partials
 from kvmosaic.attention.native import NativeBackend
-from kvmosaic.attention.reads import AttentionObserver, Call, Mask, PoolName, ReadPlan, RowGroup, RunRead, plan_reads
+from kvmosaic.attention.reads import AttentionObserver, Call, Mask, Piece, PoolName, ReadPlan, RowGroup, plan_reads
 from kvmosaic.attention.rolling import BlockKVCache, sink_distance
 from kvmosaic.attention.step import StepAttention, Write
 from kvmosaic.attention.torch_backend import AttentionBackend, TorchBackend, attend_plain
@@ -19,6 +19,7 @@ __all__ = [
     "Call",
     "ChosenBackend",
     "DistanceBias",
+    "KVPiece",
     "LayerBackend",
     "Mask",
     "NativeBackend",
@@ -27,7 +28,6 @@ __all__ = [
     "PoolName",
     "ReadPlan",
     "RowGroup",
-    "RunRead",
     "StepAttention",
     "TorchBackend",
     "Write",

@@ -17,7 +17,7 @@ _MAX_DISTANCE = 2**40
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class KVPiece:
     """One run of keys, used as if it were `distance` positions further on than where it was computed.
 
     key: [S, G, D] as cached (rotated at the positions it was computed at); any strides, never copied or written
@@ -34,7 +34,7 @@ class Piece:
 
 def composed_attention(
     query: Tensor,
-    pieces: Sequence[Piece],
+    pieces: Sequence[KVPiece],
     *,
     rotation: Rotation | None = None,
     scaling: float | None = None,
@@ -92,7 +92,7 @@ def composed_attention(
     return merged if sinks is None else apply_sinks(merged, lse, sinks)
 
 
-def _check(query: Tensor, pieces: Sequence[Piece], rotation: Rotation | None, sinks: Tensor | None) -> None:
+def _check(query: Tensor, pieces: Sequence[KVPiece], rotation: Rotation | None, sinks: Tensor | None) -> None:
     if not pieces:
         raise InvalidConfig("composed_attention got no pieces; a query needs at least one key to see")
     if query.dim() != 3 or 0 in query.shape or not query.is_floating_point():
@@ -109,7 +109,7 @@ def _check(query: Tensor, pieces: Sequence[Piece], rotation: Rotation | None, si
             )
 
 
-def _check_piece(number: int, piece: Piece, query: Tensor, value_dim: Sequence[int]) -> None:
+def _check_piece(number: int, piece: KVPiece, query: Tensor, value_dim: Sequence[int]) -> None:
     key, value = list(piece.key.shape), list(piece.value.shape)
     fits = len(key) == len(value) == 3 and key[:2] == value[:2] and key[2] == query.shape[2] and 0 not in key + value
     if not fits or query.shape[1] % key[1] or value[2] != value_dim[0]:

@@ -47,7 +47,7 @@ class Mask(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RunRead:
+class Piece:
     """A run of stored keys that a group of rows sees."""
 
     pool: PoolName
@@ -62,7 +62,7 @@ class RunRead:
     """Numbers of keys in the run that no row sees."""
     ends: tuple[int, ...] = ()
     """For each row of the group, how many of the first keys it sees; empty: all rows see all."""
-    places: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
     """Position of each key for the reader, if they are not consecutive."""
     factor: float = 1.0
     """Factor on the scores."""
@@ -80,18 +80,18 @@ class RowGroup:
     first_row: int
     num_rows: int
     position: int
-    reads: tuple[RunRead, ...]
+    reads: tuple[Piece, ...]
     reads_itself: bool = False
     window: int = 0
     """If not 0: in all layers, a row sees only so many positions of reads that do not follow it, its own included."""
-    places: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
     """Position of each row, if they are not consecutive from `position` on."""
     watch: AttentionObserver | None = None
     """Observer of the attention of these rows."""
 
     def lowest_seen(self, mask: Mask, row: int) -> int:
         """Position of the earliest key that row number `row` of the group sees in reads that do not follow it."""
-        position = self.places[row] if self.places else self.position + row
+        position = self.positions[row] if self.positions else self.position + row
         lowest = _lowest_seen(mask, position)
         return max(lowest, position - self.window + 1) if self.window else lowest
 
@@ -138,7 +138,7 @@ class ReadPlan:
     weights: tuple[Tensor, Tensor] | None = None
     """[R] factors and [R] biases of the scores, in float64 on the host, if any differ from 1 and 0."""
 
-    def places(self) -> tuple[Tensor, Tensor]:
+    def positions(self) -> tuple[Tensor, Tensor]:
         """[R], position of each stacked query's row; and [R], position of the first key of its call for that row."""
         rows: list[int] = []
         keys: list[int] = []
@@ -161,8 +161,8 @@ class _Stack:
 
     causal: bool = False
     needs_mask: bool = False
-    readers: list[tuple[RowGroup, RunRead]] = field(default_factory=list)
-    """Groups and their trimmed reads; `places` are the positions of keys that are not consecutive."""
+    readers: list[tuple[RowGroup, Piece]] = field(default_factory=list)
+    """Groups and their trimmed reads; `positions` are those of keys that are not consecutive."""
 
 
 def plan_reads(groups: Sequence[RowGroup], mask: Mask, device: torch.device) -> ReadPlan:
@@ -184,15 +184,15 @@ def plan_reads(groups: Sequence[RowGroup], mask: Mask, device: torch.device) -> 
             stack = stacks.setdefault((*run, len(stacks)) if masked else run, _Stack(needs_mask=masked))
             stack.readers.append((group, trimmed))
         if not group.reads_itself:
-            masked = last_seen > (min(group.places) if group.places else group.position)
-            own = RunRead("request", group.first_row, group.num_rows, group.position, places=group.places)
+            masked = last_seen > (min(group.positions) if group.positions else group.position)
+            own = Piece("request", group.first_row, group.num_rows, group.position, positions=group.positions)
             stacks[None, group.first_row, group.num_rows] = _Stack(group.num_rows > 1, masked, [(group, own)])
     return _stacked(stacks, mask, device)
 
 
 def _seen_from(group: RowGroup, mask: Mask) -> tuple[int, int]:
     """The earliest position that any row of a group sees, and the earliest that all of them see."""
-    if not group.places:
+    if not group.positions:
         return group.lowest_seen(mask, 0), group.lowest_seen(mask, group.num_rows - 1)
     if mask.kind == "full" and not group.window:
         return _NOWHERE, _NOWHERE
@@ -200,12 +200,12 @@ def _seen_from(group: RowGroup, mask: Mask) -> tuple[int, int]:
     return min(lowest), max(lowest)
 
 
-def _trimmed(read: RunRead, lowest: int) -> tuple[RunRead | None, bool]:
+def _trimmed(read: Piece, lowest: int) -> tuple[Piece | None, bool]:
     """A read without the keys that no row sees, and whether the rest needs a mask; None: no key is left."""
     if read.hidden or read.ends:
         return read, True
-    if read.places:
-        return read, lowest > min(read.places)
+    if read.positions:
+        return read, lowest > min(read.positions)
     hidden = max(0, lowest - read.position)
     if not hidden:
         return read, False
@@ -227,7 +227,7 @@ def _stacked(stacks: dict[tuple[object, ...], _Stack], mask: Mask, device: torch
     rows: list[int] = []
     distances: list[int] = []
     readers: list[Reader] = []
-    weights: list[tuple[int, int, RunRead]] = []
+    weights: list[tuple[int, int, Piece]] = []
     for (pool, first_slot, num_tokens, *_), stack in stacks.items():
         first = len(rows)
         for group, read in stack.readers:
@@ -257,7 +257,7 @@ def _stacked(stacks: dict[tuple[object, ...], _Stack], mask: Mask, device: torch
     )
 
 
-def _weights(parts: list[tuple[int, int, RunRead]], num_rows: int) -> tuple[Tensor, Tensor] | None:
+def _weights(parts: list[tuple[int, int, Piece]], num_rows: int) -> tuple[Tensor, Tensor] | None:
     if not parts:
         return None
     factors, biases = torch.ones(num_rows, dtype=torch.float64), torch.zeros(num_rows, dtype=torch.float64)
@@ -273,7 +273,7 @@ def _shown_keys(stack: _Stack, mask: Mask, num_tokens: int, device: torch.device
     shown = torch.ones(group.num_rows, num_tokens, dtype=torch.bool, device=device)
     if (mask.kind != "full" or group.window) and not read.follows:
         lowest = torch.tensor([group.lowest_seen(mask, row) for row in range(group.num_rows)], device=device)
-        keys = torch.tensor(read.places or range(read.position, read.position + num_tokens), device=device)
+        keys = torch.tensor(read.positions or range(read.position, read.position + num_tokens), device=device)
         shown &= keys[None, :] >= lowest[:, None]
     if read.hidden:
         shown[:, torch.tensor(read.hidden, device=device)] = False

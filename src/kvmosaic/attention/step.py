@@ -176,7 +176,7 @@ class StepAttention:
         biases = self._biases.get((layer.mask, layer.bias))
         if biases is None:
             precision = torch.promote_types(query.dtype, torch.float32)
-            positions, key_positions = plan.places()
+            positions, key_positions = plan.positions()
             biases = self._biases[layer.mask, layer.bias] = [
                 layer.bias.of_run(
                     part.num_tokens,

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvmosaic.attention.reads import Mask, PoolName, RowGroup, RunRead
+from kvmosaic.attention.reads import Mask, Piece, PoolName, RowGroup
 from kvmosaic.memory import BlockStorage
 from kvmosaic.rope import Rotation, rotate
 
@@ -72,7 +72,7 @@ def watch_group(
 
 
 def _shares(
-    group: RowGroup, read: RunRead, rows: range, call: WatchedCall, lse: Tensor, layer: WatchedLayer, key: Tensor
+    group: RowGroup, read: Piece, rows: range, call: WatchedCall, lse: Tensor, layer: WatchedLayer, key: Tensor
 ) -> Tensor:
     """[S], the attention of some rows of a group on the keys of a read."""
     query = call.query[group.first_row + rows.start : group.first_row + rows.stop]

@@ -13,13 +13,13 @@ import torch
 
 from kvmosaic.bench.facts import facts
 from kvmosaic.bench.limits import measure_limits
-from kvmosaic.bench.measuring import Row, measure, num_answers
+from kvmosaic.bench.measuring import BenchRow, measure, num_answers
 from kvmosaic.bench.models import RANDOM_MODELS, model_folder, weigh
 from kvmosaic.bench.peers.opening import PeerOptions, open_peers
 from kvmosaic.bench.peers.own import OwnPeer
 from kvmosaic.bench.peers.peer import Peer
 from kvmosaic.bench.profile import StepParts, profile_answers
-from kvmosaic.bench.report import Report
+from kvmosaic.bench.report import BenchReport
 from kvmosaic.bench.shares import add_shares
 from kvmosaic.bench.sizes import FULL, Sizes
 from kvmosaic.bench.starting import starting_seconds
@@ -73,7 +73,7 @@ class Watcher:
         """One more answer is finished."""
 
 
-def run_campaign(campaign: Campaign, watcher: Watcher) -> Report:
+def run_campaign(campaign: Campaign, watcher: Watcher) -> BenchReport:
     """Measures everything.
 
     Raises:
@@ -89,7 +89,7 @@ def run_campaign(campaign: Campaign, watcher: Watcher) -> Report:
         torch.set_num_threads(threads_before)
 
 
-def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, begin: float) -> Report:
+def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, begin: float) -> BenchReport:
     machine = facts(campaign.peers.threads)
     watcher.stage(f"loading {campaign.model}")
     folder = model_folder(campaign.model, scratch)
@@ -123,7 +123,7 @@ def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, 
     if campaign.is_start_measured and not was_interrupted:
         watcher.stage("starting the command")
         found += _start_targets()
-    return Report(
+    return BenchReport(
         model=campaign.model,
         preset=campaign.preset,
         seed=campaign.seed,
@@ -139,9 +139,9 @@ def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, 
     )
 
 
-def _measure_all(workloads: list[Workload], peers: list[Peer], watcher: Watcher) -> tuple[list[Row], bool]:
+def _measure_all(workloads: list[Workload], peers: list[Peer], watcher: Watcher) -> tuple[list[BenchRow], bool]:
     """Returns the rows of all workloads; after an interrupt, the finished ones, and True."""
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     try:
         for peer in peers:
             # the first forward of a process pays for the start of libraries

@@ -10,11 +10,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvmosaic.bench.campaign import Campaign, Watcher, run_campaign
 from kvmosaic.bench.plots import can_plot, save_plots
-from kvmosaic.bench.report import Report
+from kvmosaic.bench.report import BenchReport
 from kvmosaic.model.quiet import quiet_libraries
 
 
-def bench(campaign: Campaign, output: Path | None, *, as_json: bool = False) -> Report:
+def bench(campaign: Campaign, output: Path | None, *, as_json: bool = False) -> BenchReport:
     """Measures, prints, and writes JSON, Markdown and plots into `output` if it is given.
 
     Raises:

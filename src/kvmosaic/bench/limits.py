@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from kvmosaic.bench.models import Weight
+from kvmosaic.bench.models import TokenCost
 from kvmosaic.capacity.measuring import least_seconds, measure_flops
 
 
@@ -25,13 +25,13 @@ class Limits:
         """Bytes per second that the threads of the run read."""
         return self.read_bytes_per_second[self.threads]
 
-    def first_token_seconds(self, weight: Weight, dtype: str, num_computed: int, num_prompt: int) -> float:
+    def first_token_seconds(self, weight: TokenCost, dtype: str, num_computed: int, num_prompt: int) -> float:
         """Returns the minimum time of a prompt: multiplications, or the bytes that must be read; without attention."""
         flops = 2.0 * (weight.linear_parameters * num_computed + weight.output_parameters)
         read = weight.step_bytes + weight.kv_bytes_per_token * num_prompt
         return max(flops / self.flops_per_second.get(dtype, float("inf")), read / self.bandwidth)
 
-    def token_seconds(self, weight: Weight, num_context: int) -> float:
+    def token_seconds(self, weight: TokenCost, num_context: int) -> float:
         """Returns the minimum time of one decode step: weights and KV cache are read once."""
         return (weight.step_bytes + weight.kv_bytes_per_token * num_context) / self.bandwidth
 

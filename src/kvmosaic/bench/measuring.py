@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmosaic.bench.peers.peer import Batch, Peer
+from kvmosaic.bench.peers.peer import BatchTimes, Peer
 from kvmosaic.bench.resident import forget_peak, resident_bytes
 from kvmosaic.bench.workload import Workload
 
@@ -37,7 +37,7 @@ class Spread:
 
 
 @dataclass(slots=True)
-class Row:
+class BenchRow:
     """One workload on one engine."""
 
     workload: str
@@ -84,7 +84,7 @@ class Row:
         """Answered tokens / time, prompts included in the time."""
         return self.num_answered / sum(self.batch_seconds) if self.batch_seconds else 0.0
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: BatchTimes) -> None:
         """Counts one batch."""
         self.batch_seconds.append(batch.seconds)
         for reading in batch.readings:
@@ -103,7 +103,7 @@ class Row:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
-def measure(workload: Workload, peers: Sequence[Peer], progress: Progress) -> list[Row]:
+def measure(workload: Workload, peers: Sequence[Peer], progress: Progress) -> list[BenchRow]:
     """Measures one workload on several engines.
 
     They alternate batch by batch in rotating order, so that a busy moment of the machine affects all of them alike.
@@ -113,7 +113,9 @@ def measure(workload: Workload, peers: Sequence[Peer], progress: Progress) -> li
     for peer in chosen:
         width = len(workload.batches[0])
         rows.append(
-            Row(workload.name, workload.about, peer.name, peer.dtype, peer.is_ours, workload.figure, workload.x, width)
+            BenchRow(
+                workload.name, workload.about, peer.name, peer.dtype, peer.is_ours, workload.figure, workload.x, width
+            )
         )
         peer.reset()
         for prompt in workload.warm:

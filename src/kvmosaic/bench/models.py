@@ -58,7 +58,7 @@ def model_folder(name: str, scratch: Path, *, seed: int = 0) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class TokenCost:
     """Work per token of a model, whichever engine runs it."""
 
     num_parameters: int
@@ -75,7 +75,7 @@ class Weight:
         return (self.linear_parameters + self.output_parameters) * self.element_bytes
 
 
-def weigh(config: PretrainedConfig, element_bytes: int, kv_bytes_per_token: int) -> Weight:
+def weigh(config: PretrainedConfig, element_bytes: int, kv_bytes_per_token: int) -> TokenCost:
     """Counts the parameters of a model by its configuration.
 
     Uses no loaded module: an engine may have converted its weights.
@@ -88,4 +88,4 @@ def weigh(config: PretrainedConfig, element_bytes: int, kv_bytes_per_token: int)
     aside = tables | {id(head): head}
     total = sum(parameter.numel() for parameter in parameters.values())
     linear = total - sum(table.numel() for table in aside.values())
-    return Weight(total, linear, head.numel(), kv_bytes_per_token, element_bytes)
+    return TokenCost(total, linear, head.numel(), kv_bytes_per_token, element_bytes)

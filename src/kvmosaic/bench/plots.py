@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvmosaic.bench.measuring import Row
-from kvmosaic.bench.report import Report
+from kvmosaic.bench.measuring import BenchRow
+from kvmosaic.bench.report import BenchReport
 from kvmosaic.bench.targets import OFF, OWN
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def can_plot() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def save_plots(report: Report, folder: Path, name: str) -> list[Path]:
+def save_plots(report: BenchReport, folder: Path, name: str) -> list[Path]:
     """Writes one PNG per figure that has rows, and returns their paths. Needs matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -50,16 +50,16 @@ def _whole(value: float, position: float | None = None) -> str:
     return f"{value:,.0f}" if value >= 10 or value == round(value) else f"{value:.1f}"
 
 
-def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def _lines(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:
     """Rows of one engine and dtype, by place on the plot."""
     is_mixed = len({row.dtype for row in rows}) > 1
-    lines: dict[str, list[Row]] = {}
+    lines: dict[str, list[BenchRow]] = {}
     for row in sorted(rows, key=lambda row: row.x):
         lines.setdefault(f"{row.peer}, {row.dtype}" if is_mixed else row.peer, []).append(row)
     return lines
 
 
-def _by_documents(axes: Axes, rows: list[Row], report: Report) -> None:
+def _by_documents(axes: Axes, rows: list[BenchRow], report: BenchReport) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     for label, line in _lines(rows).items():
@@ -79,7 +79,7 @@ def _by_documents(axes: Axes, rows: list[Row], report: Report) -> None:
     axes.legend(fontsize=8)
 
 
-def _by_hit_rate(axes: Axes, rows: list[Row], report: Report) -> None:
+def _by_hit_rate(axes: Axes, rows: list[BenchRow], report: BenchReport) -> None:
     """Speedup over the chunk cache off, and 1 / (1 - hit rate x share of the time that a hit saves)."""
     for dtype in dict.fromkeys(row.dtype for row in rows):
         off, on = ([row for row in rows if row.peer == peer and row.dtype == dtype] for peer in (OFF, OWN))
@@ -96,7 +96,7 @@ def _by_hit_rate(axes: Axes, rows: list[Row], report: Report) -> None:
     axes.legend(fontsize=8)
 
 
-def saved_share(rows: Sequence[Row], dtype: str) -> float | None:
+def saved_share(rows: Sequence[BenchRow], dtype: str) -> float | None:
     """Returns β: the share of a new-document prompt's time that is saved when all documents are cached."""
     ours = {
         row.x: row.first.mean
@@ -108,7 +108,7 @@ def saved_share(rows: Sequence[Row], dtype: str) -> float | None:
     return max(0.0, 1 - ours[1.0] / ours[0.0])
 
 
-def _by_sharers(axes: Axes, rows: list[Row], report: Report) -> None:
+def _by_sharers(axes: Axes, rows: list[BenchRow], report: BenchReport) -> None:
     for kind in ("shared", "private"):
         for label, line in _lines([row for row in rows if row.workload.startswith(kind)]).items():
             held = [(row.kv_bytes or 0) / 2**20 for row in line]
@@ -121,7 +121,7 @@ def _by_sharers(axes: Axes, rows: list[Row], report: Report) -> None:
     axes.legend(fontsize=8)
 
 
-def _by_order(axes: Axes, rows: list[Row], report: Report) -> None:
+def _by_order(axes: Axes, rows: list[BenchRow], report: BenchReport) -> None:
     for label, line in _lines(rows).items():
         for row in line:
             axes.plot([1e3 * seconds for seconds in row.first_seconds], linewidth=0.8, label=label)
@@ -130,7 +130,7 @@ def _by_order(axes: Axes, rows: list[Row], report: Report) -> None:
     axes.legend(fontsize=8)
 
 
-_FIGURES: tuple[tuple[str, str, Callable[[Any, list[Row], Report], None]], ...] = (
+_FIGURES: tuple[tuple[str, str, Callable[[Any, list[BenchRow], BenchReport], None]], ...] = (
     ("Time to the first token by number of known documents", "documents", _by_documents),
     ("Speedup by hit rate, and the model beside it", "hit rate", _by_hit_rate),
     ("Memory by number of sharers", "sharers", _by_sharers),

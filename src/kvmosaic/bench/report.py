@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmosaic.bench.limits import Limits
-from kvmosaic.bench.measuring import Row, Spread
-from kvmosaic.bench.models import Weight
+from kvmosaic.bench.measuring import BenchRow, Spread
+from kvmosaic.bench.models import TokenCost
 from kvmosaic.bench.profile import StepParts
 from kvmosaic.bench.sizes import Sizes
 from kvmosaic.bench.targets import Target
@@ -47,7 +47,7 @@ LEGEND = (
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BenchReport:
     """All measurements of one run."""
 
     model: str
@@ -56,9 +56,9 @@ class Report:
     facts: dict[str, Any]
     sizes: Sizes
     limits: Limits
-    weights: dict[str, Weight]
+    weights: dict[str, TokenCost]
     """By dtype."""
-    rows: list[Row]
+    rows: list[BenchRow]
     parts: list[StepParts]
     targets: list[Target]
     notes: list[str]
@@ -126,7 +126,7 @@ class Report:
         return paths
 
 
-def _heading(report: Report) -> str:
+def _heading(report: BenchReport) -> str:
     facts, sizes, limits = report.facts, report.sizes, report.limits
     weight = next(iter(report.weights.values()))
     reads = ", ".join(
@@ -142,7 +142,7 @@ def _heading(report: Report) -> str:
     )
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: BenchRow) -> tuple[str, ...]:
     computed = f"{sum(row.num_computed) / len(row.num_computed):.0f}" if row.num_computed else "–"
     shares = [
         f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
@@ -163,7 +163,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _narrow_cells(row: Row, has_dtypes: bool) -> tuple[str, ...]:
+def _narrow_cells(row: BenchRow, has_dtypes: bool) -> tuple[str, ...]:
     workload, engine, dtype, _, _, _, computed, limit, _, _ = _cells(row)
     first, token = (duration_text(spread.median if spread else None) for spread in (row.first, row.token))
     engine = engine.replace("chunk cache off", "cache off")

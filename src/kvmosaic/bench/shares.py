@@ -5,11 +5,11 @@ from __future__ import annotations
 from statistics import fmean
 
 from kvmosaic.bench.limits import Limits
-from kvmosaic.bench.measuring import Row
-from kvmosaic.bench.models import Weight
+from kvmosaic.bench.measuring import BenchRow
+from kvmosaic.bench.models import TokenCost
 
 
-def add_shares(row: Row, limits: Limits, weight: Weight) -> None:
+def add_shares(row: BenchRow, limits: Limits, weight: TokenCost) -> None:
     """Writes the shares of the limits and the least bytes into a row.
 
     Prompts of one batch that share documents read them once; the others read their own. For prompts asked together, the

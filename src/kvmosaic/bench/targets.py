@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmosaic.bench.limits import Limits
-from kvmosaic.bench.measuring import Row
-from kvmosaic.bench.models import Weight
+from kvmosaic.bench.measuring import BenchRow
+from kvmosaic.bench.models import TokenCost
 from kvmosaic.bench.profile import StepParts
 
 OWN, OFF = "kvmosaic", "kvmosaic, chunk cache off"
@@ -36,7 +36,7 @@ class Target:
 class Rows:
     """Rows by workload and engine; of several dtypes, the one that is best for the engine."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[BenchRow]) -> None:
         self._rows = rows
 
     def first(self, workload: str, peer: str) -> float | None:
@@ -51,16 +51,16 @@ class Rows:
         """Median time per token."""
         return min((row.token.median for row in self._of(workload, peer) if row.token), default=None)
 
-    def best(self, workload: str, peer: str) -> Row | None:
+    def best(self, workload: str, peer: str) -> BenchRow | None:
         """The row with the shortest time to the first token."""
         rows = [row for row in self._of(workload, peer) if row.first_seconds]
         return min(rows, key=lambda row: row.first.median if row.first else 0.0, default=None)
 
-    def _of(self, workload: str, peer: str) -> list[Row]:
+    def _of(self, workload: str, peer: str) -> list[BenchRow]:
         return [row for row in self._rows if row.workload == workload and row.peer == peer]
 
 
-def targets(rows: Sequence[Row], limits: Limits, weights: dict[str, Weight], max_sharers: int) -> list[Target]:
+def targets(rows: Sequence[BenchRow], limits: Limits, weights: dict[str, TokenCost], max_sharers: int) -> list[Target]:
     """Every target that the measured rows can answer; those without their rows are left out."""
     by = Rows(rows)
     found: list[Target] = []
@@ -145,7 +145,7 @@ def ends_of(seconds: Sequence[float]) -> tuple[float, float]:
     return first[window // 2], last[window // 2]
 
 
-def _question_and_read(by: Rows, limits: Limits, weights: dict[str, Weight]) -> float | None:
+def _question_and_read(by: Rows, limits: Limits, weights: dict[str, TokenCost]) -> float | None:
     """The bare question's time, measured in the same rounds, and that of reading all keys and values once."""
     row = by.best("permuted", OWN)
     if row is None or not row.beside_seconds:

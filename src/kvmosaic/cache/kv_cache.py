@@ -20,7 +20,7 @@ from kvmosaic.cache.prefix_cache import PrefixCache
 from kvmosaic.cache.statistics import ChunkCacheStats, Counters, snapshot
 from kvmosaic.cache.tenant_account import TenantUsage
 from kvmosaic.cache.tree import PrefixTree, TreeLimits
-from kvmosaic.cache.tree_view import Origins, TreeView
+from kvmosaic.cache.tree_view import RootOrigins, TreeView
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import InvalidConfig, KVMosaicError, OutOfBlocks
 from kvmosaic.eviction import choose
@@ -81,7 +81,7 @@ class KVCache:
         self._lookup = CacheLookup(self._chunks, self._prefix if prefix_caching else None, self._counters, clock)
         self._room = CapacityCheck(self.request_pool, self._prefix, self._chunks)
         self._allocator = Allocator(self._prefix, self._chunks, self._room, self._counters)
-        self._origins = Origins()
+        self._origins = RootOrigins()
         self._usages: Mapping[str, TenantUsage] = {}
         self._step = 0
 

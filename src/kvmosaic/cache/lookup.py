@@ -44,12 +44,12 @@ class _Draft:
     def root(self, index: int) -> Key:
         """Root key of a span: from the keys of earlier spans, which are in the plan by now."""
         span = self.layout.spans[index]
-        root = self.roots.get((span.start, span.views, span.places))
+        root = self.roots.get((span.start, span.views, span.positions))
         if root is None:
             root = self.chain.root(span.start, [(self._seen(view), view.distance) for view in span.views])
-            if span.places:
-                root = self.chain.part_of(root, span.places)
-            self.roots[span.start, span.views, span.places] = root
+            if span.positions:
+                root = self.chain.part_of(root, span.positions)
+            self.roots[span.start, span.views, span.positions] = root
         return root
 
     def _seen(self, view: View) -> Key:

@@ -31,7 +31,7 @@ Group = tuple[str, str, Key]
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class RootOrigin:
     """What precedes the first token after a root."""
 
     group: Group
@@ -46,11 +46,11 @@ class Origin:
         return sum(map(len, self.documents))
 
 
-class Origins:
+class RootOrigins:
     """Origins of the most recently used roots; a root itself is a hash. Dropped roots are not shown."""
 
     def __init__(self) -> None:
-        self._origins: dict[Key, Origin] = {}
+        self._origins: dict[Key, RootOrigin] = {}
         self._num_characters = 0
 
     def note(self, plan: Plan) -> None:
@@ -68,16 +68,16 @@ class Origins:
         while len(self._origins) > MAX_ORIGINS or self._num_characters > MAX_ORIGIN_CHARACTERS:
             self._num_characters -= self._origins.pop(next(iter(self._origins))).num_characters
 
-    def get(self, root: Key) -> Origin | None:
+    def get(self, root: Key) -> RootOrigin | None:
         """The origin of a root, if recorded."""
         return self._origins.get(root)
 
-    def newest_first(self) -> Iterable[tuple[Key, Origin]]:
+    def newest_first(self) -> Iterable[tuple[Key, RootOrigin]]:
         """All of them, most recently used first."""
         return reversed(self._origins.items())
 
 
-def _origin_of(plan: Plan, index: int) -> Origin:
+def _origin_of(plan: Plan, index: int) -> RootOrigin:
     span = plan.layout.spans[index]
     seen = [plan.spans[view.span] for view in span.views]
     system = next((one for one in seen if one.kind is SegmentKind.SYSTEM), None)
@@ -85,7 +85,7 @@ def _origin_of(plan: Plan, index: int) -> Origin:
     documents = names if len(names) <= MAX_NAMED else (*names[:MAX_NAMED], "…")
     key = system.key if system is not None else Key(b"")
     num_tokens = system.num_tokens if system is not None else 0
-    return Origin((plan.tenant, plan.salt, key), num_tokens, _first_ids(system), documents, span.start)
+    return RootOrigin((plan.tenant, plan.salt, key), num_tokens, _first_ids(system), documents, span.start)
 
 
 def _first_ids(span: SpanPlan | None) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ class TreeView:
     """Builder of one tree from the caches."""
 
     def __init__(
-        self, prefix: PrefixCache, chunks: ChunkIndex, origins: Origins, limits: TreeLimits, now: float
+        self, prefix: PrefixCache, chunks: ChunkIndex, origins: RootOrigins, limits: TreeLimits, now: float
     ) -> None:
         self._prefix = prefix
         self._chunks = chunks
@@ -108,12 +108,12 @@ class TreeView:
 
     def tree(self, tenant: str | None) -> PrefixTree:
         """The tree of a tenant, or (None) of all."""
-        places: dict[Group, list[tuple[Key, Origin]]] = {}
+        places: dict[Group, list[tuple[Key, RootOrigin]]] = {}
         for root, origin in self._origins.newest_first():
             if (tenant is None or origin.group[0] == tenant) and self._prefix.behind(root, None) is not None:
                 places.setdefault(origin.group, []).append((root, origin))
         documents: dict[Group, list[Chunk]] = {}
-        origins: dict[Group, Origin] = {group: found[0][1] for group, found in places.items()}
+        origins: dict[Group, RootOrigin] = {group: found[0][1] for group, found in places.items()}
         for chunk in islice(self._chunks.newest_first(), MAX_LOOKED_AT):
             origin_of_chunk = self._origins.get(chunk.root)
             if origin_of_chunk is not None and (tenant is None or chunk.tenant == tenant):
@@ -125,7 +125,9 @@ class TreeView:
         )
         return PrefixTree(systems, self._prefix.pool.block_size, len(origins) - len(groups))
 
-    def _system(self, origin: Origin, places: Sequence[tuple[Key, Origin]], documents: Sequence[Chunk]) -> TreeSystem:
+    def _system(
+        self, origin: RootOrigin, places: Sequence[tuple[Key, RootOrigin]], documents: Sequence[Chunk]
+    ) -> TreeSystem:
         most, (tenant, salt, _) = self._limits.children, origin.group
         shown = nlargest(most, documents, key=lambda chunk: chunk.last_used)
         return TreeSystem(
@@ -151,7 +153,7 @@ class TreeView:
             idle_seconds=self._now - chunk.last_used,
         )
 
-    def _place(self, root: Key, origin: Origin) -> TreePlace:
+    def _place(self, root: Key, origin: RootOrigin) -> TreePlace:
         runs, num_hidden = self._children(root, None, 1)
         return TreePlace(origin.documents, origin.start, runs, num_hidden)
 

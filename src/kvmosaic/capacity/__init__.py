@@ -4,7 +4,7 @@ from kvmosaic.capacity.demand import Demand
 from kvmosaic.capacity.facts import LayerFacts, ModelFacts
 from kvmosaic.capacity.plan import CapacityPlan, Stage, plan_capacity
 from kvmosaic.capacity.reading import read_model
-from kvmosaic.capacity.room import Room
+from kvmosaic.capacity.room import MemorySplit
 from kvmosaic.capacity.speed import HARDWARE, Speed, spec_speed
 from kvmosaic.capacity.tier_plan import ASSUMED_TIERS, TierPlan, TierSpeed
 
@@ -14,8 +14,8 @@ __all__ = [
     "CapacityPlan",
     "Demand",
     "LayerFacts",
+    "MemorySplit",
     "ModelFacts",
-    "Room",
     "Speed",
     "Stage",
     "TierPlan",

@@ -10,7 +10,7 @@ from kvmosaic.capacity.demand import Demand
 from kvmosaic.capacity.facts import ModelFacts
 from kvmosaic.capacity.first_token import FirstToken
 from kvmosaic.capacity.popularity import Ranks, best_hit_rate, drawn_together, hit_rate, with_host, zipf_ranks
-from kvmosaic.capacity.room import Room, make_room
+from kvmosaic.capacity.room import MemorySplit, make_room
 from kvmosaic.capacity.speed import Speed
 from kvmosaic.capacity.tier_plan import ASSUMED_TIERS, Codec, TierPlan, TierSpeed, assumed, plan_tier
 from kvmosaic.config import ChunkCacheConfig, parse_bytes
@@ -40,7 +40,7 @@ class CapacityPlan:
     model: ModelFacts
     demand: Demand
     speed: Speed
-    room: Room
+    room: MemorySplit
     hit_rate: float
     """Share of requested documents that are on the device."""
     best_hit_rate: float
@@ -171,7 +171,7 @@ def parse_headroom(headroom: int | str, device_bytes: int) -> int:
     return 0 if headroom in (0, "0") else parse_bytes(headroom)
 
 
-def _with_found(tiers: list[TierPlan], ranks: Sequence[Ranks], room: Room) -> list[TierPlan]:
+def _with_found(tiers: list[TierPlan], ranks: Sequence[Ranks], room: MemorySplit) -> list[TierPlan]:
     """Fills in the hit rate of each tier.
 
     A persistent tier receives everything that is computed, so it has what the device has. A host tier receives what the
@@ -202,7 +202,7 @@ def _stages(first: FirstToken, on_device: float, tiers: list[TierPlan]) -> tuple
     return tuple(stages)
 
 
-def _notes(model: ModelFacts, demand: Demand, room: Room) -> list[str]:
+def _notes(model: ModelFacts, demand: Demand, room: MemorySplit) -> list[str]:
     notes = [model.note] if model.note else []
     kept, seen = model.kv_bytes_per_token * demand.tokens_per_document, model.seen_bytes(demand.tokens_per_document)
     if seen < kept:

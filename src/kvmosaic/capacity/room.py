@@ -13,7 +13,7 @@ MAX_BLOCKS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemorySplit:
     """The memory of a device, in bytes and blocks.
 
     weights | headroom | requests: system text, then questions and answers | documents          (all of it)
@@ -65,7 +65,7 @@ class Room:
 
 def make_room(
     model: ModelFacts, device_bytes: int, demand: Demand, block_size: int, headroom_bytes: int, weight_bytes: int
-) -> Room:
+) -> MemorySplit:
     """Divides the memory of a device.
 
     Raises:
@@ -89,7 +89,7 @@ def make_room(
             f"{_gib(left)} are left for documents, and one of {demand.tokens_per_document:,} tokens takes "
             f"{_gib(per_document * per_block)}; take a larger device, shorter documents or less concurrency"
         )
-    return Room(
+    return MemorySplit(
         device_bytes,
         weight_bytes,
         headroom_bytes,

@@ -11,7 +11,7 @@ from rich.console import Console
 from kvmosaic.cache.keys import Key
 from kvmosaic.console.cache_place import CALL_SECONDS, all_bytes, all_entries, opened, progress_bar, seal_from
 from kvmosaic.console.cache_selection import Selection
-from kvmosaic.console.cache_verifying import Findings, good_entries
+from kvmosaic.console.cache_verifying import VerifyResult, good_entries
 from kvmosaic.console.text import printable, size_text
 from kvmosaic.errors import InvalidConfig, InvalidEntry
 from kvmosaic.tiers import Deadline, Entry
@@ -39,7 +39,7 @@ def export_bundle(url: str, path: Path, selection: Selection, variable: str | No
         if not infos:
             which = "the tier has no entries" if selection.is_empty else "the tier has no such entries"
             raise InvalidConfig(f"{which}, so {path} is not written")
-        findings = Findings()
+        findings = VerifyResult()
         try:
             contents = write_bundle(path, _some(good_entries(tier, infos, seal, findings, notices, "exporting"), path))
         finally:
@@ -75,7 +75,7 @@ def _some(entries: Iterable[tuple[Key, Entry]], path: Path) -> Iterator[tuple[Ke
         raise InvalidConfig(f"no entry of the tier can be exported, so {path} is not written")
 
 
-def _read(bundle: Bundle, member: Member, findings: Findings) -> Entry | None:
+def _read(bundle: Bundle, member: Member, findings: VerifyResult) -> Entry | None:
     """Returns an entry of a bundle; None, and a finding, for one that cannot be used."""
     try:
         return all_bytes(lambda num_bytes: bundle.read(member, num_bytes))
@@ -102,7 +102,7 @@ def import_bundle(path: Path, url: str, variable: str | None, as_json: bool) -> 
     """
     console, notices = Console(), Console(stderr=True)
     _check_order(path, "import FILE TIER_URL")
-    seal, findings = seal_from(variable), Findings()
+    seal, findings = seal_from(variable), VerifyResult()
     num_known = num_stored = num_refused = 0
     with Bundle(path) as bundle, opened(url, to_write=True) as tier, progress_bar(notices, is_bytes=True) as bar:
         max_bytes = tier.stat().quota_bytes

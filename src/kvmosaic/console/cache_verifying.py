@@ -24,7 +24,7 @@ MAX_LINES = 100
 
 
 @dataclass(slots=True)
-class Findings:
+class VerifyResult:
     """Results of checking entries."""
 
     good: int = 0
@@ -80,39 +80,44 @@ def verify(url: str, variable: str | None, quarantine: bool, as_json: bool) -> b
         KVMosaicError: the tier cannot be opened, or fails.
     """
     console, notices = Console(), Console(stderr=True)
-    seal, findings = seal_from(variable), Findings()
+    seal, result = seal_from(variable), VerifyResult()
     with _warnings_silenced(), opened(url) as tier:  # quarantined entries are reported below
-        for _ in good_entries(tier, all_entries(tier, notices), seal, findings, notices):
+        for _ in good_entries(tier, all_entries(tier, notices), seal, result, notices):
             pass
         if quarantine:
-            for key, reason in findings.damaged.items():
+            for key, reason in result.damaged.items():
                 tier.quarantine(key, reason, Deadline(CALL_SECONDS))
-    findings.show(notices)
+    result.show(notices)
     if as_json:
         fields = {
-            "good": findings.good,
-            "good_bytes": findings.good_bytes,
-            "damaged": {key.hex(): reason for key, reason in findings.damaged.items()},
-            "foreign": {key.hex(): reason for key, reason in findings.foreign.items()},
-            "quarantined": len(findings.damaged) * quarantine,
+            "good": result.good,
+            "good_bytes": result.good_bytes,
+            "damaged": {key.hex(): reason for key, reason in result.damaged.items()},
+            "foreign": {key.hex(): reason for key, reason in result.foreign.items()},
+            "quarantined": len(result.damaged) * quarantine,
         }
         print(json.dumps(fields))
     else:
-        aside = " and put aside" if quarantine and findings.damaged else ""
+        aside = " and put aside" if quarantine and result.damaged else ""
         console.print(
-            f"{findings.good:,} entries ({size_text(findings.good_bytes)}) are as they were written, "
-            f"{len(findings.damaged):,} damaged{aside}, {len(findings.foreign):,} of another secret or version",
-            style="red" if findings.damaged else "green",
+            f"{result.good:,} entries ({size_text(result.good_bytes)}) are as they were written, "
+            f"{len(result.damaged):,} damaged{aside}, {len(result.foreign):,} of another secret or version",
+            style="red" if result.damaged else "green",
             highlight=False,
             soft_wrap=True,
         )
-    return not findings.damaged
+    return not result.damaged
 
 
 def good_entries(
-    tier: Tier, infos: Iterable[EntryInfo], seal: Checksum, findings: Findings, notices: Console, what: str = "checking"
+    tier: Tier,
+    infos: Iterable[EntryInfo],
+    seal: Checksum,
+    result: VerifyResult,
+    notices: Console,
+    what: str = "checking",
 ) -> Iterator[tuple[Key, Entry]]:
-    """Reads entries one by one and yields the intact ones; the others are in `findings`.
+    """Reads entries one by one and yields the intact ones; the others are in `result`.
 
     Raises:
         TierUnavailable: the tier fails, not only for this entry.
@@ -124,15 +129,15 @@ def good_entries(
             try:
                 entry = whole_entry(tier, info.key)
             except InvalidEntry as error:
-                findings.note(info.key, error)
+                result.note(info.key, error)
                 continue
             except TierUnavailable as error:
                 if not tier.exists_many([info.key], Deadline(CALL_SECONDS)):
                     raise
-                findings.damaged[info.key] = f"it cannot be read, though the tier answers: {error}"
+                result.damaged[info.key] = f"it cannot be read, though the tier answers: {error}"
                 continue
             if entry is None:
-                findings.gone += 1
-            elif findings.check(info.key, entry, seal):
+                result.gone += 1
+            elif result.check(info.key, entry, seal):
                 yield info.key, entry
             bar.advance(task, info.num_bytes)

@@ -12,7 +12,7 @@ from kvmosaic.console.model import memory_table
 from kvmosaic.console.model_options import ModelOptions, open_llm
 from kvmosaic.console.prompt_source import PromptSource
 from kvmosaic.console.reuse import MAX_ROWS
-from kvmosaic.console.strip import Field, Strip, bars_of
+from kvmosaic.console.strip import Badge, Strip, bars_of
 from kvmosaic.console.text import ends, shrinking, size_text
 
 
@@ -81,7 +81,7 @@ def plan_table(plan: Plan, bytes_per_token: int, block_size: int, *, is_narrow: 
     return table
 
 
-def _field(span: SpanPlan) -> Field:
+def _field(span: SpanPlan) -> Badge:
     (first, *rest) = bars_of("", span.num_reused, span.num_to_compute, span.distance)
     words = f"reuse {first.num_tokens:,}, compute {rest[0].num_tokens:,}" if rest else span.action
-    return Field(words, first.action)
+    return Badge(words, first.action)

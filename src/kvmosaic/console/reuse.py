@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvmosaic.console.strip import Field, Strip, bars_of
+from kvmosaic.console.strip import Badge, Strip, bars_of
 from kvmosaic.console.text import duration_text, ends, printable, shrinking
 from kvmosaic.sampling.reuse import ReuseReport, SegmentReuse
 
@@ -66,7 +66,7 @@ def _middle(segments: tuple[SegmentReuse, ...]) -> tuple[str, str, str]:
     return f"… {len(segments):,} more", f"{tokens:,}", f" {reused:,} tokens reused "
 
 
-def _field(segment: SegmentReuse) -> Field:
+def _field(segment: SegmentReuse) -> Badge:
     (first, *rest) = bars_of("", segment.reused_tokens, segment.computed_tokens, segment.distance)
     words = f"{first.num_tokens:,} reused, {rest[0].num_tokens:,} computed" if rest else first.action
-    return Field(words, first.action)
+    return Badge(words, first.action)

@@ -128,7 +128,7 @@ def bars_of(label: str, num_reused: int, num_computed: int, distance: int) -> li
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class Badge:
     """A few words in a coloured field, for the tables."""
 
     words: str

@@ -18,7 +18,7 @@ from kvmosaic.console.cache_place import seal_from
 from kvmosaic.console.folder import find_documents, read_document
 from kvmosaic.console.model_options import ModelOptions, open_llm
 from kvmosaic.console.warming_bar import WarmingBar
-from kvmosaic.console.warming_report import Tally, show_tally
+from kvmosaic.console.warming_report import WarmCounts, show_counts
 from kvmosaic.console.warming_stop import Interrupted, Stop
 from kvmosaic.console.warming_tiers import StoredKeys
 from kvmosaic.errors import CacheError, ChunkCacheOff, InvalidConfig, InvalidDocument, InvalidPrompt, RequestTooLarge
@@ -87,9 +87,9 @@ def warm_folder(opening: ModelOptions, warming: Warming, as_json: bool) -> int:
         if not llm.has_chunk_cache:
             raise ChunkCacheOff(f"no document can be kept, the chunk cache is off: {llm.chunk_cache_off_reason}")
         began = time.perf_counter()
-        tally, stored = Tally(documents=len(paths)), StoredKeys(llm, opening, seal)
+        counts, stored = WarmCounts(documents=len(paths)), StoredKeys(llm, opening, seal)
         with Stop() as stop, WarmingBar(notices, paths) as bar:
-            warmer = _Warmer(llm, stored, tally, bar, stop, warming.tenant)
+            warmer = _Warmer(llm, stored, counts, bar, stop, warming.tenant)
             try:
                 with contextlib.suppress(Interrupted):
                     warmer.warm(paths, system)
@@ -99,26 +99,28 @@ def warm_folder(opening: ModelOptions, warming: Warming, as_json: bool) -> int:
             except KeyboardInterrupt:
                 _leave(bar, notices)
             warmer.settle()
-        tally.seconds, tally.is_interrupted = time.perf_counter() - began, stop.is_asked
-        tally.num_bytes = stored.bytes_written()
-        if not tally.is_interrupted:
-            tally.missing = stored.missing(tally.chunks)
+        counts.seconds, counts.is_interrupted = time.perf_counter() - began, stop.is_asked
+        counts.num_bytes = stored.bytes_written()
+        if not counts.is_interrupted:
+            counts.missing = stored.missing(counts.chunks)
             if warming.bundle is not None:
-                tally.bundle = stored.bundled(list(tally.chunks), warming.bundle, notices)
-    show_tally(tally, warming.bundle, as_json)
-    if tally.is_interrupted:
+                counts.bundle = stored.bundled(list(counts.chunks), warming.bundle, notices)
+    show_counts(counts, warming.bundle, as_json)
+    if counts.is_interrupted:
         return INTERRUPTED
-    return 0 if tally.is_complete else 1
+    return 0 if counts.is_complete else 1
 
 
 class _Warmer:
     """Computes documents in batches that fit into the device's pool several times."""
 
-    def __init__(self, llm: LLM, stored: StoredKeys, tally: Tally, bar: WarmingBar, stop: Stop, tenant: str) -> None:
+    def __init__(
+        self, llm: LLM, stored: StoredKeys, counts: WarmCounts, bar: WarmingBar, stop: Stop, tenant: str
+    ) -> None:
         self._llm = llm
         self._tenant = tenant
         self._stored = stored
-        self._tally = tally
+        self._counts = counts
         self._bar = bar
         self._stop = stop
         self._under_way: _Batch | None = None
@@ -147,8 +149,8 @@ class _Warmer:
             return
         known = self._stored.find({key for _, key, _ in batch.chunks})
         incomplete = {name for name, key, _ in batch.chunks if key not in known}
-        self._tally.computed += len(batch.names) - len(incomplete)
-        self._tally.tokens += sum(prompt.chunks[0].num_tokens for _, key, prompt in batch.chunks if key in known)
+        self._counts.computed += len(batch.names) - len(incomplete)
+        self._counts.tokens += sum(prompt.chunks[0].num_tokens for _, key, prompt in batch.chunks if key in known)
 
     def _batches(self, paths: dict[str, Path], system: str | None) -> Iterator[_Batch]:
         batch, num_bytes = _Batch(), 0
@@ -157,7 +159,7 @@ class _Warmer:
             try:
                 chunks = self._chunks(name, read_document(path), system)
             except (InvalidDocument, InvalidPrompt) as error:
-                self._tally.problems[name] = str(error)
+                self._counts.problems[name] = str(error)
                 self._bar.advance([name])
                 continue
             size = sum(prompt.chunks[0].num_tokens for _, prompt in chunks) * self._bytes_per_token
@@ -179,13 +181,13 @@ class _Warmer:
         return [(span.key, single) for single in singles for span in self._llm.plan(single).spans if span.is_chunk]
 
     def _warm(self, batch: _Batch) -> None:
-        known = self._stored.find({key for _, key, _ in batch.chunks}) | self._tally.chunks.keys()
+        known = self._stored.find({key for _, key, _ in batch.chunks}) | self._counts.chunks.keys()
         wanted = {key: prompt for _, key, prompt in batch.chunks if key not in known}
         incomplete = {name for name, key, _ in batch.chunks if key in wanted}
         tokens = sum(prompt.chunks[0].num_tokens for prompt in wanted.values())
         if wanted:
             self._stored.wait_for_room(tokens * self._bytes_per_token)
-            before = self._tally.tokens
+            before = self._counts.tokens
 
             def progress(done: int, total: int) -> None:
                 self._bar.within(batch.names, done / total, before + tokens * done // total)
@@ -198,12 +200,12 @@ class _Warmer:
                     for name in batch.names:
                         self._warm(_Batch([name], [chunk for chunk in batch.chunks if chunk[0] == name]))
                 else:
-                    self._tally.problems[batch.names[0]] = str(error)
+                    self._counts.problems[batch.names[0]] = str(error)
                 return
-        self._tally.chunks.update((key, None) for _, key, _ in batch.chunks)
-        self._tally.tokens += tokens
-        self._tally.computed += len(incomplete)
-        self._tally.skipped += len(batch.names) - len(incomplete)
+        self._counts.chunks.update((key, None) for _, key, _ in batch.chunks)
+        self._counts.tokens += tokens
+        self._counts.computed += len(incomplete)
+        self._counts.skipped += len(batch.names) - len(incomplete)
 
 
 def _leave(bar: WarmingBar, notices: Console) -> NoReturn:

@@ -18,7 +18,7 @@ MAX_LINES = 50
 
 
 @dataclass(slots=True)
-class Tally:
+class WarmCounts:
     """Counts of warming."""
 
     documents: int
@@ -52,7 +52,7 @@ class Tally:
         return self.documents - self.computed - self.skipped - len(self.problems)
 
 
-def show_tally(tally: Tally, bundle: Path | None, as_json: bool) -> None:
+def show_counts(tally: WarmCounts, bundle: Path | None, as_json: bool) -> None:
     """Prints what was done, and what is left."""
     console, notices = Console(soft_wrap=True, highlight=False), Console(stderr=True, soft_wrap=True, highlight=False)
     for name, problem in islice(tally.problems.items(), MAX_LINES):
@@ -79,7 +79,7 @@ def show_tally(tally: Tally, bundle: Path | None, as_json: bool) -> None:
         )
 
 
-def _fields(tally: Tally) -> dict[str, object]:
+def _fields(tally: WarmCounts) -> dict[str, object]:
     bundle = tally.bundle
     return {
         "documents": tally.documents,
@@ -96,7 +96,7 @@ def _fields(tally: Tally) -> dict[str, object]:
     }
 
 
-def _summary(tally: Tally) -> str:
+def _summary(tally: WarmCounts) -> str:
     speed = f", {tally.tokens / tally.seconds:,.0f} tokens/s" if tally.tokens and tally.seconds else ""
     failed = f", {len(tally.problems):,} failed" if tally.problems else ""
     took = f"{size_text(tally.num_bytes)} written in {duration_text(tally.seconds)}{speed}"

@@ -11,7 +11,7 @@ from rich.console import Console
 from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
 from kvmosaic.console.cache_place import CALL_SECONDS, SECRET_VARIABLE, claims_of, whole_entry
-from kvmosaic.console.cache_verifying import Findings, good_entries
+from kvmosaic.console.cache_verifying import VerifyResult, good_entries
 from kvmosaic.console.model_options import ModelOptions
 from kvmosaic.errors import InvalidConfig, InvalidEntry
 from kvmosaic.memory import Checksum, check_entry
@@ -98,7 +98,7 @@ class StoredKeys:
         Raises:
             InvalidBundle: the file cannot be written. TierError: a tier fails.
         """
-        findings = Findings()
+        findings = VerifyResult()
 
         def entries() -> Iterator[tuple[Key, Entry]]:
             left = set(keys)

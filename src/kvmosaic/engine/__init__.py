@@ -10,7 +10,7 @@ from kvmosaic.engine.placing import not_movable
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.scheduler import Scheduler
 from kvmosaic.engine.sequence import Sequence, SequenceState
-from kvmosaic.engine.step import Step, Work
+from kvmosaic.engine.step import ScheduledTokens, Step
 
 __all__ = [
     "AnswerDelta",
@@ -21,10 +21,10 @@ __all__ = [
     "EngineFigures",
     "Request",
     "RequestDelta",
+    "ScheduledTokens",
     "Scheduler",
     "Sequence",
     "SequenceState",
     "Step",
-    "Work",
     "not_movable",
 ]

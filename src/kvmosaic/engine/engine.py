@@ -17,14 +17,14 @@ from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.deviations import measure_deviations
 from kvmosaic.engine.placing import place
 from kvmosaic.engine.priorities import check_priority
-from kvmosaic.engine.repairing import Repair, check_model, repair_of, why_not_repaired
+from kvmosaic.engine.repairing import RequestRepair, check_model, repair_of, why_not_repaired
 from kvmosaic.engine.report import reuse_report
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.rolling import check_memory, window_of
 from kvmosaic.engine.scheduler import Scheduler
 from kvmosaic.engine.scoring import Scoring, scoring_of
 from kvmosaic.engine.sequence import Sequence, SequenceState
-from kvmosaic.engine.step import Step, Work
+from kvmosaic.engine.step import ScheduledTokens, Step
 from kvmosaic.engine.swap_space import SwapSpace
 from kvmosaic.errors import (
     EngineAsleep,
@@ -399,7 +399,7 @@ class Engine:
         strategy: PositionStrategy | None,
         context: ChunkContext | None,
         window: RollingWindow | None,
-    ) -> tuple[Layout, Repair | None]:
+    ) -> tuple[Layout, RequestRepair | None]:
         """The layout that runs first, and the repair of the prompt."""
         is_default = policy is None and not self.chunk_config.says("repair")
         policy = self.repair if policy is None else repair_policy(policy)
@@ -450,7 +450,7 @@ class Engine:
         note: str = "",
         arrival_time: float | None = None,
         window: RollingWindow | None = None,
-        repair: Repair | None = None,
+        repair: RequestRepair | None = None,
         scoring: Scoring | None = None,
     ) -> Request:
         if self.is_stopped:
@@ -584,7 +584,7 @@ class Engine:
             else:
                 self._finish(sequence, news)
 
-    def _score(self, work: Work, logits: torch.Tensor, news: dict[str, Request]) -> None:
+    def _score(self, work: ScheduledTokens, logits: torch.Tensor, news: dict[str, Request]) -> None:
         """Records the scores of some tokens of a continuation; the last of them ends the request."""
         sequence, request = work.sequence, work.sequence.request
         scoring = request.scoring
@@ -610,13 +610,13 @@ class Engine:
         assert sequence.allocation is not None
         forks = [self._new_sequence(request, index) for index in range(1, request.params.n)]
         self._sequences[request.request_id].extend(forks)
-        num_places = max(self.scheduler.num_free_places, 0)
-        for fork in forks[:num_places]:
+        num_seats = max(self.scheduler.num_free_seats, 0)
+        for fork in forks[:num_seats]:
             fork.set_allocation(self.kv_cache.fork(sequence.allocation))
             self.scheduler.start(fork)
-        for fork in forks[num_places:]:
+        for fork in forks[num_seats:]:
             self.scheduler.add(fork)
-        return forks[:num_places]
+        return forks[:num_seats]
 
     def _finish(self, sequence: Sequence, news: dict[str, Request]) -> None:
         """Removes a sequence; ends its request with the last one. Safe if the request has already ended."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvmosaic.engine.rolling import check_places
+from kvmosaic.engine.rolling import check_positions
 from kvmosaic.errors import InvalidOffset, NotMovable
 from kvmosaic.layout import ChunkContext, Layout, PositionStrategy, RollingWindow, arrange, choose_strategy
 from kvmosaic.model.loaded import LoadedModel
@@ -31,7 +31,7 @@ def place(
         NotMovable: it moves documents and the model does not allow that.
     """
     if strategy == "auto":
-        end = 1 if window is None else window.num_places - prompt.segments[-1].num_tokens
+        end = 1 if window is None else window.num_positions - prompt.segments[-1].num_tokens
         strategy = choose_strategy(prompt.num_tokens + end, max_positions, is_movable=model.is_movable)
     layout = arrange(prompt, strategy, context)
     if max_positions is not None and any(span.end > max_positions for span in layout.spans[:-1]):
@@ -43,7 +43,7 @@ def place(
     if max_positions is not None:
         _check_offsets(layout, max_positions)
     if window is not None:
-        check_places(window, layout, max_positions)
+        check_positions(window, layout, max_positions)
     elif max_positions is not None:
         check_length(layout, max_positions, 0 if chunks_only else 1)
     return layout

@@ -90,7 +90,7 @@ class Preemption:
         self,
         waiting: Sequence,
         running: Collection[Sequence],
-        places: Mapping[str, int],
+        num_running: Mapping[str, int],
         *,
         is_full: bool,
         was_refused: bool,
@@ -100,15 +100,15 @@ class Preemption:
         Args:
             waiting: the waiting sequence.
             running: candidates for preemption.
-            places: number of running sequences by tenant.
+            num_running: number of running sequences by tenant.
             is_full: whether max_num_seqs sequences run.
             was_refused: whether there were not enough blocks for it in the last step.
         """
         lower = [other for other in running if self._is_much_lower(waiting, other)]
         equal, over = [], []
         if is_full or was_refused:
-            equal = [other for other in running if self._may_share(waiting, other, places, is_full=is_full)]
-            over = [other for other in running if self._has_used_its_slice(waiting, other, places)]
+            equal = [other for other in running if self._may_share(waiting, other, num_running, is_full=is_full)]
+            over = [other for other in running if self._has_used_its_slice(waiting, other, num_running)]
         if not (lower or equal or over):
             return []
         prompt = waiting.request.prompt
@@ -117,10 +117,10 @@ class Preemption:
             return []
         now = self._clock()
         chosen = self._enough(in_order(lower, now), running, error)
-        chosen = chosen or self._even_out(waiting, equal, running, places, error)
+        chosen = chosen or self._even_out(waiting, equal, running, num_running, error)
         if not chosen:
             over = in_order(over, now)
-            over.sort(key=lambda other: -self._shares.load(other.tenant, places[other.tenant]))
+            over.sort(key=lambda other: -self._shares.load(other.tenant, num_running[other.tenant]))
             chosen = self._enough(over, running, error, of_tenant=waiting.tenant)
             for other in chosen:
                 other.requeue(now)
@@ -147,7 +147,7 @@ class Preemption:
             return False
         return not computes_for_others(other) and not in_cooldown(other)
 
-    def _has_used_its_slice(self, waiting: Sequence, other: Sequence, places: Mapping[str, int]) -> bool:
+    def _has_used_its_slice(self, waiting: Sequence, other: Sequence, num_running: Mapping[str, int]) -> bool:
         """Whether a running sequence may be preempted for one that would sort before it, were both to arrive now.
 
         If the waiting one's tenant runs something, it must not have more than the other afterwards.
@@ -159,20 +159,20 @@ class Preemption:
             return False
         mine, theirs = waiting.tenant, other.tenant
         if (
-            places.get(mine)
+            num_running.get(mine)
             and mine != theirs
-            and self._shares.is_fairer(theirs, places[theirs], mine, places[mine] + 1)
+            and self._shares.is_fairer(theirs, num_running[theirs], mine, num_running[mine] + 1)
         ):
             return False
         return not computes_for_others(other)
 
-    def _may_share(self, waiting: Sequence, other: Sequence, places: Mapping[str, int], *, is_full: bool) -> bool:
+    def _may_share(self, waiting: Sequence, other: Sequence, num_running: Mapping[str, int], *, is_full: bool) -> bool:
         mine, theirs = waiting.tenant, other.tenant
         if mine == theirs or other.request.priority > waiting.request.priority or computes_for_others(other):
             return False
         if not is_full:
-            return not places.get(mine)
-        return self._shares.may_take(mine, places.get(mine, 0), 1, theirs, places[theirs])
+            return not num_running.get(mine)
+        return self._shares.may_take(mine, num_running.get(mine, 0), 1, theirs, num_running[theirs])
 
     def _enough(
         self,
@@ -206,14 +206,14 @@ class Preemption:
         waiting: Sequence,
         able: list[Sequence],
         running: Collection[Sequence],
-        places: Mapping[str, int],
+        num_running: Mapping[str, int],
         error: OutOfBlocks | None,
     ) -> list[Sequence]:
         """Candidates of tenants above their share, the last in order of the tenant with the largest load first."""
         if isinstance(error, QuotaInUse) or (error is not None and error.num_missing is None):
             return []
         tenant, sizes = waiting.tenant, dict.fromkeys(able, 1)
-        held, wanted = Counter(places), 1
+        held, wanted = Counter(num_running), 1
         if error is not None:
             able = [other for other in able if not in_cooldown(other)]
             held = self.blocks_by_tenant(running, error.pool)

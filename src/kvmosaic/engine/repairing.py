@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from kvmosaic.errors import InvalidRepair, KVMosaicError
-from kvmosaic.layout import UNWEIGHTED, Layout, Weight, exact_spans, repaired
+from kvmosaic.layout import UNWEIGHTED, Layout, SoftmaxWeight, exact_spans, repaired
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.prompt import SegmentKind
 from kvmosaic.repair import ChunkSignals, FullRepair, NoRepair, RepairPolicy, Signal, Temperature, checked_choice
@@ -28,7 +28,7 @@ MAX_REPAIR_LOOKS = 2**23
 
 
 @dataclass(eq=False, slots=True)
-class Repair:
+class RequestRepair:
     """The repair of one request, and the signals measured on its chunks."""
 
     policy: RepairPolicy
@@ -153,7 +153,7 @@ class Repair:
 class QuestionObserver:
     """Sums up, for a repair, the attention of its question's rows."""
 
-    repair: Repair
+    repair: RequestRepair
     read_tokens: tuple[tuple[int, int], ...]
     """For each read of the rows that is a span's: that span, and the number of its first token."""
 
@@ -166,7 +166,7 @@ class QuestionObserver:
         self.repair.note_shares(*self.read_tokens[read_index], shares)
 
 
-def repair_of(policy: RepairPolicy, layout: Layout, model: LoadedModel, *, has_window: bool) -> Repair | None:
+def repair_of(policy: RepairPolicy, layout: Layout, model: LoadedModel, *, has_window: bool) -> RequestRepair | None:
     """Returns the repair of a request; None if there is nothing to repair.
 
     Raises:
@@ -176,7 +176,7 @@ def repair_of(policy: RepairPolicy, layout: Layout, model: LoadedModel, *, has_w
         return None
     if reason := why_not_repaired(policy, layout, model, has_window=has_window):
         raise InvalidRepair(reason)
-    return Repair(policy, layout, len(model.layers))
+    return RequestRepair(policy, layout, len(model.layers))
 
 
 def why_not_repaired(policy: RepairPolicy, layout: Layout, model: LoadedModel, *, has_window: bool) -> str:
@@ -228,7 +228,7 @@ def _unsuited(policy: RepairPolicy, model: LoadedModel) -> str:
     return ""
 
 
-def _weight_of(policy: RepairPolicy) -> Weight:
+def _weight_of(policy: RepairPolicy) -> SoftmaxWeight:
     if not isinstance(policy, Temperature):
         return UNWEIGHTED
-    return Weight(1 / policy.temperature, math.log(policy.scale))
+    return SoftmaxWeight(1 / policy.temperature, math.log(policy.scale))

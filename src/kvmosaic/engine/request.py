@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kvmosaic.engine.priorities import sort_key_of
-from kvmosaic.engine.repairing import Repair
+from kvmosaic.engine.repairing import RequestRepair
 from kvmosaic.engine.scoring import Scoring
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.layout import Layout, RollingWindow
@@ -50,7 +50,7 @@ class Request:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
-    repair: Repair | None = None
+    repair: RequestRepair | None = None
     """Repair of its chunks, if any."""
     scoring: Scoring | None = None
     """The continuation to score, if no answer is generated."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from kvmosaic.attention import RunRead
+from kvmosaic.attention import Piece
 from kvmosaic.cache import BlockPool
 from kvmosaic.errors import InvalidSampling, NotMovable, RequestTooLarge
 from kvmosaic.layout import Layout, RollingWindow
@@ -37,20 +37,20 @@ def window_of(params: SamplingParams, model: LoadedModel) -> RollingWindow | Non
     return RollingWindow(params.sink_tokens, params.window_tokens, len(model.layers))
 
 
-def check_places(window: RollingWindow, layout: Layout, max_positions: int | None) -> None:
+def check_positions(window: RollingWindow, layout: Layout, max_positions: int | None) -> None:
     """Checks that sinks and window fit after the preceding spans.
 
     Raises:
         InvalidSampling: they exceed the model's max position.
     """
     start = layout.last.start
-    if max_positions is None or start + window.num_places <= max_positions:
+    if max_positions is None or start + window.num_positions <= max_positions:
         return
     before = f"after {start} positions of system prompt and documents, " if start else ""
     room = max(max_positions - start, 0)
     raise InvalidSampling(
         f"{before}sink_tokens={window.sink_tokens} and window_tokens={window.window_tokens} need "
-        f"{window.num_places} positions and the model has {room}; a smaller window_tokens will do, or fewer documents"
+        f"{window.num_positions} positions and the model has {room}; lower window_tokens, or send fewer documents"
     )
 
 
@@ -77,7 +77,7 @@ def check_memory(window: RollingWindow, pool: BlockPool) -> None:
         )
 
 
-def moved(reads: Iterable[RunRead], shift: int) -> tuple[RunRead, ...]:
+def moved(reads: Iterable[Piece], shift: int) -> tuple[Piece, ...]:
     """Reads that keep their distance from a row (and the rows after it in its group), which is `shift` further on."""
     return tuple(
         replace(read, position=read.position + shift, distance=read.distance + shift, follows=True) for read in reads

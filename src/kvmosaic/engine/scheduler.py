@@ -25,7 +25,7 @@ from kvmosaic.engine.rolling import max_at_once
 from kvmosaic.engine.scoring import MAX_LOGIT_ROWS
 from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.shares import Shares
-from kvmosaic.engine.step import Step, Work
+from kvmosaic.engine.step import ScheduledTokens, Step
 from kvmosaic.engine.step_budget import StepBudget
 from kvmosaic.engine.waiting import WaitingQueue
 from kvmosaic.errors import ChunkCacheFull, KVMosaicError, OutOfBlocks, QuotaInUse, RequestTooLarge
@@ -66,7 +66,7 @@ class Scheduler:
         """Whether no sequence is admitted, so that the running ones can finish."""
         self.shares = Shares()
         self.preemption = Preemption(kv_cache, config, self.shares, clock)
-        self._places: Counter[str] = Counter()
+        self._num_running: Counter[str] = Counter()
         """Running sequences by tenant."""
         self._seen: dict[str, float] = {}
         """By tenant: when it last had unfinished requests."""
@@ -99,7 +99,7 @@ class Scheduler:
         return len(self.waiting) + len(self.fetching)
 
     @property
-    def num_free_places(self) -> int:
+    def num_free_seats(self) -> int:
         """Sequences that may still be admitted. Answers leave a quarter of every step to prompts."""
         max_tokens = self.config.max_batched_tokens
         return min(self.config.max_running, max(max_tokens - max_tokens // 4, 1)) - len(self.running)
@@ -114,16 +114,16 @@ class Scheduler:
     def start(self, sequence: Sequence) -> None:
         """Admits a sequence that holds its blocks already."""
         self.running.append(sequence)
-        self._places[sequence.tenant] += 1
+        self._num_running[sequence.tenant] += 1
         self._served[sequence.tenant] = self.clock()
         sequence.time_slice.begin(self.clock())
 
     def _leave(self, sequence: Sequence) -> None:
         """Frees the running slot of a sequence, whatever becomes of it."""
         self.running.remove(sequence)
-        self._places[sequence.tenant] -= 1
-        if not self._places[sequence.tenant]:
-            del self._places[sequence.tenant]
+        self._num_running[sequence.tenant] -= 1
+        if not self._num_running[sequence.tenant]:
+            del self._num_running[sequence.tenant]
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence and frees its blocks; removing it twice is safe."""
@@ -159,7 +159,7 @@ class Scheduler:
         self._refused.clear()
         ahead, behind = self._ahead()
         if ahead:
-            others = (self._places.keys() | set(self.waiting.tenants)) - ahead
+            others = (self._num_running.keys() | set(self.waiting.tenants)) - ahead
             self._passed_over = set(ahead)
             self._schedule(budget, step, others)
             self._passed_over, self._is_full = set(), False
@@ -195,7 +195,7 @@ class Scheduler:
         most = max(LEAST_ANSWERS, int(room / self._answer_seconds))
         if len(answering) <= most or room <= 0:
             return answering
-        few = {tenant for tenant, places in self._places.items() if places <= most // len(self._seen)}
+        few = {tenant for tenant, num in self._num_running.items() if num <= most // len(self._seen)}
         chosen = sorted(answering, key=lambda sequence: (sequence.tenant not in few, sequence.last_step))[:most]
         return [sequence for sequence in answering if sequence in chosen]
 
@@ -216,7 +216,7 @@ class Scheduler:
 
     def _note_present(self) -> None:
         """Records which tenants have unfinished requests, and drops tenants that have had none for long."""
-        now, present = self.clock(), self._places.keys() | set(self.waiting.tenants)
+        now, present = self.clock(), self._num_running.keys() | set(self.waiting.tenants)
         self._seen.update(dict.fromkeys(present, now))
         for tenant in [tenant for tenant, seen in self._seen.items() if now - seen > SEEN_SECONDS]:
             del self._seen[tenant]
@@ -241,7 +241,7 @@ class Scheduler:
         The latter have received less time, at the same priority or higher.
         """
         wanting = self._wanting()
-        if len(self._places.keys() | wanting) < 2:
+        if len(self._num_running.keys() | wanting) < 2:
             return set(), set()
         priorities: dict[str, int] = {}
         for tenant in wanting:
@@ -286,7 +286,7 @@ class Scheduler:
     def _in_order(self) -> list[Sequence]:
         """Running sequences by sort key; if blocks are short, the least loaded tenants first within a priority."""
         ranked = sorted(self.running, key=lambda running: running.sort_key)
-        if len(self._places) == 1 or self.kv_cache.num_spare_blocks >= len(ranked):
+        if len(self._num_running) == 1 or self.kv_cache.num_spare_blocks >= len(ranked):
             return ranked
         blocks = self.preemption.blocks_by_tenant(ranked, self.kv_cache.request_pool.name)
         return [
@@ -298,7 +298,7 @@ class Scheduler:
     def _wanting(self) -> set[str]:
         """Tenants with prompts to compute, running or waiting."""
         running = {sequence.tenant for sequence in self.running if sequence.is_reading}
-        return running if self.is_paused or self.num_free_places <= 0 else running.union(self.waiting.tenants)
+        return running if self.is_paused or self.num_free_seats <= 0 else running.union(self.waiting.tenants)
 
     def _schedule_prompts(self, budget: StepBudget, step: Step, only: Collection[str] | None) -> None:
         """Adds prefill work of running and waiting prompts, as far as the budget allows."""
@@ -333,8 +333,8 @@ class Scheduler:
             chosen = self.preemption.select_victims(
                 waiting,
                 self.running,
-                self._places,
-                is_full=self.num_free_places <= 0,
+                self._num_running,
+                is_full=self.num_free_seats <= 0,
                 was_refused=waiting in self._refused,
             )
             for sequence in chosen:
@@ -349,7 +349,7 @@ class Scheduler:
             return first
 
         def load(tenant: str) -> float:
-            return self.shares.load(tenant, self._places[tenant] + 1)
+            return self.shares.load(tenant, self._num_running[tenant] + 1)
 
         return self.waiting.first(passed_over, load, self._served)
 
@@ -362,7 +362,7 @@ class Scheduler:
             before: a running sequence that is computed next; only sequences that sort before it are admitted.
         """
         spent: set[str] = set()
-        while not self.is_paused and not budget.is_spent and self.num_free_places > 0 and not self._is_full:
+        while not self.is_paused and not budget.is_spent and self.num_free_seats > 0 and not self._is_full:
             sequence = self._first_waiting(self._passed_over | spent)
             if sequence is None or (before is not None and sequence.sort_key >= before.sort_key):
                 return
@@ -443,7 +443,7 @@ class Scheduler:
                     count, num_logits = count - num_logits + room, room  # the rest in a later step
             if not count:
                 continue
-            step.works.append(Work(sequence, index, span.num_computed, count, num_logits))
+            step.works.append(ScheduledTokens(sequence, index, span.num_computed, count, num_logits))
             step.num_looks += count * num_seen
             self.kv_cache.advance(allocation, index, count)
             budget.spend(sequence.tenant, count, count * num_seen)

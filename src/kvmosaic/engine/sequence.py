@@ -7,7 +7,7 @@ from enum import Enum, auto
 from itertools import accumulate, pairwise
 from typing import Any
 
-from kvmosaic.attention import AttentionObserver, RunRead
+from kvmosaic.attention import AttentionObserver, Piece
 from kvmosaic.cache import Allocation, Key
 from kvmosaic.engine.priorities import TimeSlice, sort_key_of
 from kvmosaic.engine.repairing import QuestionObserver
@@ -74,7 +74,7 @@ class Sequence:
         """Tokens of the first allocation."""
         self._first_kept = 0
         """The first token after the sinks that was not skipped."""
-        self._view_reads: dict[int, tuple[RunRead, ...]] = {}
+        self._view_reads: dict[int, tuple[Piece, ...]] = {}
         self._read_tokens: dict[int, tuple[tuple[int, int], ...]] = {}
         """By span, for each of these reads: the span that is read, and the number of its first token."""
         self._found_before: tuple[int, ...] = ()
@@ -191,14 +191,14 @@ class Sequence:
     @property
     def oldest_seen(self) -> int | None:
         """The oldest token after the sinks that the next one sees; None while the text fits into sinks and window."""
-        if self.window is None or self._num_allocated < self.window.num_places:
+        if self.window is None or self._num_allocated < self.window.num_positions:
             return None
         return max(self.window.oldest(self._num_allocated), self._first_kept)
 
     @property
     def num_left_out(self) -> int:
         """Tokens that need not be computed, when they are next; otherwise 0."""
-        if self.window is None or self._num_allocated != self._num_head or self._first_kept < self.window.num_places:
+        if self.window is None or self._num_allocated != self._num_head or self._first_kept < self.window.num_positions:
             return 0
         return self._first_kept - self._num_head
 
@@ -257,23 +257,23 @@ class Sequence:
         span, allocated = self.request.layout.spans[span_index], self.allocation.spans[span_index]
         token, reads_itself = first + allocated.num_left, num_tokens == 1
         place, limit = token, 0
-        if self.window is not None and span is self.request.layout.last and token >= self.window.num_places:
-            place, limit = self.window.place(token), self.window.window_tokens
+        if self.window is not None and span is self.request.layout.last and token >= self.window.num_positions:
+            place, limit = self.window.position_of(token), self.window.window_tokens
             reads = (*self._kept_reads(self.window, token), *self._window_reads(self.window, token, reads_itself))
         else:
             seen = self._seen_by_rows(span, first, num_tokens) if span.is_repair else self._seen(span_index)
             reads = (*seen, *run_reads(span, allocated.table, 0, first + reads_itself))
-        places = span.places[first : first + num_tokens]
+        positions = span.positions[first : first + num_tokens]
         return SpanRows(
             token_ids=self._tokens(span, token, num_tokens),
-            position=places[0] if places else span.start + place,
+            position=positions[0] if positions else span.start + place,
             pool=pool_of(span),
             slots=allocated.table.slots(first, num_tokens),
             reads=reads,
             reads_itself=reads_itself,
             num_logits=num_logits,
             window=0 if reads_itself else limit,  # a single row reads what it sees, and nothing else
-            places=places,
+            positions=positions,
             watch=self._watch(span_index),
         )
 
@@ -293,7 +293,7 @@ class Sequence:
         known = span.num_tokens
         return (*token_ids, *self.answer.token_ids[max(0, first - known) : last - known])
 
-    def _seen(self, span_index: int) -> tuple[RunRead, ...]:
+    def _seen(self, span_index: int) -> tuple[Piece, ...]:
         """Reads of the earlier spans that a span sees.
 
         Chunks are read in the order of their keys, so that their order in the prompt cannot change a single bit.
@@ -317,7 +317,7 @@ class Sequence:
         self._view_reads.clear()
         self._read_tokens.clear()
 
-    def _seen_by_rows(self, span: Span, first: int, num_tokens: int) -> tuple[RunRead, ...]:
+    def _seen_by_rows(self, span: Span, first: int, num_tokens: int) -> tuple[Piece, ...]:
         """Reads of what repaired tokens see, each of them up to its own position."""
         assert self.allocation is not None
         return tuple(
@@ -328,32 +328,32 @@ class Sequence:
             )
         )
 
-    def _kept_reads(self, window: RollingWindow, token: int) -> tuple[RunRead, ...]:
+    def _kept_reads(self, window: RollingWindow, token: int) -> tuple[Piece, ...]:
         """Reads of what is never evicted, for a token after the first S + W: earlier spans, and the sinks."""
         assert self.allocation is not None
         layout, shift = self.request.layout, window.shift(token)
         sinks = run_reads(layout.last, self.allocation.last.table, 0, window.sink_tokens)
         return moved((*self._seen(len(layout.spans) - 1), *sinks), shift)
 
-    def _window_reads(self, window: RollingWindow, token: int, reads_itself: bool) -> tuple[RunRead, ...]:
+    def _window_reads(self, window: RollingWindow, token: int, reads_itself: bool) -> tuple[Piece, ...]:
         """Reads of such a token's window; keys of the previous lap are W positions before where they were computed."""
         assert self.allocation is not None
         span, allocated = self.request.layout.last, self.allocation.last
         oldest, lap = max(window.oldest(token), self._first_kept), window.lap_start(token)
-        reads: list[RunRead] = []
+        reads: list[Piece] = []
         for first, last, distance in (
             (oldest, lap, -window.window_tokens),
             (max(oldest, lap), token + reads_itself, 0),
         ):
             if first < last:
-                position = span.start + window.place(first) + distance
+                position = span.start + window.position_of(first) + distance
                 runs = allocated.table.runs_between(first - allocated.num_left, last - allocated.num_left)
                 for run in runs:
-                    reads.append(RunRead(pool_of(span), run.first_slot, run.num_tokens, position, distance))
+                    reads.append(Piece(pool_of(span), run.first_slot, run.num_tokens, position, distance))
                     position += run.num_tokens
         return tuple(reads)
 
 
-def _first_tokens(reads: tuple[RunRead, ...]) -> list[int]:
+def _first_tokens(reads: tuple[Piece, ...]) -> list[int]:
     """For the reads of a whole span, the number of the first token of each."""
     return [0, *accumulate(read.num_tokens for read in reads[:-1])]

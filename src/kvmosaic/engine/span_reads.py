@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvmosaic.attention import PoolName, RunRead
+from kvmosaic.attention import Piece, PoolName
 from kvmosaic.cache import BlockTable
 from kvmosaic.layout import Span, View
 from kvmosaic.prompt import SegmentKind
@@ -19,14 +19,14 @@ def pool_of(span: Span) -> PoolName:
     return "chunk_cache" if span.segment.kind is SegmentKind.CHUNK else "request"
 
 
-def run_reads(span: Span, table: BlockTable, distance: int, num_tokens: int) -> tuple[RunRead, ...]:
+def run_reads(span: Span, table: BlockTable, distance: int, num_tokens: int) -> tuple[Piece, ...]:
     """Reads of the first `num_tokens` tokens of a span, moved by `distance`."""
     return tuple(_between(span, table, distance, 0, num_tokens))
 
 
 def view_reads(
     span: Span, table: BlockTable, view: View, first_row: int = 0, num_rows: int | None = None
-) -> tuple[RunRead, ...]:
+) -> tuple[Piece, ...]:
     """Reads of a span through a view: without hidden tokens, and each row as far as it sees.
 
     Args:
@@ -51,13 +51,13 @@ def view_reads(
     )
 
 
-def _between(span: Span, table: BlockTable, distance: int, first: int, last: int) -> Iterator[RunRead]:
+def _between(span: Span, table: BlockTable, distance: int, first: int, last: int) -> Iterator[Piece]:
     """Reads of tokens `first` to `last`, exclusive."""
     number = first
     for run in table.runs_between(first, last) if first else table.runs(last):
-        places = tuple(place + distance for place in span.places[number : number + run.num_tokens])
-        position = places[0] if places else span.start + distance + number
-        yield RunRead(pool_of(span), run.first_slot, run.num_tokens, position, distance, places=places)
+        positions = tuple(position + distance for position in span.positions[number : number + run.num_tokens])
+        position = positions[0] if positions else span.start + distance + number
+        yield Piece(pool_of(span), run.first_slot, run.num_tokens, position, distance, positions=positions)
         number += run.num_tokens
 
 
@@ -71,7 +71,7 @@ def _stretches(hidden: tuple[int, ...], num_tokens: int) -> Iterator[tuple[int, 
         first = token + 1
 
 
-def _masked(reads: tuple[RunRead, ...], view: View, ends: tuple[int, ...]) -> Iterator[RunRead]:
+def _masked(reads: tuple[Piece, ...], view: View, ends: tuple[int, ...]) -> Iterator[Piece]:
     number = 0
     for read in reads:
         last = number + read.num_tokens
@@ -83,5 +83,5 @@ def _masked(reads: tuple[RunRead, ...], view: View, ends: tuple[int, ...]) -> It
         number = last
 
 
-def _weighted(read: RunRead, view: View) -> RunRead:
+def _weighted(read: Piece, view: View) -> Piece:
     return replace(read, factor=view.weight.factor, bias=view.weight.bias)

@@ -11,7 +11,7 @@ from kvmosaic.errors import KVMosaicError
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ScheduledTokens:
     """Consecutive tokens of one span of one sequence."""
 
     sequence: Sequence
@@ -27,7 +27,7 @@ class Work:
 class Step:
     """The work of one forward, and the requests that cannot run at all."""
 
-    works: list[Work] = field(default_factory=list)
+    works: list[ScheduledTokens] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     restores: list[Restore] = field(default_factory=list)
     """Swapped-out blocks to be written back after the copies."""

@@ -16,7 +16,7 @@ from kvmosaic.engine import Request
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.composing import accepted_tokens
 from kvmosaic.eval.recalling import Recalled
-from kvmosaic.eval.rows import Reading
+from kvmosaic.eval.rows import CaseResult
 from kvmosaic.eval.scores import score
 from kvmosaic.eval.variants import FULL, Variant
 from kvmosaic.llm import LLM
@@ -45,7 +45,7 @@ def ask(
     progress: Callable[[int], None],
     *,
     is_scored: bool = True,
-) -> dict[Variant, Reading]:
+) -> dict[Variant, CaseResult]:
     """Returns the readings of one case, full attention's first.
 
     Args:
@@ -57,7 +57,7 @@ def ask(
         is_scored: whether answers of labelled cases are scored; otherwise other variants are measured and generate no
             answer.
     """
-    readings: dict[Variant, Reading] = {}
+    readings: dict[Variant, CaseResult] = {}
     reference, readings[FULL] = _ask_full(engine_of(FULL), case, prompt)
     progress(1)
     for number, way in enumerate(ways, start=2):
@@ -75,7 +75,7 @@ def try_way(llm: LLM, way: Variant, prompt: Prompt) -> None:
     _answer(llm, way, prompt, 1, None)
 
 
-def _ask_full(llm: LLM, case: Case, prompt: Prompt) -> tuple[_Reference, Reading]:
+def _ask_full(llm: LLM, case: Case, prompt: Prompt) -> tuple[_Reference, CaseResult]:
     output = _answer(llm, FULL, prompt, case.answer_tokens, None)
     said = output.outputs[0]
     accepted = accepted_tokens(llm, case)
@@ -90,7 +90,9 @@ def _ask_full(llm: LLM, case: Case, prompt: Prompt) -> tuple[_Reference, Reading
     return reference, replace(reading, loss=None if gold is None else gold.score().loss)
 
 
-def _ask_way(llm: LLM, way: Variant, case: Case, prompt: Prompt, reference: _Reference, *, is_scored: bool) -> Reading:
+def _ask_way(
+    llm: LLM, way: Variant, case: Case, prompt: Prompt, reference: _Reference, *, is_scored: bool
+) -> CaseResult:
     recalled = Recalled.of(way.repair)
     output = _answer(llm, way, prompt, 1, recalled)
     own, gold = _scores(llm, way, prompt, reference.token_ids, reference.accepted, recalled)
@@ -133,10 +135,10 @@ def _scores(
     return first, others[0] if others else None
 
 
-def _reading(output: RequestOutput, case: Case, prompt: Prompt, text: str, right: float | None) -> Reading:
+def _reading(output: RequestOutput, case: Case, prompt: Prompt, text: str, right: float | None) -> CaseResult:
     used, first = output.reuse.repair, output.metrics.time_to_first_token
     assert first is not None
-    return Reading(
+    return CaseResult(
         case=case.id,
         answer=text,
         score=right,

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from kvmosaic.console.text import printable
-from kvmosaic.eval.rows import Row
+from kvmosaic.eval.rows import TaskRow
 from kvmosaic.eval.summary import Summary, summarize
 from kvmosaic.eval.table import NARROW_HEADINGS, narrow_cells, percent, terminal_table, way_text
 
@@ -53,7 +53,7 @@ class Display:
         """Counts answers."""
         self._bar.update(self._line, completed=done, total=total)
 
-    def news(self, rows: Sequence[Row]) -> None:
+    def news(self, rows: Sequence[TaskRow]) -> None:
         """Shows the results of all questions so far."""
         now, every = time.monotonic(), _LINE_SECONDS if self._live is None else _TABLE_SECONDS
         if now - self._shown < every:

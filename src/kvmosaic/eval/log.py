@@ -17,14 +17,14 @@ from typing import IO, Any
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
-from kvmosaic.eval.rows import Reading
+from kvmosaic.eval.rows import CaseResult
 from kvmosaic.eval.variants import Variant
 from kvmosaic.prompt import Prompt
 
 FORMAT = 1
 _FORMAT_FIELD = "kvmosaic_eval_log"
 MAX_LOG_BYTES = 2**32
-Readings = dict[Variant, Reading]
+Readings = dict[Variant, CaseResult]
 
 
 class RunLog:
@@ -113,10 +113,10 @@ def digest_of(case: Case, prompt: Prompt, *, is_scored: bool) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
-def _written(way: Variant, reading: Reading) -> dict[str, Any]:
+def _written(way: Variant, reading: CaseResult) -> dict[str, Any]:
     return {"strategy": way.strategy, "context": way.context, "repair": way.repair, "reading": reading.to_dict()}
 
 
-def _read_back(content: dict[str, Any]) -> tuple[Variant, Reading]:
+def _read_back(content: dict[str, Any]) -> tuple[Variant, CaseResult]:
     way = Variant(content["strategy"], content["context"], content["repair"])
-    return way, Reading.from_dict(content["reading"])
+    return way, CaseResult.from_dict(content["reading"])

@@ -19,7 +19,7 @@ from kvmosaic.console.folder import read_folder
 from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.case import MAX_ID_CHARACTERS, Case
 from kvmosaic.eval.drawing import USUAL_DOCUMENTS, draw_documents
-from kvmosaic.eval.loaders.field import Field
+from kvmosaic.eval.loaders.field import JSONField
 from kvmosaic.prompt import Document
 
 MAX_FILE_BYTES = 2**26
@@ -144,26 +144,26 @@ def _case(library: Library, text: str, number: int, task: str, documents: int, s
     )
 
 
-def _field(text: str) -> Field:
+def _field(text: str) -> JSONField:
     """The fields of a line; a line that is no JSON object is a question."""
     if len(text) > MAX_LINE_CHARACTERS:
         raise InvalidConfig(f"it has {len(text)} characters; at most {MAX_LINE_CHARACTERS} are allowed")
     if not text.startswith("{"):
-        return Field("", {"question": text})
+        return JSONField("", {"question": text})
     try:
-        return Field("", json.loads(text))
+        return JSONField("", json.loads(text))
     except (ValueError, RecursionError) as error:
         raise InvalidConfig(f"it begins as JSON and is not ({error!s:.100}); repair the line") from None
 
 
-def _answers(field: Field) -> tuple[str, ...]:
+def _answers(field: JSONField) -> tuple[str, ...]:
     if not field.has("answer"):
         return ()
     answer = field.member("answer")
     return answer.texts() if isinstance(answer.value, list) else (answer.filled_text(),)
 
 
-def _named(library: Library, field: Field) -> int:
+def _named(library: Library, field: JSONField) -> int:
     number = library.number_of(field.label())
     if number is None:
         raise field.wrong(f"there is no document {field.value!r:.80}; an id is the name of a file without its ending")

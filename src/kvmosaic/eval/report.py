@@ -13,7 +13,7 @@ from rich.text import Text
 
 from kvmosaic.console.text import printable
 from kvmosaic.eval.case import Case
-from kvmosaic.eval.rows import Row
+from kvmosaic.eval.rows import TaskRow
 from kvmosaic.eval.summary import Summary, findings, summarize
 from kvmosaic.eval.table import (
     LEGEND,
@@ -46,7 +46,7 @@ class EvalReport:
     seed: int
     facts: dict[str, Any]
     cases: Sequence[Case]
-    rows: Sequence[Row]
+    rows: Sequence[TaskRow]
     notes: Sequence[str]
     """Remarks for the reader: what was left out, and why."""
     seconds: float

@@ -14,7 +14,7 @@ from kvmosaic.eval.variants import FULL, Variant
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class CaseResult:
     """One answered question."""
 
     case: str
@@ -45,7 +45,7 @@ class Reading:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Reading:
+    def from_dict(cls, content: Mapping[str, Any]) -> CaseResult:
         """A reading from names and values.
 
         Raises:
@@ -66,13 +66,13 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TaskRow:
     """One task with one variant."""
 
     way: Variant
     task: str
     metric: Metric
-    readings: tuple[Reading, ...]
+    readings: tuple[CaseResult, ...]
     full_accuracy: float | None
     """Of full attention, on the same questions with the same model; None for unlabelled cases."""
     full_loss: float | None = None
@@ -163,7 +163,7 @@ class Row:
         }
 
 
-def rows_of(cases: Sequence[Case], found: Mapping[str, Mapping[Variant, Reading]]) -> tuple[Row, ...]:
+def rows_of(cases: Sequence[Case], found: Mapping[str, Mapping[Variant, CaseResult]]) -> tuple[TaskRow, ...]:
     """Returns rows of the finished cases, by task in the order of the cases, then by variant; full attention first.
 
     Args:
@@ -177,7 +177,7 @@ def rows_of(cases: Sequence[Case], found: Mapping[str, Mapping[Variant, Reading]
         full = [found[case.id][FULL] for case in own]
         accuracy, loss = _mean([reading.score for reading in full]), _mean([reading.loss for reading in full])
         rows += [
-            Row(way, task, own[0].metric, tuple(found[case.id][way] for case in own), accuracy, loss)
+            TaskRow(way, task, own[0].metric, tuple(found[case.id][way] for case in own), accuracy, loss)
             for way in found[own[0].id]
         ]
     return tuple(rows)

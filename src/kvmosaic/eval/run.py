@@ -22,7 +22,7 @@ from kvmosaic.eval.asking import ask, try_way
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.composing import prompt_of
 from kvmosaic.eval.log import Readings, RunLog, digest_of
-from kvmosaic.eval.rows import Row, rows_of
+from kvmosaic.eval.rows import TaskRow, rows_of
 from kvmosaic.eval.variants import FULL, Variant
 from kvmosaic.llm import LLM
 from kvmosaic.model import LoadedModel
@@ -31,7 +31,7 @@ from kvmosaic.prompt import Prompt
 MAX_CASES = 1_000_000
 Progress = Callable[[int, int], None]
 """Called with the number of answers so far and the number of all."""
-News = Callable[[Sequence[Row]], None]
+News = Callable[[Sequence[TaskRow]], None]
 """Called with the rows of all results so far."""
 
 
@@ -39,7 +39,7 @@ News = Callable[[Sequence[Row]], None]
 class Evaluation:
     """Results of a run."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[TaskRow, ...]
     """By task in the order of the cases, then by variant; full attention first."""
     notes: tuple[str, ...] = ()
     """Remarks for the reader: what was left out, and why."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from kvmosaic.eval.rows import Row, percentile
+from kvmosaic.eval.rows import TaskRow, percentile
 from kvmosaic.eval.variants import Variant
 
 BUDGET = 0.15
@@ -58,12 +58,12 @@ class Summary:
         return {**asdict(self), "is_in_budget": self.is_in_budget, "is_good": self.is_good}
 
 
-def summarize(rows: Sequence[Row]) -> list[Summary]:
+def summarize(rows: Sequence[TaskRow]) -> list[Summary]:
     """Returns one summary per variant, in the order of the rows."""
     return [_summary(way, [row for row in rows if row.way == way]) for way in dict.fromkeys(row.way for row in rows)]
 
 
-def _summary(way: Variant, rows: list[Row]) -> Summary:
+def _summary(way: Variant, rows: list[TaskRow]) -> Summary:
     accuracy, full = _mean(row.accuracy for row in rows), _mean(row.full_accuracy for row in rows)
     worst = min((row for row in rows if row.ratio is not None), key=lambda row: row.ratio or 0.0, default=None)
     readings = [reading for row in rows for reading in row.readings]
@@ -92,7 +92,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def findings(rows: Sequence[Row]) -> list[str]:
+def findings(rows: Sequence[TaskRow]) -> list[str]:
     """Returns sentences: what the best policies within the budget reach, which tasks miss the targets, and doubts."""
     summaries = summarize(rows)
     nearest = min((each for each in summaries if each.is_in_budget), key=lambda each: each.divergence, default=None)
@@ -121,7 +121,7 @@ def nearness_text(summary: Summary) -> str:
     return text
 
 
-def doubts(rows: Sequence[Row]) -> list[str]:
+def doubts(rows: Sequence[TaskRow]) -> list[str]:
     """Returns sentences: why the numbers may be unreliable."""
     said = []
     fewest = min((row.num_cases for row in rows), default=0)
@@ -146,7 +146,7 @@ def _preference(summary: Summary) -> tuple[bool, float, float, float]:
     return (False, summary.work, -ratio, -worst) if summary.is_good else (True, -ratio, -worst, summary.work)
 
 
-def _missed(rows: Sequence[Row], best: Summary, ways: list[Variant]) -> list[str]:
+def _missed(rows: Sequence[TaskRow], best: Summary, ways: list[Variant]) -> list[str]:
     said = []
     for row in rows:
         if row.way == best.way and row.ratio is not None and row.ratio < TASK_WANTED:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 
 from kvmosaic.console.text import duration_text, printable
-from kvmosaic.eval.rows import Row
+from kvmosaic.eval.rows import TaskRow
 from kvmosaic.eval.summary import Summary
 from kvmosaic.eval.variants import Variant
 
@@ -69,7 +69,7 @@ def narrow_cells(summary: Summary, *, with_context: bool) -> tuple[str, ...]:
     )
 
 
-def row_cells(row: Row) -> tuple[str, ...]:
+def row_cells(row: TaskRow) -> tuple[str, ...]:
     """Cells of one variant on one task."""
     return (
         row.task,
@@ -85,7 +85,7 @@ def row_cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def task_table(rows: Sequence[Row], *, with_context: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def task_table(rows: Sequence[TaskRow], *, with_context: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Headings and cells of a table with a row per variant and a column per task, in whole percents."""
     tasks = list(dict.fromkeys(row.task for row in rows))
     accuracy = {(row.way, row.task): row.accuracy for row in rows}
@@ -131,7 +131,7 @@ def way_text(way: Variant, *, with_context: bool) -> str:
     return f"{way.repair}, {way.strategy}" + (f"/{way.context}" if with_context else "")
 
 
-def _nearness_cells(found: Summary | Row) -> tuple[str, str, str]:
+def _nearness_cells(found: Summary | TaskRow) -> tuple[str, str, str]:
     """Divergence, agreement and loss."""
     loss = "–" if found.loss is None else f"{found.loss:.3f} ({increase(found.loss_increase)})"
     if found.way.is_full:

@@ -19,7 +19,7 @@ from kvmosaic.console.text import duration_text, printable
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.measure import EvalModel, Measured, measure
-from kvmosaic.eval.rows import Row
+from kvmosaic.eval.rows import TaskRow
 from kvmosaic.eval.summary import Summary, doubts, summarize
 from kvmosaic.eval.table import increase, percent, terminal_table, way_text
 from kvmosaic.eval.tuning import Tuned, choose
@@ -103,7 +103,7 @@ def _nearness_cells(summary: Summary) -> tuple[str, ...]:
     return f"{summary.divergence:.4f}", percent(summary.agreement), increase(summary.loss_increase)
 
 
-def _slow(tuned: Tuned, rows: Sequence[Row]) -> list[str]:
+def _slow(tuned: Tuned, rows: Sequence[TaskRow]) -> list[str]:
     """Warns if the variant is slower than full attention: with short prompts, less work may take more time."""
     times = {summary.way: summary.first_median for summary in summarize(rows)}
     full, chosen = times[FULL], tuned.chosen.first_median

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.eval.rows import Row
+from kvmosaic.eval.rows import TaskRow
 from kvmosaic.eval.summary import Summary, nearness_text, summarize
 from kvmosaic.eval.table import percent
 from kvmosaic.tuned_settings import Goal
@@ -88,7 +88,7 @@ def goal_of(
     return goal
 
 
-def choose(rows: Sequence[Row], goal: Goal, *, with_full: bool = False) -> Tuned:
+def choose(rows: Sequence[TaskRow], goal: Goal, *, with_full: bool = False) -> Tuned:
     """Chooses the variant with the least work that reaches the goal; the first of equals; if none does, the closest.
 
     Work is counted, not timed, so the same answers give the same choice on every machine.
@@ -182,7 +182,7 @@ def _described(summary: Summary, goal: Goal) -> str:
     return f"{summary.way}: {', '.join(parts)}, {percent(summary.work)} work."
 
 
-def _failing(rows: Sequence[Row], ways: Sequence[Summary], closest: Summary, goal: Goal) -> list[str]:
+def _failing(rows: Sequence[TaskRow], ways: Sequence[Summary], closest: Summary, goal: Goal) -> list[str]:
     """Returns, for each task that loses too many right answers, what the best variant for that task reaches."""
     allowed, said = {summary.way for summary in ways}, list[str]()
     if goal.task_loss is None:

@@ -11,9 +11,9 @@ from kvmosaic.layout.span import (
     FixedStrategy,
     Layout,
     PositionStrategy,
+    SoftmaxWeight,
     Span,
     View,
-    Weight,
 )
 
 __all__ = [
@@ -25,9 +25,9 @@ __all__ = [
     "Layout",
     "PositionStrategy",
     "RollingWindow",
+    "SoftmaxWeight",
     "Span",
     "View",
-    "Weight",
     "arrange",
     "choose_strategy",
     "dense",

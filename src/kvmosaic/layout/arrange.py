@@ -76,13 +76,13 @@ def arrange(prompt: Prompt, strategy: FixedStrategy = "shared", chunk_context: C
             start += segment.document_offset
         spans.append(Span(segment, start, context + views))
     positions = _prompt_positions(spans, first_chunk, [system_end - base for base in bases], strategy)
-    places = [
-        (index, place, span)
-        for index, (place, span) in enumerate(zip(positions, spans, strict=True))
+    placed = [
+        (index, position, span)
+        for index, (position, span) in enumerate(zip(positions, spans, strict=True))
         if not span.is_lead_in
     ]
-    views = tuple(View(index, place - span.start) for index, place, span in places)
-    question_start = max((place + span.num_tokens for _, place, span in places), default=0)
+    views = tuple(View(index, position - span.start) for index, position, span in placed)
+    question_start = max((position + span.num_tokens for _, position, span in placed), default=0)
     spans.append(Span(prompt.segments[-1], question_start, views))
     return Layout(tuple(spans), strategy, chunk_context)
 

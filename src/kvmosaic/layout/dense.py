@@ -60,7 +60,7 @@ def dense(layout: Layout) -> DenseLayout:
     token_ids = np.zeros(num_tokens, dtype=np.int64)
     for index, span in enumerate(layout.spans):
         rows = slice(offsets[index], offsets[index + 1])
-        positions[rows] = span.places or span.start + np.arange(span.num_tokens)
+        positions[rows] = span.positions or span.start + np.arange(span.num_tokens)
         token_ids[rows] = span.token_ids
         mask[rows, rows] = np.tri(span.num_tokens, dtype=np.bool_)
         for view in span.views:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from kvmosaic.layout.span import UNWEIGHTED, Layout, Span, View, Weight
+from kvmosaic.layout.span import UNWEIGHTED, Layout, SoftmaxWeight, Span, View
 from kvmosaic.prompt import Segment, SegmentKind
 
 
@@ -41,17 +41,17 @@ def repair_positions(layout: Layout) -> dict[int, int]:
     That is where the question sees it. In `shared` positions documents overlap there, and a token that sees others
     needs to know their order: for repaired tokens, and for them only, documents are one after the other.
     """
-    places = layout.positions()
+    positions = layout.positions()
     if layout.strategy == "shared":
         cursor = None
-        for index in places:
+        for index in positions:
             if _is_chunk(layout, index):
-                places[index] = places[index] if cursor is None else cursor
-                cursor = places[index] + layout.spans[index].num_tokens
-    return places
+                positions[index] = positions[index] if cursor is None else cursor
+                cursor = positions[index] + layout.spans[index].num_tokens
+    return positions
 
 
-def repaired(layout: Layout, chosen: Mapping[int, Sequence[int]], weight: Weight = UNWEIGHTED) -> Layout:
+def repaired(layout: Layout, chosen: Mapping[int, Sequence[int]], weight: SoftmaxWeight = UNWEIGHTED) -> Layout:
     """The layout in which the question reads some tokens of chunks recomputed with everything before them visible.
 
     Args:
@@ -68,20 +68,20 @@ def repaired(layout: Layout, chosen: Mapping[int, Sequence[int]], weight: Weight
     ]
     if not hidden:
         return replace(layout, spans=(*layout.spans[:-1], replace(question, views=tuple(views))))
-    stands = repair_positions(layout)
-    span = _repair_span(layout, hidden, stands)
-    views += _views_of_parts(layout, span, sorted(hidden), stands)
+    from_repair = repair_positions(layout)
+    span = _repair_span(layout, hidden, from_repair)
+    views += _views_of_parts(layout, span, sorted(hidden), from_repair)
     spans = (*layout.spans[:-1], span, replace(question, views=tuple(views)))
     return replace(layout, spans=spans)
 
 
-def _views_of_parts(layout: Layout, span: Span, chunks: Sequence[int], stands: Mapping[int, int]) -> list[View]:
+def _views_of_parts(layout: Layout, span: Span, chunks: Sequence[int], from_repair: Mapping[int, int]) -> list[View]:
     """The question's views of repaired tokens: each chunk's part where it sees the chunk."""
     positions, number = layout.positions(), len(layout.spans) - 1
     ends = (*span.parts[1:], span.num_tokens)
     rows: dict[int, list[int]] = {}
     for index, first, last in zip(chunks, span.parts, ends, strict=True):
-        rows.setdefault(positions[index] - stands[index], []).extend(range(first, last))
+        rows.setdefault(positions[index] - from_repair[index], []).extend(range(first, last))
     everything = range(span.num_tokens)
     return [
         View(number, distance, tuple(row for row in everything if row not in seen))
@@ -93,7 +93,7 @@ def _is_chunk(layout: Layout, index: int) -> bool:
     return layout.spans[index].segment.kind is SegmentKind.CHUNK
 
 
-def _repair_span(layout: Layout, hidden: Mapping[int, tuple[int, ...]], stands: Mapping[int, int]) -> Span:
+def _repair_span(layout: Layout, hidden: Mapping[int, tuple[int, ...]], from_repair: Mapping[int, int]) -> Span:
     rows = [(index, token) for index in sorted(hidden) for token in hidden[index]]
     views = []
     for view in layout.last.views:
@@ -101,9 +101,9 @@ def _repair_span(layout: Layout, hidden: Mapping[int, tuple[int, ...]], stands: 
         ends = tuple(length if view.span < index else token if view.span == index else 0 for index, token in rows)
         if any(ends):
             is_whole = all(end == length for end in ends)
-            distance = stands[view.span] - layout.spans[view.span].start
+            distance = from_repair[view.span] - layout.spans[view.span].start
             views.append(View(view.span, distance, hidden.get(view.span, ()), () if is_whole else ends))
-    places = tuple(stands[index] + token for index, token in rows)
+    positions = tuple(from_repair[index] + token for index, token in rows)
     token_ids = tuple(layout.spans[index].token_ids[token] for index, token in rows)
     parts = tuple(number for number, row in enumerate(rows) if number == 0 or row[0] != rows[number - 1][0])
-    return Span(Segment(SegmentKind.REPAIR, token_ids), places[0], tuple(views), places, parts)
+    return Span(Segment(SegmentKind.REPAIR, token_ids), positions[0], tuple(views), positions, parts)

@@ -19,14 +19,14 @@ class RollingWindow:
     at contiguous positions, as if only these existed (StreamingLLM, https://arxiv.org/abs/2309.17453):
 
         text            s s s s . . . . . . . . . w w w w w w        token t is the last one
-        seen at         0 1 2 3                   4 5 6 7 8 9        place in the cache, from the span's start on
+        seen at         0 1 2 3                   4 5 6 7 8 9        position in the cache, from the span's start on
 
     So the first S + W tokens are an ordinary causal prompt. From then on the window moves by one token per token, and
     everything before it keeps its distance from the newest token.
 
-    Keys are cached once, rotated for the place where they were computed. That place must not grow with the text, so it
-    wraps around: `place` counts from S to S + W - 1, then starts at S again. The tokens between two starts are a *lap*.
-    A window reaches back into the previous lap at most, whose keys then count as W places earlier.
+    Keys are cached once, rotated for the position where they were computed. It must not grow with the text, so
+    it wraps around: it counts from S to S + W - 1, then starts at S again. The tokens between two starts are a *lap*.
+    A window reaches back into the previous lap at most, whose keys then count as W positions earlier.
     """
 
     sink_tokens: int
@@ -38,30 +38,30 @@ class RollingWindow:
         assert self.sink_tokens >= 0 and self.window_tokens >= 1 and self.num_layers >= 1
 
     @property
-    def num_places(self) -> int:
-        """S + W: the length of an ordinary prompt, and the exclusive upper bound of places."""
+    def num_positions(self) -> int:
+        """S + W: the length of an ordinary prompt, and the exclusive upper bound of positions."""
         return self.sink_tokens + self.window_tokens
 
-    def place(self, token: int) -> int:
-        """The place of a token when it is computed, relative to the span's start."""
-        if token < self.num_places:
+    def position_of(self, token: int) -> int:
+        """The position of a token when it is computed, relative to the span's start."""
+        if token < self.num_positions:
             return token
         return self.sink_tokens + (token - self.sink_tokens) % self.window_tokens
 
     def shift(self, token: int) -> int:
         """Distance by which the sinks, and all spans before, are moved for a token; 0 for the first S + W tokens."""
-        return self.place(token) - min(token, self.num_places - 1)
+        return self.position_of(token) - min(token, self.num_positions - 1)
 
     def lap_start(self, token: int) -> int:
-        """The first token of a token's lap: from there on, place and index grow together."""
-        if token < self.num_places:
+        """The first token of a token's lap: from there on, position and index grow together."""
+        if token < self.num_positions:
             return 0
         return token - (token - self.sink_tokens) % self.window_tokens
 
     def lap_end(self, token: int) -> int:
         """The first token of the next lap."""
-        if token < self.num_places:
-            return self.num_places
+        if token < self.num_positions:
+            return self.num_positions
         return self.lap_start(token) + self.window_tokens
 
     def oldest(self, token: int) -> int:
@@ -77,10 +77,10 @@ class RollingWindow:
         """
         reach = self.window_tokens + (self.num_layers - 1) * (self.window_tokens - 1)
         first = num_tokens - reach
-        return first if first >= self.num_places else self.sink_tokens
+        return first if first >= self.num_positions else self.sink_tokens
 
     def head_tokens(self, num_tokens: int) -> int:
         """Number of tokens that are computed first, as an ordinary prompt; the others follow in parts."""
         if self.replay_from(num_tokens) > self.sink_tokens:
             return max(self.sink_tokens, 1)
-        return min(num_tokens, self.num_places)
+        return min(num_tokens, self.num_positions)

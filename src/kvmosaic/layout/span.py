@@ -16,14 +16,14 @@ ChunkContext = Literal["system", "lead_in", "none"]
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class SoftmaxWeight:
     """Weight of a run of keys in the softmax: scores are multiplied by `factor`, then increased by `bias`."""
 
     factor: float = 1.0
     bias: float = 0.0
 
 
-UNWEIGHTED = Weight()
+UNWEIGHTED = SoftmaxWeight()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class View:
     """Indexes of its tokens that are masked, because the reader sees them repaired; ascending."""
     ends: tuple[int, ...] = ()
     """Repaired tokens only: for each of them, how many of the first tokens of that span it sees; empty: all see all."""
-    weight: Weight = UNWEIGHTED
+    weight: SoftmaxWeight = UNWEIGHTED
     """Weight of its keys' scores."""
 
     @property
@@ -63,7 +63,7 @@ class Span:
     segment: Segment
     start: int
     views: tuple[View, ...] = ()
-    places: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
     """Repaired tokens only: the position of each of them; empty: from `start` on."""
     parts: tuple[int, ...] = ()
     """Repaired tokens only: the index of the first token of each chunk's part."""
@@ -86,7 +86,7 @@ class Span:
     @property
     def end(self) -> int:
         """One past the position of the last token, as computed."""
-        return max(self.places) + 1 if self.places else self.start + self.num_tokens
+        return max(self.positions) + 1 if self.positions else self.start + self.num_tokens
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ _FORMAT_NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PayloadTensor:
     """One tensor of the payload."""
 
     name: str
@@ -56,7 +56,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ChunkTensor:
     """One tensor of the chunk, before it is encoded."""
 
     name: str
@@ -64,16 +64,16 @@ class Source:
     along: Along
 
 
-def sources(layers: Sequence[LayerGeometry], num_tokens: int) -> Iterator[Source]:
+def sources(layers: Sequence[LayerGeometry], num_tokens: int) -> Iterator[ChunkTensor]:
     """The keys and values of all layers that store any."""
     for index, layer in stored_layers(layers):
         key_shape = (num_tokens, layer.num_kv_heads, layer.key_dim)
-        yield Source(f"layers.{index}.key", key_shape, "channels" if layer.value_in_key else "tokens")
+        yield ChunkTensor(f"layers.{index}.key", key_shape, "channels" if layer.value_in_key else "tokens")
         if not layer.value_in_key:
-            yield Source(f"layers.{index}.value", (num_tokens, layer.num_kv_heads, layer.value_dim), "channels")
+            yield ChunkTensor(f"layers.{index}.value", (num_tokens, layer.num_kv_heads, layer.value_dim), "channels")
 
 
-def places_of(header: EntryHeader) -> list[list[Place]]:
+def places_of(header: EntryHeader) -> list[list[PayloadTensor]]:
     """The place of every part of every source. It follows from the header alone, so a file cannot claim another.
 
         layers.0.key.scale | layers.0.value.scale | … | layers.0.key.code | …
@@ -87,14 +87,14 @@ def places_of(header: EntryHeader) -> list[list[Place]]:
         for part in codec.parts(source.shape, dtype, source.along)
     ]
     found.sort(key=lambda item: -item[2].dtype.itemsize)
-    places: list[list[Place]] = [[] for _ in range(1 + max(number for number, _, _ in found))]
+    places: list[list[PayloadTensor]] = [[] for _ in range(1 + max(number for number, _, _ in found))]
     begins = accumulate((part.num_bytes for _, _, part in found), initial=0)
     for (number, name, part), begin in zip(found, begins, strict=False):
-        places[number].append(Place(name, part, begin))
+        places[number].append(PayloadTensor(name, part, begin))
     return places
 
 
-def num_payload_bytes(places: Sequence[Sequence[Place]]) -> int:
+def num_payload_bytes(places: Sequence[Sequence[PayloadTensor]]) -> int:
     """Bytes of the payload before it is compressed."""
     return sum(place.part.num_bytes for each in places for place in each)
 
@@ -145,5 +145,5 @@ def unpack(header: EntryHeader, payload: Tensor) -> ChunkTensors:
     return [(next(tensors), None if layer.value_in_key else next(tensors)) for _, layer in stored_layers(header.layers)]
 
 
-def _tensor(payload: Tensor, place: Place) -> Tensor:
+def _tensor(payload: Tensor, place: PayloadTensor) -> Tensor:
     return payload[place.begin : place.end].view(place.part.dtype).view(place.part.shape)

@@ -12,7 +12,7 @@ from kvmosaic.metrics.family import Family
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class Sample:
     """One value of a counter, gauge or summary."""
 
     family: Family
@@ -23,10 +23,10 @@ class Reading:
     """For a summary: the number of observations."""
 
 
-class Readings(Collector):
+class SampleCollector(Collector):
     """Calls `read` for all values at every export; values of one family become one metric."""
 
-    def __init__(self, read: Callable[[], Iterable[Reading]], constants: Mapping[str, str] | None = None) -> None:
+    def __init__(self, read: Callable[[], Iterable[Sample]], constants: Mapping[str, str] | None = None) -> None:
         self._read = read
         self._constants = dict(constants or {})
 
@@ -50,7 +50,7 @@ def _metric(family: Family) -> Metric:
     return SummaryMetricFamily(family.name, family.meaning, labels=family.labels)
 
 
-def _add(metric: Metric, reading: Reading, labels: list[str]) -> None:
+def _add(metric: Metric, reading: Sample, labels: list[str]) -> None:
     if isinstance(metric, SummaryMetricFamily):
         metric.add_metric(labels, count_value=int(reading.count), sum_value=reading.value)
     else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvmosaic.attention import AttentionObserver, PoolName, RowGroup, RunRead, Write
+from kvmosaic.attention import AttentionObserver, Piece, PoolName, RowGroup, Write
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class SpanRows:
     reads_itself: a single token whose own slot is already among the reads
     num_logits: number of tokens at the end that need logits
     window: if not 0, a row sees only so many positions of the reads that do not follow it (see `RowGroup`)
-    places: the position of each token, if they are not consecutive
+    positions: the position of each token, if they are not consecutive
     watch: observer of the attention of the rows
     """
 
@@ -30,11 +30,11 @@ class SpanRows:
     position: int
     pool: PoolName
     slots: Sequence[int]
-    reads: tuple[RunRead, ...]
+    reads: tuple[Piece, ...]
     reads_itself: bool = False
     num_logits: int = 0
     window: int = 0
-    places: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
     watch: AttentionObserver | None = None
 
 
@@ -59,9 +59,11 @@ def flatten(spans: Sequence[SpanRows], device: torch.device, *, writes: bool = T
     for span in spans:
         first, count = len(token_ids), len(span.token_ids)
         token_ids.extend(span.token_ids)
-        positions.extend(span.places or range(span.position, span.position + count))
+        positions.extend(span.positions or range(span.position, span.position + count))
         groups.append(
-            RowGroup(first, count, span.position, span.reads, span.reads_itself, span.window, span.places, span.watch)
+            RowGroup(
+                first, count, span.position, span.reads, span.reads_itself, span.window, span.positions, span.watch
+            )
         )
         rows, slots = written.setdefault(span.pool, ([], []))
         rows.extend(range(first, first + count))

@@ -153,7 +153,7 @@ _FORMS: dict[str, type[AttentionAdapter]] = {
 }
 
 
-def open_attention(model: nn.Module) -> list[AttentionAdapter]:
+def install_adapters(model: nn.Module) -> list[AttentionAdapter]:
     """Adapts every supported attention module of a transformers model; idempotent."""
     opened = []
     for part in model.modules():
@@ -165,13 +165,13 @@ def open_attention(model: nn.Module) -> list[AttentionAdapter]:
     return opened
 
 
-def opened_parts(model: nn.Module) -> list[AttentionAdapter]:
+def installed_adapters(model: nn.Module) -> list[AttentionAdapter]:
     """The adapted attention modules."""
     found = (part.__dict__.get(_OPENED_ATTRIBUTE) for part in model.modules())
     return [opened for opened in found if opened is not None]
 
 
-def close_attention(model: nn.Module) -> None:
+def remove_adapters(model: nn.Module) -> None:
     """Restores the original code of all attention modules."""
-    for opened in opened_parts(model):
+    for opened in installed_adapters(model):
         opened.remove()

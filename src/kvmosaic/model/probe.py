@@ -23,7 +23,7 @@ from kvmosaic.model.latent_layers import with_latents
 from kvmosaic.model.layers import LayerSpec, MaskSpec
 from kvmosaic.model.masks import read_mask
 from kvmosaic.model.opened_layers import with_biases
-from kvmosaic.model.opening import close_attention, open_attention, opened_parts
+from kvmosaic.model.opening import install_adapters, installed_adapters, remove_adapters
 from kvmosaic.model.position_table import check_begins_at_zero, check_rows_are_alike, table_length
 from kvmosaic.model.refusing import WAY_OUT, check_rules
 from kvmosaic.rope import PROBE_POSITIONS, Detection, detect_rotation, relative_error
@@ -55,7 +55,7 @@ def probe_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...
             layers = _read_layers(module, max_positions)
         select_attention(module, ATTENTION_NAME)
     except BaseException:
-        close_attention(module)
+        remove_adapters(module)
         module.set_attn_implementation(before)
         raise
     return layers
@@ -96,14 +96,14 @@ def _read_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...
         _layer(call, detection, mask, source)
         for call, detection, mask, source in zip(calls, detections, masks, sources, strict=True)
     ]
-    if opened := opened_parts(module):
+    if opened := installed_adapters(module):
         layers = with_biases(module, opened, layers, max_positions)
     return with_latents(layers, calls, lambda: record_calls(module, tokens, contiguous))
 
 
 def select_attention(module: Any, name: str) -> None:
     """Switches the model to one of our attention functions, or adapts its modules; raises if neither is possible."""
-    if open_attention(module):
+    if install_adapters(module):
         return
     try:
         module.set_attn_implementation(name)

@@ -8,8 +8,8 @@ from functools import cache, partial
 from typing import Any
 
 from kvmosaic.errors import InvalidMessages
-from kvmosaic.prompt.marks import Marks, Place, map_texts
-from kvmosaic.prompt.pieces import Piece, foreign, merged, template
+from kvmosaic.prompt.marks import MarkPlace, Marks, map_texts
+from kvmosaic.prompt.pieces import TextPiece, foreign, merged, template
 from kvmosaic.prompt.tokenizer import Tokenizer, control_tokens
 from kvmosaic.prompt.tools import could_write, mark_tools, schemas_of
 
@@ -87,7 +87,7 @@ class Conversation:
         """The template's source, to see which names it uses."""
         return str(self._options.get("chat_template") or getattr(self._tokenizer, "chat_template", None) or "")
 
-    def pieces(self, documents: Documents = None) -> tuple[Piece, ...]:
+    def pieces(self, documents: Documents = None) -> tuple[TextPiece, ...]:
         """Renders the conversation; `documents` count as the template's own text.
 
         Raises:
@@ -116,7 +116,7 @@ class Conversation:
         # Equal texts share one mark: templates check whether a parameter's name is among the required ones.
         return {"tools": mark_tools(tools, cache(partial(texts.mark, None, padded=True)))}
 
-    def _written(self, items: list[str | Place], texts: _MarkedTexts, documents: Documents) -> list[str]:
+    def _written(self, items: list[str | MarkPlace], texts: _MarkedTexts, documents: Documents) -> list[str]:
         """The text of every item, as the template would write it, if known."""
         direct = [item if isinstance(item, str) else item.fill(texts.values[item.index]) for item in items]
         try:
@@ -130,7 +130,7 @@ class Conversation:
         return next((found for found in (edited, trimmed) if "".join(found) == ordinary), direct)
 
     def _edited(
-        self, items: list[str | Place], direct: list[str], marked: _MarkedTexts, documents: Documents
+        self, items: list[str | MarkPlace], direct: list[str], marked: _MarkedTexts, documents: Documents
     ) -> list[str]:
         """Contents as a template edits them: rendered with a mark after each real content.
 

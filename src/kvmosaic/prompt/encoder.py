@@ -13,7 +13,7 @@ from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.document import Document, read_documents
 from kvmosaic.prompt.finding import place_documents
 from kvmosaic.prompt.message import read_messages
-from kvmosaic.prompt.pieces import Piece, foreign, joined, merged, template
+from kvmosaic.prompt.pieces import TextPiece, foreign, joined, merged, template
 from kvmosaic.prompt.segment import MAX_POSITION, Prompt, Segment, SegmentKind, numbered
 from kvmosaic.prompt.separator import check_unicode
 from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_token_ids
@@ -95,7 +95,7 @@ class PromptEncoder:
         elif not isinstance(prompt, Prompt):
             prompt = Prompt.plain(prompt, salt=salt)
         self._check_count(prompt.segments)
-        segments, encodings, pieces = [], [], list[Piece]()
+        segments, encodings, pieces = [], [], list[TextPiece]()
         has_text = any(segment.token_ids is None for segment in prompt.segments)
         if prompt.segments[0].kind is SegmentKind.CHUNK and has_text and self._prefix:
             segments.append(Segment(SegmentKind.SYSTEM, self._prefix, text=""))
@@ -144,7 +144,7 @@ class PromptEncoder:
         if not read:
             return self._from_pieces([(SegmentKind.PLAIN, None, conversation.pieces())], salt, last_answer)
         placing = place_documents(conversation)
-        parts: list[tuple[SegmentKind, str | None, Sequence[Piece]]] = [(SegmentKind.SYSTEM, None, placing.head)]
+        parts: list[tuple[SegmentKind, str | None, Sequence[TextPiece]]] = [(SegmentKind.SYSTEM, None, placing.head)]
         parts += [(SegmentKind.CHUNK, document.name, placing.chunk(document)) for document in read]
         parts.append((SegmentKind.QUESTION, None, placing.tail))
         prompt = _with_priorities(self._from_pieces(parts, salt, last_answer), read)
@@ -206,7 +206,7 @@ class PromptEncoder:
     def _prefix(self) -> tuple[int, ...]:
         return self._pieces.prefix if self._pieces else ()
 
-    def _lead_in_tokens(self, pieces: Sequence[Piece], segments: Sequence[Segment]) -> tuple[int, ...]:
+    def _lead_in_tokens(self, pieces: Sequence[TextPiece], segments: Sequence[Segment]) -> tuple[int, ...]:
         """Lead-in tokens for the documents of a prompt; empty for a prompt without, or without a tokenizer."""
         if self._pieces is None or all(segment.kind is not SegmentKind.CHUNK for segment in segments):
             return ()
@@ -217,7 +217,7 @@ class PromptEncoder:
 
     def _from_pieces(
         self,
-        parts: Sequence[tuple[SegmentKind, str | None, Sequence[Piece]]],
+        parts: Sequence[tuple[SegmentKind, str | None, Sequence[TextPiece]]],
         salt: str,
         last_answer: int | None = None,
     ) -> Prompt:
@@ -237,7 +237,7 @@ class PromptEncoder:
         return self._joined(checked, [piece for _, _, written in parts for piece in written], last_answer)
 
     def _joined(
-        self, prompt: Prompt, pieces: Sequence[Piece], last_answer: int | None = None, *, with_prefix: bool = False
+        self, prompt: Prompt, pieces: Sequence[TextPiece], last_answer: int | None = None, *, with_prefix: bool = False
     ) -> Prompt:
         """A prompt of segments as an ordinary prompt: the tokens of their joined text."""
         pieces = merged(pieces)
@@ -327,7 +327,7 @@ class PromptEncoder:
         way_out = "shorten it" + (" or set long_chunks='split'" if can_split else "")
         raise PromptTooLong(f"{told}; {way_out}", document=segment.document)
 
-    def _encode(self, pieces: Sequence[Piece], segment: Segment, *, with_prefix: bool = False) -> Encoded:
+    def _encode(self, pieces: Sequence[TextPiece], segment: Segment, *, with_prefix: bool = False) -> Encoded:
         if self._pieces is None:
             self._known_tokenizer()
         assert self._pieces is not None
@@ -346,7 +346,7 @@ class PromptEncoder:
         return self.tokenizer
 
 
-def _gap(before: Sequence[Piece], piece: Piece) -> str:
+def _gap(before: Sequence[TextPiece], piece: TextPiece) -> str:
     """The separator between a text and the one before it: an empty line, unless there is white space."""
     if not before or before[-1].text[-1:].isspace() or piece.text[:1].isspace():
         return ""
@@ -364,7 +364,7 @@ def _with_priorities(prompt: Prompt, documents: Sequence[Document]) -> Prompt:
     return replace(prompt, segments=segments)
 
 
-def _tokens_up_to(pieces: Sequence[Piece], message: int | None, encoded: Encoded) -> int:
+def _tokens_up_to(pieces: Sequence[TextPiece], message: int | None, encoded: Encoded) -> int:
     """Number of tokens of rendered pieces that begin before the end of a message; 0 if absent or unknown."""
     places = [index for index, piece in enumerate(pieces) if message is not None and piece.message == message]
     if not places or encoded.starts is None:

@@ -8,13 +8,13 @@ from kvmosaic.errors import InvalidMessages
 from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.message import is_system
 from kvmosaic.prompt.pieces import joined, merged, template
-from kvmosaic.prompt.placing import Field, Format, Placing
+from kvmosaic.prompt.placing import Format, Placing, WrapperField
 from kvmosaic.prompt.rendering import Rendering, render_marks
 from kvmosaic.prompt.wrapping import Atoms, cut_gap, unify, written
 
 _PLAIN_FORMATS: dict[tuple[str, ...], Format] = {
-    ("text",): (Field("text", str), "\n\n"),
-    ("title", "text"): (Field("title", str), "\n", Field("text", str), "\n\n"),
+    ("text",): (WrapperField("text", str), "\n\n"),
+    ("title", "text"): (WrapperField("title", str), "\n", WrapperField("text", str), "\n\n"),
 }
 
 
@@ -107,10 +107,10 @@ def _cut_open(fields: tuple[str, ...], rendering: Rendering, gap: Atoms, between
     after = tail.pop(0).text if tail and tail[0].trusted else ""
     cut = cut_gap(gap, before, after)
     shows_title = "title" in {field.name for field in rendering.fields}
-    parts: list[str | Field] = [written(gap[cut.place :])]
+    parts: list[str | WrapperField] = [written(gap[cut.place :])]
     for field, behind in zip(rendering.fields, [*between, gap[: cut.place]], strict=True):
         is_both = field.name == "text" and "title" in fields and not shows_title
-        parts += [Field("plain_text", field.escape) if is_both else field, written(behind)]
+        parts += [WrapperField("plain_text", field.escape) if is_both else field, written(behind)]
     return Placing(
         head=merged((*head, template(before[: cut.head_end]))),
         tail=merged((template(after[cut.tail_start :]), *tail)),

@@ -34,7 +34,7 @@ _ESCAPES: tuple[Escape, ...] = (str, _json, _ascii_json, _html_json)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MarkPlace:
     """A place in rendered text where a template put a marked value."""
 
     index: int
@@ -77,25 +77,25 @@ class Marks:
         """Whether a text contains part of a mark: its beginning, also in capitals, or its padding."""
         return self._secret[:8] in text.lower() or _PAD in text
 
-    def split(self, text: str) -> list[str | Place]:
+    def split(self, text: str) -> list[str | MarkPlace]:
         """Splits rendered text into template text and places of marks, alternating; text is first and last."""
         first, *rest = text.split(self._secret + "o")
-        items: list[str | Place] = [first]
+        items: list[str | MarkPlace] = [first]
         for part in rest:
             number, _, body = part.partition("x")
             shown, found, after = body.partition(f"{self._secret}c{number}x")
             if found:
                 escape = next((escape for escape in _ESCAPES if escape(_PROBE) == shown), None)
-                items += [Place(int(number), escape), after]
+                items += [MarkPlace(int(number), escape), after]
             else:
                 items[-1] = f"{items[-1]}{self._secret}o{part}"  # half a mark: the template split it
         for index, place in enumerate(items):
-            if isinstance(place, Place) and self._is_padded[place.index]:
+            if isinstance(place, MarkPlace) and self._is_padded[place.index]:
                 _take_pads(items, index, place)
         return items
 
 
-def _take_pads(items: list[str | Place], index: int, place: Place) -> None:
+def _take_pads(items: list[str | MarkPlace], index: int, place: MarkPlace) -> None:
     """Removes the padding of a mark from the template's text and notes in its place whether it was there."""
     pad = place.escape(_PAD) if place.escape else _PAD
     before, after = items[index - 1], items[index + 1]

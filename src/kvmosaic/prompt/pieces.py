@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """A run of text from one author."""
 
     text: str
@@ -17,24 +17,24 @@ class Piece:
     """The message that it is the content of, if any."""
 
 
-def template(text: str) -> Piece:
+def template(text: str) -> TextPiece:
     """Text of the chat template."""
-    return Piece(text, trusted=True)
+    return TextPiece(text, trusted=True)
 
 
-def foreign(text: str, message: int | None = None) -> Piece:
+def foreign(text: str, message: int | None = None) -> TextPiece:
     """Text of a user or a document: always ordinary text, without control tokens."""
-    return Piece(text, trusted=False, message=message)
+    return TextPiece(text, trusted=False, message=message)
 
 
-def joined(pieces: Iterable[Piece]) -> str:
+def joined(pieces: Iterable[TextPiece]) -> str:
     """The concatenated text of all pieces."""
     return "".join(piece.text for piece in pieces)
 
 
-def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+def merged(pieces: Iterable[TextPiece]) -> tuple[TextPiece, ...]:
     """The same text with neighbours of the same origin joined; empty ones stay only for a message."""
-    result: list[Piece] = []
+    result: list[TextPiece] = []
     for piece in pieces:
         if result and result[-1].trusted and piece.trusted:
             result[-1] = template(result[-1].text + piece.text)
@@ -43,7 +43,7 @@ def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     return tuple(result)
 
 
-def foreign_intervals(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+def foreign_intervals(pieces: Sequence[TextPiece]) -> list[tuple[int, int]]:
     """Untrusted intervals of the joined text: (start, end) in ascending order."""
     intervals, start = [], 0
     for piece in pieces:

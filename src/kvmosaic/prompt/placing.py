@@ -6,23 +6,23 @@ from dataclasses import dataclass
 
 from kvmosaic.prompt.document import Document
 from kvmosaic.prompt.marks import Escape
-from kvmosaic.prompt.pieces import Piece, foreign, merged, template
+from kvmosaic.prompt.pieces import TextPiece, foreign, merged, template
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class WrapperField:
     """The place of a document's text, title or id in its wrapper."""
 
     name: str
     """text, title, doc_id, or plain_text: title and text together."""
     escape: Escape
 
-    def piece(self, document: Document) -> Piece:
+    def piece(self, document: Document) -> TextPiece:
         """The document's own text, as the template writes it."""
         return foreign(self.escape(_value(document, self.name) or ""))
 
 
-Format = tuple[str | Field, ...]
+Format = tuple[str | WrapperField, ...]
 """Format of one document: the template's text and the document's fields."""
 
 
@@ -30,16 +30,16 @@ Format = tuple[str | Field, ...]
 class Placing:
     """A conversation split where its documents go."""
 
-    head: tuple[Piece, ...]
+    head: tuple[TextPiece, ...]
     """Everything before the documents: the system segment."""
-    tail: tuple[Piece, ...]
+    tail: tuple[TextPiece, ...]
     """Everything after them: the question segment."""
     formats: dict[tuple[str, ...], Format]
     """Format by the fields that a document has; a field that is in none of them is not shown."""
     by_template: bool
     """Whether the template places documents, or this package does."""
 
-    def chunk(self, document: Document) -> tuple[Piece, ...]:
+    def chunk(self, document: Document) -> tuple[TextPiece, ...]:
         """One document in its format, the same at every place of every prompt."""
         known = max(self.formats, key=len)
         parts = self.formats[tuple(name for name in known if _value(document, name))]

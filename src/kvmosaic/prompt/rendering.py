@@ -8,12 +8,12 @@ from itertools import pairwise
 
 from kvmosaic.errors import InvalidMessages
 from kvmosaic.prompt.conversation import Conversation
-from kvmosaic.prompt.marks import Marks, Place
+from kvmosaic.prompt.marks import MarkPlace, Marks
 from kvmosaic.prompt.message import is_system
-from kvmosaic.prompt.pieces import Piece
-from kvmosaic.prompt.placing import Field
+from kvmosaic.prompt.pieces import TextPiece
+from kvmosaic.prompt.placing import WrapperField
 
-Item = Piece | Place
+Item = TextPiece | MarkPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class Rendering:
     head  field inner field  gap  field inner field  gap  ...  field inner field  tail
     """
 
-    head: tuple[Piece, ...]
-    tail: tuple[Piece, ...]
-    fields: tuple[Field, ...]
+    head: tuple[TextPiece, ...]
+    tail: tuple[TextPiece, ...]
+    fields: tuple[WrapperField, ...]
     """The fields that the template shows, in its order."""
     inner: list[list[str]]
     """For each document, the text between its fields."""
@@ -48,8 +48,8 @@ def render_marks(conversation: Conversation, fields: tuple[str, ...], number: in
     items: list[Item] = []
     for piece in pieces:
         parts = marks.split(piece.text) if piece.trusted else [piece.text]
-        items += [Piece(part, piece.trusted, piece.message) if isinstance(part, str) else part for part in parts]
-    places = [index for index, item in enumerate(items) if isinstance(item, Place)]
+        items += [TextPiece(part, piece.trusted, piece.message) if isinstance(part, str) else part for part in parts]
+    places = [index for index, item in enumerate(items) if isinstance(item, MarkPlace)]
     if not places:
         return None
     shown = _shown_fields(items, fields, number)
@@ -67,11 +67,11 @@ def render_marks(conversation: Conversation, fields: tuple[str, ...], number: in
     return Rendering(head, tail, shown, inner, texts[width - 1 :: width])
 
 
-def _shown_fields(items: Sequence[Item], fields: tuple[str, ...], number: int) -> tuple[Field, ...] | None:
+def _shown_fields(items: Sequence[Item], fields: tuple[str, ...], number: int) -> tuple[WrapperField, ...] | None:
     """The common fields shown of every document, or None if they differ, repeat, or do not include the text."""
-    places = [item for item in items if isinstance(item, Place)]
+    places = [item for item in items if isinstance(item, MarkPlace)]
     found = [(*divmod(place.index, len(fields)), place.escape) for place in places if place.escape]
-    shown = tuple(Field(fields[field], escape) for document, field, escape in found if document == 0)
+    shown = tuple(WrapperField(fields[field], escape) for document, field, escape in found if document == 0)
     alike = [(document, *place[1:]) for document in range(number) for place in found[: len(shown)]]
     names = [field.name for field in shown]
     if found != alike or len(found) != len(places) or len(set(names)) != len(names) or "text" not in names:
@@ -79,5 +79,5 @@ def _shown_fields(items: Sequence[Item], fields: tuple[str, ...], number: int) -
     return shown
 
 
-def _pieces(items: Sequence[Item]) -> tuple[Piece, ...]:
-    return tuple(item for item in items if isinstance(item, Piece))
+def _pieces(items: Sequence[Item]) -> tuple[TextPiece, ...]:
+    return tuple(item for item in items if isinstance(item, TextPiece))

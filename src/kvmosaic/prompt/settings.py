@@ -50,7 +50,7 @@ class _Ends(Protocol):
     def end(self) -> int: ...
 
 
-class Placed(Protocol):
+class PlacedPrompt(Protocol):
     """A layout, as far as `check_length` needs it."""
 
     @property
@@ -58,7 +58,7 @@ class Placed(Protocol):
         """The span that the answer extends; no other ends later."""
 
 
-def check_length(layout: Placed, max_positions: int, max_new_tokens: int = 1) -> int:
+def check_length(layout: PlacedPrompt, max_positions: int, max_new_tokens: int = 1) -> int:
     """Returns how many tokens remain for the answer.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from kvmosaic.cpu_limit import check_cpu
 from kvmosaic.prompt.long_text import PART_CHARACTERS, Tokens, tokenize_long
-from kvmosaic.prompt.pieces import Piece, foreign_intervals, joined
+from kvmosaic.prompt.pieces import TextPiece, foreign_intervals, joined
 
 WINDOW_CHARACTERS = 2**14
 """Longer texts are counted in parts of this length before they are tokenized as a whole."""
@@ -92,7 +92,7 @@ class PieceTokenizer:
         """Ids that untrusted text never becomes."""
         return frozenset(self._control)
 
-    def encode(self, pieces: Sequence[Piece]) -> Encoded:
+    def encode(self, pieces: Sequence[TextPiece]) -> Encoded:
         """Tokenizes pieces, without BOS and EOS of a whole prompt."""
         if not self._has_offsets:
             return self._encode_without_offsets(pieces)
@@ -182,7 +182,7 @@ class PieceTokenizer:
                 found.append((start, end))
         return found
 
-    def _encode_without_offsets(self, pieces: Sequence[Piece]) -> Encoded:
+    def _encode_without_offsets(self, pieces: Sequence[TextPiece]) -> Encoded:
         """For tokenizers written in Python: every piece separately, untrusted ones cut inside control tokens first."""
         literals = "|".join(re.escape(text) for text in sorted(self._control.values(), key=len, reverse=True) if text)
         ids: list[int] = []

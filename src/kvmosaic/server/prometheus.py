@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from prometheus_client import CollectorRegistry, ProcessCollector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvmosaic.metrics import Meters, Readings, catalogue, expose, own_names, vllm_names
+from kvmosaic.metrics import Meters, SampleCollector, catalogue, expose, own_names, vllm_names
 from kvmosaic.server.gauges import ServerReadings
 from kvmosaic.server.tenants import current_admin
 
@@ -45,7 +45,7 @@ class ServerMetrics:
         constants = {"model_name": model_name, "engine": ENGINE}
         self.registry = CollectorRegistry()
         self._meters = Meters(self.registry, _COUNTED, constants)
-        self.registry.register(Readings(ServerReadings(services), constants))
+        self.registry.register(SampleCollector(ServerReadings(services), constants))
         ProcessCollector(registry=self.registry)
         for reason in FINISH_REASONS:
             self._meters.add(vllm_names.REQUEST_SUCCESS, 0, finished_reason=reason)

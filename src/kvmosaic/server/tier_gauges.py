@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvmosaic.metrics import Reading, own_names
+from kvmosaic.metrics import Sample, own_names
 from kvmosaic.tiers import TierStat
 from kvmosaic.tiers.breaker import Breaker, BreakerStat, BreakerState
 
@@ -42,7 +42,7 @@ def look_at_tiers(offloader: ChunkOffloader | None) -> list[TierMoment]:
     return moments
 
 
-def tier_readings(offloader: ChunkOffloader | None) -> Iterator[Reading]:
+def tier_readings(offloader: ChunkOffloader | None) -> Iterator[Sample]:
     """Returns all gauges of the tiers; nothing without tiers."""
     if offloader is None:
         return
@@ -51,11 +51,11 @@ def tier_readings(offloader: ChunkOffloader | None) -> Iterator[Reading]:
     stats = offloader.tiered_store.stats
     for family, outcomes in own_names.TIER_OUTCOMES.items():
         for outcome in outcomes:
-            yield Reading(family, getattr(stats, outcome), {"outcome": outcome})
-    yield Reading(own_names.TIER_PENDING_BYTES, offloader.tiered_store.pending_bytes)
+            yield Sample(family, getattr(stats, outcome), {"outcome": outcome})
+    yield Sample(own_names.TIER_PENDING_BYTES, offloader.tiered_store.pending_bytes)
 
 
-def _readings_of(moment: TierMoment) -> Iterator[Reading]:
+def _readings_of(moment: TierMoment) -> Iterator[Sample]:
     stat, labels = moment.stat, {"tier": moment.label}
     values = {
         own_names.TIER_ENTRIES: stat.num_entries,
@@ -64,11 +64,11 @@ def _readings_of(moment: TierMoment) -> Iterator[Reading]:
         **{family: getattr(stat, field) for family, field in own_names.TIER_COUNTERS.items()},
     }
     for family, value in values.items():
-        yield Reading(family, value, labels)
+        yield Sample(family, value, labels)
     if stat.quota_bytes is not None:
-        yield Reading(own_names.TIER_QUOTA, stat.quota_bytes, labels)
+        yield Sample(own_names.TIER_QUOTA, stat.quota_bytes, labels)
     if moment.bytes_per_second is not None:
-        yield Reading(own_names.TIER_LOAD_SPEED, moment.bytes_per_second, labels)
+        yield Sample(own_names.TIER_LOAD_SPEED, moment.bytes_per_second, labels)
     if moment.breaker is not None:
-        yield Reading(own_names.TIER_OPENED, moment.breaker.opened, labels)
-        yield Reading(own_names.TIER_SKIPPED, moment.breaker.skipped, labels)
+        yield Sample(own_names.TIER_OPENED, moment.breaker.opened, labels)
+        yield Sample(own_names.TIER_SKIPPED, moment.breaker.skipped, labels)

@@ -19,14 +19,14 @@ _OPEN = os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class DraftFile:
     """A complete, open file, locked until it is renamed to its entry or removed."""
 
     name: str
     fd: int
 
 
-class Drafts:
+class DraftFiles:
     """Writer of drafts, and garbage collector of stale ones of dead writers.
 
         .<key hex>.<host>.<random>.partial      locked (flock) by its writer, for as long as that lives
@@ -44,7 +44,7 @@ class Drafts:
         self._own: set[str] = set()
         """Names of drafts in progress in this process."""
 
-    def write(self, subject: str, entry: memoryview, moment: int, folder: int, deadline: Deadline) -> Draft | None:
+    def write(self, subject: str, entry: memoryview, moment: int, folder: int, deadline: Deadline) -> DraftFile | None:
         """Writes a draft of an entry; None if the deadline passed.
 
         Raises:
@@ -55,7 +55,7 @@ class Drafts:
         fd = None
         try:
             fd = self._files.open(name, _CREATE, folder=folder)
-            draft = Draft(name, fd)
+            draft = DraftFile(name, fd)
             if self._claim(fd) and self._fill(fd, entry, moment, deadline):
                 return draft
         except BaseException:
@@ -64,7 +64,7 @@ class Drafts:
         self._end(name, fd, folder)
         return None
 
-    def place(self, draft: Draft, name: str, folder: int) -> None:
+    def place(self, draft: DraftFile, name: str, folder: int) -> None:
         """Renames a draft to its entry, atomically.
 
         Raises:
@@ -73,7 +73,7 @@ class Drafts:
         self._files.rename(draft.name, name, folder=folder, new_folder=folder)
         self._let_go(draft.name, draft.fd)
 
-    def discard(self, draft: Draft, folder: int | None) -> None:
+    def discard(self, draft: DraftFile, folder: int | None) -> None:
         """Removes a draft, if possible; None: its folder cannot be opened."""
         self._end(draft.name, draft.fd, folder)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import TierUnavailable
 from kvmosaic.tiers.deadline import Deadline
-from kvmosaic.tiers.disk_drafts import Draft, Drafts
+from kvmosaic.tiers.disk_drafts import DraftFile, DraftFiles
 from kvmosaic.tiers.disk_files import FileSystem
 from kvmosaic.tiers.disk_marker import prepare
 from kvmosaic.tiers.disk_names import (
@@ -78,20 +78,20 @@ class EntryFolder:
         """The folder."""
         self._files = files
         self._durable = durable
-        self._drafts = Drafts(files, durable=durable)
+        self._drafts = DraftFiles(files, durable=durable)
         prepare(self.top, files)
 
-    def draft(self, key: Key, entry: memoryview, moment: int, deadline: Deadline) -> Draft | None:
+    def draft(self, key: Key, entry: memoryview, moment: int, deadline: Deadline) -> DraftFile | None:
         """Writes an entry as a draft; None if the deadline passed. `place` or `discard` it."""
         with self._inside(shard_of(key), make=True) as folder:
             return self._drafts.write(key.hex(), entry, moment, folder, deadline)
 
-    def place(self, key: Key, draft: Draft) -> None:
+    def place(self, key: Key, draft: DraftFile) -> None:
         """Renames a draft to the entry of its key; raises IsADirectoryError where a folder has its name."""
         with self._inside(shard_of(key)) as folder:
             self._drafts.place(draft, entry_name(key), folder)
 
-    def discard(self, key: Key, draft: Draft) -> None:
+    def discard(self, key: Key, draft: DraftFile) -> None:
         """Removes a draft, if possible."""
         try:
             with self._inside(shard_of(key)) as folder:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmosaic import BlockKVCache, Piece, composed_attention
+from kvmosaic import BlockKVCache, KVPiece, composed_attention
 from kvmosaic.attention import sink_distance
 from kvmosaic.rope import Rotation, rotate
 
@@ -47,11 +47,11 @@ def test_turned_query_equals_keys_rotated_inside_the_window(
         cache.update(keys[new], plain_v[new])
         cache.after_update(index)
     k, v, query = cache.cached_k(), cache.cached_v(), at(plain_query, places[-chunk_size:])
-    pieces = [Piece(k, v, causal=True)]
+    pieces = [KVPiece(k, v, causal=True)]
     if cache.sink_distance:
         pieces = [
-            Piece(k[:sink_size], v[:sink_size], cache.sink_distance),
-            Piece(k[sink_size:], v[sink_size:], causal=True),
+            KVPiece(k[:sink_size], v[:sink_size], cache.sink_distance),
+            KVPiece(k[sink_size:], v[sink_size:], causal=True),
         ]
     streamed = composed_attention(query, pieces, rotation=ROTATION)
 
@@ -59,7 +59,7 @@ def test_turned_query_equals_keys_rotated_inside_the_window(
     inside = torch.arange(len(kept))
     assert inside[-1] == num_tokens - 1 - cache.sink_distance < total_size
     dense = composed_attention(
-        at(plain_query, inside[-chunk_size:]), [Piece(at(plain_k[kept], inside), plain_v[kept], causal=True)]
+        at(plain_query, inside[-chunk_size:]), [KVPiece(at(plain_k[kept], inside), plain_v[kept], causal=True)]
     )
     torch.testing.assert_close(streamed, dense, rtol=0, atol=1e-9)
 
@@ -74,6 +74,6 @@ def test_sinks_are_moved_by_what_is_gone(num_tokens: int, distance: int) -> None
 def test_without_the_distance_the_sinks_are_far_away() -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(n, KV_HEADS, DIM, dtype=torch.float64) for n in (1, 4, 4))
-    near = composed_attention(query, [Piece(key, value, sink_distance(2000, 4, 1024))], rotation=ROTATION)
-    far = composed_attention(query, [Piece(key, value)], rotation=ROTATION)
+    near = composed_attention(query, [KVPiece(key, value, sink_distance(2000, 4, 1024))], rotation=ROTATION)
+    far = composed_attention(query, [KVPiece(key, value)], rotation=ROTATION)
     assert (near - far).abs().max() > 1e-2

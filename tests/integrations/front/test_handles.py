@@ -23,7 +23,7 @@ from kvmosaic.errors import (
     KVMosaicError,
     UnknownDocument,
 )
-from kvmosaic.integrations.vllm.front.handles import Draft, Handles
+from kvmosaic.integrations.vllm.front.handles import DocumentDraft, Handles
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 from kvmosaic.integrations.vllm.front.stored import FolderPlace, MemoryPlace
 
@@ -51,8 +51,8 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     return made
 
 
-def draft(text: str = "A text.", **fields: Any) -> Draft:
-    return Draft.read({"text": text, **fields}, 60)
+def draft(text: str = "A text.", **fields: Any) -> DocumentDraft:
+    return DocumentDraft.read({"text": text, **fields}, 60)
 
 
 def test_a_document_is_stored_read_replaced_and_deleted(make: Make) -> None:

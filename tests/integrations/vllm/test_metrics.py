@@ -12,7 +12,7 @@ from support.vllm.asking import compose, documents
 from kvmosaic.integrations.vllm import reports
 from kvmosaic.integrations.vllm.contract import FIELD, Composition
 from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
-from kvmosaic.integrations.vllm.tally import Tally
+from kvmosaic.integrations.vllm.tally import ReportCounters
 
 SYSTEM, FIRST, SECOND, QUESTION = documents(7, 40, 70, 90, 11)
 
@@ -56,7 +56,7 @@ def test_engines_of_one_process_have_series_of_their_own_and_names_are_registere
     configuration = SimpleNamespace(kv_transfer_config=None)
     for _ in range(2):
         metrics = ComposingPromMetrics(configuration, kinds, ["model_name", "engine"], engines)
-    tally = Tally()
+    tally = ReportCounters()
     report = ComposedReport(Composition(6, (4, 8)), 20, (ChunkOutcome("computed"), ChunkOutcome("cached")))
     tally.composed(report, "seven-1a2b3c4d")
     stats = ComposingStats.taken_from(tally)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.vllm.asking import documents
 
-from kvmosaic.integrations.vllm.operations import Operations, Repair, Shift
+from kvmosaic.integrations.vllm.operations import Operations, RepairedRun, ShiftedTokens
 from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward, can_run
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.integrations.vllm.worker.metadata import AttentionRows
@@ -89,7 +89,7 @@ def recompute(engine: Any, runs: list[list[int]], small: bool) -> dict[str, Any]
     nested = parts.nested()
     if small:
         nested.max_tokens, nested.max_runs = 16, 3
-    repairs = [Repair(tuple(blocks), start, tuple(token_ids[start:end]), start) for start, end in runs]
+    repairs = [RepairedRun(tuple(blocks), start, tuple(token_ids[start:end]), start) for start, end in runs]
     num_forwards = Repairer(nested).run(repairs)
     repaired = apart(wanted, parts.read(blocks, 0, LENGTH))
     after, _ = answered(engine, token_ids, parts.places.root)
@@ -129,7 +129,7 @@ def interrupt(engine: Any) -> dict[str, Any]:
     connector.bind_connector_metadata(metadata)
     with set_forward_context(None, parts.configurations[0]):
         outer = get_forward_context()
-        parts.nested().forward([Repair((1,), 0, (5, 6, 7), 0)])
+        parts.nested().forward([RepairedRun((1,), 0, (5, 6, 7), 0)])
         same_context = get_forward_context() is outer
     same_metadata = connector._get_connector_metadata() is metadata
     connector.clear_connector_metadata()
@@ -161,7 +161,7 @@ def shifted(engine: Any, distance: int, first_block: int, in_place: bool) -> dic
         lambda _, __, named: given.append(int(named["positions"][0])), with_kwargs=True
     )
     shift = PositionShift(root, block_size, in_place=in_place)
-    shift.begin([Shift(tuple(blocks[first_block:]), distance)])
+    shift.begin([ShiftedTokens(tuple(blocks[first_block:]), distance)])
     output, used = answered(engine, token_ids, root)
     shift.end()
     hook.remove()
@@ -201,7 +201,7 @@ def test_shifted_tokens_are_what_transformers_computes_at_these_positions(vllm_e
 
 def split_blocks(engine: Any) -> list[Any]:
     """One batch in the scheduler's blocks, and the same where a kernel counts two blocks for each of them."""
-    runs = [Repair((3, 5), 40, (7, 8, 9), 40), Repair((6, 2), 0, (1,) * 33, 11)]
+    runs = [RepairedRun((3, 5), 40, (7, 8, 9), 40), RepairedRun((6, 2), 0, (1,) * 33, 11)]
     rows = AttentionRows.of(runs, 32, torch.device("cpu"))
     halves = [replace(run, blocks=tuple(2 * block + half for block in run.blocks for half in (0, 1))) for run in runs]
     wanted, given = AttentionRows.of(halves, 16, torch.device("cpu")), rows.common(2)

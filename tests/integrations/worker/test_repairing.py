@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.integrations.vllm.operations import Repair
+from kvmosaic.integrations.vllm.operations import RepairedRun
 from kvmosaic.integrations.vllm.worker.repairing import Repairer, forwards
 
 
-def run(start: int, num_tokens: int, *, request: int = 0, shift: int = 0) -> Repair:
+def run(start: int, num_tokens: int, *, request: int = 0, shift: int = 0) -> RepairedRun:
     """A run whose token ids tell their index."""
-    return Repair((request,), start, tuple(range(start, start + num_tokens)), start - shift)
+    return RepairedRun((request,), start, tuple(range(start, start + num_tokens)), start - shift)
 
 
 @st.composite
-def repairs(draw: st.DrawFn) -> list[Repair]:
+def repairs(draw: st.DrawFn) -> list[RepairedRun]:
     """Runs of a few requests, those of one request apart from each other."""
     found = []
     for request in range(draw(st.integers(1, 3))):

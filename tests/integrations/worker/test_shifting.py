@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from kvmosaic.integrations.vllm.operations import Shift
+from kvmosaic.integrations.vllm.operations import ShiftedTokens
 from kvmosaic.integrations.vllm.worker import shifting
 from kvmosaic.integrations.vllm.worker.shifting import PositionShift, can_shift
 
@@ -53,7 +53,7 @@ def test_each_token_is_lowered_by_what_its_block_says(in_place, data):
     shift = PositionShift(model, BLOCK, in_place=in_place)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shifting, "step_slots", lambda: torch.tensor(slots, dtype=torch.int64))
-        shift.begin([Shift((block,), distance) for block, distance in distances.items()])
+        shift.begin([ShiftedTokens((block,), distance) for block, distance in distances.items()])
         kept = given.clone()
         seen = model(input_ids=torch.zeros(num_positions), positions=given)
         assert torch.equal(seen, wanted)
@@ -67,7 +67,7 @@ def test_several_positions_per_token_are_all_lowered(slots):
     model = Model()
     shift = PositionShift(model, BLOCK)
     slots([8, 9, 12])
-    shift.begin([Shift((2,), 5)])
+    shift.begin([ShiftedTokens((2,), 5)])
     given = torch.tensor([[7, 8, 9]] * 3)
     assert model(torch.zeros(3), given).tolist() == [[2, 3, 9]] * 3
 
@@ -75,10 +75,10 @@ def test_several_positions_per_token_are_all_lowered(slots):
 def test_a_step_without_shifts_hooks_nothing(slots):
     model = Model()
     shift = PositionShift(model, BLOCK)
-    shift.begin([Shift((1, 2), 3)])
-    shift.begin([Shift((1, 2), 0)])
+    shift.begin([ShiftedTokens((1, 2), 3)])
+    shift.begin([ShiftedTokens((1, 2), 0)])
     assert not model._forward_pre_hooks
-    shift.begin([Shift((0,), 1)])
+    shift.begin([ShiftedTokens((0,), 1)])
     slots(None)  # a forward that writes nowhere
     assert model(torch.zeros(2), torch.tensor([5, 6])).tolist() == [5, 6]
     shift.end()
@@ -88,7 +88,7 @@ def test_a_step_without_shifts_hooks_nothing(slots):
 def test_positions_changed_in_place_come_back_when_the_forward_fails(slots):
     model = Model()
     shift = PositionShift(model, BLOCK, in_place=True)
-    shift.begin([Shift((0,), 2)])
+    shift.begin([ShiftedTokens((0,), 2)])
     slots([0, 1])
     given = torch.tensor([5, 6])
     with pytest.raises(RuntimeError, match="no tokens"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from integrations.worker.stand_ins import KEY, Rotary
 
 from kvmosaic.integrations.vllm.worker.key_rotation import KeyRotation, find_key_rotation
-from kvmosaic.integrations.vllm.worker.trial.plan import HEAD_TOKENS, MAX_CONTEXT, Plan, far_positions
+from kvmosaic.integrations.vllm.worker.trial.plan import HEAD_TOKENS, MAX_CONTEXT, TrialPlan, far_positions
 from kvmosaic.integrations.vllm.worker.trial.rotation import allowed, apart, direct_trouble, turned
 from kvmosaic.integrations.vllm.worker.trial.rounding import noise_ratio, perturbed, unit
 
@@ -30,7 +30,9 @@ def test_runs_that_are_computed_at_once_share_no_block_that_they_write(
     num_tokens: int, last: int, block_size: int, num_blocks: int, max_runs: int
 ) -> None:
     positions = far_positions(last)
-    plan = Plan.of(tuple(range(num_tokens)), positions, block_size=block_size, num_blocks=num_blocks, max_runs=max_runs)
+    plan = TrialPlan.of(
+        tuple(range(num_tokens)), positions, block_size=block_size, num_blocks=num_blocks, max_runs=max_runs
+    )
     if isinstance(plan, str):
         assert "has no room" in plan
         return

@@ -19,7 +19,7 @@ from kvmosaic.errors import (
 )
 from kvmosaic.prompt import read_documents
 from kvmosaic.prompt.document_id import REFUSED_ID_PATTERN, VERBS, check_id
-from kvmosaic.server.documents import DocumentStore, Draft, Match, StoreLimits, StoreUsage, shown_name
+from kvmosaic.server.documents import DocumentDraft, DocumentStore, Match, StoreLimits, StoreUsage, shown_name
 
 
 class Clock:
@@ -43,7 +43,9 @@ def labels_of(store: DocumentStore) -> list[str]:
 
 def test_created_document_is_read_back_with_its_text_stripped() -> None:
     store, clock = make_store()
-    made = store.create("a", Draft("  The ferry runs at 8. \n", " Ferry ", {"lang": "en"}, ttl_seconds=60), "ferry")
+    made = store.create(
+        "a", DocumentDraft("  The ferry runs at 8. \n", " Ferry ", {"lang": "en"}, ttl_seconds=60), "ferry"
+    )
     assert store.get("a", "ferry") is made
     assert (made.version, made.content.text, made.content.title) == (1, "The ferry runs at 8.", "Ferry")
     assert (made.created_at, made.updated_at, made.expires_at) == (clock.now, clock.now, clock.now + 60)
@@ -53,15 +55,15 @@ def test_created_document_is_read_back_with_its_text_stripped() -> None:
 
 def test_documents_without_id_get_ids_that_can_stand_in_an_address() -> None:
     store, _ = make_store()
-    made = [store.create("a", Draft("text")).id for _ in range(50)]
+    made = [store.create("a", DocumentDraft("text")).id for _ in range(50)]
     assert len(set(made)) == 50
     assert all(check_id(document_id) == document_id for document_id in made)
 
 
 def test_tenants_do_not_see_each_other() -> None:
     store, _ = make_store()
-    store.create("a", Draft("one"), "x")
-    store.create("b", Draft("two"), "x")
+    store.create("a", DocumentDraft("one"), "x")
+    store.create("b", DocumentDraft("two"), "x")
     assert store.resolve("a", "x").text == "one"
     assert store.resolve("b", "x").text == "two"
     store.delete("a", "x")
@@ -73,9 +75,9 @@ def test_tenants_do_not_see_each_other() -> None:
 
 def test_id_that_is_taken_is_refused_and_the_document_stays() -> None:
     store, _ = make_store()
-    store.create("a", Draft("one"), "x")
+    store.create("a", DocumentDraft("one"), "x")
     with pytest.raises(DocumentExists, match="PUT"):
-        store.create("a", Draft("two"), "x")
+        store.create("a", DocumentDraft("two"), "x")
     assert store.resolve("a", "x").text == "one"
 
 
@@ -83,7 +85,7 @@ def test_id_that_is_taken_is_refused_and_the_document_stays() -> None:
 def test_ids_that_no_address_can_hold_are_refused(document_id: str) -> None:
     store, _ = make_store()
     with pytest.raises(InvalidDocument):
-        store.create("a", Draft("text"), document_id)
+        store.create("a", DocumentDraft("text"), document_id)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -97,22 +99,22 @@ def test_ids_may_hold_colons_but_not_end_in_a_verb(verb: str) -> None:
 
 def test_replacing_counts_versions_and_keeps_hits_place_and_pin() -> None:
     store, clock = make_store()
-    first = store.create("a", Draft("one", pinned=True, metadata={"k": "v"}), "x")
+    first = store.create("a", DocumentDraft("one", pinned=True, metadata={"k": "v"}), "x")
     store.resolve("a", "x")
     clock.now += 5
-    second, is_new = store.put("a", "x", Draft("two"))
+    second, is_new = store.put("a", "x", DocumentDraft("two"))
     assert not is_new
     assert (second.version, second.number, second.hits, second.pinned) == (2, first.number, 1, True)
     assert (second.created_at, second.updated_at, second.metadata) == (1_000, 1_005, {})
     assert first.content.text == "one", "who holds the old text keeps it"
-    assert not store.put("a", "x", Draft("two", pinned=False))[0].pinned
+    assert not store.put("a", "x", DocumentDraft("two", pinned=False))[0].pinned
 
 
 def test_replaced_text_has_another_label_and_its_old_one_is_superseded_once() -> None:
     store, _ = make_store()
-    first = store.create("a", Draft("one"), "x").content
-    second = store.put("a", "x", Draft("two"))[0].content
-    third = store.put("a", "x", Draft("one"))[0].content
+    first = store.create("a", DocumentDraft("one"), "x").content
+    second = store.put("a", "x", DocumentDraft("two"))[0].content
+    third = store.put("a", "x", DocumentDraft("one"))[0].content
     assert len({first.label, second.label, third.label}) == 3
     assert labels_of(store) == [first.label, second.label]
     assert labels_of(store) == []
@@ -125,17 +127,17 @@ def test_replaced_text_has_another_label_and_its_old_one_is_superseded_once() ->
 
 def test_replacing_a_text_by_itself_keeps_its_chunks() -> None:
     store, _ = make_store()
-    first = store.create("a", Draft("one", "title"), "x")
-    second, _ = store.put("a", "x", Draft(" one ", "title", {"new": "pair"}))
+    first = store.create("a", DocumentDraft("one", "title"), "x")
+    second, _ = store.put("a", "x", DocumentDraft(" one ", "title", {"new": "pair"}))
     assert second.version == 2 and second.content is first.content
     assert labels_of(store) == []
 
 
 def test_deleted_and_recreated_document_shares_no_label_and_no_version() -> None:
     store, _ = make_store()
-    first = store.create("a", Draft("one"), "x")
+    first = store.create("a", DocumentDraft("one"), "x")
     store.delete("a", "x")
-    second = store.create("a", Draft("one"), "x")
+    second = store.create("a", DocumentDraft("one"), "x")
     assert labels_of(store) == [first.content.label] != [second.content.label]
     assert second.version == 2, "an ETag of the deleted document must not fit the new one"
     assert second.hits == 0
@@ -143,7 +145,7 @@ def test_deleted_and_recreated_document_shares_no_label_and_no_version() -> None
 
 def test_people_are_shown_the_id_and_the_part_but_not_the_label() -> None:
     store, _ = make_store()
-    label = store.create("a", Draft("one"), "urn:x").content.label
+    label = store.create("a", DocumentDraft("one"), "urn:x").content.label
     assert label != "urn:x" and shown_name(label) == "urn:x"
     assert shown_name(f"{label} (1/12)") == "urn:x (1/12)"
     for other in ("x", "issue #12", "x [stored]", "x [stored 1] ", "a b [stored 1]"):
@@ -152,7 +154,7 @@ def test_people_are_shown_the_id_and_the_part_but_not_the_label() -> None:
 
 def test_stored_text_names_its_chunk_by_label_and_shows_the_template_its_id() -> None:
     store, _ = make_store()
-    store.create("a", Draft("one", "title"), "x")
+    store.create("a", DocumentDraft("one", "title"), "x")
     (document,) = read_documents([store.resolve("a", "x")], 1)
     assert (document.id, document.title, document.text) == ("x", "title", "one")
     assert document.name == store.get("a", "x").content.label
@@ -160,26 +162,26 @@ def test_stored_text_names_its_chunk_by_label_and_shows_the_template_its_id() ->
 
 def test_change_for_another_version_is_refused_and_nothing_changes() -> None:
     store, _ = make_store()
-    store.create("a", Draft("one"), "x")
-    store.put("a", "x", Draft("two"), Match.from_header('"1"'))
+    store.create("a", DocumentDraft("one"), "x")
+    store.put("a", "x", DocumentDraft("two"), Match.from_header('"1"'))
     for header in ('"1"', 'W/"2"', "2", '""', '"x"', "", '"99999999999999999999"'):
         with pytest.raises(DocumentChanged, match="version 2"):
-            store.put("a", "x", Draft("three"), Match.from_header(header))
+            store.put("a", "x", DocumentDraft("three"), Match.from_header(header))
         with pytest.raises(DocumentChanged):
             store.delete("a", "x", Match.from_header(header))
     assert store.resolve("a", "x").text == "two"
-    store.put("a", "x", Draft("three"), Match.from_header('"7", "2"'))
-    store.put("a", "x", Draft("four"), Match.from_header("*"))
+    store.put("a", "x", DocumentDraft("three"), Match.from_header('"7", "2"'))
+    store.put("a", "x", DocumentDraft("four"), Match.from_header("*"))
     assert store.get("a", "x").version == 4
     with pytest.raises(DocumentChanged, match="not stored"):
-        store.put("a", "y", Draft("new"), Match.from_header("*"))
+        store.put("a", "y", DocumentDraft("new"), Match.from_header("*"))
 
 
 def test_document_expires_at_access_and_in_the_sweep() -> None:
     store, clock = make_store()
-    first = store.create("a", Draft("one", ttl_seconds=10), "x")
-    second = store.create("b", Draft("two", ttl_seconds=20), "y")
-    store.create("b", Draft("three"), "z")
+    first = store.create("a", DocumentDraft("one", ttl_seconds=10), "x")
+    second = store.create("b", DocumentDraft("two", ttl_seconds=20), "y")
+    store.create("b", DocumentDraft("three"), "z")
     clock.now += 9.9
     assert store.get("a", "x") is first
     clock.now += 0.1
@@ -190,24 +192,24 @@ def test_document_expires_at_access_and_in_the_sweep() -> None:
     assert store.expire() == 1
     assert labels_of(store) == [second.content.label]
     assert [document.id for document in store.documents("b")] == ["z"]
-    assert store.create("a", Draft("again"), "x").version == 2
+    assert store.create("a", DocumentDraft("again"), "x").version == 2
 
 
 def test_expired_documents_are_not_listed_and_make_room() -> None:
     store, clock = make_store(max_documents=2)
-    store.create("a", Draft("one", ttl_seconds=10), "x")
-    store.create("a", Draft("two", ttl_seconds=99), "y")
+    store.create("a", DocumentDraft("one", ttl_seconds=10), "x")
+    store.create("a", DocumentDraft("two", ttl_seconds=99), "y")
     with pytest.raises(DocumentStoreFull):
-        store.create("a", Draft("three"))
+        store.create("a", DocumentDraft("three"))
     clock.now += 10
     assert [document.id for document in store.page("a").documents] == ["y"]
-    store.create("a", Draft("three"))
+    store.create("a", DocumentDraft("three"))
 
 
 def test_hit_starts_the_time_anew_only_if_asked_for() -> None:
     store, clock = make_store()
-    store.create("a", Draft("one", ttl_seconds=10, refresh_ttl_on_hit=True), "kept")
-    store.create("a", Draft("two", ttl_seconds=10), "lost")
+    store.create("a", DocumentDraft("one", ttl_seconds=10, refresh_ttl_on_hit=True), "kept")
+    store.create("a", DocumentDraft("two", ttl_seconds=10), "lost")
     for _ in range(3):
         clock.now += 6
         store.touched("a", ["kept", "lost", "unknown"])
@@ -221,14 +223,14 @@ def test_hit_starts_the_time_anew_only_if_asked_for() -> None:
 
 def test_looking_at_a_document_is_no_hit() -> None:
     store, _ = make_store()
-    store.create("a", Draft("one"), "x")
+    store.create("a", DocumentDraft("one"), "x")
     store.get("a", "x"), store.page("a"), store.documents("a")
     assert store.get("a", "x").hits == 0
 
 
 def test_pinned_document_does_not_expire_and_begins_anew_when_unpinned() -> None:
     store, clock = make_store()
-    store.create("a", Draft("one", ttl_seconds=10), "x")
+    store.create("a", DocumentDraft("one", ttl_seconds=10), "x")
     assert store.set_pinned("a", "x", True).expires_at is None
     clock.now += 1_000
     assert store.expire() == 0
@@ -239,12 +241,12 @@ def test_pinned_document_does_not_expire_and_begins_anew_when_unpinned() -> None
 
 def test_replacing_starts_the_time_anew() -> None:
     store, clock = make_store()
-    store.create("a", Draft("one", ttl_seconds=10), "x")
+    store.create("a", DocumentDraft("one", ttl_seconds=10), "x")
     clock.now += 9
-    store.put("a", "x", Draft("two", ttl_seconds=10))
+    store.put("a", "x", DocumentDraft("two", ttl_seconds=10))
     clock.now += 9
     assert store.expire() == 0
-    assert store.put("a", "x", Draft("two", ttl_seconds=None))[0].expires_at is None
+    assert store.put("a", "x", DocumentDraft("two", ttl_seconds=None))[0].expires_at is None
     clock.now += 1e9
     assert store.expire() == 0
 
@@ -252,7 +254,7 @@ def test_replacing_starts_the_time_anew() -> None:
 def test_many_replacements_keep_the_line_of_expiry_short() -> None:
     store, clock = make_store()
     for number in range(1_000):
-        store.put("a", "x", Draft("text", ttl_seconds=100_000 - number))
+        store.put("a", "x", DocumentDraft("text", ttl_seconds=100_000 - number))
     assert len(store._documents("a").line) < 100
     clock.now += 100_000 - 999
     assert store.expire() == 1
@@ -272,29 +274,29 @@ def test_draft_outside_its_limits_is_refused() -> None:
         {"text": "x\ud800"},
     ):
         with pytest.raises(InvalidDocument):
-            Draft(**wrong)  # type: ignore[arg-type]
+            DocumentDraft(**wrong)  # type: ignore[arg-type]
 
 
 def test_store_refuses_what_a_tenant_may_not_store_and_keeps_what_it_had() -> None:
     store, _ = make_store(max_documents=3, max_bytes=20, max_characters=15)
     with pytest.raises(DocumentTooLarge, match="16 characters; at most 15"):
-        store.create("a", Draft("x" * 16))
+        store.create("a", DocumentDraft("x" * 16))
     with pytest.raises(DocumentTooLarge, match="24 bytes"):
-        store.create("a", Draft("ä" * 12))
-    store.create("a", Draft("x" * 15), "x")
+        store.create("a", DocumentDraft("ä" * 12))
+    store.create("a", DocumentDraft("x" * 15), "x")
     with pytest.raises(DocumentStoreFull, match="21 bytes"):
-        store.create("a", Draft("y" * 6), "y")
+        store.create("a", DocumentDraft("y" * 6), "y")
     assert [document.id for document in store.documents("a")] == ["x"]
-    store.create("b", Draft("y" * 6), "y")
-    store.put("a", "x", Draft("ä"))
-    store.create("a", Draft("y"))
+    store.create("b", DocumentDraft("y" * 6), "y")
+    store.put("a", "x", DocumentDraft("ä"))
+    store.create("a", DocumentDraft("y"))
     with pytest.raises(DocumentStoreFull, match="20 bytes more"):
-        store.put("a", "x", Draft("z" * 15, "t" * 5))
+        store.put("a", "x", DocumentDraft("z" * 15, "t" * 5))
     assert store.resolve("a", "x").text == "ä"
-    store.create("a", Draft("y"))
+    store.create("a", DocumentDraft("y"))
     with pytest.raises(DocumentStoreFull, match="3 documents"):
-        store.create("a", Draft("y"))
-    store.put("a", "x", Draft("w"))
+        store.create("a", DocumentDraft("y"))
+    store.put("a", "x", DocumentDraft("w"))
     store.check_invariants()
 
 
@@ -313,7 +315,7 @@ def read_list(store: DocumentStore, limit: int, order: str, *, by_cursor: bool) 
 def test_list_is_read_in_parts_in_both_orders() -> None:
     store, _ = make_store()
     for number in range(7):
-        store.create("a", Draft("text"), f"d{number}")
+        store.create("a", DocumentDraft("text"), f"d{number}")
     names = [f"d{number}" for number in range(7)]
     for limit in (1, 2, 3, 6, 7, 8):
         for by_cursor in (True, False):
@@ -325,13 +327,13 @@ def test_list_is_read_in_parts_in_both_orders() -> None:
 def test_list_goes_on_behind_a_deleted_document() -> None:
     store, _ = make_store()
     for number in range(6):
-        store.create("a", Draft("text"), f"d{number}")
+        store.create("a", DocumentDraft("text"), f"d{number}")
     part = store.page("a", limit=2, order="asc")
     for document_id in ("d0", "d1", "d2"):
         store.delete("a", document_id)
     for after in ("d1", part.next_after):
         assert [each.id for each in store.page("a", after=after, order="asc").documents] == ["d3", "d4", "d5"]
-    store.create("a", Draft("text"), "d1")  # the id stands at the end now; the cursor still knows the place
+    store.create("a", DocumentDraft("text"), "d1")  # the id stands at the end now; the cursor still knows the place
     after_cursor = store.page("a", after=part.next_after, order="asc").documents
     assert [each.id for each in after_cursor] == ["d3", "d4", "d5", "d1"]
 
@@ -348,8 +350,8 @@ def test_place_that_is_not_in_the_list_is_refused(after: str) -> None:
 def test_list_read_while_others_write_shows_each_lasting_document_once(data: st.DataObject) -> None:
     store, clock = make_store()
     order = data.draw(st.sampled_from(["asc", "desc"]))
-    lasting = [store.create("a", Draft("text"), f"kept{number}").id for number in range(6)]
-    passing = [store.create("a", Draft("text", ttl_seconds=50), f"gone{number}").id for number in range(4)]
+    lasting = [store.create("a", DocumentDraft("text"), f"kept{number}").id for number in range(6)]
+    passing = [store.create("a", DocumentDraft("text", ttl_seconds=50), f"gone{number}").id for number in range(4)]
     seen: list[str] = []
     after = None
     for _ in range(40):
@@ -364,9 +366,11 @@ def test_list_read_while_others_write_shows_each_lasting_document_once(data: st.
                 if gone in {document.id for document in store.documents("a")}:
                     store.delete("a", gone)
             case "create":
-                store.create("a", Draft("new"))
+                store.create("a", DocumentDraft("new"))
             case "put":
-                store.put("a", data.draw(st.sampled_from(lasting)), Draft(data.draw(st.sampled_from(["text", "new"]))))
+                store.put(
+                    "a", data.draw(st.sampled_from(lasting)), DocumentDraft(data.draw(st.sampled_from(["text", "new"])))
+                )
             case "wait":
                 clock.now += 20
         store.check_invariants()

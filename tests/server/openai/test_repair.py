@@ -10,7 +10,7 @@ from support.server import RunningServer
 from kvmosaic.engine import AnswerDelta, RequestDelta
 from kvmosaic.sampling import ReuseReport, SegmentReuse
 from kvmosaic.sampling.reuse import RepairUse
-from kvmosaic.server.openai.usage import Tally
+from kvmosaic.server.openai.usage import UsageTotals
 
 ROUTES = {
     "/v1/chat/completions": {"messages": MESSAGES},
@@ -23,8 +23,8 @@ def use(document_tokens: int, repaired: int, computed: int, work: float, millise
     return RepairUse("query(0.15)", document_tokens, repaired, computed, work, milliseconds)
 
 
-def tally_of(*repairs: RepairUse | None) -> Tally:
-    tally = Tally([4] * len(repairs), frozenset())
+def tally_of(*repairs: RepairUse | None) -> UsageTotals:
+    tally = UsageTotals([4] * len(repairs), frozenset())
     for index, repair in enumerate(repairs):
         report = ReuseReport((SegmentReuse("chunk", 4, "reused", reused_tokens=4),), 0.1, repair=repair)
         tally.add(index, RequestDelta("r", (AnswerDelta(0, "", (1,), None, None, None),), report, False, None, 4))

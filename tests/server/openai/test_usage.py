@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from kvmosaic.engine import AnswerDelta, RequestDelta
 from kvmosaic.sampling import ReuseReport, SegmentReuse
-from kvmosaic.server.openai.usage import Tally
+from kvmosaic.server.openai.usage import UsageTotals
 
 
 def delta(num_tokens, reuse=None):
@@ -29,7 +29,7 @@ segments = st.lists(
 @given(st.lists(segments, min_size=1, max_size=3))
 def test_details_add_up_and_only_exact_prefixes_are_cached(prompts):
     reports = [ReuseReport(tuple(prompt)) for prompt in prompts]
-    tally = Tally([report.num_tokens for report in reports], frozenset())
+    tally = UsageTotals([report.num_tokens for report in reports], frozenset())
     for index, report in enumerate(reports):
         tally.add(index, delta(2, report))
     usage = tally.usage()
@@ -42,7 +42,7 @@ def test_details_add_up_and_only_exact_prefixes_are_cached(prompts):
 
 
 def test_details_are_left_out_until_they_are_known():
-    tally = Tally([5, 6], frozenset())
+    tally = UsageTotals([5, 6], frozenset())
     tally.add(0, delta(1, ReuseReport((segment("plain", 5, 0),))))
     assert tally.usage().model_dump(exclude_unset=True) == {
         "prompt_tokens": 11,
@@ -52,7 +52,7 @@ def test_details_are_left_out_until_they_are_known():
 
 
 def test_parts_of_a_split_document_keep_its_id():
-    tally = Tally([9], frozenset({"a"}))
+    tally = UsageTotals([9], frozenset({"a"}))
     names = ["a (1/2)", "a (2/2)", "a (b)", None]
     tally.add(0, delta(1, ReuseReport(tuple(segment("chunk", 2, 0, name) for name in names), 0.5, "composed")))
     report = tally.report()

@@ -9,7 +9,7 @@ import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvmosaic.config import TierConfig
-from kvmosaic.integrations.vllm.operations import Fetch, Load, Operations, Store, StoredRun
+from kvmosaic.integrations.vllm.operations import Load, Operations, RunFetch, Store, StoredRun
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.integrations.vllm.worker.stored_entries import Share
 from kvmosaic.integrations.vllm.worker.tiering import WorkerTiers
@@ -116,7 +116,7 @@ def stored_and_loaded(engine: Any) -> list[bool]:
         place.layout.write(slots, torch.randn_like(keys), None if values is None else torch.randn_like(values))
 
     def fetched(number: int, run: StoredRun) -> str:
-        tiers.run(Operations(fetches=[Fetch(number, run, None)]))
+        tiers.run(Operations(fetches=[RunFetch(number, run, None)]))
         while not (reports := tiers.told()):
             tiers.tiered_store.wait(1.0)
         (report,) = reports

@@ -17,7 +17,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Shift:
+class WindowShift:
     """Tokens of the window, `start` to `stop`: the first `by` are evicted, the others move left by as much."""
 
     start: int
@@ -86,13 +86,13 @@ class Places:
             runs.append(Run(self.chunk_size - length, min(end, self.total_size) - length, length))
         return tuple(runs)
 
-    def shift(self, index: int) -> Shift | None:
+    def shift(self, index: int) -> WindowShift | None:
         """The shift of the window before chunk `index` is first written; None if no token has to move."""
         if self.is_full_before(index):
-            shift = Shift(self.sink_size, self.total_size, self.chunk_size)
+            shift = WindowShift(self.sink_size, self.total_size, self.chunk_size)
         else:
             overflow = max(0, self.num_tokens(index) - self.total_size)
-            shift = Shift(self.sink_size, self.num_tokens(index - 1), overflow)
+            shift = WindowShift(self.sink_size, self.num_tokens(index - 1), overflow)
         return shift if shift.by > 0 and shift.num_moved > 0 else None
 
     def ring_end(self, index: int) -> int:

@@ -13,7 +13,7 @@ from kvmosaic.attention.layer_backend import Pools
 from kvmosaic.attention.reads import POOLS, ReadPlan
 from kvmosaic.attention.torch_backend import TorchBackend
 from kvmosaic.attention.triton.kernel import IS_INTERPRETED, attend_walks, merge_walks
-from kvmosaic.attention.triton.work import TILE_HEIGHTS, Work, list_work
+from kvmosaic.attention.triton.work import TILE_HEIGHTS, WorkList, list_work
 from kvmosaic.rope import RotationTables
 
 MAX_DIM = 256
@@ -75,7 +75,7 @@ class TritonReader:
 
     def __init__(self, plan: ReadPlan) -> None:
         self._plan = plan
-        self._works: dict[tuple[int, int], Work] = {}
+        self._works: dict[tuple[int, int], WorkList] = {}
         self._masks: Tensor | None = None
         self._needed = plan.needed_slots()
 
@@ -103,13 +103,13 @@ class TritonReader:
             if work.is_direct:
                 self._attend(work, query, used, output, lse, scaling, softcap, tables)
                 return output, lse
-            partials = query.new_empty(len(work.places), num_heads, value_dim, dtype=torch.float32)
-            partial_sums = query.new_empty(len(work.places), num_heads, dtype=torch.float32)
+            partials = query.new_empty(len(work.partial_slots), num_heads, value_dim, dtype=torch.float32)
+            partial_sums = query.new_empty(len(work.partial_slots), num_heads, dtype=torch.float32)
             self._attend(work, query, used, partials, partial_sums, scaling, softcap, tables)
             merge_walks[num_rows, num_heads](
                 partials,
                 partial_sums,
-                work.places,
+                work.partial_slots,
                 work.starts,
                 output,
                 lse,
@@ -122,7 +122,7 @@ class TritonReader:
 
     def _attend(
         self,
-        work: Work,
+        work: WorkList,
         query: Tensor,
         used: Pools,
         outputs: Tensor,
@@ -170,7 +170,7 @@ class TritonReader:
                 num_stages=shape.num_stages,
             )
 
-    def _work(self, group: int, num_kv_heads: int, device: torch.device) -> Work:
+    def _work(self, group: int, num_kv_heads: int, device: torch.device) -> WorkList:
         work = self._works.get((group, num_kv_heads))
         if work is None:
             work = self._works[group, num_kv_heads] = list_work(self._plan, group, num_kv_heads, device)

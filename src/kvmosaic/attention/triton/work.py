@@ -31,20 +31,20 @@ _ALL_SEEN = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class WorkList:
     """The work list on the device, as rows of int64 numbers.
 
     segments: [S, 7] pool, first slot, number of keys, first stacked query of the call, keys that the call's first row
         sees (each further row sees one more), start of its mask (-1: no mask), keys in a row of the mask
     units: per tile height, [U, 5] first segment, last segment, first row of the tile, number of rows, first place
-    places: [P] places of partial results, sorted by the row they belong to
-    starts: [T + 1] row t owns places[starts[t]:starts[t + 1]]
+    partial_slots: [P] slots of partial results, sorted by the row they belong to
+    starts: [T + 1] row t owns partial_slots[starts[t]:starts[t + 1]]
     is_direct: every row has one place, so that results go straight to the output
     """
 
     segments: Tensor
     units: dict[int, Tensor]
-    places: Tensor
+    partial_slots: Tensor
     starts: Tensor
     is_direct: bool
 
@@ -62,7 +62,7 @@ def walk_length(num_keys: int, num_programs: int) -> int:
     return MIN_WALK * max(1, -(-num_keys // (num_walks * MIN_WALK)))
 
 
-def list_work(plan: ReadPlan, group: int, num_kv_heads: int, device: torch.device) -> Work:
+def list_work(plan: ReadPlan, group: int, num_kv_heads: int, device: torch.device) -> WorkList:
     """The work of a plan for layers with `group` query heads on each of `num_kv_heads` key heads.
 
     The split of a row's own runs depends on those runs and their readers alone, not on the rest of the step.
@@ -91,10 +91,10 @@ def list_work(plan: ReadPlan, group: int, num_kv_heads: int, device: torch.devic
     flat = [np.asarray(part, dtype=np.int64).reshape(-1) for part in parts]
     # one upload for all arrays
     on_device = torch.split(torch.from_numpy(np.concatenate(flat)).to(device), [len(part) for part in flat])
-    return Work(
+    return WorkList(
         segments=on_device[0],
         units={height: part.view(-1, 5) for height, part in zip(units, on_device[1:-2], strict=True)},
-        places=on_device[-2],
+        partial_slots=on_device[-2],
         starts=on_device[-1],
         is_direct=len(owners) == plan.num_rows and bool((np.diff(starts) == 1).all()),
     )

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
-from kvmosaic.bench.peers.peer import Batch, Reading, joined_ids
+from kvmosaic.bench.peers.peer import BatchTimes, RequestTimes, joined_ids
 from kvmosaic.prompt import Prompt
 
 
@@ -34,7 +34,7 @@ class GeneratePeer:
         """See `Peer.reset`."""
         self._kept = ([], None)
 
-    def answer(self, prompts: Sequence[Prompt], num_answer: int) -> Batch:
+    def answer(self, prompts: Sequence[Prompt], num_answer: int) -> BatchTimes:
         """See `Peer.answer`."""
         rows = [joined_ids(prompt) for prompt in prompts]
         begin = time.monotonic()
@@ -46,13 +46,13 @@ class GeneratePeer:
         seconds = time.monotonic() - begin
         cache = self._kept[1]
         held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values)) if cache else None
-        return Batch(seconds, tuple(readings), held)
+        return BatchTimes(seconds, tuple(readings), held)
 
     def close(self) -> None:
         """See `Peer.close`."""
         self.reset()
 
-    def _answer_one(self, row: list[int], num_answer: int, begin: float) -> list[Reading]:
+    def _answer_one(self, row: list[int], num_answer: int, begin: float) -> list[RequestTimes]:
         kept, cache = self._kept
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(kept, row[:-1], strict=False)))
         if cache is None or not same:
@@ -65,7 +65,7 @@ class GeneratePeer:
 
     def _answer(
         self, rows: list[list[int]], num_answer: int, cache: Any, num_reused: int, begin: float
-    ) -> list[Reading]:
+    ) -> list[RequestTimes]:
         ids = torch.tensor(rows)
         times = _TokenTimes()
         output = self._model.generate(
@@ -82,7 +82,7 @@ class GeneratePeer:
             # the last token was sampled and never computed
             self._kept = (output[0].tolist()[: cache.get_seq_length()], cache)
         first, last = times.seconds[1], times.seconds[-1]
-        reading = Reading(
+        reading = RequestTimes(
             first_seconds=first - begin,
             token_seconds=(last - first) / (num_answer - 1) if num_answer > 1 else None,
             num_prompt=ids.shape[1],

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from kvmosaic.bench.peers.peer import Batch, Reading, joined_ids
+from kvmosaic.bench.peers.peer import BatchTimes, RequestTimes, joined_ids
 from kvmosaic.errors import EngineError
 from kvmosaic.prompt import Prompt
 
@@ -56,12 +56,12 @@ class OutsidePeer:
         """See `Peer.reset`."""
         self._ask({"reset": True})
 
-    def answer(self, prompts: Sequence[Prompt], num_answer: int) -> Batch:
+    def answer(self, prompts: Sequence[Prompt], num_answer: int) -> BatchTimes:
         """See `Peer.answer`. Times are the worker's own: sending the prompts is not counted."""
         rows = [joined_ids(prompt) for prompt in prompts]
         reply = self._ask({"prompts": rows, "max_tokens": num_answer})
         readings = [
-            Reading(
+            RequestTimes(
                 first_seconds=one["first"],
                 token_seconds=(one["last"] - one["first"]) / (num_answer - 1) if num_answer > 1 else None,
                 num_prompt=len(row),
@@ -70,7 +70,7 @@ class OutsidePeer:
             )
             for row, one in zip(rows, reply["readings"], strict=True)
         ]
-        return Batch(reply["seconds"], tuple(readings), reply.get("kv_bytes"))
+        return BatchTimes(reply["seconds"], tuple(readings), reply.get("kv_bytes"))
 
     def close(self) -> None:
         """See `Peer.close`."""

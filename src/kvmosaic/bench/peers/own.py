@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from kvmosaic.bench.peers.peer import Batch, Reading
+from kvmosaic.bench.peers.peer import BatchTimes, RequestTimes
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.layout import PositionStrategy
 from kvmosaic.llm import LLM
@@ -36,13 +36,13 @@ class OwnPeer:
         """See `Peer.reset`."""
         self.llm.engine.kv_cache.reset()
 
-    def answer(self, prompts: Sequence[Prompt], num_answer: int) -> Batch:
+    def answer(self, prompts: Sequence[Prompt], num_answer: int) -> BatchTimes:
         """See `Peer.answer`."""
         params = SamplingParams(temperature=0, max_tokens=num_answer, ignore_eos=True)
         begin = time.monotonic()
         outputs = self.llm.generate(list(prompts), params)
         seconds = time.monotonic() - begin
-        return Batch(seconds, tuple(_reading(output, begin) for output in outputs), self._kv_bytes())
+        return BatchTimes(seconds, tuple(_reading(output, begin) for output in outputs), self._kv_bytes())
 
     def close(self) -> None:
         """See `Peer.close`."""
@@ -54,11 +54,11 @@ class OwnPeer:
         return (statistics.used_blocks + statistics.request_used_blocks) * bytes_per_block
 
 
-def _reading(output: RequestOutput, begin: float) -> Reading:
+def _reading(output: RequestOutput, begin: float) -> RequestTimes:
     metrics, num_answer = output.metrics, len(output.outputs[0].token_ids)
     assert metrics.first_token_time is not None and metrics.finished_time is not None, "it is finished"
     later = metrics.finished_time - metrics.first_token_time
-    return Reading(
+    return RequestTimes(
         first_seconds=metrics.first_token_time - begin,
         token_seconds=later / (num_answer - 1) if num_answer > 1 else None,
         num_prompt=len(output.prompt_token_ids),

@@ -10,7 +10,7 @@ from kvmosaic.prompt import Prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class RequestTimes:
     """Measurements of one request."""
 
     first_seconds: float
@@ -24,12 +24,12 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchTimes:
     """Measurements of one batch."""
 
     seconds: float
     """Seconds from submission to its last token."""
-    readings: tuple[Reading, ...]
+    readings: tuple[RequestTimes, ...]
     kv_bytes: int | None = None
     """KV cache bytes that the engine holds right after, cached ones included; None: unknown."""
 
@@ -56,7 +56,7 @@ class Peer(Protocol):
     def reset(self) -> None:
         """Drops the KV cache of earlier prompts."""
 
-    def answer(self, prompts: Sequence[Prompt], num_answer: int) -> Batch:
+    def answer(self, prompts: Sequence[Prompt], num_answer: int) -> BatchTimes:
         """Answers prompts, all at once, greedily, with exactly `num_answer` tokens each."""
 
     def close(self) -> None:

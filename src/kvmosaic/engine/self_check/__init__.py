@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from kvmosaic.attention import AttentionBackend
 from kvmosaic.engine.self_check.composed import check_composed, moves
-from kvmosaic.engine.self_check.finding import Finding, SelfCheck
+from kvmosaic.engine.self_check.finding import Comparison, SelfCheck
 from kvmosaic.engine.self_check.layers import check_layers
 from kvmosaic.engine.self_check.rows import check_rows
 from kvmosaic.engine.self_check.texts import composed_prompts, ordinary_tokens
 from kvmosaic.model.loaded import LoadedModel
 
-__all__ = ["Finding", "SelfCheck", "run_self_check"]
+__all__ = ["Comparison", "SelfCheck", "run_self_check"]
 
 _MIN_POSITIONS = 50
 _LENGTHS = ((9, 7, 13, 5, 12), (4, 11, 9, 10), (6, 8, 3, 14, 7))
@@ -39,7 +39,7 @@ def run_self_check(model: LoadedModel, backend: AttentionBackend | None = None) 
     num_rows = _most(model, _NUM_CPU_ROWS if model.device.type == "cpu" else _NUM_GPU_ROWS)
     tokens = ordinary_tokens(model, max(num_rows, sum(sum(counts) for counts in lengths)))
     rows = tokens[:num_rows]
-    findings: list[Finding] = []
+    findings: list[Comparison] = []
     try:
         findings += check_rows(model, rows)
         findings += check_layers(model, rows)

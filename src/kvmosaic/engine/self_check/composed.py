@@ -21,7 +21,7 @@ from torch import Tensor
 from kvmosaic.attention import AttentionBackend
 from kvmosaic.attention.dense import DenseAttention
 from kvmosaic.engine.request import Request
-from kvmosaic.engine.self_check.finding import Finding, worst_finding
+from kvmosaic.engine.self_check.finding import Comparison, worst_finding
 from kvmosaic.engine.self_check.recording import NUM_ANSWER, RecordedStep, RecordingEngine
 from kvmosaic.layout import ChunkContext, DenseLayout, FixedStrategy, Layout, arrange, dense
 from kvmosaic.model.hook import AttentionCall, Receiver
@@ -49,7 +49,7 @@ class _Answered:
     """[2 * NUM_ANSWER, V], cold and warm."""
 
 
-def check_composed(model: LoadedModel, prompts: Sequence[Prompt], backend: AttentionBackend | None) -> list[Finding]:
+def check_composed(model: LoadedModel, prompts: Sequence[Prompt], backend: AttentionBackend | None) -> list[Comparison]:
     """Four findings: on positions, on storage and attention (of the first prompt), and on logits."""
     # context-free documents in sequence are moved furthest, and one dense forward still is their reference
     strategy: FixedStrategy = "sequential" if moves(model) else "shared"
@@ -87,7 +87,7 @@ def _with_answer(prompt: Prompt, request: Request) -> Prompt:
     return replace(prompt, segments=(*prompt.segments[:-1], Segment(SegmentKind.QUESTION, token_ids)))
 
 
-def _check_positions(answered: Sequence[_Answered], steps: Sequence[RecordedStep]) -> Finding:
+def _check_positions(answered: Sequence[_Answered], steps: Sequence[RecordedStep]) -> Comparison:
     misplaced = 0
     for each in answered:
         positions = torch.from_numpy(dense(each.layout).positions)
@@ -95,7 +95,7 @@ def _check_positions(answered: Sequence[_Answered], steps: Sequence[RecordedStep
             for step in steps:
                 rows, tokens = _rows_of(each.layout, request, step)
                 misplaced += int((step.positions.cpu()[rows] != positions[tokens]).sum())
-    return Finding("positions", "the layout", float(misplaced), 0.0)
+    return Comparison("positions", "the layout", float(misplaced), 0.0)
 
 
 @dataclass(slots=True)
@@ -120,10 +120,10 @@ class _LayerRows:
         self.outputs.append(output[rows])
 
 
-def _check_attention(model: LoadedModel, answered: _Answered, steps: Sequence[RecordedStep]) -> list[Finding]:
+def _check_attention(model: LoadedModel, answered: _Answered, steps: Sequence[RecordedStep]) -> list[Comparison]:
     attention = DenseAttention(dense(answered.layout), model.layers)
     stored = [finding for step in steps for finding in _check_storage(model, step)]
-    attended: list[Finding] = []
+    attended: list[Comparison] = []
     layers: dict[int, _LayerRows] = {}
     for request in answered.requests:
         # cache hits of the second request were computed by the first one; the rest is recomputed and rounds differently
@@ -142,13 +142,13 @@ def _check_attention(model: LoadedModel, answered: _Answered, steps: Sequence[Re
     return [worst_finding(stored), worst_finding(attended)]
 
 
-def _check_storage(model: LoadedModel, step: RecordedStep) -> list[Finding]:
+def _check_storage(model: LoadedModel, step: RecordedStep) -> list[Comparison]:
     findings = []
     for (call, _), (key, value) in zip(step.calls, step.stored, strict=True):
         if model.layers[call.layer_index].is_stored:
             differing = sum(int((mine != theirs).sum()) for mine, theirs in ((key, call.key), (value, call.value)))
             place = f"layer {call.layer_index}"
-            findings.append(Finding("what is stored", "what was computed", float(differing), 0.0, place))
+            findings.append(Comparison("what is stored", "what was computed", float(differing), 0.0, place))
     return findings
 
 
@@ -167,7 +167,7 @@ def _rows_of(layout: Layout, request: Request, step: RecordedStep) -> tuple[list
     return rows, tokens
 
 
-def _compare_attention(attention: DenseAttention, layer: _LayerRows) -> Finding:
+def _compare_attention(attention: DenseAttention, layer: _LayerRows) -> Comparison:
     """The row with the largest difference relative to its limit, in root mean squares of its output."""
     query, output = torch.cat(layer.queries), torch.cat(layer.outputs)
     dense_output = attention.attend(layer.call, query, layer.keys, layer.values, layer.tokens)
@@ -180,10 +180,10 @@ def _compare_attention(attention: DenseAttention, layer: _LayerRows) -> Finding:
         allowed += _MAX_NOISE_RATIO * (rounded - dense_output).square().mean(dim=(1, 2)).sqrt() / size
     row = int((apart / allowed).nan_to_num(math.inf).argmax())
     place = f"layer {layer.call.layer_index}"
-    return Finding("composed attention", "dense attention", float(apart[row]), float(allowed[row]), place)
+    return Comparison("composed attention", "dense attention", float(apart[row]), float(allowed[row]), place)
 
 
-def _check_logits(model: LoadedModel, answered: Sequence[_Answered]) -> Finding:
+def _check_logits(model: LoadedModel, answered: Sequence[_Answered]) -> Comparison:
     """Compares the median row, cold and warm: one row may be ill-conditioned, and one token choose another expert."""
     layouts = [_one_forward(each.layout) for each in answered]
     joined = _side_by_side(layouts)
@@ -203,14 +203,14 @@ def _check_logits(model: LoadedModel, answered: Sequence[_Answered]) -> Finding:
     return _compare_logits(answered, theirs, (floor + _MAX_NOISE_RATIO * noise).clamp_max(_MAX_LOGIT_LIMIT))
 
 
-def _compare_logits(answered: Sequence[_Answered], theirs: Tensor, limits: Tensor) -> Finding:
+def _compare_logits(answered: Sequence[_Answered], theirs: Tensor, limits: Tensor) -> Comparison:
     """The median row of all prompts, cold or warm."""
     findings = []
     for name, part in (("cold", 0), ("warm", 1)):
         ours = torch.cat([each.logits.chunk(2)[part] for each in answered])
         differences = _differences(ours.double(), theirs).cpu()
         row = int((differences / limits).argsort()[len(limits) // 2])
-        findings.append(Finding(f"{name} logits", "one dense forward", float(differences[row]), float(limits[row])))
+        findings.append(Comparison(f"{name} logits", "one dense forward", float(differences[row]), float(limits[row])))
     return worst_finding(findings)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Comparison:
     """One comparison: its largest difference, and the limit."""
 
     subject: str
@@ -34,7 +34,7 @@ class Finding:
 class SelfCheck:
     """The result of a self-check."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[Comparison, ...]
     is_moved: bool
     """Whether the composed prompts had moved documents (not for models whose keys cannot be moved)."""
     error: str = ""
@@ -53,7 +53,7 @@ class SelfCheck:
         return next((str(finding) for finding in self.findings if not finding.passed), "")
 
 
-def worst_finding(findings: list[Finding]) -> Finding:
+def worst_finding(findings: list[Comparison]) -> Comparison:
     """The finding with the largest difference relative to its limit."""
     return max(findings, key=lambda finding: _sortable(finding.difference) / max(finding.limit, 1e-30))
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from kvmosaic.attention.dense import DenseAttention
-from kvmosaic.engine.self_check.finding import Finding, worst_finding
+from kvmosaic.engine.self_check.finding import Comparison, worst_finding
 from kvmosaic.layout import arrange, dense
 from kvmosaic.model.fused import Fused
 from kvmosaic.model.hook import AttentionCall, attention_scope
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.model.opened_layers import check_against_own_code
-from kvmosaic.model.opening import opened_parts
+from kvmosaic.model.opening import installed_adapters
 from kvmosaic.model.own_code import FusedCall, run_own_code
 from kvmosaic.prompt import Prompt
 
@@ -35,18 +35,18 @@ _ROUNDING = 2.0**-6
 """Two units in the last place of bfloat16 either way: such differences of single numbers do not count."""
 
 
-def check_layers(model: LoadedModel, tokens: Sequence[int]) -> list[Finding]:
+def check_layers(model: LoadedModel, tokens: Sequence[int]) -> list[Comparison]:
     """Findings on attention, and on fused operations if any; none for adapted modules, which raise instead.
 
     Raises:
         UnsupportedModel: an adapted attention module differs from its own code.
         ModelError: the model's own attention function is not found.
     """
-    if opened := opened_parts(model.module):  # these compare themselves: they have no attention function
+    if opened := installed_adapters(model.module):  # these compare themselves: they have no attention function
         with torch.inference_mode():
             check_against_own_code(model.module, opened, list(model.layers), None, min(len(tokens), _MAX_OPENED_TOKENS))
         return []
-    found: list[Finding] = []
+    found: list[Comparison] = []
     facts = DenseAttention(dense(arrange(Prompt.plain(tokens))), model.layers)
 
     def compare(call: AttentionCall, theirs: Tensor) -> None:
@@ -54,13 +54,13 @@ def check_layers(model: LoadedModel, tokens: Sequence[int]) -> list[Finding]:
         if call.latent is not None:
             ours, limit = call.latent.expand(ours), _LATENT_LIMITS.get(call.query.dtype, limit)
         difference = _difference(ours, theirs)
-        found.append(Finding("attention", "the model's own code", difference, limit, f"layer {call.layer_index}"))
+        found.append(Comparison("attention", "the model's own code", difference, limit, f"layer {call.layer_index}"))
 
     calls = run_own_code(model, tokens, compare)
     findings = [worst_finding(found)]
     if calls:
         fused = [
-            Finding("fused form", "its own code", _fused_difference(call, facts), _FUSED_LIMIT, _name(call.form))
+            Comparison("fused form", "its own code", _fused_difference(call, facts), _FUSED_LIMIT, _name(call.form))
             for call in calls
         ]
         findings.append(worst_finding(fused))

@@ -13,7 +13,7 @@ from kvmosaic.cache import BlockCopy, KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.engine import Engine
 from kvmosaic.engine.request import Request
-from kvmosaic.engine.step import Step, Work
+from kvmosaic.engine.step import ScheduledTokens, Step
 from kvmosaic.layout import ChunkContext, FixedStrategy
 from kvmosaic.model.batch import Batch, SpanRows
 from kvmosaic.model.hook import AttentionCall, Receiver
@@ -32,7 +32,7 @@ _NUM_BLOCKS = 96
 class RecordedStep:
     """One forward: its work, and every layer's attention."""
 
-    works: list[Work]
+    works: list[ScheduledTokens]
     positions: Tensor
     """[T], positions of its rows."""
     calls: list[tuple[AttentionCall, Tensor]] = field(default_factory=list)
@@ -55,7 +55,7 @@ class RecordingRunner(Runner):
     def __init__(self, model: LoadedModel, backend: AttentionBackend | None) -> None:
         super().__init__(model, {"request": _NUM_BLOCKS, "chunk_cache": _NUM_BLOCKS}, BLOCK_SIZE, backend)
         self.steps: list[RecordedStep] = []
-        self.works: list[Work] = []
+        self.works: list[ScheduledTokens] = []
         """Work of the next step."""
 
     def run(self, spans: Sequence[SpanRows], copies: Sequence[BlockCopy] = ()) -> Tensor:

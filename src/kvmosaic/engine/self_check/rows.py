@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvmosaic.engine.self_check.finding import Finding, worst_finding
+from kvmosaic.engine.self_check.finding import Comparison, worst_finding
 from kvmosaic.model.hook import AttentionCall
 from kvmosaic.model.layers import LayerSpec
 from kvmosaic.model.loaded import LoadedModel
@@ -30,7 +30,7 @@ _ANGLE_ERROR = 2.0**-22
 """At a far position: transformers multiplies position and frequency in float32."""
 
 
-def check_rows(model: LoadedModel, tokens: Sequence[int]) -> list[Finding]:
+def check_rows(model: LoadedModel, tokens: Sequence[int]) -> list[Comparison]:
     """Two findings, on rows and on rotation; the second one only if keys can be moved.
 
     Raises:
@@ -51,7 +51,7 @@ def check_rows(model: LoadedModel, tokens: Sequence[int]) -> list[Finding]:
         findings = [_check_order(rows, others, order.to(model.device))]
         if model.is_movable:
             moved, home = ([_rows_from(call, len(tokens)) for call in calls] for calls in (rows, others))
-            findings.append(_check_rotation(model.layers, moved, home, far))
+            findings.append(_check_rotation(model.layers, moved, home, torch.tensor(far)))
     return findings
 
 
@@ -76,7 +76,7 @@ def _rows_from(call: AttentionCall, first: int) -> Heads:
     return call.query[first:], call.key[first:], call.value[first:]
 
 
-def _check_order(rows: list[AttentionCall], others: list[AttentionCall], order: Tensor) -> Finding:
+def _check_order(rows: list[AttentionCall], others: list[AttentionCall], order: Tensor) -> Comparison:
     limit = _MIXING.get(rows[0].query.dtype, _FINE_MIXING)
     findings = []
     for call, other in zip(rows, others, strict=True):
@@ -86,32 +86,35 @@ def _check_order(rows: list[AttentionCall], others: list[AttentionCall], order: 
             changes = torch.stack((change[order.argsort()], change))
             medians = [part.median(dim=1).values.max() for part in torch.split(changes, _GROUP, dim=1)]
             difference = float(torch.stack(medians).max())
-            findings.append(Finding("a token", "itself in another row", difference, limit, f"layer {call.layer_index}"))
+            findings.append(
+                Comparison("a token", "itself in another row", difference, limit, f"layer {call.layer_index}")
+            )
     return worst_finding(findings)
 
 
 def _check_rotation(
-    layers: Sequence[LayerSpec], moved: list[Heads], home: list[Heads], positions: Sequence[int]
-) -> Finding:
-    places = torch.tensor(positions)
+    layers: Sequence[LayerSpec], moved: list[Heads], home: list[Heads], positions: Tensor
+) -> Comparison:
     findings = []
     for layer, (query, key, value), (home_query, home_key, home_value) in zip(layers, moved, home, strict=True):
-        limits = ROTATION_TOLERANCES[key.dtype] + _ANGLE_ERROR * places
+        limits = ROTATION_TOLERANCES[key.dtype] + _ANGLE_ERROR * positions
         errors = torch.stack(
             (
                 relative_error(value.double(), home_value.double()).amax(dim=-1).cpu(),
-                turned_error(key, home_key, places, layer.rotation),
-                turned_error(of_equal_length(query.double(), home_query.double()), home_query, places, layer.rotation),
+                turned_error(key, home_key, positions, layer.rotation),
+                turned_error(
+                    of_equal_length(query.double(), home_query.double()), home_query, positions, layer.rotation
+                ),
             )
         ).amax(dim=0)
         farthest = int((errors / limits).nan_to_num(torch.inf).argmax())
         findings.append(
-            Finding(
+            Comparison(
                 "rotation",
                 "the model's own",
                 float(errors[farthest]),
                 float(limits[farthest]),
-                f"layer {layer.index} at position {positions[farthest]}",
+                f"layer {layer.index} at position {int(positions[farthest])}",
             )
         )
     return worst_finding(findings)

@@ -11,11 +11,11 @@ from typing import Final
 from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.case import MAX_CASE_DOCUMENTS, MAX_PIECE_TOKENS, Case
 from kvmosaic.eval.drawing import USUAL_DOCUMENTS
-from kvmosaic.eval.loaders.field import Field
+from kvmosaic.eval.loaders.field import JSONField
 from kvmosaic.eval.loaders.hotpotqa import read_2wikimultihopqa, read_hotpotqa
 from kvmosaic.eval.loaders.longbench import read_longbench
 from kvmosaic.eval.loaders.musique import read_musique
-from kvmosaic.eval.loaders.origin import Origin
+from kvmosaic.eval.loaders.origin import RecordOrigin
 from kvmosaic.eval.loaders.records import Record, read_records
 from kvmosaic.eval.loaders.ruler import read_ruler
 from kvmosaic.eval.loaders.samsum import read_samsum
@@ -30,7 +30,7 @@ class Format:
 
     fields: tuple[str, ...]
     """What a record must have; a file is taken for the first format whose fields its first record has."""
-    read: Callable[[Field, Origin], Case]
+    read: Callable[[JSONField, RecordOrigin], Case]
 
 
 FORMATS: Final[dict[str, Format]] = {
@@ -97,7 +97,7 @@ def load(
 
 def _found(path: Path, record: Record) -> str:
     """The name of the first format that suits."""
-    fields = Field("", record.value)
+    fields = JSONField("", record.value)
     for name, format in FORMATS.items():
         if fields.has(*format.fields):
             return name
@@ -109,7 +109,7 @@ def _found(path: Path, record: Record) -> str:
 def _read(path: Path, record: Record, name: str, piece_tokens: int | None) -> Case:
     format = FORMATS[name]
     try:
-        return format.read(Field("", record.value), Origin(path, record.number, piece_tokens))
+        return format.read(JSONField("", record.value), RecordOrigin(path, record.number, piece_tokens))
     except KVMosaicError as error:
         needed = ", ".join(format.fields)
         what = f"{error} (read as {name}, which has {needed}; another format can be named)"

@@ -12,7 +12,7 @@ MAX_ITEMS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class JSONField:
     """A value inside a record. Everything it is asked for is checked.
 
     Raises:
@@ -23,27 +23,27 @@ class Field:
     """Its path: `context[3].title`; empty for the record itself."""
     value: object
 
-    def member(self, *names: str) -> Field:
+    def member(self, *names: str) -> JSONField:
         """The first of these members of an object that is there."""
         members = self._members()
         for name in names:
             if members.get(name) is not None:
-                return Field(f"{self.name}.{name}" if self.name else name, members[name])
+                return JSONField(f"{self.name}.{name}" if self.name else name, members[name])
         raise self.wrong(f"there is no {' or '.join(map(repr, names))}")
 
     def has(self, *names: str) -> bool:
         """Whether all of these members are there, with a value."""
         return all(self._members().get(name) is not None for name in names)
 
-    def items(self) -> list[Field]:
+    def items(self) -> list[JSONField]:
         """The items of a list."""
         if not isinstance(self.value, list):
             raise self.wrong(f"it must be a list, got {self.value!r:.80}")
         if len(self.value) > MAX_ITEMS:
             raise self.wrong(f"it has {len(self.value)} items; at most {MAX_ITEMS} are allowed")
-        return [Field(f"{self.name}[{index}]", item) for index, item in enumerate(self.value)]
+        return [JSONField(f"{self.name}[{index}]", item) for index, item in enumerate(self.value)]
 
-    def pair(self) -> tuple[Field, Field]:
+    def pair(self) -> tuple[JSONField, JSONField]:
         """The items of a list of two."""
         items = self.items()
         if len(items) != 2:
@@ -86,12 +86,12 @@ class Field:
             raise self.wrong(f"it must be true or false, got {self.value!r:.80}")
         return self.value
 
-    def unpacked(self) -> Field:
+    def unpacked(self) -> JSONField:
         """The value that a text holds as JSON, as in tables whose cells cannot hold lists; any other value itself."""
         if not isinstance(self.value, str):
             return self
         try:
-            return Field(self.name, json.loads(self.value))
+            return JSONField(self.name, json.loads(self.value))
         except (ValueError, RecursionError) as error:
             raise self.wrong(f"it is a text that is not JSON: {error}") from None
 

@@ -8,24 +8,24 @@ form as a text of JSON.
 from __future__ import annotations
 
 from kvmosaic.eval.case import Case
-from kvmosaic.eval.loaders.field import Field
-from kvmosaic.eval.loaders.origin import SHORT_ANSWER, Origin
+from kvmosaic.eval.loaders.field import JSONField
+from kvmosaic.eval.loaders.origin import SHORT_ANSWER, RecordOrigin
 from kvmosaic.prompt import Document
 
 _ANSWER_TOKENS = 32
 
 
-def read_hotpotqa(record: Field, origin: Origin) -> Case:
+def read_hotpotqa(record: JSONField, origin: RecordOrigin) -> Case:
     """A record of HotpotQA (distractor or full wiki) as a case."""
     return _read(record, origin, "hotpotqa")
 
 
-def read_2wikimultihopqa(record: Field, origin: Origin) -> Case:
+def read_2wikimultihopqa(record: JSONField, origin: RecordOrigin) -> Case:
     """A record of 2WikiMultihopQA as a case."""
     return _read(record, origin, "2wikimultihopqa")
 
 
-def _read(record: Field, origin: Origin, task: str) -> Case:
+def _read(record: JSONField, origin: RecordOrigin, task: str) -> Case:
     paragraphs = _paragraphs(record.member("context").unpacked())
     documents = tuple(_document(title, sentences) for title, sentences in paragraphs)
     return Case(
@@ -41,7 +41,7 @@ def _read(record: Field, origin: Origin, task: str) -> Case:
     )
 
 
-def _paragraphs(context: Field) -> list[tuple[Field, Field]]:
+def _paragraphs(context: JSONField) -> list[tuple[JSONField, JSONField]]:
     """Title and sentences of each paragraph."""
     if isinstance(context.value, dict):
         return _zipped(context, "title", "sentences")
@@ -51,20 +51,20 @@ def _paragraphs(context: Field) -> list[tuple[Field, Field]]:
     ]
 
 
-def _zipped(columns: Field, one: str, other: str) -> list[tuple[Field, Field]]:
+def _zipped(columns: JSONField, one: str, other: str) -> list[tuple[JSONField, JSONField]]:
     left, right = columns.member(one).items(), columns.member(other).items()
     if len(left) != len(right):
         raise columns.wrong(f"it has {len(left)} of {one!r} and {len(right)} of {other!r}; they belong together")
     return list(zip(left, right, strict=True))
 
 
-def _document(title: Field, sentences: Field) -> Document:
+def _document(title: JSONField, sentences: JSONField) -> Document:
     """The sentences of a paragraph as one text. One without sentences says its title."""
     text = " ".join(sentence.text().strip() for sentence in sentences.items()).strip()
     return Document(text, title.text()) if text else Document(title.filled_text())
 
 
-def _needs(record: Field, titles: list[str]) -> tuple[int, ...]:
+def _needs(record: JSONField, titles: list[str]) -> tuple[int, ...]:
     """The paragraphs with supporting facts; none where one is missing, as in the full wiki setting."""
     if not record.has("supporting_facts"):
         return ()

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvmosaic.eval.case import Case, Metric
-from kvmosaic.eval.loaders.field import Field
-from kvmosaic.eval.loaders.origin import SHORT_ANSWER, Origin
+from kvmosaic.eval.loaders.field import JSONField
+from kvmosaic.eval.loaders.origin import SHORT_ANSWER, RecordOrigin
 from kvmosaic.eval.loaders.passages import labelled_passages, numbered_passages, titled
 from kvmosaic.prompt import Document
 
@@ -43,7 +43,7 @@ _SETS = {
 }
 
 
-def read_longbench(record: Field, origin: Origin) -> Case:
+def read_longbench(record: JSONField, origin: RecordOrigin) -> Case:
     """A record of an English dataset that is scored by F1 or ROUGE-L, as a case."""
     name = record.member("dataset").filled_text()
     kind = _SETS.get(name.removesuffix("_e"))

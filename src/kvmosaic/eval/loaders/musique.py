@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kvmosaic.eval.case import Case
-from kvmosaic.eval.loaders.field import Field
-from kvmosaic.eval.loaders.origin import SHORT_ANSWER, Origin
+from kvmosaic.eval.loaders.field import JSONField
+from kvmosaic.eval.loaders.origin import SHORT_ANSWER, RecordOrigin
 from kvmosaic.prompt import Document
 
 _ANSWER_TOKENS = 32
 
 
-def read_musique(record: Field, origin: Origin) -> Case:
+def read_musique(record: JSONField, origin: RecordOrigin) -> Case:
     """A record of MuSiQue-Answerable as a case. Questions that cannot be answered have no accepted answer."""
     if record.has("answerable") and not record.member("answerable").is_true():
         raise record.wrong("'answerable' is false, so no answer is right; take the files of MuSiQue-Answerable")

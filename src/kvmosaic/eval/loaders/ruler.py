@@ -12,8 +12,8 @@ Question: …           question
 from __future__ import annotations
 
 from kvmosaic.eval.case import MAX_ID_CHARACTERS, Case
-from kvmosaic.eval.loaders.field import Field
-from kvmosaic.eval.loaders.origin import Origin
+from kvmosaic.eval.loaders.field import JSONField
+from kvmosaic.eval.loaders.origin import RecordOrigin
 from kvmosaic.eval.loaders.passages import numbered_passages, titled
 from kvmosaic.prompt import Document
 
@@ -23,7 +23,7 @@ _SHORT_ANSWER_TOKENS = 32
 _SPLITS = ("validation", "test")
 
 
-def read_ruler(record: Field, origin: Origin) -> Case:
+def read_ruler(record: JSONField, origin: RecordOrigin) -> Case:
     """A prompt of RULER as a case. What the answer is to begin with (`answer_prefix`) ends the question."""
     text = record.member("input").filled_text().strip()
     system, passages = numbered_passages(text, "Document")
@@ -50,14 +50,14 @@ def read_ruler(record: Field, origin: Origin) -> Case:
     )
 
 
-def _prefix_of(record: Field) -> str:
+def _prefix_of(record: JSONField) -> str:
     for name in ("answer_prefix", "gen_prefix"):
         if record.has(name):
             return record.member(name).text().rstrip()
     return ""
 
 
-def _task_of(origin: Origin) -> str:
+def _task_of(origin: RecordOrigin) -> str:
     """RULER writes TASK/validation.jsonl; any other file is called by its own name."""
     path = origin.path.absolute()
     name = path.parent.name if path.stem in _SPLITS else path.stem
@@ -65,7 +65,7 @@ def _task_of(origin: Origin) -> str:
     return name[: MAX_ID_CHARACTERS // 2]
 
 
-def _last_paragraphs(record: Field, text: str) -> tuple[str, str]:
+def _last_paragraphs(record: JSONField, text: str) -> tuple[str, str]:
     """Returns the last document, and the instruction and question after it."""
     before, question = _at_last(text, "\n\n")
     document, instruction = _at_last(before, "\n\n")
@@ -77,7 +77,7 @@ def _at_last(text: str, border: str) -> tuple[str, str]:
     return before.strip(), after.strip()
 
 
-def _parted(record: Field, text: str, question: str) -> tuple[str, str]:
+def _parted(record: JSONField, text: str, question: str) -> tuple[str, str]:
     if not text or not question:
         raise record.member("input").wrong(
             "the question cannot be separated from the text: it must be the last line; "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvmosaic.eval.case import Case
-from kvmosaic.eval.loaders.field import Field
-from kvmosaic.eval.loaders.origin import Origin
+from kvmosaic.eval.loaders.field import JSONField
+from kvmosaic.eval.loaders.origin import RecordOrigin
 from kvmosaic.prompt import Document
 
 _PIECE_TOKENS = 64
@@ -13,7 +13,7 @@ _ANSWER_TOKENS = 128
 _QUESTION = "Summarize the dialogue in one to three sentences."
 
 
-def read_samsum(record: Field, origin: Origin) -> Case:
+def read_samsum(record: JSONField, origin: RecordOrigin) -> Case:
     """A dialogue, cut into pieces, as a case."""
     return Case(
         id=origin.id_of(record, "id"),

@@ -16,7 +16,7 @@ from random import Random
 from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.case import MAX_ID_CHARACTERS, Case
 from kvmosaic.eval.drawing import draw_documents
-from kvmosaic.eval.loaders.field import Field
+from kvmosaic.eval.loaders.field import JSONField
 from kvmosaic.eval.loaders.origin import SHORT_ANSWER
 from kvmosaic.prompt import Document
 
@@ -31,7 +31,7 @@ class _Asked:
     """One question of a file."""
 
     paragraph: int
-    field: Field
+    field: JSONField
 
 
 def is_squad(path: Path) -> bool:
@@ -56,7 +56,7 @@ def load_squad(path: Path, limit: int | None, documents: int, seed: int) -> list
         InvalidConfig: a file that cannot be read, or is not as its format says.
     """
     try:
-        paragraphs, asked = _read(Field("", _content(path)))
+        paragraphs, asked = _read(JSONField("", _content(path)))
         Random(seed).shuffle(asked)  # noqa: S311 - an order that can be repeated, and no secret
         cases, seen = [], set[str]()
         for question in asked if limit is None else asked[:limit]:
@@ -84,7 +84,7 @@ def _content(path: Path) -> object:
         raise InvalidConfig(f"it is not JSON: {error!s:.200}; load it again") from None
 
 
-def _read(content: Field) -> tuple[list[str], list[_Asked]]:
+def _read(content: JSONField) -> tuple[list[str], list[_Asked]]:
     """All paragraphs, and all questions."""
     paragraphs, asked = list[str](), list[_Asked]()
     for paragraph in _paragraphs(content):
@@ -95,7 +95,7 @@ def _read(content: Field) -> tuple[list[str], list[_Asked]]:
     return paragraphs, asked
 
 
-def _paragraphs(content: Field) -> Iterator[Field]:
+def _paragraphs(content: JSONField) -> Iterator[JSONField]:
     for article in content.member("data").items():
         yield from article.member("paragraphs").items()
 

@@ -6,7 +6,7 @@ Where does the captain of the Silver Heron live?       Tolbury
 
 from dataclasses import dataclass
 
-from kvmosaic.eval.text.documents import Document, Entity, Example, Fact, Question, Recipe, Source, TextSource
+from kvmosaic.eval.text.documents import Document, Entity, Example, Fact, NeededWords, Question, Recipe, TextSource
 from kvmosaic.eval.text.relations import Kind, Relation
 from kvmosaic.eval.text.values import draw_value
 
@@ -90,7 +90,7 @@ def _questions(
         called = chain.link.description.format(n=chain.first.name)
         for fact in chain.second.facts:
             text = source.ask(chain.second, fact.relation, called)
-            two.append(Question(text, fact.value, end, Source(start, chain.second.name), (start, end)))
+            two.append(Question(text, fact.value, end, NeededWords(start, chain.second.name), (start, end)))
             one.append(Question(source.ask(chain.second, fact.relation), fact.value, end))
         one += [Question(source.ask(chain.first, fact.relation), fact.value, start) for fact in chain.first.facts]
     drawn: list[Question] = []

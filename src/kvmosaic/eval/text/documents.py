@@ -55,7 +55,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Source:
+class NeededWords:
     """Words of a document that an answer needs."""
 
     document: int
@@ -69,7 +69,7 @@ class Question:
     text: str
     answer: str
     document: int  # the index of the document with the answer; -1 for none
-    bridge: Source | None = None  # the name that leads from the question to the document with the answer
+    bridge: NeededWords | None = None  # the name that leads from the question to the document with the answer
     needs: tuple[int, ...] = ()  # the documents that must be read together, where one alone is not enough
 
 

@@ -23,7 +23,7 @@ _NOISE = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """The result of one check."""
 
     what: str
@@ -45,7 +45,7 @@ class EngineCheck:
     trouble: str
     """Why no request is composed here; empty: they are."""
     workers: tuple[WorkerDiagnostics, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckResult, ...]
 
     @property
     def passed(self) -> bool:
@@ -81,7 +81,7 @@ def check_engine(model: str, options: Sequence[str] = ()) -> EngineCheck:
     try:
         engine = _Engine(llm)
         workers = tuple(llm.collective_rpc(diagnose))
-        findings: list[Finding] = []
+        findings: list[CheckResult] = []
         if not engine.trouble:
             findings += engine.moved_keys()
             findings += engine.composed(
@@ -130,7 +130,7 @@ class _Engine:
         (output,) = self.llm.generate([{"prompt_token_ids": list(token_ids), **prompt}], params, use_tqdm=False)
         return output
 
-    def moved_keys(self) -> list[Finding]:
+    def moved_keys(self) -> list[CheckResult]:
         """Compares moved with computed keys of the first layer, which depend on token and position only.
 
         source      │ other text │ chunk … │              distance = the difference of the other texts' lengths
@@ -178,7 +178,7 @@ class _Engine:
             blocks.append(found[0])
         return blocks
 
-    def composed(self, *, can_repair: bool, can_shift: bool) -> list[Finding]:
+    def composed(self, *, can_repair: bool, can_shift: bool) -> list[CheckResult]:
         """Prompts of documents: whether they are composed, and an unmoved document against an ordinary prompt."""
         lengths = (self.block_size // 2 + 3, self.block_size + 11, self.block_size // 2 + 5, 9)
         text = iter(ordinary_tokens(self.config.model_config, sum(lengths)))
@@ -196,10 +196,10 @@ class _Engine:
             output = self.answer([*system, *second, *first, *question], composition)
             report = (output.kv_transfer_params or {}).get(FIELD) or {}
             said = "no report" if not report else report.get("bypass") or "composed"
-            findings.append(Finding(what, "", said, "composed", said == "composed"))
+            findings.append(CheckResult(what, "", said, "composed", said == "composed"))
         return findings
 
-    def _same(self, composed: Any, prompt: Sequence[int]) -> Finding:
+    def _same(self, composed: Any, prompt: Sequence[int]) -> CheckResult:
         """Compares the likeliest next tokens of a composed prompt with those of the same tokens as an ordinary prompt.
 
         The limit is the model's own noise: the difference between two ordinary ways to compute the prompt, in one
@@ -210,7 +210,7 @@ class _Engine:
         noise = _apart(self.answer(prompt, cache_salt="in parts"), plain)
         allowed = _NOISE * noise + max(1e-3, 16 * torch.finfo(self.config.model_config.dtype).eps)
         difference = _apart(composed, plain)
-        return Finding(
+        return CheckResult(
             "one document",
             f"an ordinary prompt (its own noise: {noise:.2g})",
             f"{difference:.2g}",
@@ -230,10 +230,10 @@ def _apart(one: Any, other: Any) -> float:
     return max((abs(first[token] - second[token]) for token in shared), default=float("inf"))
 
 
-def _key_findings(difference: KeyDifference, distance: int, where: str) -> list[Finding]:
+def _key_findings(difference: KeyDifference, distance: int, where: str) -> list[CheckResult]:
     allowed = difference.allowed
     is_telling = difference.unturned > 10 * allowed
-    keys = Finding(
+    keys = CheckResult(
         f"keys of the first layer, moved by {distance}{where}",
         f"computed there (not turned: {difference.unturned:.2g})",
         f"{difference.keys:.2g}",
@@ -242,7 +242,7 @@ def _key_findings(difference: KeyDifference, distance: int, where: str) -> list[
     )
     if difference.values is None:
         return [keys]
-    values = Finding(
+    values = CheckResult(
         f"values of the first layer{where}",
         "computed there",
         f"{difference.values:.2g}",

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvmosaic.integrations.vllm import reports
 from kvmosaic.integrations.vllm.families import BY_NAME, FAMILIES, LABEL_VALUES
-from kvmosaic.integrations.vllm.tally import Tally, merged, summary
+from kvmosaic.integrations.vllm.tally import ReportCounters, merged, summary
 from kvmosaic.metrics.family import Family
 
 
@@ -18,7 +18,7 @@ class ComposingStats(KVConnectorStats):
     """Counts of a `Tally`, from the scheduler or a worker to the front end."""
 
     @classmethod
-    def taken_from(cls, tally: Tally) -> ComposingStats | None:
+    def taken_from(cls, tally: ReportCounters) -> ComposingStats | None:
         """Counts since the last call; None if there are none."""
         data = tally.take()
         return None if data is None else cls(data=data)

@@ -26,7 +26,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Repair:
+class RepairedRun:
     """A run of recomputed tokens that see everything before them: token `start + i` is `token_ids[i]`.
 
     `blocks` hold the request's tokens 0, 1, … at least up to the end of the run. The run begins at `position`.
@@ -39,7 +39,7 @@ class Repair:
 
 
 @dataclass(frozen=True, slots=True)
-class Shift:
+class ShiftedTokens:
     """Tokens that this step writes into these blocks are `distance` positions earlier than their index says."""
 
     blocks: tuple[int, ...]
@@ -68,7 +68,7 @@ class StoredRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class RunFetch:
     """A run to fetch from the tiers and to keep in host memory under this number, until it is dropped."""
 
     number: int
@@ -109,9 +109,9 @@ class Operations:
     """
 
     moves: list[Move] = field(default_factory=list)
-    repairs: list[Repair] = field(default_factory=list)
-    shifts: list[Shift] = field(default_factory=list)
-    fetches: list[Fetch] = field(default_factory=list)
+    repairs: list[RepairedRun] = field(default_factory=list)
+    shifts: list[ShiftedTokens] = field(default_factory=list)
+    fetches: list[RunFetch] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     drops: list[int] = field(default_factory=list)

@@ -20,7 +20,7 @@ Counts = dict[str, dict[str, float]]
 """By name of a family, and by label value ("" if it has none)."""
 
 
-class Tally:
+class ReportCounters:
     """Counters, and reports of requests that began, until they are taken.
 
         tally.composed(report, request_id); tally.moved(2048, 0.06)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvmosaic.server.documents.names import shown_name, with_shown_names
 from kvmosaic.server.documents.store import DocumentStore, StoreLimits, StoreUsage
-from kvmosaic.server.documents.stored import Draft, Match, StoredDocument, StoredText
+from kvmosaic.server.documents.stored import DocumentDraft, Match, StoredDocument, StoredText
 from kvmosaic.server.documents.tenant_documents import DocumentPage
 
 if TYPE_CHECKING:
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from kvmosaic.server.services import Services
 
 __all__ = [
+    "DocumentDraft",
     "DocumentPage",
     "DocumentStore",
-    "Draft",
     "Match",
     "StoreLimits",
     "StoreUsage",

@@ -20,7 +20,7 @@ from kvmosaic.server.documents.schemas import (
     DocumentObject,
     NewDocument,
 )
-from kvmosaic.server.documents.stored import Draft, Match, StoredDocument
+from kvmosaic.server.documents.stored import DocumentDraft, Match, StoredDocument
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.openai.replies import ErrorReply, error_replies
 from kvmosaic.server.parsed import ParsedRoute
@@ -151,7 +151,7 @@ def router(services: Services) -> APIRouter:
 
 
 async def _stored(
-    services: Services, tenant: Tenant, document: StoredDocument, response: Response, draft: Draft
+    services: Services, tenant: Tenant, document: StoredDocument, response: Response, draft: DocumentDraft
 ) -> DocumentObject:
     """Updates the cache after a document was stored, and describes the document."""
     response.headers["ETag"] = _etag(document)

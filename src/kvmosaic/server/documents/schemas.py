@@ -15,7 +15,7 @@ from kvmosaic.server.documents.stored import (
     MAX_METADATA_PAIRS,
     MAX_METADATA_VALUE,
     MAX_TTL_SECONDS,
-    Draft,
+    DocumentDraft,
     StoredDocument,
 )
 from kvmosaic.server.documents.tenant_documents import DocumentPage
@@ -73,14 +73,14 @@ class DocumentContent(Body):
         ),
     ] = None
 
-    def draft(self, store: DocumentStore) -> Draft:
+    def draft(self, store: DocumentStore) -> DocumentDraft:
         """Returns the draft to store.
 
         Raises:
             InvalidDocument: a text or title that cannot be stored.
         """
         has_ttl = "ttl_seconds" in self.model_fields_set
-        return Draft(
+        return DocumentDraft(
             text=self.text,
             title=self.title,
             metadata=self.metadata or {},

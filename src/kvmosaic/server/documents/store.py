@@ -20,7 +20,7 @@ from kvmosaic.errors import (
 from kvmosaic.prompt.document import MAX_DOCUMENT_CHARACTERS
 from kvmosaic.prompt.document_id import check_id
 from kvmosaic.server.documents.names import label_in, label_of
-from kvmosaic.server.documents.stored import Draft, Match, StoredDocument, StoredText
+from kvmosaic.server.documents.stored import DocumentDraft, Match, StoredDocument, StoredText
 from kvmosaic.server.documents.tenant_documents import DocumentPage, Order, TenantDocuments
 
 MAX_SUPERSEDED = 100_000
@@ -93,7 +93,7 @@ class DocumentStore:
         self._superseded: deque[SupersededText] = deque(maxlen=MAX_SUPERSEDED)
         self._in_grace_period: deque[tuple[float, SupersededText]] = deque(maxlen=MAX_IN_GRACE_PERIOD)
 
-    def create(self, tenant: str, draft: Draft, document_id: str | None = None) -> StoredDocument:
+    def create(self, tenant: str, draft: DocumentDraft, document_id: str | None = None) -> StoredDocument:
         """Stores a new document.
 
         Raises:
@@ -110,7 +110,7 @@ class DocumentStore:
             return self._put(tenant, document_id, draft)
 
     def put(
-        self, tenant: str, document_id: str, draft: Draft, match: Match | None = None
+        self, tenant: str, document_id: str, draft: DocumentDraft, match: Match | None = None
     ) -> tuple[StoredDocument, bool]:
         """Creates or replaces the document with an id; returns whether it is new.
 
@@ -282,7 +282,7 @@ class DocumentStore:
     def _retire(self, tenant: str, document: StoredDocument) -> None:
         self._superseded.append(SupersededText(tenant, document.content.label))
 
-    def _put(self, tenant: str, document_id: str, draft: Draft) -> StoredDocument:
+    def _put(self, tenant: str, document_id: str, draft: DocumentDraft) -> StoredDocument:
         documents, now = self._documents(tenant), self._clock()
         before = documents.documents.get(document_id)
         priority = before.content.priority if draft.priority is None and before is not None else draft.priority

@@ -36,7 +36,7 @@ class StoredText(Document):
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class DocumentDraft:
     """Content that a client wants to store, stripped of white space around text and title.
 
     Raises:

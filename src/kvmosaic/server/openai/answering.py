@@ -18,7 +18,7 @@ from kvmosaic.sampling import Logprob, SamplingParams
 from kvmosaic.server.errors import request_id_of
 from kvmosaic.server.openai.prompts import EncodedPrompt
 from kvmosaic.server.openai.sampling import SharedFields
-from kvmosaic.server.openai.usage import Tally
+from kvmosaic.server.openai.usage import UsageTotals
 from kvmosaic.server.running import run
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
@@ -68,11 +68,11 @@ class GenerationRequest:
             chunk_context=body.chunk_context,
         )
 
-    def tally(self) -> Tally:
+    def tally(self) -> UsageTotals:
         """Returns an empty usage count."""
         ids = frozenset().union(*(composed.document_ids for composed in self.prompts))
         notes = [composed.notes for composed in self.prompts]
-        return Tally([composed.prompt.num_tokens for composed in self.prompts], ids, notes)
+        return UsageTotals([composed.prompt.num_tokens for composed in self.prompts], ids, notes)
 
     def index_of(self, prompt_index: int, answer: AnswerDelta) -> int:
         """Returns the index of a choice among all choices of the reply."""
@@ -134,7 +134,7 @@ async def deltas(asked: GenerationRequest) -> AsyncGenerator[tuple[int, RequestD
             yield index, delta
 
 
-async def whole_answers(asked: GenerationRequest) -> tuple[list[WholeAnswer], Tally]:
+async def whole_answers(asked: GenerationRequest) -> tuple[list[WholeAnswer], UsageTotals]:
     """Returns all answers, by the index of their choice, and their usage."""
     answers = [WholeAnswer() for _ in range(len(asked.prompts) * asked.params.n)]
     tally = asked.tally()

@@ -41,7 +41,7 @@ from kvmosaic.server.openai.sampling import (
     prepared,
 )
 from kvmosaic.server.openai.sse import DONE, event, open_stream
-from kvmosaic.server.openai.usage import Tally
+from kvmosaic.server.openai.usage import UsageTotals
 from kvmosaic.server.parsed import ParsedRoute
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
@@ -95,7 +95,7 @@ class ChatWriter:
             "model": model,
         }
 
-    def whole(self, answers: Sequence[WholeAnswer], tally: Tally) -> ChatCompletion:
+    def whole(self, answers: Sequence[WholeAnswer], tally: UsageTotals) -> ChatCompletion:
         """Returns one reply with all answers."""
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         return ChatCompletion(
@@ -127,7 +127,7 @@ class ChatWriter:
         yield DONE
 
     def _pieces(
-        self, answer: AnswerDelta, tally: Tally, options: StreamOptions, *, is_first: bool, is_last: bool
+        self, answer: AnswerDelta, tally: UsageTotals, options: StreamOptions, *, is_first: bool, is_last: bool
     ) -> list[str]:
         """Returns the events of one delta."""
         pieces = []

@@ -31,7 +31,7 @@ from kvmosaic.server.openai.sampling import (
     prepared,
 )
 from kvmosaic.server.openai.sse import DONE, event, open_stream
-from kvmosaic.server.openai.usage import Tally
+from kvmosaic.server.openai.usage import UsageTotals
 from kvmosaic.server.parsed import ParsedRoute
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
@@ -86,7 +86,7 @@ class CompletionWriter:
             "model": model,
         }
 
-    def whole(self, answers: Sequence[WholeAnswer], tally: Tally) -> Completion:
+    def whole(self, answers: Sequence[WholeAnswer], tally: UsageTotals) -> Completion:
         """Returns one reply with all answers."""
         choices = [
             TextChoice(
@@ -120,7 +120,7 @@ class CompletionWriter:
             yield event(Completion(**self._head, choices=[], usage=tally.usage(), kvmosaic=tally.report()))
         yield DONE
 
-    def _piece(self, choice: TextChoice, tally: Tally, options: StreamOptions, *, is_last: bool) -> str:
+    def _piece(self, choice: TextChoice, tally: UsageTotals, options: StreamOptions, *, is_last: bool) -> str:
         """Returns the event of one delta."""
         chunk = Completion(**self._head, choices=[choice])
         if is_last and choice.finish_reason and not options.include_usage:

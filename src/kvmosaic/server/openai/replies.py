@@ -7,7 +7,7 @@ from typing import Any, Literal
 from kvmosaic.server.openai.answering import Ending
 from kvmosaic.server.openai.fields import Reply
 from kvmosaic.server.openai.logprobs import ChatLogprobs, TextLogprobs
-from kvmosaic.server.openai.usage import Report, Usage
+from kvmosaic.server.openai.usage import ReplyReport, Usage
 
 
 class ErrorDetail(Reply):
@@ -52,7 +52,7 @@ class ChatCompletion(Reply):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    kvmosaic: Report
+    kvmosaic: ReplyReport
 
 
 class MessageDelta(Reply):
@@ -81,7 +81,7 @@ class ChatChunk(Reply):
     model: str
     choices: list[ChunkChoice]
     usage: Usage | None = None
-    kvmosaic: Report | None = None
+    kvmosaic: ReplyReport | None = None
 
 
 class TextChoice(Reply):
@@ -103,7 +103,7 @@ class Completion(Reply):
     model: str
     choices: list[TextChoice]
     usage: Usage | None = None
-    kvmosaic: Report | None = None
+    kvmosaic: ReplyReport | None = None
 
 
 def error_replies(*statuses: int) -> dict[int | str, dict[str, Any]]:

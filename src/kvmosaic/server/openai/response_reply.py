@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from kvmosaic.server.openai.fields import Reply
 from kvmosaic.server.openai.logprobs import TokenLogprob
-from kvmosaic.server.openai.usage import Report, Usage
+from kvmosaic.server.openai.usage import ReplyReport, Usage
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -110,7 +110,7 @@ class Response(Reply):
     top_p: float
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
-    kvmosaic: Report | None = None
+    kvmosaic: ReplyReport | None = None
 
 
 class ResponseEvent(Reply):

@@ -32,7 +32,7 @@ from kvmosaic.server.openai.response_reply import (
 from kvmosaic.server.openai.response_request import ResponseRequest
 from kvmosaic.server.openai.sampling import defaults_of, prepared
 from kvmosaic.server.openai.sse import event, open_stream
-from kvmosaic.server.openai.usage import Tally
+from kvmosaic.server.openai.usage import UsageTotals
 from kvmosaic.server.parsed import ParsedRoute
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
@@ -136,7 +136,7 @@ class ResponseWriter:
             self._placed("response.content_part.added", part=self._part(WholeAnswer())),
         ]
 
-    def _endings(self, answer: WholeAnswer, tally: Tally, numbers: Iterator[int]) -> list[str]:
+    def _endings(self, answer: WholeAnswer, tally: UsageTotals, numbers: Iterator[int]) -> list[str]:
         response = self.whole(answer, tally)
         part = response.output[0].content[0]
         endings = [
@@ -166,7 +166,7 @@ class ResponseWriter:
         response.error = ResponseError(code=code, message=known.message)
         return {"type": "response.failed", "response": response}
 
-    def whole(self, answer: WholeAnswer, tally: Tally) -> Response:
+    def whole(self, answer: WholeAnswer, tally: UsageTotals) -> Response:
         """Returns one reply with the answer."""
         is_cut = answer.finish_reason == "length"
         status: Any = "incomplete" if is_cut else "completed"

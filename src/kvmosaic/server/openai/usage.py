@@ -66,7 +66,7 @@ class RepairReport(Reply):
     ms: float
 
 
-class Report(Reply):
+class ReplyReport(Reply):
     """What the answer was made from; beside `usage` in every reply."""
 
     composition: Annotated[str, Field(description="'exact', or the approximation that the settings asked for.")]
@@ -76,7 +76,7 @@ class Report(Reply):
     repair: Annotated[RepairReport | None, Field(description="null: nothing was asked to be computed again.")] = None
 
 
-class Tally:
+class UsageTotals:
     """Sum over the deltas of one HTTP request: tokens of its prompts and answers, and their reuse."""
 
     def __init__(
@@ -116,7 +116,7 @@ class Tally:
         )
         return numbers
 
-    def report(self) -> Report:
+    def report(self) -> ReplyReport:
         """Returns the outcome for every segment of every prompt."""
         segments = [
             self._segment(index, segment, self._notes.get(index, {}).get(number, ""))
@@ -126,7 +126,7 @@ class Tally:
         compositions = dict.fromkeys(self._reuse[index].composition for index in sorted(self._reuse))
         known = (reuse.time_to_first_token for reuse in self._reuse.values())
         seconds = max((first for first in known if first is not None), default=None)
-        return Report(
+        return ReplyReport(
             composition=" | ".join(compositions) or "exact",
             time_to_first_token_ms=None if seconds is None else round(seconds * 1e3, 3),
             documents=[segment for segment in segments if segment.kind == "chunk"],

@@ -18,7 +18,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class HTTPReply:
     """A complete HTTP reply."""
 
     status: int
@@ -31,11 +31,11 @@ class Reply:
         await send({"type": "http.response.body", "body": self.content})
 
 
-def json_reply(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Reply:
+def json_reply(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> HTTPReply:
     """Builds a JSON reply."""
     content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
     said = {"content-type": "application/json", "content-length": str(len(content)), **(headers or {})}
-    return Reply(status, [(name.encode(), value.encode()) for name, value in said.items()], content)
+    return HTTPReply(status, [(name.encode(), value.encode()) for name, value in said.items()], content)
 
 
 async def whole_body(receive: Receive, max_bytes: int, way_out: str) -> bytes | None:
@@ -56,7 +56,7 @@ async def whole_body(receive: Receive, max_bytes: int, way_out: str) -> bytes | 
             return bytes(content)
 
 
-async def ask(app: App, scope: Scope, method: str, path: str, body: Any = None) -> Reply:
+async def ask(app: App, scope: Scope, method: str, path: str, body: Any = None) -> HTTPReply:
     """Sends a request with the same headers to another path of the app, and returns its reply."""
     content = b"" if body is None else json.dumps(body).encode()
     kept = [pair for pair in scope["headers"] if pair[0].lower() not in (b"content-length", b"content-type")]
@@ -86,4 +86,4 @@ async def ask(app: App, scope: Scope, method: str, path: str, body: Any = None) 
     await app(other, receive, send)
     start = next(message for message in replied if message["type"] == "http.response.start")
     content = b"".join(message.get("body", b"") for message in replied if message["type"] == "http.response.body")
-    return Reply(start["status"], list(start.get("headers", [])), content)
+    return HTTPReply(start["status"], list(start.get("headers", [])), content)

@@ -12,7 +12,7 @@ from kvmosaic.prompt import Prompt, SegmentKind
 
 
 @dataclass(frozen=True, slots=True)
-class Composed:
+class EncodedRequest:
     """A prompt that is ready for vLLM."""
 
     token_ids: tuple[int, ...]
@@ -20,7 +20,7 @@ class Composed:
     """None: an ordinary prompt."""
 
 
-def composed(prompt: Prompt, how: How, trained_positions: int | None) -> Composed:
+def composed(prompt: Prompt, how: How, trained_positions: int | None) -> EncodedRequest:
     """Flattens a tokenized prompt; a strategy left to the engine is chosen here.
 
     Raises:
@@ -30,7 +30,7 @@ def composed(prompt: Prompt, how: How, trained_positions: int | None) -> Compose
     token_ids = tuple(token for segment in prompt.segments for token in segment.token_ids or ())
     chunks = prompt.chunks
     if not chunks:
-        return Composed(token_ids, None)
+        return EncodedRequest(token_ids, None)
     for chunk in chunks:
         if chunk.sees or chunk.position_offset is not None:
             field = "sees" if chunk.sees else "position_offset"
@@ -46,4 +46,4 @@ def composed(prompt: Prompt, how: How, trained_positions: int | None) -> Compose
         ids=names if any(names) else (),
         leaves_repair_open=how.repair is None,
     )
-    return Composed(token_ids, composition)
+    return EncodedRequest(token_ids, composition)

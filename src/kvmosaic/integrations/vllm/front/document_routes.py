@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from kvmosaic.errors import InvalidDocument, KVMosaicError, UnknownDocument
-from kvmosaic.integrations.vllm.front.calling import Receive, Reply, Scope, Send, ask, json_reply, whole_body
-from kvmosaic.integrations.vllm.front.handles import Draft, Handles
+from kvmosaic.integrations.vllm.front.calling import HTTPReply, Receive, Scope, Send, ask, json_reply, whole_body
+from kvmosaic.integrations.vllm.front.handles import DocumentDraft, Handles
 from kvmosaic.integrations.vllm.front.refusing import Refusal, refusal_of
 from kvmosaic.integrations.vllm.front.stored import StoredDocument
 from kvmosaic.integrations.vllm.front.warming import warm
@@ -44,7 +44,7 @@ class DocumentRoutes:
             reply = json_reply(told.body, told.status)
         await reply.send(send)
 
-    async def _reply(self, path: str, scope: Scope, receive: Receive) -> Reply:
+    async def _reply(self, path: str, scope: Scope, receive: Receive) -> HTTPReply:
         door = await ask(self._front.app, scope, "GET", "/v1/models")
         if door.status >= 400:
             return door
@@ -60,13 +60,13 @@ class DocumentRoutes:
             return await self._warmed(name, body, scope)
         return await self._front.in_thread(self._changed, method, name, body, scope)  # type: ignore[no-any-return]
 
-    def _changed(self, method: str, name: str, body: dict[str, Any], scope: Scope) -> Reply:
+    def _changed(self, method: str, name: str, body: dict[str, Any], scope: Scope) -> HTTPReply:
         handles = self._front.handles
         if not name:
             _check_method(method, "GET", "POST")
             if method == "GET":
                 return json_reply(_listed(handles, dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))))
-            document = handles.create(Draft.read(body, handles.settings.document_ttl), _id_in(body))
+            document = handles.create(DocumentDraft.read(body, handles.settings.document_ttl), _id_in(body))
             return _one(handles, document, 201)
         _check_method(method, "GET", "PUT", "DELETE")
         if_match = next((value.decode("latin-1") for key, value in scope["headers"] if key == b"if-match"), None)
@@ -75,14 +75,14 @@ class DocumentRoutes:
                 raise InvalidDocument(
                     f"the address names the document {name!r:.300}, the body {body['id']!r:.300}; leave it out"
                 )
-            document, is_new = handles.put(name, Draft.read(body, handles.settings.document_ttl), if_match)
+            document, is_new = handles.put(name, DocumentDraft.read(body, handles.settings.document_ttl), if_match)
             return _one(handles, document, 201 if is_new else 200)
         if method == "DELETE":
             handles.delete(name, if_match)
             return json_reply({"id": name, "object": "document.deleted", "deleted": True})
         return _one(handles, handles.get(name), 200, with_text=True)
 
-    async def _warmed(self, name: str, body: dict[str, Any], scope: Scope) -> Reply:
+    async def _warmed(self, name: str, body: dict[str, Any], scope: Scope) -> HTTPReply:
         handles = self._front.handles
         if name:
             entries: list[Any] = [{"id": name}]
@@ -106,7 +106,7 @@ class DocumentRoutes:
         return body
 
 
-def _one(handles: Handles, document: StoredDocument, status: int, *, with_text: bool = False) -> Reply:
+def _one(handles: Handles, document: StoredDocument, status: int, *, with_text: bool = False) -> HTTPReply:
     fields = _described(handles, document)
     if with_text:
         fields["text"] = document.text

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvmosaic.errors import InvalidConfig, InvalidPrompt
-from kvmosaic.integrations.vllm.front.composing import Composed, composed
+from kvmosaic.integrations.vllm.front.composing import EncodedRequest, composed
 from kvmosaic.integrations.vllm.front.how import How
 from kvmosaic.integrations.vllm.front.served_model import ServedModel, template_tools
 from kvmosaic.integrations.vllm.plugin import NAME
@@ -139,12 +139,12 @@ def _generated(
     return answers
 
 
-def _input(ready: Composed, salt: str) -> dict[str, Any]:
+def _input(ready: EncodedRequest, salt: str) -> dict[str, Any]:
     prompt: dict[str, Any] = {"prompt_token_ids": list(ready.token_ids)}
     return {**prompt, "cache_salt": salt} if salt else prompt
 
 
-def _with_borders(ready: Composed, params: Any) -> Any:
+def _with_borders(ready: EncodedRequest, params: Any) -> Any:
     """A copy of sampling parameters with the segment boundaries of a prompt."""
     if ready.composition is None:
         return params

@@ -17,7 +17,7 @@ from kvmosaic.errors import (
     UnknownDocument,
 )
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
-from kvmosaic.integrations.vllm.front.stored import FolderPlace, MemoryPlace, Place, StoredDocument
+from kvmosaic.integrations.vllm.front.stored import DocumentBackend, FolderPlace, MemoryPlace, StoredDocument
 from kvmosaic.prompt import Document
 from kvmosaic.prompt.document_id import check_id
 from kvmosaic.prompt.separator import check_unicode
@@ -28,7 +28,7 @@ FIELDS = ("id", "text", "title", "metadata", "ttl_seconds", "refresh_ttl_on_hit"
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class DocumentDraft:
     """A document that a client wants to store; white space around text and title is stripped."""
 
     text: str
@@ -38,7 +38,7 @@ class Draft:
     refresh_ttl_on_hit: bool = False
 
     @classmethod
-    def read(cls, body: Mapping[str, Any], default_ttl: int | None) -> Draft:
+    def read(cls, body: Mapping[str, Any], default_ttl: int | None) -> DocumentDraft:
         """Reads the body of a document.
 
         Raises:
@@ -79,7 +79,7 @@ class Handles:
     """
 
     def __init__(
-        self, place: Place, settings: FrontSettings | None = None, clock: Callable[[], float] = time.time
+        self, place: DocumentBackend, settings: FrontSettings | None = None, clock: Callable[[], float] = time.time
     ) -> None:
         self.settings = settings or FrontSettings()
         self._place = place
@@ -131,7 +131,7 @@ class Handles:
         """Read counter of a document in this process."""
         return self._hits.get(document_id, Hits())
 
-    def create(self, draft: Draft, document_id: str | None = None) -> StoredDocument:
+    def create(self, draft: DocumentDraft, document_id: str | None = None) -> StoredDocument:
         """Stores a new document.
 
         Raises:
@@ -147,7 +147,7 @@ class Handles:
                 )
             return self._put(document_id, draft, None)
 
-    def put(self, document_id: str, draft: Draft, if_match: str | None = None) -> tuple[StoredDocument, bool]:
+    def put(self, document_id: str, draft: DocumentDraft, if_match: str | None = None) -> tuple[StoredDocument, bool]:
         """Stores a document under an id, replacing an existing one; returns whether it is new.
 
         Raises:
@@ -192,7 +192,7 @@ class Handles:
         document = self._place.read(document_id)
         return None if document is None or document.has_expired(self._clock()) else document
 
-    def _put(self, document_id: str, draft: Draft, before: StoredDocument | None) -> StoredDocument:
+    def _put(self, document_id: str, draft: DocumentDraft, before: StoredDocument | None) -> StoredDocument:
         num_bytes = len(draft.text.encode()) + len((draft.title or "").encode())
         others = [head for head in self.all() if head.id != document_id]
         self._check_room(num_bytes, others)

@@ -54,7 +54,7 @@ class StoredDocument:
         return self.expires_at is not None and self.expires_at <= now
 
 
-class Place(Protocol):
+class DocumentBackend(Protocol):
     """Storage backend of documents. Writes are atomic."""
 
     def locked(self) -> Any:

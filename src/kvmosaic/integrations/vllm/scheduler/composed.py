@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.operations import Move, Repair
-from kvmosaic.integrations.vllm.scheduler.pieces import ChunkPrompt, Piece
+from kvmosaic.integrations.vllm.operations import Move, RepairedRun
+from kvmosaic.integrations.vllm.scheduler.pieces import ChunkPrompt, PromptPiece
 from kvmosaic.integrations.vllm.scheduler.tiering import LoadedChunk
 from kvmosaic.integrations.vllm.scheduler.trouble import Bypass
 
@@ -38,7 +38,7 @@ class ComposedRequest:
     prompts: tuple[ChunkPrompt, ...] = ()
     hashes: tuple[tuple[Any, ...], ...] = ()
     """Block hashes of each chunk prompt."""
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[PromptPiece, ...] = ()
     sightings: dict[int, SeenBlocks] = field(default_factory=dict)
     """By number of the piece."""
     prefix: SeenBlocks | None = None
@@ -47,10 +47,10 @@ class ComposedRequest:
     """How often each chunk prompt was submitted for this request."""
     loaded: dict[int, LoadedChunk] = field(default_factory=dict)
     """The chunk prompts it waited for that came from a tier."""
-    planned: list[tuple[Piece, tuple[Any, ...]]] = field(default_factory=list)
+    planned: list[tuple[PromptPiece, tuple[Any, ...]]] = field(default_factory=list)
     """Moves for the case that the request is admitted in this step: parts of pieces, and the blocks that hold them."""
     moves: list[Move] = field(default_factory=list)
-    repairs: list[Repair] = field(default_factory=list)
+    repairs: list[RepairedRun] = field(default_factory=list)
     num_cached: int = 0
     """Prefix cache hits of the prompt when the request arrived; for a bypass, when it was scheduled."""
     is_told: bool = False

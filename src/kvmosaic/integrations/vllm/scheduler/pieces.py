@@ -36,7 +36,7 @@ class ChunkPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PromptPiece:
     """A run of a composed prompt, `start` to `stop`, and its location in a chunk prompt.
 
     Token `start` of the composed prompt is token `offset` of chunk prompt number `prompt`, at position `offset`; the
@@ -54,7 +54,7 @@ class Piece:
 
 def take_apart(
     composition: Composition, token_ids: Sequence[int], block_size: int
-) -> tuple[tuple[ChunkPrompt, ...], tuple[Piece, ...]]:
+) -> tuple[tuple[ChunkPrompt, ...], tuple[PromptPiece, ...]]:
     """Splits a composed prompt into chunk prompts and pieces, which cover tokens 0 to `composition.end`.
 
     Chunks of the same tokens share one chunk prompt. The system text comes from the first chunk's prompt, if the
@@ -63,19 +63,19 @@ def take_apart(
     system = token_ids[: composition.system]
     seen = system if composition.chunk_context == "system" else ()
     numbers: dict[ChunkPrompt, int] = {}
-    pieces: list[Piece] = []
+    pieces: list[PromptPiece] = []
 
     def number_of(prompt: ChunkPrompt) -> int:
         return numbers.setdefault(prompt, len(numbers))
 
     if system and not seen:
-        pieces.append(Piece(0, len(system), number_of(ChunkPrompt.of((), system, block_size)), 0, 0, None))
+        pieces.append(PromptPiece(0, len(system), number_of(ChunkPrompt.of((), system, block_size)), 0, 0, None))
     elif system:
-        pieces.append(Piece(0, len(system), 0, 0, 0, None))
+        pieces.append(PromptPiece(0, len(system), 0, 0, 0, None))
     for chunk, (start, length) in enumerate(zip(composition.starts, composition.chunks, strict=True)):
         number = number_of(ChunkPrompt.of(seen, token_ids[start : start + length], block_size))
         distance = composition.position_of(chunk) - len(seen)
-        pieces.append(Piece(start, start + length, number, len(seen), distance, chunk))
+        pieces.append(PromptPiece(start, start + length, number, len(seen), distance, chunk))
     return tuple(numbers), tuple(pieces)
 
 

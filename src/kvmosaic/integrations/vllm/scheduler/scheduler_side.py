@@ -11,12 +11,12 @@ from vllm.utils.hashing import get_hash_fn_by_name
 
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD, Composition
-from kvmosaic.integrations.vllm.operations import Move, Operations, Repair, Shift, WorkerFacts
+from kvmosaic.integrations.vllm.operations import Move, Operations, RepairedRun, ShiftedTokens, WorkerFacts
 from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP, BlockStore
 from kvmosaic.integrations.vllm.scheduler.chunk_requests import ChunkRequests
 from kvmosaic.integrations.vllm.scheduler.composed import ComposedRequest, SeenBlocks
 from kvmosaic.integrations.vllm.scheduler.hashing import ComposedHasher
-from kvmosaic.integrations.vllm.scheduler.pieces import Piece, repaired_runs, take_apart
+from kvmosaic.integrations.vllm.scheduler.pieces import PromptPiece, repaired_runs, take_apart
 from kvmosaic.integrations.vllm.scheduler.reporting import report_of
 from kvmosaic.integrations.vllm.scheduler.tiering import LoadedChunk, Tiering
 from kvmosaic.integrations.vllm.scheduler.trouble import (
@@ -28,7 +28,7 @@ from kvmosaic.integrations.vllm.scheduler.trouble import (
 )
 from kvmosaic.integrations.vllm.scheduler.write_log import WriteLog
 from kvmosaic.integrations.vllm.strategy import trained_positions
-from kvmosaic.integrations.vllm.tally import Tally
+from kvmosaic.integrations.vllm.tally import ReportCounters
 
 _MAX_ASKED = 8
 """max_retries of a chunk for one request, if it is evicted each time before all others are there."""
@@ -72,7 +72,7 @@ class SchedulerSide:
         """The one request that may submit a chunk again: if all did, they would evict each other's."""
         self._step = 0
         self._num_asked = 0
-        self.tally = Tally()
+        self.tally = ReportCounters()
         self._store: BlockStore | None = None
 
     @property
@@ -202,7 +202,7 @@ class SchedulerSide:
             elif sighting is None or sighting.blocks != blocks or self._written.since(blocks, sighting.num_steps):
                 composed.sightings[index] = SeenBlocks(blocks, step, self._step)
 
-    def _hashes(self, composed: ComposedRequest, piece: Piece) -> tuple[Any, ...]:
+    def _hashes(self, composed: ComposedRequest, piece: PromptPiece) -> tuple[Any, ...]:
         first = piece.offset // self._block_size
         stop = piece.offset + piece.stop - piece.start
         return composed.hashes[piece.prompt][first : -(-stop // self._block_size)]
@@ -280,7 +280,7 @@ class SchedulerSide:
         composed.prefix = SeenBlocks(blocks, step, self._step)
         return not blocks
 
-    def _remainder(self, composed: ComposedRequest, index: int, num_local: int) -> tuple[Piece, tuple[Any, ...]]:
+    def _remainder(self, composed: ComposedRequest, index: int, num_local: int) -> tuple[PromptPiece, tuple[Any, ...]]:
         """The rest of a piece after the first `num_local` tokens, and the blocks that hold it."""
         piece, blocks = composed.pieces[index], composed.sightings[index].blocks
         cut = max(num_local - piece.start, 0)
@@ -321,14 +321,14 @@ class SchedulerSide:
             composed.repairs = self._repairs(composed, own, composed.planned[0][0].start)
         self._admitted.append(request.request_id)
 
-    def _repairs(self, composed: ComposedRequest, blocks: tuple[int, ...], num_cached: int) -> list[Repair]:
+    def _repairs(self, composed: ComposedRequest, blocks: tuple[int, ...], num_cached: int) -> list[RepairedRun]:
         shape = composed.composition
         repairs = []
         for start, stop in repaired_runs(shape, num_cached):
             chunk = next(i for i, begin in enumerate(shape.starts) if begin <= start < begin + shape.chunks[i])
             position = shape.position_of(chunk) + start - shape.starts[chunk]
             tokens = tuple(composed.request.prompt_token_ids[start:stop])
-            repairs.append(Repair(blocks[: -(-stop // self._block_size)], start, tokens, position))
+            repairs.append(RepairedRun(blocks[: -(-stop // self._block_size)], start, tokens, position))
         return repairs
 
     def operations(self, scheduled: Any) -> Operations:
@@ -347,7 +347,7 @@ class SchedulerSide:
             if composed is not None and composed.position_shift:
                 blocks = self._scheduler.kv_cache_manager.get_blocks(request_id).get_block_ids()[KV_GROUP]
                 first = composed.composition.end // self._block_size
-                done.shifts.append(Shift(tuple(blocks[first:]), composed.position_shift))
+                done.shifts.append(ShiftedTokens(tuple(blocks[first:]), composed.position_shift))
         if self.tiering is not None:
             self.tiering.operations(done, scheduled, bool(getattr(self._scheduler, "pause_state", 0)))
         self.store.release()

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvmosaic.integrations.vllm.operations import Fetch, FetchReport, StoredRun
+from kvmosaic.integrations.vllm.operations import FetchReport, RunFetch, StoredRun
 
 MISS_SECONDS = 2.0
 """Time during which a run that no tier had is not fetched again: it is being computed, or the tiers fail."""
@@ -57,7 +57,7 @@ class Staging:
         self._misses: OrderedDict[bytes, float] = OrderedDict()
         self._last_number = 0
         self.num_bytes = 0
-        self.fetches: list[Fetch] = []
+        self.fetches: list[RunFetch] = []
         """Fetches to send in the next step."""
         self.drops: list[int] = []
         """Numbers of runs that workers need not hold any longer."""
@@ -87,7 +87,7 @@ class Staging:
             self._runs[run.key] = self._by_number[staged.number] = staged
             self.num_bytes += staged.num_bytes
             seconds = None if token_seconds is None else token_seconds * run.num_tokens
-            self.fetches.append(Fetch(staged.number, run, seconds))
+            self.fetches.append(RunFetch(staged.number, run, seconds))
         found = [self._runs.get(run.key) for run in runs]
         for each in found:
             if each is not None and request_id not in each.waiters:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.integrations.vllm.operations import Operations, WorkerFacts
-from kvmosaic.integrations.vllm.tally import Tally
+from kvmosaic.integrations.vllm.tally import ReportCounters
 from kvmosaic.integrations.vllm.worker import shifting
 from kvmosaic.integrations.vllm.worker.extra_forward import find_nested
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
@@ -36,7 +36,7 @@ class ComposingWorker:
         self._mover: Mover | None = None
         self._repairer: Repairer | None = None
         self._shift: PositionShift | None = None
-        self.tally = Tally()
+        self.tally = ReportCounters()
         self.facts = WorkerFacts(trouble="the KV cache is not there yet")
 
     @property

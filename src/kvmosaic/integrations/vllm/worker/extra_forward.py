@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvmosaic.integrations.vllm.operations import Repair
+from kvmosaic.integrations.vllm.operations import RepairedRun
 from kvmosaic.integrations.vllm.worker.layouts.ascend import is_npu
 from kvmosaic.integrations.vllm.worker.metadata import AttentionRows, layer_groups
 
@@ -40,7 +40,7 @@ class ExtraForward:
         self._groups = layer_groups(vllm_config, kv_cache_config, self._device)
 
     @torch.inference_mode()
-    def forward(self, runs: Sequence[Repair], *, compiled: bool = True) -> Any:
+    def forward(self, runs: Sequence[RepairedRun], *, compiled: bool = True) -> Any:
         """Computes the runs in one forward, which writes their keys and values to their blocks.
 
         Args:
@@ -57,7 +57,7 @@ class ExtraForward:
             )
 
     @contextmanager
-    def step(self, runs: Sequence[Repair], *, compiled: bool) -> Iterator[AttentionRows]:
+    def step(self, runs: Sequence[RepairedRun], *, compiled: bool) -> Iterator[AttentionRows]:
         """Context in which vLLM's layers compute these runs, in this order; see `forward`."""
         from vllm.forward_context import set_forward_context
 
@@ -78,7 +78,7 @@ class ExtraForward:
         ):
             yield rows
 
-    def resume(self, runs: Sequence[Repair]) -> None:
+    def resume(self, runs: Sequence[RepairedRun]) -> None:
         """Resumes the forward of these runs after it was interleaved with other steps.
 
         Builders and their kernels keep parts of the metadata that they built last.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvmosaic.integrations.vllm.operations import Repair
+from kvmosaic.integrations.vllm.operations import RepairedRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class AttentionRows:
     """[rows, most blocks of a row], padded with block 0."""
 
     @classmethod
-    def of(cls, runs: Sequence[Repair], block_size: int, device: torch.device) -> AttentionRows:
+    def of(cls, runs: Sequence[RepairedRun], block_size: int, device: torch.device) -> AttentionRows:
         """The rows of these runs, in their order."""
         token_ids: list[int] = []
         positions: list[int] = []

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
-from kvmosaic.integrations.vllm.operations import Repair
+from kvmosaic.integrations.vllm.operations import RepairedRun
 
 
 class Forward(Protocol):
@@ -15,7 +15,7 @@ class Forward(Protocol):
     max_tokens: int
     max_runs: int
 
-    def forward(self, runs: list[Repair], *, compiled: bool = True) -> None:
+    def forward(self, runs: list[RepairedRun], *, compiled: bool = True) -> None:
         """Computes the runs in one forward."""
 
 
@@ -25,7 +25,7 @@ class Repairer:
     def __init__(self, nested: Forward) -> None:
         self._nested = nested
 
-    def run(self, repairs: Iterable[Repair], *, compiled: bool = True) -> int:
+    def run(self, repairs: Iterable[RepairedRun], *, compiled: bool = True) -> int:
         """Computes all runs; call it before the step's forward, and before its shifts are on.
 
         Returns:
@@ -38,7 +38,7 @@ class Repairer:
         return num_forwards
 
 
-def forwards(repairs: Iterable[Repair], max_tokens: int, max_runs: int) -> Iterator[list[Repair]]:
+def forwards(repairs: Iterable[RepairedRun], max_tokens: int, max_runs: int) -> Iterator[list[RepairedRun]]:
     """Splits the runs into batches of one forward each, such that no forward reads what a later one computes.
 
         max_tokens = 6:   runs of 4, 1 and 5 tokens   ->   │ 4 1 1 │ 4 │
@@ -46,7 +46,7 @@ def forwards(repairs: Iterable[Repair], max_tokens: int, max_runs: int) -> Itera
     A token sees only tokens of lower index, in blocks of its own request or in blocks that another request shares at
     the same index. So runs are sorted by their start, and a run that does not fit is split.
     """
-    runs: list[Repair] = []
+    runs: list[RepairedRun] = []
     room = max_tokens
     for repair in sorted(repairs, key=lambda repair: repair.start):
         rest = repair

@@ -9,7 +9,7 @@ import torch
 from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.integrations.vllm.worker.trial.model_trial import ModelTrial
-from kvmosaic.integrations.vllm.worker.trial.plan import HEAD_TOKENS, NUM_TOKENS, Plan, far_positions
+from kvmosaic.integrations.vllm.worker.trial.plan import HEAD_TOKENS, NUM_TOKENS, TrialPlan, far_positions
 from kvmosaic.integrations.vllm.worker.trial.rotation import direct_trouble
 from kvmosaic.integrations.vllm.worker.trial.text import ordinary_tokens
 
@@ -28,7 +28,7 @@ def check(places: KVLayout, nested: ExtraForward) -> str:
     last = length - min(HEAD_TOKENS, num_tokens) - 1
     if num_tokens < 4 or last < 1:
         return f"prompts of at most {nested.max_length} tokens are too short for the check at start"
-    plan = Plan.of(
+    plan = TrialPlan.of(
         ordinary_tokens(nested.model_config, num_tokens),
         far_positions(last),
         block_size=places.block_size,

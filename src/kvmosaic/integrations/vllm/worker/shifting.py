@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvmosaic.integrations.vllm.operations import Shift
+from kvmosaic.integrations.vllm.operations import ShiftedTokens
 from kvmosaic.integrations.vllm.worker.layouts.ascend import is_npu
 
 
@@ -16,7 +16,7 @@ class PositionShift:
     """Lowers the positions passed to the model, for tokens whose keys and values go into shifted blocks.
 
         index (vLLM's)      │ 0 1 2 │ 3 4 5 │ 6 7 8 │ 9 10        blocks of a request, 3 tokens each
-        Shift(blocks 2 3, distance 3)
+        ShiftedTokens(blocks 2 3, distance 3)
         position            │ 0 1 2 │ 3 4 5 │ 3 4 5 │ 6 7
 
     The model has hooks only between `begin` and `end`.
@@ -38,7 +38,7 @@ class PositionShift:
         self._hooks: list[Any] = []
         self._changed: tuple[Tensor, Tensor] | None = None
 
-    def begin(self, shifts: Sequence[Shift]) -> None:
+    def begin(self, shifts: Sequence[ShiftedTokens]) -> None:
         """Shifts all forwards from now on. With no shifts, nothing happens."""
         self.end()
         distances = {block: shift.distance for shift in shifts for block in shift.blocks if shift.distance}

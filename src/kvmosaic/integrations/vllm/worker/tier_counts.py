@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvmosaic.integrations.vllm.tally import Tally
+from kvmosaic.integrations.vllm.tally import ReportCounters
 from kvmosaic.metrics.family import Family
 from kvmosaic.metrics.own_names import TIER_COUNTERS, TIER_OUTCOMES
 from kvmosaic.tiers import TieredStore
@@ -22,7 +22,7 @@ class TierCounts:
         self._before: dict[tuple[Family, str], float] = {}
         self._next = 0.0
 
-    def add_to(self, tally: Tally) -> None:
+    def add_to(self, tally: ReportCounters) -> None:
         """Adds the growth since the last call; at most once a second, since every step calls it."""
         if self._clock() < self._next:
             return

@@ -14,15 +14,15 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from kvmosaic.config import TierConfig, parse_bytes
 from kvmosaic.errors import NotMovable
 from kvmosaic.integrations.vllm.operations import (
-    Fetch,
     FetchReport,
     FingerprintReport,
     Load,
     Operations,
+    RunFetch,
     Store,
     StoredRun,
 )
-from kvmosaic.integrations.vllm.tally import Tally
+from kvmosaic.integrations.vllm.tally import ReportCounters
 from kvmosaic.integrations.vllm.tier_settings import tier_config
 from kvmosaic.integrations.vllm.worker.fingerprinting import worker_fingerprint
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
@@ -138,7 +138,7 @@ class WorkerTiers:
         reports, self._reports = self._reports, []
         return reports
 
-    def count(self, tally: Tally) -> None:
+    def count(self, tally: ReportCounters) -> None:
         """Adds the tiers' counts since the last call, about once a second."""
         self._counts.add_to(tally)
 
@@ -147,7 +147,7 @@ class WorkerTiers:
         self._staged.clear()
         self.tiered_store.close(CLOSE_SECONDS)
 
-    def _begin(self, asked: Fetch) -> None:
+    def _begin(self, asked: RunFetch) -> None:
         num_bytes = asked.run.num_tokens * self._entries.bytes_per_token
         fetch = self.tiered_store.fetch(
             self._entries.key(asked.run),

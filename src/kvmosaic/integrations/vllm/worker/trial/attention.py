@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvmosaic.integrations.vllm.operations import Repair
+from kvmosaic.integrations.vllm.operations import RepairedRun
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
 from kvmosaic.integrations.vllm.worker.trial.rounding import unit, wide
 
@@ -91,7 +91,7 @@ def _attended(place: LayerPlace, queries: Tensor, keys: Tensor, values: Tensor, 
     )
 
 
-def attention_error(places: KVLayout, place: LayerPlace, run: Repair, seen: Attended) -> float:
+def attention_error(places: KVLayout, place: LayerPlace, run: RepairedRun, seen: Attended) -> float:
     """The distance of a layer's output for a run from a softmax over its blocks, as a fraction of the allowed error.
 
     The allowed error follows from the numbers: weights and values rounded once, and scores that are off by the

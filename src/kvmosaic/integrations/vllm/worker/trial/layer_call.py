@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from kvmosaic.integrations.vllm.operations import Repair
+from kvmosaic.integrations.vllm.operations import RepairedRun
 from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward
 from kvmosaic.integrations.vllm.worker.trial.rounding import perturbed
 
 
 @dataclass(frozen=True, slots=True)
-class LayerCall:
+class RecordedCall:
     """Recorded arguments of one module in a forward of T tokens.
 
     Every argument with T rows is of these tokens; one of them is their positions. The same rows with other positions,
@@ -32,7 +32,7 @@ class LayerCall:
     @classmethod
     def of(
         cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], positions: Tensor
-    ) -> LayerCall | None:
+    ) -> RecordedCall | None:
         """Copies the arguments; None if the module takes no positions, or numbers of other tokens than these."""
         from vllm.forward_context import get_forward_context
 
@@ -50,7 +50,7 @@ class LayerCall:
         return [each for each in tree_leaves((self.args, self.kwargs)) if _is_numbers(each, len(self.positions))]
 
     def again(
-        self, nested: ExtraForward, runs: list[Repair], tokens: list[int], *, noisy: bool = False
+        self, nested: ExtraForward, runs: list[RepairedRun], tokens: list[int], *, noisy: bool = False
     ) -> list[Tensor]:
         """Calls it with the rows of these tokens, at the positions of these runs and with their blocks.
 

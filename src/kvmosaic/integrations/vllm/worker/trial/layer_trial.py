@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from kvmosaic.errors import KVMosaicError
-from kvmosaic.integrations.vllm.operations import Repair
+from kvmosaic.integrations.vllm.operations import RepairedRun
 from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
 from kvmosaic.integrations.vllm.worker.moving import Mover
 from kvmosaic.integrations.vllm.worker.trial.attention import Attended, AttentionRecorder, attention_error
-from kvmosaic.integrations.vllm.worker.trial.layer_call import LayerCall
-from kvmosaic.integrations.vllm.worker.trial.plan import Plan
+from kvmosaic.integrations.vllm.worker.trial.layer_call import RecordedCall
+from kvmosaic.integrations.vllm.worker.trial.plan import TrialPlan
 from kvmosaic.integrations.vllm.worker.trial.rotation import allowed, apart, fitted, misunderstood, turned
 from kvmosaic.integrations.vllm.worker.trial.rounding import noise_ratio, unit
 
@@ -34,10 +34,10 @@ class LayerTrial:
 
     places: KVLayout
     nested: ExtraForward
-    plan: Plan
+    plan: TrialPlan
     recorder: AttentionRecorder
 
-    def trouble(self, call: LayerCall, given: list[Tensor], names: tuple[str, ...]) -> str:
+    def trouble(self, call: RecordedCall, given: list[Tensor], names: tuple[str, ...]) -> str:
         """The defect of a layer; empty: none. Runs the same forwards whatever it finds.
 
         Args:
@@ -55,7 +55,7 @@ class LayerTrial:
 
     # At other positions
 
-    def _heads(self, call: LayerCall, layers: list[LayerPlace]) -> Iterator[str]:
+    def _heads(self, call: RecordedCall, layers: list[LayerPlace]) -> Iterator[str]:
         plan, head = self.plan, self.plan.head
         for runs in plan.head_runs():
             still: dict[str, Attended] = {}
@@ -78,14 +78,14 @@ class LayerTrial:
                 if number:
                     yield self._rest(layers, run, [each[rows] for each in outputs], [x[:head] for x in outputs], noisy)
 
-    def _head(self, place: LayerPlace, run: Repair, still: Attended, seen: Attended) -> str:
+    def _head(self, place: LayerPlace, run: RepairedRun, still: Attended, seen: Attended) -> str:
         if run.position and (found := self._turned(place, run, still, seen)):
             return found
         if found := self._attended(place, run, seen):
             return found
         return self._moved(place, run) if run.position else ""
 
-    def _turned(self, place: LayerPlace, run: Repair, still: Attended, seen: Attended) -> str:
+    def _turned(self, place: LayerPlace, run: RepairedRun, still: Attended, seen: Attended) -> str:
         """Checks that keys and queries rotate, and values do not."""
         most = allowed(self.nested.dtype, seen.keys.dtype)
         for name, old, new in (("keys", still.keys, seen.keys), ("queries", still.queries, seen.queries)):
@@ -102,7 +102,7 @@ class LayerTrial:
                 )
         return ""
 
-    def _moved(self, place: LayerPlace, run: Repair) -> str:
+    def _moved(self, place: LayerPlace, run: RepairedRun) -> str:
         """Compares keys and values moved to another head's position with those computed there."""
         if trouble := self._move(place, run):
             return trouble
@@ -117,14 +117,14 @@ class LayerTrial:
                 )
         return ""
 
-    def _move(self, place: LayerPlace, run: Repair) -> str:
+    def _move(self, place: LayerPlace, run: RepairedRun) -> str:
         try:
             Mover(replace(self.places, layers=(place,))).move([self.plan.move_to(run)])
         except KVMosaicError as error:
             return f"{place.name}: {error}"
         return ""
 
-    def _behind(self, call: LayerCall, layers: list[LayerPlace]) -> str:
+    def _behind(self, call: RecordedCall, layers: list[LayerPlace]) -> str:
         """Checks that a token after a moved head attends to the moved keys."""
         run = self.plan.moved_head
         trouble = next(filter(None, [self._move(place, run) for place in layers]), "")
@@ -136,7 +136,7 @@ class LayerTrial:
 
     # Inputs, cache contents and outputs
 
-    def _attended(self, place: LayerPlace, run: Repair, seen: Attended) -> str:
+    def _attended(self, place: LayerPlace, run: RepairedRun, seen: Attended) -> str:
         """Checks that the cache holds the inputs of attention, and that attention's output follows from the cache."""
         stored = self._read(place, run.blocks, run.start, len(run.token_ids))
         for name, one, other in zip(("keys", "values"), stored, (seen.keys, seen.values), strict=True):
@@ -149,7 +149,7 @@ class LayerTrial:
                 return f"{place.name}: the {name} that it wrote are not found there: its cache was not understood"
         return self._of_softmax(place, run, seen)
 
-    def _of_softmax(self, place: LayerPlace, run: Repair, seen: Attended) -> str:
+    def _of_softmax(self, place: LayerPlace, run: RepairedRun, seen: Attended) -> str:
         far = attention_error(self.places, place, run, seen)
         if not far <= 1:
             return (
@@ -159,7 +159,7 @@ class LayerTrial:
             )
         return ""
 
-    def _tail(self, call: LayerCall, given: list[Tensor], layers: list[LayerPlace]) -> str:
+    def _tail(self, call: RecordedCall, given: list[Tensor], layers: list[LayerPlace]) -> str:
         """Compares tokens computed later, with the others in the cache, with the same tokens computed among them."""
         run = self.plan.tail_run
         tokens = list(range(self.plan.tail, len(self.plan.tokens)))
@@ -179,7 +179,7 @@ class LayerTrial:
         return ""
 
     def _rest(
-        self, layers: list[LayerPlace], run: Repair, found: list[Tensor], wanted: list[Tensor], noisy: list[Tensor]
+        self, layers: list[LayerPlace], run: RepairedRun, found: list[Tensor], wanted: list[Tensor], noisy: list[Tensor]
     ) -> str:
         far = noise_ratio(found, wanted, noisy)
         if far <= SAME:

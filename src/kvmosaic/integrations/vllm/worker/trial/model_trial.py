@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from kvmosaic.integrations.vllm.operations import Repair
+from kvmosaic.integrations.vllm.operations import RepairedRun
 from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
 from kvmosaic.integrations.vllm.worker.trial.attention import AttentionRecorder
-from kvmosaic.integrations.vllm.worker.trial.layer_call import LayerCall, outputs
+from kvmosaic.integrations.vllm.worker.trial.layer_call import RecordedCall, outputs
 from kvmosaic.integrations.vllm.worker.trial.layer_trial import LayerTrial
-from kvmosaic.integrations.vllm.worker.trial.plan import Plan
+from kvmosaic.integrations.vllm.worker.trial.plan import TrialPlan
 from kvmosaic.integrations.vllm.worker.trial.rounding import noise_ratio, perturbed, unit, wide
 
 NOISE = 4.0
@@ -30,12 +30,12 @@ class ModelTrial:
     each layer again, with its inputs       └ trial     └ trial
     """
 
-    def __init__(self, places: KVLayout, nested: ExtraForward, plan: Plan) -> None:
+    def __init__(self, places: KVLayout, nested: ExtraForward, plan: TrialPlan) -> None:
         self._places, self._nested, self._plan = places, nested, plan
         self._recorder = AttentionRecorder(places.layers)
         self._trial = LayerTrial(places, nested, plan, self._recorder)
         self._units = _units(places)
-        self._open: dict[str, LayerCall] = {}
+        self._open: dict[str, RecordedCall] = {}
         """Calls in progress, by the attention layer in them."""
         self._found: dict[str, str] = {}
         self._inputs: list[Tensor] = []
@@ -51,12 +51,12 @@ class ModelTrial:
             if found := self._found.get(place.name, f"{place.name}: it was not called with positions, or not at all"):
                 return found
         return self._whole(plan.tail_run, hidden, slice(plan.tail, None)) or self._whole(
-            Repair(plan.first_blocks, 0, plan.tokens[: plan.head], plan.positions[-1]), hidden, slice(plan.head)
+            RepairedRun(plan.first_blocks, 0, plan.tokens[: plan.head], plan.positions[-1]), hidden, slice(plan.head)
         )
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], positions: Tensor) -> None:
         names = [name for name in self._units[module] if name not in self._open and name not in self._found]
-        if self._is_busy or not names or (call := LayerCall.of(module, args, kwargs, positions)) is None:
+        if self._is_busy or not names or (call := RecordedCall.of(module, args, kwargs, positions)) is None:
             return
         if not self._inputs:
             self._inputs = call.inputs
@@ -103,12 +103,12 @@ class ModelTrial:
 
     # The whole model
 
-    def _whole(self, run: Repair, hidden: list[Tensor], tokens: slice) -> str:
+    def _whole(self, run: RepairedRun, hidden: list[Tensor], tokens: slice) -> str:
         """Recomputes a part of the text in another forward: compares the first layer's inputs and hidden states."""
         num_tokens, seen = len(run.token_ids), list[Tensor]()
 
         def look(module: nn.Module, args: Any, kwargs: Any, positions: Tensor) -> None:
-            if not seen and (call := LayerCall.of(module, args, kwargs, positions)) is not None:
+            if not seen and (call := RecordedCall.of(module, args, kwargs, positions)) is not None:
                 seen.extend(call.inputs)
 
         with self._hooked(look):

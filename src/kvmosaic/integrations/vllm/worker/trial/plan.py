@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvmosaic.integrations.vllm.operations import Move, Repair
+from kvmosaic.integrations.vllm.operations import Move, RepairedRun
 
 NUM_TOKENS = 192
 HEAD_TOKENS = 17
@@ -16,7 +16,7 @@ POSITIONS = (1, 7, 37, 64, 129, 300, 500, 700, 1000, 1800, 3000, 4200, 6000, 900
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrialPlan:
     """Runs of one text, each in blocks of its own.
 
     text      0 ───────────────────────────────────────── T       at position 0
@@ -45,7 +45,7 @@ class Plan:
     @classmethod
     def of(
         cls, tokens: tuple[int, ...], positions: tuple[int, ...], *, block_size: int, num_blocks: int, max_runs: int
-    ) -> Plan | str:
+    ) -> TrialPlan | str:
         """A plan for these tokens, or why a cache of `num_blocks` blocks has no room for it."""
         head, tail = min(HEAD_TOKENS, len(tokens)), len(tokens) - min(TAIL_TOKENS, len(tokens) // 3)
         of_text, of_head = -(-len(tokens) // block_size), -(-(block_size - 1 + head + 1) // block_size)
@@ -78,16 +78,16 @@ class Plan:
         return (*self.text_blocks, *self.first_blocks, *self.moved_blocks, *heads)
 
     @property
-    def text_run(self) -> Repair:
+    def text_run(self) -> RepairedRun:
         """The whole text."""
-        return Repair(self.text_blocks, 0, self.tokens, 0)
+        return RepairedRun(self.text_blocks, 0, self.tokens, 0)
 
     @property
-    def tail_run(self) -> Repair:
+    def tail_run(self) -> RepairedRun:
         """The tail of the text, with the rest before it."""
-        return Repair(self.text_blocks, self.tail, self.tokens[self.tail :], self.tail)
+        return RepairedRun(self.text_blocks, self.tail, self.tokens[self.tail :], self.tail)
 
-    def head_runs(self) -> list[list[Repair]]:
+    def head_runs(self) -> list[list[RepairedRun]]:
         """The heads, as many at once as there are blocks for, each batch with the one at position 0 before them.
 
         Runs of one forward are computed alike, so they differ by their positions alone.
@@ -101,24 +101,24 @@ class Plan:
         ]
 
     @property
-    def moved_head(self) -> Repair:
+    def moved_head(self) -> RepairedRun:
         """The head with the most tokens before it."""
         position = max(position for position in self.positions if position <= MAX_CONTEXT)
         return self._head(self.head_blocks[0], position)
 
-    def move_to(self, run: Repair) -> Move:
+    def move_to(self, run: RepairedRun) -> Move:
         """Moves the first head to the position of another one, into blocks of its own."""
         return Move(self.first_blocks, 0, self.moved_blocks, run.start % self.block_size, self.head, 0, run.position)
 
-    def behind(self, run: Repair) -> Repair:
+    def behind(self, run: RepairedRun) -> RepairedRun:
         """One token after a moved head."""
         blocks = (*self._context(run.start), *self.moved_blocks)
         after = self.head % len(self.tokens)
-        return Repair(blocks, run.start + self.head, self.tokens[after : after + 1], run.position + self.head)
+        return RepairedRun(blocks, run.start + self.head, self.tokens[after : after + 1], run.position + self.head)
 
-    def _head(self, blocks: tuple[int, ...], position: int) -> Repair:
+    def _head(self, blocks: tuple[int, ...], position: int) -> RepairedRun:
         start = position if position <= MAX_CONTEXT else 0
-        return Repair((*self._context(start), *blocks), start, self.tokens[: self.head], position)
+        return RepairedRun((*self._context(start), *blocks), start, self.tokens[: self.head], position)
 
     def _context(self, start: int) -> tuple[int, ...]:
         return self.text_blocks[:1] * (start // self.block_size)
