@@ -25,7 +25,7 @@ from support.reference import eager_logits  # noqa: E402
 from kvmosaic.errors import UnsupportedModel  # noqa: E402
 from kvmosaic.layout import arrange  # noqa: E402
 from kvmosaic.model import LayerSpec, LoadedModel  # noqa: E402
-from kvmosaic.model.refusing import WAY_OUT  # noqa: E402
+from kvmosaic.model.unsupported import WAY_OUT  # noqa: E402
 
 Measure = Callable[[LoadedModel], float | None]
 """Takes a model, returns the largest difference of a logit, or None where it does not apply."""

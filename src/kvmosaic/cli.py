@@ -150,7 +150,7 @@ def run(
     check_model_is_not_a_prompt("run", model, separator, is_asked=bool(prompt or question))
     asking = PromptSource(prompt, documents, tuple(question or ()), system)
 
-    from kvmosaic.console.answering import run_prompts
+    from kvmosaic.console.answer_output import run_prompts
     from kvmosaic.console.model_options import ModelOptions
     from kvmosaic.sampling import SamplingParams
 
@@ -207,14 +207,14 @@ def check(
 ) -> None:
     """Check that a model's documents can be composed and moved, and that its tiers answer. Exit code 1 if not."""
     if in_vllm:
-        from kvmosaic.console.vllm_checking import show_engine_check
+        from kvmosaic.console.vllm_check import show_engine_check
 
         if not show_engine_check(model, vllm_options or ()):
             raise typer.Exit(1)
         return
     if vllm_options:
         raise InvalidConfig(f"{vllm_options[0]!r:.80} is an option of vLLM; say --vllm as well")
-    from kvmosaic.console.checking import show_check
+    from kvmosaic.console.check_output import show_check
     from kvmosaic.console.model_options import ModelOptions
 
     opening = ModelOptions(
@@ -332,7 +332,7 @@ def bench(
 
     from kvmosaic.bench.campaign import Campaign
     from kvmosaic.bench.command import bench as run_bench
-    from kvmosaic.bench.peers.opening import PEERS, PeerOptions
+    from kvmosaic.bench.peers.startup import PEERS, PeerOptions
     from kvmosaic.bench.sizes import PRESETS
     from kvmosaic.threads import this_machine
 
@@ -407,7 +407,7 @@ def warm(
     The system text must be that of the later prompts. The secret of the tiers is read from KVMOSAIC_CHUNK_SECRET.
     """
     from kvmosaic.console.model_options import ModelOptions
-    from kvmosaic.console.warming import Warming, warm_folder
+    from kvmosaic.console.warm import Warming, warm_folder
 
     opening = ModelOptions(
         model,
@@ -457,21 +457,21 @@ def sleep(
 
     The key of an admin, if the server has keys, is read from KVMOSAIC_API_KEY.
     """
-    from kvmosaic.console import sleeping
+    from kvmosaic.console import sleep_commands
 
-    chunks = sleeping.cold_chunks(cold, min_accesses, idle_seconds, others=refuse or level is not None)
+    chunks = sleep_commands.cold_chunks(cold, min_accesses, idle_seconds, others=refuse or level is not None)
     if chunks is not None:
-        sleeping.sleep_cold(url, chunks, timeout)
-    elif not sleeping.sleep(url, level or 1, refuse, timeout):
+        sleep_commands.sleep_cold(url, chunks, timeout)
+    elif not sleep_commands.sleep(url, level or 1, refuse, timeout):
         raise typer.Exit(1)
 
 
 @app.command()
 def wake(url: ServerURL = "http://127.0.0.1:8000", timeout: Timeout = 600.0) -> None:
     """Let a running server take its memory again and go on with all that waits."""
-    from kvmosaic.console import sleeping
+    from kvmosaic.console import sleep_commands
 
-    sleeping.wake(url, timeout)
+    sleep_commands.wake(url, timeout)
 
 
 @app.command(

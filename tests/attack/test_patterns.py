@@ -36,8 +36,8 @@ LONGEST_PIECE = 4
 OURS = {
     "bench/resident.py": "reads what the system says of this process",
     "server/dashboard/markup.py": "reads our own page",
-    "model/refusing.py": "reads names of classes",
-    "capacity/counting.py": "reads names of parameters",
+    "model/unsupported.py": "reads names of classes",
+    "capacity/meta_count.py": "reads names of parameters",
     "integrations/vllm/worker/diagnostics.py": "reads names of layers and classes",
 }
 """Files whose patterns never meet a text from outside."""

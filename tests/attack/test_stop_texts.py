@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kvmosaic.sampling.stopping import StopStrings
+from kvmosaic.sampling.stop_conditions import StopStrings
 
 
 @pytest.mark.parametrize("ending", ["b", "ab", "a" * 100 + "b"])

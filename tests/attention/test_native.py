@@ -11,7 +11,7 @@ from support.plain import PlainBackend
 from support.worlds import CPU, Layer, Mask, World, rotation_of, worlds
 
 from kvmosaic.attention import NativeBackend, Piece, RowGroup, TorchBackend, choose_backend, plan_reads
-from kvmosaic.attention.choosing import VARIABLE
+from kvmosaic.attention.backend_choice import VARIABLE
 from kvmosaic.attention.native import LIBRARY, load_library
 from kvmosaic.errors import InvalidConfig, NativeUnavailable
 

@@ -19,7 +19,7 @@ from support.worlds import CPU, TOLERANCES, Layer, Mask, World, rotation_of, wor
 
 from kvmosaic import LLM, ChunkCacheConfig, Prompt, SamplingParams
 from kvmosaic.attention import Piece, RowGroup, TorchBackend, choose_backend, plan_reads
-from kvmosaic.attention.choosing import VARIABLE
+from kvmosaic.attention.backend_choice import VARIABLE
 from kvmosaic.errors import TritonUnavailable
 from kvmosaic.layout import arrange
 from kvmosaic.model import LoadedModel

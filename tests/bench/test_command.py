@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvmosaic.bench import campaign, command
-from kvmosaic.bench.measuring import BenchRow, measure
+from kvmosaic.bench.measurement import BenchRow, measure
 from kvmosaic.bench.plots import can_plot
 from kvmosaic.bench.workload import Workload
 from kvmosaic.cli import app

@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvmosaic.bench.models import RANDOM_MODELS, model_folder, weigh
 from kvmosaic.bench.peers.generate import GeneratePeer
-from kvmosaic.bench.peers.opening import PeerOptions, open_peers
 from kvmosaic.bench.peers.outside import OutsidePeer
 from kvmosaic.bench.peers.own import OwnPeer
+from kvmosaic.bench.peers.startup import PeerOptions, open_peers
 from kvmosaic.errors import EngineError, InvalidConfig, ModelNotFound
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.prompt import Prompt

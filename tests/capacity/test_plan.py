@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.capacity import Demand, LayerFacts, ModelFacts, Speed, TierSpeed, plan_capacity, spec_speed
-from kvmosaic.capacity import room as room_module
+from kvmosaic.capacity import Demand, LayerFacts, ModelFacts, Speed, TierSpeed, memory_split, plan_capacity, spec_speed
 from kvmosaic.capacity.first_token import FirstToken
 from kvmosaic.capacity.plan import parse_headroom
 from kvmosaic.capacity.plot import by_memory
@@ -35,7 +34,7 @@ def test_import_needs_no_torch() -> None:
 
 
 def test_numbers_that_live_elsewhere_are_the_same_here() -> None:
-    assert room_module.MAX_BLOCKS == budget.MAX_BLOCKS
+    assert memory_split.MAX_BLOCKS == budget.MAX_BLOCKS
     assert MARGIN == cost._MARGIN
 
 

@@ -9,7 +9,7 @@ import pytest
 from support.server import loaded_reader
 
 from kvmosaic import LLM, ChunkCacheConfig, SamplingParams
-from kvmosaic.engine import repairing, scheduler, step_budget
+from kvmosaic.engine import request_repair, scheduler, step_budget
 from kvmosaic.engine.step import Step
 from kvmosaic.errors import InvalidRepair
 
@@ -28,7 +28,7 @@ def answer(count: int, repair: str | None = None, **config: Any) -> Any:
 
 
 def test_the_default_repair_is_left_out_where_there_are_too_many_documents() -> None:
-    output = answer(repairing.MAX_REPAIRED_DOCUMENTS + 1)
+    output = answer(request_repair.MAX_REPAIRED_DOCUMENTS + 1)
     assert output.reuse.repair is None or output.reuse.repair.repaired_tokens == 0
     assert answer(2).reuse.repair.repaired_tokens
 
@@ -39,7 +39,7 @@ def test_a_repair_that_was_asked_for_is_refused_with_both_numbers() -> None:
 
 
 def test_tokens_times_documents_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repairing, "MAX_REPAIR_LOOKS", 100)
+    monkeypatch.setattr(request_repair, "MAX_REPAIR_LOOKS", 100)
     with pytest.raises(InvalidRepair, match=r"repairs 27 tokens, each of which looks at 10 documents; .* may be 100"):
         answer(10, "first(3)")
 

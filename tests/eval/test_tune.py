@@ -18,11 +18,11 @@ from kvmosaic import LLM, SamplingParams
 from kvmosaic.cli import app
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
-from kvmosaic.eval.composing import prompt_of
+from kvmosaic.eval.case_prompts import prompt_of
 from kvmosaic.eval.measure import EvalModel
 from kvmosaic.eval.scores import score
 from kvmosaic.eval.tune import Tuning, tune
-from kvmosaic.eval.tuning import goal_of
+from kvmosaic.eval.tuner import goal_of
 from kvmosaic.eval.variants import variants
 from kvmosaic.prompt import Document
 from kvmosaic.tuned_settings import PROFILE_NAME, read_profile

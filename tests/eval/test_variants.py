@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvmosaic.errors import InvalidConfig, InvalidRepair
-from kvmosaic.eval.gathering import gather, parts_of
+from kvmosaic.eval.cases import gather, parts_of
 from kvmosaic.eval.variants import FULL, Variant, variants
 
 

@@ -13,7 +13,7 @@ from support.reference import eager_logits
 from kvmosaic.attention.dense import DenseAttention
 from kvmosaic.errors import NotMovable, UnsupportedModel
 from kvmosaic.model import AttentionCall, LoadedModel
-from kvmosaic.model.refusing import WAY_OUT
+from kvmosaic.model.unsupported import WAY_OUT
 from kvmosaic.rope import Rotation, rotate
 
 SUPPORTED = [name for name, about in FAMILIES.items() if not about.is_refused]

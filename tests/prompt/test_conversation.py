@@ -6,7 +6,7 @@ from support.tokenizers import CHATML, COHERE, DEFAULT_SYSTEM, LLAMA2, TEMPLATES
 
 from kvmosaic.errors import InvalidMessages
 from kvmosaic.prompt.conversation import Conversation
-from kvmosaic.prompt.pieces import joined
+from kvmosaic.prompt.text_pieces import joined
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "What is it?"}

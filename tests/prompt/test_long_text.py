@@ -15,7 +15,7 @@ from support.tokenizers import make_tokenizer
 from kvmosaic.cpu_limit import cpu_limit
 from kvmosaic.errors import TooMuchWork
 from kvmosaic.prompt.long_text import Tokens, tokenize_long
-from kvmosaic.prompt.pieces import foreign
+from kvmosaic.prompt.text_pieces import foreign
 from kvmosaic.prompt.tokenizer import PieceTokenizer
 
 TOKENIZERS = {

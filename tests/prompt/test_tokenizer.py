@@ -6,7 +6,7 @@ from support.tokenizers import ADDED, SPECIAL, make_tokenizer
 from tokenizers import AddedToken, Tokenizer
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from kvmosaic.prompt.pieces import foreign, template
+from kvmosaic.prompt.text_pieces import foreign, template
 from kvmosaic.prompt.tokenizer import PieceTokenizer, control_tokens
 
 KINDS = ["byte_level", "unigram"]

@@ -11,7 +11,7 @@ import torch
 from support.engines import GREEDY, build_engine
 from support.families import build
 
-from kvmosaic.engine.repairing import RequestRepair
+from kvmosaic.engine.request_repair import RequestRepair
 from kvmosaic.layout import arrange
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt

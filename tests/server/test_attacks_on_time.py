@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from support.server import RunningServer, wait_until
 
 from kvmosaic.server import connection, listening
-from kvmosaic.server.listening import listen, listener_for
+from kvmosaic.server.listener import listen, listener_for
 from kvmosaic.server.services import NUM_THREADS
 from kvmosaic.server.settings import ServerSettings
 

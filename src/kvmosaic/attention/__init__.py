@@ -1,7 +1,7 @@
 """Attention over pieces of cached keys, read in place and merged exactly."""
 
+from kvmosaic.attention.backend_choice import BackendName, ChosenBackend, choose_backend
 from kvmosaic.attention.bias import DistanceBias
-from kvmosaic.attention.choosing import BackendName, ChosenBackend, choose_backend
 from kvmosaic.attention.composed import KVPiece, composed_attention
 from kvmosaic.attention.layer_backend import LayerBackend, PlanReader
 from kvmosaic.attention.merge import merge_partials

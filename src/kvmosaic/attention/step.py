@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from kvmosaic.attention.bias import DistanceBias
 from kvmosaic.attention.layer_backend import LayerBackend, PlanReader, Pools
 from kvmosaic.attention.merge import apply_sinks, merge_partials
+from kvmosaic.attention.observation import watch_group
 from kvmosaic.attention.reads import Call, Mask, PoolName, ReadPlan, RowGroup, plan_reads
 from kvmosaic.attention.torch_backend import AttentionBackend
-from kvmosaic.attention.watching import watch_group
 from kvmosaic.memory import BlockStorage
 from kvmosaic.rope import Rotation, RotationTables, TableCache, rotate
 

@@ -13,16 +13,16 @@ import torch
 
 from kvmosaic.bench.facts import facts
 from kvmosaic.bench.limits import measure_limits
-from kvmosaic.bench.measuring import BenchRow, measure, num_answers
+from kvmosaic.bench.measurement import BenchRow, measure, num_answers
 from kvmosaic.bench.models import RANDOM_MODELS, model_folder, weigh
-from kvmosaic.bench.peers.opening import PeerOptions, open_peers
 from kvmosaic.bench.peers.own import OwnPeer
 from kvmosaic.bench.peers.peer import Peer
+from kvmosaic.bench.peers.startup import PeerOptions, open_peers
 from kvmosaic.bench.profile import StepParts, profile_answers
 from kvmosaic.bench.report import BenchReport
 from kvmosaic.bench.shares import add_shares
 from kvmosaic.bench.sizes import FULL, Sizes
-from kvmosaic.bench.starting import starting_seconds
+from kvmosaic.bench.startup_time import starting_seconds
 from kvmosaic.bench.targets import Target, step_targets, targets
 from kvmosaic.bench.workload import Workload
 from kvmosaic.bench.workloads import build_workloads

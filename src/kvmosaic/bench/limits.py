@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from kvmosaic.bench.models import TokenCost
-from kvmosaic.capacity.measuring import least_seconds, measure_flops
+from kvmosaic.capacity.machine import least_seconds, measure_flops
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvmosaic.bench.measuring import BenchRow
+from kvmosaic.bench.measurement import BenchRow
 from kvmosaic.bench.report import BenchReport
 from kvmosaic.bench.targets import OFF, OWN
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmosaic.bench.limits import Limits
-from kvmosaic.bench.measuring import BenchRow, Spread
+from kvmosaic.bench.measurement import BenchRow, Spread
 from kvmosaic.bench.models import TokenCost
 from kvmosaic.bench.profile import StepParts
 from kvmosaic.bench.sizes import Sizes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 
 from kvmosaic.bench.limits import Limits
-from kvmosaic.bench.measuring import BenchRow
+from kvmosaic.bench.measurement import BenchRow
 from kvmosaic.bench.models import TokenCost
 
 

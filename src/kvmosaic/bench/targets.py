@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmosaic.bench.limits import Limits
-from kvmosaic.bench.measuring import BenchRow
+from kvmosaic.bench.measurement import BenchRow
 from kvmosaic.bench.models import TokenCost
 from kvmosaic.bench.profile import StepParts
 

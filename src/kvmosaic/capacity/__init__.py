@@ -2,9 +2,9 @@
 
 from kvmosaic.capacity.demand import Demand
 from kvmosaic.capacity.facts import LayerFacts, ModelFacts
+from kvmosaic.capacity.memory_split import MemorySplit
+from kvmosaic.capacity.model_facts import read_model
 from kvmosaic.capacity.plan import CapacityPlan, Stage, plan_capacity
-from kvmosaic.capacity.reading import read_model
-from kvmosaic.capacity.room import MemorySplit
 from kvmosaic.capacity.speed import HARDWARE, Speed, spec_speed
 from kvmosaic.capacity.tier_plan import ASSUMED_TIERS, TierPlan, TierSpeed
 

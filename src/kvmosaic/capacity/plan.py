@@ -9,8 +9,8 @@ from typing import Any
 from kvmosaic.capacity.demand import Demand
 from kvmosaic.capacity.facts import ModelFacts
 from kvmosaic.capacity.first_token import FirstToken
+from kvmosaic.capacity.memory_split import MemorySplit, make_room
 from kvmosaic.capacity.popularity import Ranks, best_hit_rate, drawn_together, hit_rate, with_host, zipf_ranks
-from kvmosaic.capacity.room import MemorySplit, make_room
 from kvmosaic.capacity.speed import Speed
 from kvmosaic.capacity.tier_plan import ASSUMED_TIERS, Codec, TierPlan, TierSpeed, assumed, plan_tier
 from kvmosaic.config import ChunkCacheConfig, parse_bytes

@@ -11,7 +11,7 @@ from rich.console import Console
 from kvmosaic.cache.keys import Key
 from kvmosaic.console.cache_place import CALL_SECONDS, all_bytes, all_entries, opened, progress_bar, seal_from
 from kvmosaic.console.cache_selection import Selection
-from kvmosaic.console.cache_verifying import VerifyResult, good_entries
+from kvmosaic.console.cache_verify import VerifyResult, good_entries
 from kvmosaic.console.text import printable, size_text
 from kvmosaic.errors import InvalidConfig, InvalidEntry
 from kvmosaic.tiers import Deadline, Entry

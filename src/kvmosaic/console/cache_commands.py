@@ -55,7 +55,7 @@ def list_entries(
 
     kvmosaic cache ls disk:/var/cache/kvmosaic
     """
-    from kvmosaic.console.cache_listing import list_entries
+    from kvmosaic.console.cache_list import list_entries
     from kvmosaic.console.cache_selection import Selection
 
     list_entries(tier, Selection(name, model), limit, as_json)
@@ -64,7 +64,7 @@ def list_entries(
 @cache.command()
 def stat(tier: Tier, as_json: AsFields = False) -> None:
     """Count the entries and bytes of a tier."""
-    from kvmosaic.console.cache_listing import show_stat
+    from kvmosaic.console.cache_list import show_stat
 
     show_stat(tier, as_json)
 
@@ -101,7 +101,7 @@ def verify(
     as_json: AsFields = False,
 ) -> None:
     """Check every byte of every entry. Exit code 1 if one is damaged."""
-    from kvmosaic.console.cache_verifying import verify
+    from kvmosaic.console.cache_verify import verify
 
     if not verify(tier, secret_env, quarantine, as_json):
         raise typer.Exit(1)
@@ -128,7 +128,7 @@ def collect(
 
     kvmosaic cache gc disk:/var/cache/kvmosaic --older-than 30 --quota 50GiB
     """
-    from kvmosaic.console.cache_cleaning import clean
+    from kvmosaic.console.cache_clean import clean
     from kvmosaic.console.cache_selection import Selection
 
     clean(tier, Selection(name, model, not_model, older_than), quota, dry_run, as_json)
@@ -199,7 +199,7 @@ def explain(
     if not chunk_tier:
         raise InvalidConfig("no tier is asked; give --chunk-tier URL, such as disk:/var/cache/kvmosaic")
 
-    from kvmosaic.console.cache_explaining import explain
+    from kvmosaic.console.cache_explain import explain
     from kvmosaic.console.model_options import ModelOptions
 
     opening = ModelOptions(

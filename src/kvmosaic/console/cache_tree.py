@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from kvmosaic.console.cache_listing import age_text
+from kvmosaic.console.cache_list import age_text
 from kvmosaic.console.server_call import fields_of_server, no_kvmosaic
 from kvmosaic.console.text import one_line
 

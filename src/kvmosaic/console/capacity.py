@@ -70,7 +70,7 @@ class CapacityRequest:
         model = read_model(self.model, dtype=self.dtype, quantization=quantization)
         if self.dtype != "auto" or not self.speed.measure:
             return model
-        from kvmosaic.capacity.measuring import dtype_here
+        from kvmosaic.capacity.machine import dtype_here
 
         here = dtype_here(model.dtype)
         return model if here == model.dtype else read_model(self.model, dtype=here, quantization=quantization)

@@ -42,7 +42,7 @@ class SpeedAsked:
             InvalidConfig: a device without figures, or something that is no rate.
         """
         if self.measure:
-            from kvmosaic.capacity.measuring import measure_speed
+            from kvmosaic.capacity.machine import measure_speed
 
             return measure_speed(model.dtype)
         if self.flops is not None and self.bandwidth is not None:
@@ -68,7 +68,7 @@ def tiers_of(urls: Sequence[str], speeds: Sequence[str], *, measure: bool) -> tu
             raise InvalidConfig(f"two tiers are of kind {spec.kind}; a plan has one of each kind at most")
         found[spec.kind] = given.pop(spec.kind, assumed(spec.kind))
         if measure and found[spec.kind].source == "assumed":
-            from kvmosaic.capacity.measuring import measure_tier
+            from kvmosaic.capacity.machine import measure_tier
 
             found[spec.kind] = measure_tier(url)
         found[spec.kind] = replace(found[spec.kind], quota_bytes=spec.quota_bytes)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from kvmosaic.console.answering import stream_answer
+from kvmosaic.console.answer_output import stream_answer
 from kvmosaic.console.folder import read_folder
 from kvmosaic.console.model_options import ModelOptions, open_llm
 from kvmosaic.console.prompt_source import compose

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from kvmosaic.repair.default import DEFAULT_REPAIR
-from kvmosaic.repair.reading import FORMS
+from kvmosaic.repair.parser import FORMS
 
 Model = Annotated[
     str, typer.Argument(help="A model folder, a GGUF file, a hub name, or 'reader' for the bundled model.")

@@ -156,7 +156,7 @@ def plan(
         asking = PromptSource(prompt, _folder(documents), tuple(question or ()), system)
 
         from kvmosaic.console.model_options import ModelOptions
-        from kvmosaic.console.planning import show_plans
+        from kvmosaic.console.plan_output import show_plans
 
         opening = ModelOptions(model, dtype, device, position_strategy, chunk_context, separator, long_chunks, capacity)
         show_plans(opening, asking)

@@ -6,7 +6,7 @@ from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.delta import AnswerDelta, RequestDelta
 from kvmosaic.engine.engine import Engine
 from kvmosaic.engine.figures import EngineFigures
-from kvmosaic.engine.placing import not_movable
+from kvmosaic.engine.placement import not_movable
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.scheduler import Scheduler
 from kvmosaic.engine.sequence import Sequence, SequenceState

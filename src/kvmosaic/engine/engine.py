@@ -15,14 +15,14 @@ from kvmosaic.cache import Chunk, KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.deviations import measure_deviations
-from kvmosaic.engine.placing import place
+from kvmosaic.engine.likelihood import Scoring, scoring_of
+from kvmosaic.engine.placement import place
 from kvmosaic.engine.priorities import check_priority
-from kvmosaic.engine.repairing import RequestRepair, check_model, repair_of, why_not_repaired
 from kvmosaic.engine.report import reuse_report
 from kvmosaic.engine.request import Request
-from kvmosaic.engine.rolling import check_memory, window_of
+from kvmosaic.engine.request_repair import RequestRepair, check_model, repair_of, why_not_repaired
+from kvmosaic.engine.rolling_window import check_memory, window_of
 from kvmosaic.engine.scheduler import Scheduler
-from kvmosaic.engine.scoring import Scoring, scoring_of
 from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.step import ScheduledTokens, Step
 from kvmosaic.engine.swap_space import SwapSpace

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from kvmosaic.engine.likelihood import Scoring
 from kvmosaic.engine.priorities import sort_key_of
-from kvmosaic.engine.repairing import RequestRepair
-from kvmosaic.engine.scoring import Scoring
+from kvmosaic.engine.request_repair import RequestRepair
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.layout import Layout, RollingWindow
 from kvmosaic.prompt import Prompt, SegmentKind

@@ -19,15 +19,15 @@ from itertools import groupby
 from kvmosaic.cache import KVCache, SpanAllocation
 from kvmosaic.config import EngineConfig
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
+from kvmosaic.engine.likelihood import MAX_LOGIT_ROWS
 from kvmosaic.engine.preemption import Preemption
 from kvmosaic.engine.priorities import MAX_PRIORITY
-from kvmosaic.engine.rolling import max_at_once
-from kvmosaic.engine.scoring import MAX_LOGIT_ROWS
+from kvmosaic.engine.rolling_window import max_at_once
 from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.shares import Shares
 from kvmosaic.engine.step import ScheduledTokens, Step
 from kvmosaic.engine.step_budget import StepBudget
-from kvmosaic.engine.waiting import WaitingQueue
+from kvmosaic.engine.waiting_queue import WaitingQueue
 from kvmosaic.errors import ChunkCacheFull, KVMosaicError, OutOfBlocks, QuotaInUse, RequestTooLarge
 
 SHARED_STEP_SECONDS = 0.015

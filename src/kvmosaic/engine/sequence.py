@@ -10,9 +10,9 @@ from typing import Any
 from kvmosaic.attention import AttentionObserver, Piece
 from kvmosaic.cache import Allocation, Key
 from kvmosaic.engine.priorities import TimeSlice, sort_key_of
-from kvmosaic.engine.repairing import QuestionObserver
 from kvmosaic.engine.request import Request
-from kvmosaic.engine.rolling import moved
+from kvmosaic.engine.request_repair import QuestionObserver
+from kvmosaic.engine.rolling_window import moved
 from kvmosaic.engine.span_reads import pool_of, run_reads, view_reads
 from kvmosaic.layout import Layout, RollingWindow, Span
 from kvmosaic.model.batch import SpanRows

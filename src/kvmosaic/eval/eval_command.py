@@ -71,7 +71,7 @@ def eval_command(
 
     kvmosaic eval reader --tasks two-hop,story --repair "none,first(8),query(0.05),query(0.15)" --cases 100 -o results
     """
-    from kvmosaic.eval.gathering import gather, own_questions, parts_of
+    from kvmosaic.eval.cases import gather, own_questions, parts_of
     from kvmosaic.eval.tasks import TASKS
     from kvmosaic.eval.variants import variants
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from kvmosaic.console.folder import read_folder
 from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.case import MAX_ID_CHARACTERS, Case
-from kvmosaic.eval.drawing import USUAL_DOCUMENTS, draw_documents
+from kvmosaic.eval.distractors import USUAL_DOCUMENTS, draw_documents
 from kvmosaic.eval.loaders.field import JSONField
 from kvmosaic.prompt import Document
 

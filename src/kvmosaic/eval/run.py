@@ -18,9 +18,9 @@ from kvmosaic.errors import (
     NotMovable,
     RequestTooLarge,
 )
-from kvmosaic.eval.asking import ask, try_way
 from kvmosaic.eval.case import Case
-from kvmosaic.eval.composing import prompt_of
+from kvmosaic.eval.case_measurement import ask, try_way
+from kvmosaic.eval.case_prompts import prompt_of
 from kvmosaic.eval.log import Readings, RunLog, digest_of
 from kvmosaic.eval.rows import TaskRow, rows_of
 from kvmosaic.eval.variants import FULL, Variant

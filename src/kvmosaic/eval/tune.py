@@ -22,7 +22,7 @@ from kvmosaic.eval.measure import EvalModel, Measured, measure
 from kvmosaic.eval.rows import TaskRow
 from kvmosaic.eval.summary import Summary, doubts, summarize
 from kvmosaic.eval.table import increase, percent, terminal_table, way_text
-from kvmosaic.eval.tuning import Tuned, choose
+from kvmosaic.eval.tuner import Tuned, choose
 from kvmosaic.eval.variants import FULL, Variant
 from kvmosaic.tuned_settings import Goal, Profile, TaskResult, write_profile
 

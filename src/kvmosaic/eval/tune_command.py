@@ -109,8 +109,8 @@ def tune_command(
     LLM, serve and the other commands follow the profile of a model unless an option overrides it. Exit code 1 if no
     way is good enough; then nothing is written.
     """
-    from kvmosaic.eval.gathering import gather, own_questions, parts_of
-    from kvmosaic.eval.tuning import LADDER, goal_of
+    from kvmosaic.eval.cases import gather, own_questions, parts_of
+    from kvmosaic.eval.tuner import LADDER, goal_of
     from kvmosaic.eval.variants import FULL, variants
     from kvmosaic.repair import repair_policy
 

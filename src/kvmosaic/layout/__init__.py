@@ -3,7 +3,7 @@
 from kvmosaic.layout.arrange import arrange, choose_strategy
 from kvmosaic.layout.dense import DenseLayout, dense
 from kvmosaic.layout.repaired import exact_spans, repair_positions, repaired
-from kvmosaic.layout.rolling import RollingWindow
+from kvmosaic.layout.rolling_window import RollingWindow
 from kvmosaic.layout.span import (
     UNWEIGHTED,
     AutoStrategy,

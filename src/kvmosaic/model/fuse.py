@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from kvmosaic.errors import NativeUnavailable
-from kvmosaic.model.fused import fused_form
-from kvmosaic.model.fused_finding import (
+from kvmosaic.model.fuse_search import (
     Arguments,
     attention_form,
     is_untouched,
@@ -20,6 +19,7 @@ from kvmosaic.model.fused_finding import (
     norm_form,
     own_value,
 )
+from kvmosaic.model.fused import fused_form
 from kvmosaic.model.hook import attention_scope
 from kvmosaic.model.prepack import PackedLinear
 from kvmosaic.model.row_kernels import RowKernels

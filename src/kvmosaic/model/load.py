@@ -21,7 +21,7 @@ from kvmosaic.model.int8 import Quantization, check_quantization, quantize
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.model.prepack import Prepack, cpu_has_bfloat16, let_file_go
 from kvmosaic.model.quantized import is_packed, make_plain, prepare_quantized, quantized_text
-from kvmosaic.model.refusing import check_config
+from kvmosaic.model.unsupported import check_config
 
 logger = logging.getLogger("kvmosaic")
 

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from kvmosaic.errors import UnsupportedModel
 from kvmosaic.model.hook import AttentionCall
-from kvmosaic.model.refusing import WAY_OUT
+from kvmosaic.model.unsupported import WAY_OUT
 from kvmosaic.rope import relative_error
 
 Record = Callable[[Sequence[int], Sequence[int] | None], list[AttentionCall]]

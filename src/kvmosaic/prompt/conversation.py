@@ -9,7 +9,7 @@ from typing import Any
 
 from kvmosaic.errors import InvalidMessages
 from kvmosaic.prompt.marks import MarkPlace, Marks, map_texts
-from kvmosaic.prompt.pieces import TextPiece, foreign, merged, template
+from kvmosaic.prompt.text_pieces import TextPiece, foreign, merged, template
 from kvmosaic.prompt.tokenizer import Tokenizer, control_tokens
 from kvmosaic.prompt.tools import could_write, mark_tools, schemas_of
 

@@ -11,13 +11,13 @@ from typing import Any
 from kvmosaic.errors import ChunkTooLong, InvalidPrompt, PromptTooLong, TooManyChunks
 from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.document import Document, read_documents
-from kvmosaic.prompt.finding import place_documents
+from kvmosaic.prompt.document_placement import place_documents
 from kvmosaic.prompt.message import read_messages
-from kvmosaic.prompt.pieces import TextPiece, foreign, joined, merged, template
 from kvmosaic.prompt.segment import MAX_POSITION, Prompt, Segment, SegmentKind, numbered
 from kvmosaic.prompt.separator import check_unicode
 from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_token_ids
-from kvmosaic.prompt.splitting import fit_chunks
+from kvmosaic.prompt.splits import fit_chunks
+from kvmosaic.prompt.text_pieces import TextPiece, foreign, joined, merged, template
 from kvmosaic.prompt.tokenizer import Encoded, PieceTokenizer, Tokenizer
 
 MAX_ENDLESS_TOKENS = 2**20

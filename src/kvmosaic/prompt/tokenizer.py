@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from kvmosaic.cpu_limit import check_cpu
 from kvmosaic.prompt.long_text import PART_CHARACTERS, Tokens, tokenize_long
-from kvmosaic.prompt.pieces import TextPiece, foreign_intervals, joined
+from kvmosaic.prompt.text_pieces import TextPiece, foreign_intervals, joined
 
 WINDOW_CHARACTERS = 2**14
 """Longer texts are counted in parts of this length before they are tokenized as a whole."""

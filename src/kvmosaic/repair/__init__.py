@@ -1,7 +1,7 @@
 """Repair: selective recomputation of tokens of cached chunks."""
 
-from kvmosaic.repair.choosing import budget_of, checked_choice, highest_scored
 from kvmosaic.repair.default import DEFAULT_REPAIR
+from kvmosaic.repair.parser import FORMS, repair_policy
 from kvmosaic.repair.policy import (
     ChunkSignals,
     Combined,
@@ -14,7 +14,7 @@ from kvmosaic.repair.policy import (
     Signal,
     Temperature,
 )
-from kvmosaic.repair.reading import FORMS, repair_policy
+from kvmosaic.repair.top_tokens import budget_of, checked_choice, highest_scored
 
 __all__ = [
     "DEFAULT_REPAIR",

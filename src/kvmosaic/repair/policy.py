@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 from kvmosaic.errors import InvalidRepair
-from kvmosaic.repair.choosing import highest_scored
+from kvmosaic.repair.top_tokens import highest_scored
 
 Signal = Literal["deviation", "attention"]
 

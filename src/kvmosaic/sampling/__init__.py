@@ -9,7 +9,7 @@ from kvmosaic.sampling.params import DEFAULT_SINK_TOKENS, MAX_TOKENS, MAX_WINDOW
 from kvmosaic.sampling.reuse import RepairUse, ReuseReport, SegmentAction, SegmentReuse
 from kvmosaic.sampling.sampler import SampledToken, SamplingState, sample
 from kvmosaic.sampling.score import ScoreOutput
-from kvmosaic.sampling.stopping import Finish, StopRules, StopStrings
+from kvmosaic.sampling.stop_conditions import Finish, StopRules, StopStrings
 from kvmosaic.sampling.structured import StructuredOutputs
 
 __all__ = [

@@ -8,7 +8,7 @@ from kvmosaic.sampling.detokenizer import Decoder, Detokenizer, decode_all
 from kvmosaic.sampling.output import CompletionOutput, FinishReason, Logprob
 from kvmosaic.sampling.params import SamplingParams
 from kvmosaic.sampling.sampler import SampledToken
-from kvmosaic.sampling.stopping import Finish, StopRules, StopStrings
+from kvmosaic.sampling.stop_conditions import Finish, StopRules, StopStrings
 
 
 class Answer:

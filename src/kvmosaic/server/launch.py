@@ -13,10 +13,10 @@ from rich.console import Console
 
 from kvmosaic.server.heap import trimmed_heap
 from kvmosaic.server.keys import is_open_to_all
-from kvmosaic.server.listening import CLOSING_SECONDS, address_of, listen, listener_for
-from kvmosaic.server.loading import close_places, load_in_thread, open_places
+from kvmosaic.server.listener import CLOSING_SECONDS, address_of, listen, listener_for
 from kvmosaic.server.logs import set_up_logs
 from kvmosaic.server.middleware.startup import StartupMiddleware
+from kvmosaic.server.model_loader import close_places, load_in_thread, open_places
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.watchdog import Watchdog
 from kvmosaic.tiers import Tier, TierStat
@@ -90,7 +90,7 @@ class _Launch:
             services = await self._load()
             if services is None:
                 return False
-            from kvmosaic.server.documents.sweeping import swept  # imports torch
+            from kvmosaic.server.documents.sweep import swept  # imports torch
 
             self._describe(services)
             async with swept(services), trimmed_heap():

@@ -19,7 +19,7 @@ from pydantic_settings import (
 from kvmosaic.config import MAX_TIERS, ChunkCacheConfig, EngineConfig, TierConfig, parse_bytes
 from kvmosaic.prompt.separator import read_separator
 from kvmosaic.repair import DEFAULT_REPAIR, FORMS, repair_policy
-from kvmosaic.repair.reading import MAX_POLICY_CHARACTERS
+from kvmosaic.repair.parser import MAX_POLICY_CHARACTERS
 from kvmosaic.server.config_file import read_config_file
 from kvmosaic.server.key_text import KEY_RULE, is_key_text
 from kvmosaic.tiers import Tier, parse_tier_url

@@ -6,7 +6,7 @@ from kvmosaic.tiers.disk import DiskTier
 from kvmosaic.tiers.fetch import Fetch, Rank
 from kvmosaic.tiers.fetch_policy import FetchPolicy
 from kvmosaic.tiers.host import HostTier
-from kvmosaic.tiers.opening import open_tiers
+from kvmosaic.tiers.open_tiers import open_tiers
 from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Entry, EntryInfo, Tier, TierStat
 from kvmosaic.tiers.tiered_store import TieredStore
 from kvmosaic.tiers.tiered_store_stats import TieredStoreStats

@@ -1,7 +1,7 @@
 """Tuned settings: a model's profile for placing and repairing documents, as measured by `kvmosaic tune`."""
 
 from kvmosaic.tuned_settings.file import MAX_PROFILE_BYTES, read_profile, write_profile
-from kvmosaic.tuned_settings.following import (
+from kvmosaic.tuned_settings.lookup import (
     PROFILE_NAME,
     FoundProfile,
     ProfileChoice,

@@ -167,7 +167,7 @@ def test_before_the_model_is_there_documents_are_refused_and_the_rest_passes() -
 
 def test_a_response_has_its_report_in_its_last_event() -> None:
     from kvmosaic.integrations.vllm.front.answers import StreamAnswer
-    from kvmosaic.integrations.vllm.front.rewriting import Rewritten
+    from kvmosaic.integrations.vllm.front.body_rewrite import Rewritten
 
     whole = {"type": "response.completed", "response": {"id": "r", "kv_transfer_params": {"kvmosaic": REPORT}}}
     answer = StreamAnswer({"type": "http.response.start"}, Rewritten(b"", 1, includes_usage=False), lambda name: None)

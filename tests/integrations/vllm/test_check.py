@@ -26,7 +26,7 @@ def checked(model: str, *, turn_wrongly: bool = False) -> dict[str, Any]:
     """What the check found, in a fork of this process."""
 
     def main(end: Any) -> None:
-        from kvmosaic.integrations.vllm.checking import check_engine
+        from kvmosaic.integrations.vllm.check import check_engine
         from kvmosaic.integrations.vllm.worker import composing_worker
         from kvmosaic.integrations.vllm.worker.key_rotation import KeyRotation
 

@@ -12,7 +12,7 @@ from support.vllm.asking import compose, documents
 from kvmosaic.integrations.vllm import reports
 from kvmosaic.integrations.vllm.contract import FIELD, Composition
 from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
-from kvmosaic.integrations.vllm.tally import ReportCounters
+from kvmosaic.integrations.vllm.report_counters import ReportCounters
 
 SYSTEM, FIRST, SECOND, QUESTION = documents(7, 40, 70, 90, 11)
 

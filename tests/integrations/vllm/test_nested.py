@@ -14,8 +14,8 @@ from kvmosaic.integrations.vllm.operations import Operations, RepairedRun, Shift
 from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward, can_run
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.integrations.vllm.worker.metadata import AttentionRows
-from kvmosaic.integrations.vllm.worker.repairing import Repairer
-from kvmosaic.integrations.vllm.worker.shifting import PositionShift, can_shift, step_slots
+from kvmosaic.integrations.vllm.worker.position_shift import PositionShift, can_shift, step_slots
+from kvmosaic.integrations.vllm.worker.repairer import Repairer
 
 ENGINES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from kvmosaic.errors import NotMovable
 from kvmosaic.integrations.vllm.operations import Move
-from kvmosaic.integrations.vllm.worker import extra_forward, shifting
+from kvmosaic.integrations.vllm.worker import extra_forward, position_shift
 from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.integrations.vllm.worker.layouts import find_layout
 from kvmosaic.integrations.vllm.worker.layouts.ascend import AscendLatentLayout, AscendLayout
-from kvmosaic.integrations.vllm.worker.moving import Mover
+from kvmosaic.integrations.vllm.worker.mover import Mover
 
 BLOCKS, SIZE, HEADS, HEAD_SIZE, LATENT, TURNING = 6, 8, 2, 16, 24, 8
 DTYPES = [torch.float32, torch.bfloat16]
@@ -237,7 +237,7 @@ def test_repair_and_shared_positions_are_said_to_be_impossible_on_an_npu() -> No
     for device_type, said in (("npu", "vLLM-Ascend"), ("cpu", "")):
         config.device_config.device_type = device_type
         assert extra_forward.can_run(config, groups).startswith(said)
-        assert shifting.can_shift(config, groups, torch.nn.Linear(1, 1)).startswith(said)
+        assert position_shift.can_shift(config, groups, torch.nn.Linear(1, 1)).startswith(said)
         assert bool(extra_forward.can_run(config, groups)) == bool(said)
 
 

@@ -15,7 +15,7 @@ from support.server import RunningServer, wait_until
 
 from kvmosaic.sampling import SamplingParams
 from kvmosaic.server.errors import as_api_error
-from kvmosaic.server.running import run
+from kvmosaic.server.execution import run
 from kvmosaic.server.tenants import current_tenant
 
 LIMIT = 2**17

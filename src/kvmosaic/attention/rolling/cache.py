@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvmosaic.attention.rolling.checks import check_chunk, check_shapes, dimension, dtype_of, shape_of, whole_number
-from kvmosaic.attention.rolling.places import Places
 from kvmosaic.attention.rolling.positions import sink_distance
 from kvmosaic.attention.rolling.shift import shift_left
+from kvmosaic.attention.rolling.window_positions import Places
 from kvmosaic.errors import InvalidChunk, OutOfStep
 
 

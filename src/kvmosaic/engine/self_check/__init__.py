@@ -11,8 +11,8 @@ in earlier layers. Only the logits are about whole forwards, and they are judged
 from __future__ import annotations
 
 from kvmosaic.attention import AttentionBackend
+from kvmosaic.engine.self_check.comparison import Comparison, SelfCheck
 from kvmosaic.engine.self_check.composed import check_composed, moves
-from kvmosaic.engine.self_check.finding import Comparison, SelfCheck
 from kvmosaic.engine.self_check.layers import check_layers
 from kvmosaic.engine.self_check.rows import check_rows
 from kvmosaic.engine.self_check.texts import composed_prompts, ordinary_tokens

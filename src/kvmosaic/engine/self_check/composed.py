@@ -21,8 +21,8 @@ from torch import Tensor
 from kvmosaic.attention import AttentionBackend
 from kvmosaic.attention.dense import DenseAttention
 from kvmosaic.engine.request import Request
-from kvmosaic.engine.self_check.finding import Comparison, worst_finding
-from kvmosaic.engine.self_check.recording import NUM_ANSWER, RecordedStep, RecordingEngine
+from kvmosaic.engine.self_check.comparison import Comparison, worst_finding
+from kvmosaic.engine.self_check.recorder import NUM_ANSWER, RecordedStep, RecordingEngine
 from kvmosaic.layout import ChunkContext, DenseLayout, FixedStrategy, Layout, arrange, dense
 from kvmosaic.model.hook import AttentionCall, Receiver
 from kvmosaic.model.loaded import LoadedModel

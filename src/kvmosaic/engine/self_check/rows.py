@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvmosaic.engine.self_check.finding import Comparison, worst_finding
+from kvmosaic.engine.self_check.comparison import Comparison, worst_finding
 from kvmosaic.model.hook import AttentionCall
 from kvmosaic.model.layers import LayerSpec
 from kvmosaic.model.loaded import LoadedModel

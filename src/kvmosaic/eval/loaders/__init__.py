@@ -10,7 +10,7 @@ from typing import Final
 
 from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.case import MAX_CASE_DOCUMENTS, MAX_PIECE_TOKENS, Case
-from kvmosaic.eval.drawing import USUAL_DOCUMENTS
+from kvmosaic.eval.distractors import USUAL_DOCUMENTS
 from kvmosaic.eval.loaders.field import JSONField
 from kvmosaic.eval.loaders.hotpotqa import read_2wikimultihopqa, read_hotpotqa
 from kvmosaic.eval.loaders.longbench import read_longbench

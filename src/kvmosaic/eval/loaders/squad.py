@@ -15,7 +15,7 @@ from random import Random
 
 from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.case import MAX_ID_CHARACTERS, Case
-from kvmosaic.eval.drawing import draw_documents
+from kvmosaic.eval.distractors import draw_documents
 from kvmosaic.eval.loaders.field import JSONField
 from kvmosaic.eval.loaders.origin import SHORT_ANSWER
 from kvmosaic.prompt import Document

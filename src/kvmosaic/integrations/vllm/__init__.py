@@ -16,17 +16,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvmosaic.integrations.vllm.front.generating import chat, engine_arguments, generate
     from kvmosaic.integrations.vllm.front.middleware import ComposedDocuments
+    from kvmosaic.integrations.vllm.front.python_api import chat, engine_arguments, generate
 
 __all__ = ["ComposedDocuments", "chat", "engine_arguments", "generate"]
 
 # Names are imported on first use: vLLM loads this package in each of its processes.
 _HOMES = {
     "ComposedDocuments": "kvmosaic.integrations.vllm.front.middleware",
-    "chat": "kvmosaic.integrations.vllm.front.generating",
-    "engine_arguments": "kvmosaic.integrations.vllm.front.generating",
-    "generate": "kvmosaic.integrations.vllm.front.generating",
+    "chat": "kvmosaic.integrations.vllm.front.python_api",
+    "engine_arguments": "kvmosaic.integrations.vllm.front.python_api",
+    "generate": "kvmosaic.integrations.vllm.front.python_api",
 }
 
 

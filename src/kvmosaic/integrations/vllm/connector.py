@@ -19,7 +19,7 @@ from kvmosaic.integrations.vllm.operations import FetchReport, FingerprintReport
 from kvmosaic.integrations.vllm.scheduler.access import calling_scheduler
 from kvmosaic.integrations.vllm.scheduler.scheduler_side import SchedulerSide
 from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
-from kvmosaic.integrations.vllm.worker.tiering import WorkerTiers, open_worker_tiers
+from kvmosaic.integrations.vllm.worker.tier_side import WorkerTiers, open_worker_tiers
 
 
 @dataclass

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvmosaic.integrations.vllm import reports
 from kvmosaic.integrations.vllm.families import BY_NAME, FAMILIES, LABEL_VALUES
-from kvmosaic.integrations.vllm.tally import ReportCounters, merged, summary
+from kvmosaic.integrations.vllm.report_counters import ReportCounters, merged, summary
 from kvmosaic.metrics.family import Family
 
 

@@ -19,7 +19,7 @@ from kvmosaic.server.documents.stored import (
     StoredDocument,
 )
 from kvmosaic.server.documents.tenant_documents import DocumentPage
-from kvmosaic.server.documents.warming import WarmedDocument
+from kvmosaic.server.documents.warmup import WarmedDocument
 from kvmosaic.server.openai.documents import DocumentFields
 from kvmosaic.server.openai.fields import Body, Name, Reply, Text
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Request
 from kvmosaic.prompt import Document
 from kvmosaic.server.documents.routes import ROUTE, IdInPath
 from kvmosaic.server.documents.schemas import WarmedObject, WarmOneRequest, WarmOptions, WarmRequest, WarmSummary
-from kvmosaic.server.documents.warming import WarmJob, check_warmable, warm
+from kvmosaic.server.documents.warmup import WarmJob, check_warmable, warm
 from kvmosaic.server.errors import ApiError, request_id_of
 from kvmosaic.server.openai.replies import error_replies, streamed
 from kvmosaic.server.openai.sse import EventStream, event, open_stream

@@ -11,7 +11,8 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from kvmosaic.engine import AnswerDelta
 from kvmosaic.sampling import SamplingParams
-from kvmosaic.server.openai.answering import (
+from kvmosaic.server.openai.chat_request import ChatRequest
+from kvmosaic.server.openai.generation import (
     GenerationRequest,
     WholeAnswer,
     deltas,
@@ -20,7 +21,6 @@ from kvmosaic.server.openai.answering import (
     reply_of,
     whole_answers,
 )
-from kvmosaic.server.openai.chat_request import ChatRequest
 from kvmosaic.server.openai.logprobs import ChatLogprobs, TokenBytes, chat_logprobs
 from kvmosaic.server.openai.models import served_model
 from kvmosaic.server.openai.prompts import EncodedPrompt, chat_prompt
@@ -34,7 +34,7 @@ from kvmosaic.server.openai.replies import (
     error_replies,
     streamed,
 )
-from kvmosaic.server.openai.sampling import (
+from kvmosaic.server.openai.sampling_fields import (
     StreamOptions,
     check_stream_options,
     defaults_of,

@@ -12,7 +12,7 @@ from kvmosaic.server.openai.fields import INTEGRAL, Body, Ignored, NumTokens, On
 from kvmosaic.server.openai.formats import ResponseFormat, structure_of
 from kvmosaic.server.openai.messages import Messages
 from kvmosaic.server.openai.prompts import Rendering
-from kvmosaic.server.openai.sampling import MAX_CHOICES, MAX_LOGPROBS, Defaults, SharedFields, StreamOptions
+from kvmosaic.server.openai.sampling_fields import MAX_CHOICES, MAX_LOGPROBS, Defaults, SharedFields, StreamOptions
 
 
 class ChatFields(Body):

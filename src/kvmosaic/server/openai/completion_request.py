@@ -11,7 +11,7 @@ from kvmosaic.sampling import SamplingParams, StructuredOutputs
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.openai.fields import INTEGRAL, NumTokens, Only, Text, TokenIds, example
 from kvmosaic.server.openai.formats import ResponseFormat, structure_of
-from kvmosaic.server.openai.sampling import (
+from kvmosaic.server.openai.sampling_fields import (
     MAX_CHOICES,
     MAX_LOGPROBS,
     Defaults,

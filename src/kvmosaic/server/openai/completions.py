@@ -11,7 +11,8 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from kvmosaic.engine import AnswerDelta
 from kvmosaic.sampling import Logprob, SamplingParams
-from kvmosaic.server.openai.answering import (
+from kvmosaic.server.openai.completion_request import CompletionRequest
+from kvmosaic.server.openai.generation import (
     GenerationRequest,
     WholeAnswer,
     deltas,
@@ -20,12 +21,11 @@ from kvmosaic.server.openai.answering import (
     reply_of,
     whole_answers,
 )
-from kvmosaic.server.openai.completion_request import CompletionRequest
 from kvmosaic.server.openai.logprobs import TextLogprobs, text_logprobs
 from kvmosaic.server.openai.models import served_model
 from kvmosaic.server.openai.prompts import EncodedPrompt, text_prompt
 from kvmosaic.server.openai.replies import Completion, TextChoice, error_replies, streamed
-from kvmosaic.server.openai.sampling import (
+from kvmosaic.server.openai.sampling_fields import (
     StreamOptions,
     defaults_of,
     prepared,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from kvmosaic.server.openai.answering import Ending
 from kvmosaic.server.openai.fields import Reply
+from kvmosaic.server.openai.generation import Ending
 from kvmosaic.server.openai.logprobs import ChatLogprobs, TextLogprobs
 from kvmosaic.server.openai.usage import ReplyReport, Usage
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from kvmosaic.prompt.asking import content_parts
+from kvmosaic.prompt.chat_request import content_parts
 from kvmosaic.prompt.message import MAX_MESSAGES
 from kvmosaic.sampling import SamplingParams, StructuredOutputs
 from kvmosaic.server.openai.fields import (
@@ -25,7 +25,7 @@ from kvmosaic.server.openai.fields import (
 from kvmosaic.server.openai.formats import JsonObjectFormat, TextFormat
 from kvmosaic.server.openai.messages import Content
 from kvmosaic.server.openai.prompts import Rendering
-from kvmosaic.server.openai.sampling import MAX_LOGPROBS, Defaults, SharedFields
+from kvmosaic.server.openai.sampling_fields import MAX_LOGPROBS, Defaults, SharedFields
 
 LOGPROBS = "message.output_text.logprobs"
 

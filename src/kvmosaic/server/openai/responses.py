@@ -14,7 +14,7 @@ from fastapi import Response as HttpResponse
 from kvmosaic.engine import AnswerDelta
 from kvmosaic.sampling import Logprob, SamplingParams
 from kvmosaic.server.errors import as_api_error
-from kvmosaic.server.openai.answering import GenerationRequest, WholeAnswer, deltas, pieces_of, reply_of, whole_answers
+from kvmosaic.server.openai.generation import GenerationRequest, WholeAnswer, deltas, pieces_of, reply_of, whole_answers
 from kvmosaic.server.openai.logprobs import TokenBytes, TokenLogprob, chat_logprobs
 from kvmosaic.server.openai.models import served_model
 from kvmosaic.server.openai.prompts import EncodedPrompt, chat_prompt
@@ -30,7 +30,7 @@ from kvmosaic.server.openai.response_reply import (
     Status,
 )
 from kvmosaic.server.openai.response_request import ResponseRequest
-from kvmosaic.server.openai.sampling import defaults_of, prepared
+from kvmosaic.server.openai.sampling_fields import defaults_of, prepared
 from kvmosaic.server.openai.sse import event, open_stream
 from kvmosaic.server.openai.usage import UsageTotals
 from kvmosaic.server.parsed import ParsedRoute

@@ -7,8 +7,8 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from kvmosaic.integrations.vllm.contract import FIELD
+from kvmosaic.integrations.vllm.front.body_rewrite import Rewritten
 from kvmosaic.integrations.vllm.front.older_chat import as_chunk, as_conversation
-from kvmosaic.integrations.vllm.front.rewriting import Rewritten
 
 Report = dict[str, Any]
 TakeReport = Callable[[str], Report | None]

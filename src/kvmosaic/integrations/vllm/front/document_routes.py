@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from kvmosaic.errors import InvalidDocument, KVMosaicError, UnknownDocument
-from kvmosaic.integrations.vllm.front.calling import HTTPReply, Receive, Scope, Send, ask, json_reply, whole_body
+from kvmosaic.integrations.vllm.front.error_replies import Refusal, refusal_of
 from kvmosaic.integrations.vllm.front.handles import DocumentDraft, Handles
-from kvmosaic.integrations.vllm.front.refusing import Refusal, refusal_of
+from kvmosaic.integrations.vllm.front.internal_requests import (
+    HTTPReply,
+    Receive,
+    Scope,
+    Send,
+    ask,
+    json_reply,
+    whole_body,
+)
 from kvmosaic.integrations.vllm.front.stored import StoredDocument
-from kvmosaic.integrations.vllm.front.warming import warm
+from kvmosaic.integrations.vllm.front.warmup import warm
 from kvmosaic.prompt.document_id import VERBS
 
 if TYPE_CHECKING:

@@ -11,19 +11,27 @@ from typing import Any
 
 from kvmosaic.integrations.vllm import reports
 from kvmosaic.integrations.vllm.front.answers import JSONAnswer, Report, StreamAnswer
-from kvmosaic.integrations.vllm.front.calling import App, Message, Receive, Scope, Send, json_reply, whole_body
-from kvmosaic.integrations.vllm.front.document_routes import ROUTE as DOCUMENTS
-from kvmosaic.integrations.vllm.front.document_routes import DocumentRoutes
-from kvmosaic.integrations.vllm.front.handles import Handles
-from kvmosaic.integrations.vllm.front.refusing import Refusal
-from kvmosaic.integrations.vllm.front.rendering import Renderer
-from kvmosaic.integrations.vllm.front.rewriting import (
+from kvmosaic.integrations.vllm.front.body_prompt import Renderer
+from kvmosaic.integrations.vllm.front.body_rewrite import (
     COMPLETIONS,
     ROUTES,
     Rewritten,
     Route,
     may_have_documents,
     rewritten,
+)
+from kvmosaic.integrations.vllm.front.document_routes import ROUTE as DOCUMENTS
+from kvmosaic.integrations.vllm.front.document_routes import DocumentRoutes
+from kvmosaic.integrations.vllm.front.error_replies import Refusal
+from kvmosaic.integrations.vllm.front.handles import Handles
+from kvmosaic.integrations.vllm.front.internal_requests import (
+    App,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    json_reply,
+    whole_body,
 )
 from kvmosaic.integrations.vllm.front.served_model import find_model
 from kvmosaic.integrations.vllm.front.settings import FrontSettings

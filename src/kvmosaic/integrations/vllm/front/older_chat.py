@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvmosaic.integrations.vllm.front.refusing import Refusal
+from kvmosaic.integrations.vllm.front.error_replies import Refusal
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "tools": (None, []),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmosaic.integrations.vllm.front.refusing import Refusal
+from kvmosaic.integrations.vllm.front.error_replies import Refusal
 from kvmosaic.integrations.vllm.plugin import NAME
 from kvmosaic.integrations.vllm.strategy import trained_positions
 

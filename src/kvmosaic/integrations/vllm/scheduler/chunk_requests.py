@@ -10,9 +10,9 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from kvmosaic.integrations.vllm.scheduler.chunk_prompts import ChunkPrompt
 from kvmosaic.integrations.vllm.scheduler.composed import ComposedRequest
-from kvmosaic.integrations.vllm.scheduler.pieces import ChunkPrompt
-from kvmosaic.integrations.vllm.scheduler.tiering import LoadedChunk, Tiering
+from kvmosaic.integrations.vllm.scheduler.tier_side import LoadedChunk, Tiering
 
 
 class ChunkRequests:

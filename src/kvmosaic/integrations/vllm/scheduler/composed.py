@@ -7,8 +7,8 @@ from typing import Any
 
 from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.operations import Move, RepairedRun
-from kvmosaic.integrations.vllm.scheduler.pieces import ChunkPrompt, PromptPiece
-from kvmosaic.integrations.vllm.scheduler.tiering import LoadedChunk
+from kvmosaic.integrations.vllm.scheduler.chunk_prompts import ChunkPrompt, PromptPiece
+from kvmosaic.integrations.vllm.scheduler.tier_side import LoadedChunk
 from kvmosaic.integrations.vllm.scheduler.trouble import Bypass
 
 

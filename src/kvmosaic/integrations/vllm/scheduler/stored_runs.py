@@ -7,7 +7,7 @@ from hashlib import sha256
 
 from kvmosaic.cache.keys import KeyChain, encode_tokens
 from kvmosaic.integrations.vllm.operations import StoredRun
-from kvmosaic.integrations.vllm.scheduler.pieces import ChunkPrompt
+from kvmosaic.integrations.vllm.scheduler.chunk_prompts import ChunkPrompt
 
 _ENGINE = b"kvmosaic-vllm-1"
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.integrations.vllm.operations import Operations, WorkerFacts
-from kvmosaic.integrations.vllm.tally import ReportCounters
-from kvmosaic.integrations.vllm.worker import shifting
+from kvmosaic.integrations.vllm.report_counters import ReportCounters
+from kvmosaic.integrations.vllm.worker import position_shift
 from kvmosaic.integrations.vllm.worker.extra_forward import find_nested
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.integrations.vllm.worker.layouts.ascend import is_npu
-from kvmosaic.integrations.vllm.worker.moving import Mover
-from kvmosaic.integrations.vllm.worker.repairing import Repairer
+from kvmosaic.integrations.vllm.worker.mover import Mover
+from kvmosaic.integrations.vllm.worker.position_shift import PositionShift
+from kvmosaic.integrations.vllm.worker.repairer import Repairer
 from kvmosaic.integrations.vllm.worker.self_check import check, check_rotations
-from kvmosaic.integrations.vllm.worker.shifting import PositionShift
 
 _log = logging.getLogger(__name__)
 
@@ -78,8 +78,8 @@ class ComposingWorker:
             self.facts = WorkerFacts(trouble=trouble)
             return
         self._mover = Mover(places)
-        if not (no_shift := shifting.can_shift(self._config, self._kv_cache_config, places.root)):
-            in_place = shifting.captures_graphs(self._config)
+        if not (no_shift := position_shift.can_shift(self._config, self._kv_cache_config, places.root)):
+            in_place = position_shift.captures_graphs(self._config)
             self._shift = PositionShift(places.root, places.block_size, in_place=in_place)
         for what, reason in (("repair", no_repair), ("shared positions", no_shift)):
             if reason:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvmosaic.integrations.vllm.operations import Move
-from kvmosaic.integrations.vllm.worker import extra_forward, shifting
+from kvmosaic.integrations.vllm.worker import extra_forward, position_shift
 from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
 
@@ -62,7 +62,7 @@ def diagnose(worker: Any) -> WorkerDiagnostics:
         no_repair="" if composing.facts.can_repair else extra_forward.can_run(config, kv_cache_config) or "it failed",
         no_shift=""
         if composing.facts.can_shift
-        else (shifting.can_shift(config, kv_cache_config, places.root) if places else "") or "it failed",
+        else (position_shift.can_shift(config, kv_cache_config, places.root) if places else "") or "it failed",
     )
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvmosaic.integrations.vllm.tally import ReportCounters
+from kvmosaic.integrations.vllm.report_counters import ReportCounters
 from kvmosaic.metrics.family import Family
 from kvmosaic.metrics.own_names import TIER_COUNTERS, TIER_OUTCOMES
 from kvmosaic.tiers import TieredStore

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvmosaic.integrations.vllm.operations import RepairedRun
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
-from kvmosaic.integrations.vllm.worker.trial.rounding import unit, wide
+from kvmosaic.integrations.vllm.worker.trial.rounding_limits import unit, wide
 
 ROUNDINGS = 3
 """To the dtype of its queries, of scores, weights or sums: the max number in any kernel."""

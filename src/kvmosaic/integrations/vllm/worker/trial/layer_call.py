@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from kvmosaic.integrations.vllm.operations import RepairedRun
 from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward
-from kvmosaic.integrations.vllm.worker.trial.rounding import perturbed
+from kvmosaic.integrations.vllm.worker.trial.rounding_limits import perturbed
 
 
 @dataclass(frozen=True, slots=True)

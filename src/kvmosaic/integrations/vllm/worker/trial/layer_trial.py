@@ -11,12 +11,12 @@ from kvmosaic.errors import KVMosaicError
 from kvmosaic.integrations.vllm.operations import RepairedRun
 from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
-from kvmosaic.integrations.vllm.worker.moving import Mover
+from kvmosaic.integrations.vllm.worker.mover import Mover
 from kvmosaic.integrations.vllm.worker.trial.attention import Attended, AttentionRecorder, attention_error
 from kvmosaic.integrations.vllm.worker.trial.layer_call import RecordedCall
 from kvmosaic.integrations.vllm.worker.trial.plan import TrialPlan
 from kvmosaic.integrations.vllm.worker.trial.rotation import allowed, apart, fitted, misunderstood, turned
-from kvmosaic.integrations.vllm.worker.trial.rounding import noise_ratio, unit
+from kvmosaic.integrations.vllm.worker.trial.rounding_limits import noise_ratio, unit
 
 SAME = 0.5
 """Max error of a layer's output for equal rows of one batch, in multiples of the noise of one rounding of its input."""

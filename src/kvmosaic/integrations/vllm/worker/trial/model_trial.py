@@ -16,7 +16,7 @@ from kvmosaic.integrations.vllm.worker.trial.attention import AttentionRecorder
 from kvmosaic.integrations.vllm.worker.trial.layer_call import RecordedCall, outputs
 from kvmosaic.integrations.vllm.worker.trial.layer_trial import LayerTrial
 from kvmosaic.integrations.vllm.worker.trial.plan import TrialPlan
-from kvmosaic.integrations.vllm.worker.trial.rounding import noise_ratio, perturbed, unit, wide
+from kvmosaic.integrations.vllm.worker.trial.rounding_limits import noise_ratio, perturbed, unit, wide
 
 NOISE = 4.0
 """Max error of the model's hidden states, in multiples of the noise of one rounding before every layer."""

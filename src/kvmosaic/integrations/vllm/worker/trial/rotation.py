@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvmosaic.integrations.vllm.worker.key_rotation import KeyRotation, arithmetic
 from kvmosaic.integrations.vllm.worker.kv_layout import LayerPlace
-from kvmosaic.integrations.vllm.worker.trial.rounding import unit, wide
+from kvmosaic.integrations.vllm.worker.trial.rounding_limits import unit, wide
 
 ROUNDINGS = 4
 """Roundings of the table, two products and their sum: the max error."""

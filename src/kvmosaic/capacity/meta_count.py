@@ -1,0 +1,215 @@
+"""Model size and KV cache, counted on torch's meta device, which has shapes and no memory.
+
+One forward of two tokens shows the queries, keys and values of every layer as the engine would get them. So whatever a
+family does with its heads is counted right, and there is no list of families.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from kvmosaic.capacity.facts import LayerFacts, LayerKind, ModelFacts
+from kvmosaic.errors import UnsupportedModel
+from kvmosaic.model.frequencies import pin_frequencies
+from kvmosaic.model.hook import ATTENTION_NAME, AttentionCall, attention_scope, install
+from kvmosaic.model.latent import can_keep_latent
+from kvmosaic.model.probe import check_calls, select_attention
+from kvmosaic.model.unsupported import check_rules
+
+_NUM_TOKENS = 2
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "experts_per_token", "top_k_experts")
+"""Names in configurations of the number of experts per token."""
+_WINDOWS: dict[str, tuple[LayerKind, str]] = {
+    "sliding_attention": ("window", "sliding_window"),
+    "chunked_attention": ("chunked", "attention_chunk_size"),
+}
+_SCALE_BYTES = 12
+"""Per row of a layer in 8 bits: a scale and a zero."""
+_LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
+_LONGEST = 2**27
+_LOOKS_AT_TOKENS = "warn_if_padding_and_no_attention_mask"
+
+
+def build_without_memory(config: Any, dtype: torch.dtype) -> Any:
+    """The model of a transformers configuration, with shapes and no numbers.
+
+    Raises:
+        UnsupportedModel: transformers has no causal language model for it, or cannot build it.
+    """
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:  # whatever the model's code raises, the answer is the same
+        text = str(error).strip().partition("\n")[0]
+        raise UnsupportedModel(
+            f"transformers cannot build a causal language model of this configuration ({type(error).__name__}: {text})"
+        ) from error
+
+
+def count(module: Any, name: str, quantization: Literal["none", "int8"] = "none", note: str = "") -> ModelFacts:
+    """Counts a causal language model on the meta device. The model is unusable afterwards.
+
+    Raises:
+        UnsupportedModel: the engine would refuse it, or its layers cannot be looked at without numbers.
+    """
+    module.eval()
+    layers = _layers(module)
+    embedding: Tensor = module.get_input_embeddings().weight
+    head: Tensor = module.get_output_embeddings().weight
+    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    parameters = {id(each): (each_name, each) for each_name, each in module.named_parameters()}
+    aside = tables | {id(head)}
+    share = _expert_share(module)
+    linear = sum(
+        each.numel() * (share if _is_expert(each_name, each) else 1.0)
+        for key, (each_name, each) in parameters.items()
+        if key not in aside
+    )
+    weight_bytes = sum(each.nbytes for _, each in parameters.values()) + sum(each.nbytes for each in module.buffers())
+    looked_up = sum(parameters[key][1].nbytes for key in tables if key in parameters and key != id(head))
+    if quantization == "int8":
+        saved = _saved_by_int8(module, embedding)
+        weight_bytes -= saved
+        looked_up += embedding.nbytes if head is embedding else 0  # it keeps its rows beside the head in 8 bits
+    return ModelFacts(
+        name=name,
+        dtype=str(embedding.dtype).removeprefix("torch."),
+        element_bytes=embedding.dtype.itemsize,
+        num_parameters=sum(each.numel() for _, each in parameters.values()),
+        weight_bytes=weight_bytes,
+        step_bytes=weight_bytes - looked_up,
+        linear_parameters=round(linear),
+        output_parameters=head.numel(),
+        max_positions=_position_limit(module.config.get_text_config()),
+        layers=layers,
+        quantization=quantization,
+        note=note,
+    )
+
+
+def _layers(module: Any) -> tuple[LayerFacts, ...]:
+    install()
+    config = module.config.get_text_config()
+    check_rules(module)
+    select_attention(module, ATTENTION_NAME)
+    pin_frequencies(module, _position_limit(config) or _LONGEST)
+    for part in module.modules():
+        if type(part).__name__.endswith("Experts"):
+            part.forward = _as_it_came  # the routing of tokens is unknown without weights
+        if hasattr(part, _LOOKS_AT_TOKENS):
+            setattr(part, _LOOKS_AT_TOKENS, _as_it_came)
+    calls = _record(module)
+    check_calls(module, calls)
+    sources: dict[tuple[object, ...], int] = {}
+    return tuple(
+        _layer(call, sources.setdefault(_identity(call), call.layer_index), config, position)
+        for position, call in enumerate(calls)
+    )
+
+
+def _record(module: Any) -> list[AttentionCall]:
+    """One forward in which every token returns its own value, with a mask of ours if the model looks into its own."""
+    mask = torch.zeros(1, 1, _NUM_TOKENS, _NUM_TOKENS, dtype=module.get_input_embeddings().weight.dtype, device="meta")
+    error: Exception | None = None
+    for options in ({}, {"attention_mask": mask}):
+        try:
+            return sorted(_calls(module, options), key=lambda call: call.layer_index)
+        except Exception as failure:  # whatever the model's code raises, the answer is the same
+            error = error or failure
+    raise UnsupportedModel(
+        f"{type(module).__name__} cannot be counted without computing ({type(error).__name__}: "
+        f"{' '.join(str(error).split())[:120]}); kvmosaic plan MODEL --question TEXT loads the model, and shows what a "
+        "token takes"
+    ) from error
+
+
+def _calls(module: Any, options: dict[str, Tensor]) -> list[AttentionCall]:
+    calls: list[AttentionCall] = []
+
+    def own_value(call: AttentionCall) -> Tensor:
+        calls.append(call)
+        return call.value.repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
+
+    tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device="meta")
+    if "logits_to_keep" in inspect.signature(module.forward).parameters:
+        options = options | {"logits_to_keep": torch.arange(_NUM_TOKENS, device="meta")}
+    with torch.inference_mode(), attention_scope(own_value):
+        module(input_ids=tokens, position_ids=tokens, use_cache=False, **options)
+    return calls
+
+
+def _layer(call: AttentionCall, source: int, config: Any, position: int) -> LayerFacts:
+    query_heads, heads = call.query.shape[1], call.key.shape[1]
+    kind, window = _window(call, config, position)
+    part: Any = call.module
+    if source == call.layer_index and query_heads == heads and can_keep_latent(call.module):
+        rank, width = part.kv_lora_rank, part.kv_lora_rank + part.qk_rope_head_dim
+        return LayerFacts(call.layer_index, query_heads, 1, width, rank, source, True, kind, window)
+    sizes = call.key.shape[2], call.value.shape[2]
+    return LayerFacts(call.layer_index, query_heads, heads, *sizes, source, False, kind, window)
+
+
+def _window(call: AttentionCall, config: Any, position: int) -> tuple[LayerKind, int]:
+    """How far back a layer sees: what it says itself, else what the configuration says of its kind."""
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * (position + 1)
+    kind, field = _WINDOWS.get(kinds[position], ("window", ""))
+    window = call.window or getattr(config, field, None) or 0
+    limit = _position_limit(config)
+    return ("full", 0) if not window or (limit is not None and window >= limit) else (kind, int(window))
+
+
+def _identity(call: AttentionCall) -> tuple[object, ...]:
+    """Equal for two layers that are given the same keys and values."""
+    parts = (call.key, call.value)
+    return tuple((part.untyped_storage()._cdata, part.storage_offset(), tuple(part.shape)) for part in parts)
+
+
+def _saved_by_int8(module: Any, embedding: Tensor) -> int:
+    """Returns the bytes saved by rounding linear layers to 8 bits; negative for a head that shares the embedding."""
+    return sum(_saved(linear, is_copy=linear.weight is embedding) for linear in _linears(module))
+
+
+def _saved(linear: nn.Linear, *, is_copy: bool) -> int:
+    rounded = linear.weight.numel() + _SCALE_BYTES * linear.out_features
+    return -rounded if is_copy else linear.weight.nbytes - rounded
+
+
+def _linears(module: Any) -> Iterator[nn.Linear]:
+    """Linear layers that `quantization="int8"` rounds, each once."""
+    latent = {id(part.kv_b_proj) for part in module.modules() if can_keep_latent(part)}
+    seen: set[int] = set()
+    for part in module.modules():
+        if type(part) is nn.Linear and id(part) not in latent and id(part.weight) not in seen:
+            seen.add(id(part.weight))
+            yield part
+
+
+def _expert_share(module: Any) -> float:
+    """Returns the share of expert weights that one token is routed to."""
+    config = module.config.get_text_config()
+    chosen = next((int(value) for name in _CHOSEN if isinstance(value := getattr(config, name, None), int)), None)
+    counts = [each.shape[0] for name, each in module.named_parameters() if _is_expert(name, each) and each.dim() == 3]
+    names = (re.search(r"(?:^|\.)experts\.(\d+)\.", name) for name, _ in module.named_parameters())
+    counts += [int(match[1]) + 1 for match in names if match]
+    return min(1.0, chosen / max(counts)) if chosen and counts else 1.0
+
+
+def _is_expert(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter belongs to experts of which a token uses some: fused ones have three dimensions."""
+    return parameter.dim() == 3 or re.search(r"(?:^|\.)experts\.\d+\.", name) is not None
+
+
+def _as_it_came(given: Tensor, *_: object, **__: object) -> Tensor:
+    return given
+
+
+def _position_limit(config: Any) -> int | None:
+    limits = (getattr(config, name, None) for name in _LENGTH_FIELDS)
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)

@@ -1,0 +1,164 @@
+"""Model facts from a name: a folder, a config.json, a GGUF file, a family, or a hub name."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from kvmosaic.capacity.facts import ModelFacts
+from kvmosaic.errors import InvalidConfig, ModelNotFound, UnsupportedModel
+
+_BUNDLED = "reader"
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_MAX_CONFIG_BYTES = 2**24
+_LIMITS = {
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "vocab_size": 2**26,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "num_experts": 2**16,
+    "num_local_experts": 2**16,
+    "n_routed_experts": 2**16,
+}
+_MAX_NUMBER = 2**40
+_MAX_LAYERS = 1_024
+"""Of whatever a family calls them: `num_hidden_layers`, `n_layer`, `decoder_layers`; each is built."""
+
+
+def read_model(
+    name_or_path: str | Path, *, dtype: str = "auto", quantization: Literal["none", "int8"] = "none"
+) -> ModelFacts:
+    """Counts weights, keys and values of a model from its configuration; no weights are read.
+
+    Args:
+        name_or_path: a folder with a config.json, such a file, a GGUF file (only its header is read), "reader", a
+            family of transformers such as "llama" (with the sizes that transformers gives it), or a name on the Hugging
+            Face hub.
+        dtype: of weights, keys and values; "auto": what the configuration says, or bfloat16.
+        quantization: "int8": linear layers in 8-bit integers, as the engine does on a CPU.
+
+    Raises:
+        ModelNotFound: nothing of that name.
+        InvalidConfig: an unknown dtype, or numbers beyond any model there is.
+        UnsupportedModel: transformers does not know it, or the engine would refuse it.
+    """
+    if dtype != "auto" and dtype not in _DTYPES:
+        raise InvalidConfig(f"dtype is {dtype!r}; choose 'auto', " + ", ".join(repr(name) for name in _DTYPES))
+    if quantization not in ("none", "int8"):
+        raise InvalidConfig(f"quantization is {quantization!r}; choose 'none' or 'int8'")
+    import torch
+
+    from kvmosaic.capacity.meta_count import build_without_memory, count
+
+    config, name, is_family = _configuration(str(name_or_path))
+    _check_numbers(config.to_dict())
+    notes = [f"the sizes that transformers gives {name!r}; give a config.json for those of a checkpoint"] * is_family
+    stored = _stored_dtype(config, name)
+    if str(name_or_path).lower().endswith(".gguf"):
+        notes.append("weights are counted as the engine has them, dequantized")
+    if dtype == "auto" and stored is None:
+        notes.append("the configuration names no dtype: bfloat16")
+    if getattr(config, "quantization_config", None):
+        notes.append("the checkpoint is quantized: weights are counted as they are without that; see --weights")
+    chosen = getattr(torch, dtype if dtype != "auto" else stored or "bfloat16")
+    if quantization == "int8" and chosen is not torch.bfloat16:
+        raise InvalidConfig(f"quantization is 'int8', which takes and gives bfloat16, but dtype is {chosen}")
+    return count(build_without_memory(config, chosen), name, quantization, "; ".join(notes))
+
+
+def _configuration(text: str) -> tuple[Any, str, bool]:
+    """Returns a configuration, its display name, and whether its sizes are a family's defaults."""
+    from transformers import CONFIG_MAPPING
+
+    if not text.strip() or len(text) > 4_096 or "\0" in text:
+        raise ModelNotFound(f"a model has a name of 1 to 4096 characters, got {text[:40]!r}; give a config.json")
+    if text == _BUNDLED:
+        from kvmosaic.assembly import bundled_reader
+
+        return _from_file(bundled_reader() / "config.json"), _BUNDLED, False
+    path = Path(text).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFound(f"{text} has no config.json; give a folder or file that describes a model")
+        return _from_file(path / "config.json"), path.resolve().name, False
+    if text.lower().endswith(".gguf"):
+        from kvmosaic.model.gguf import describe
+        from kvmosaic.model.gguf_file import model_name
+
+        return describe(path), model_name(path), False
+    if path.is_file():
+        return _from_file(path), path.resolve().parent.name or path.name, False
+    if text in CONFIG_MAPPING:
+        return _of_family(text, {}), text, True
+    if text.endswith(".json") or text.startswith((".", "/", "~")) or text.count("/") != 1:
+        raise ModelNotFound(
+            f"there is no folder or file {text!r}, and transformers has no family of that name; give a folder with "
+            "config.json, a config.json, a family such as 'llama' or 'qwen3', or a hub name such as 'owner/model'"
+        )
+    return _from_hub(text), text, False
+
+
+def _from_file(path: Path) -> Any:
+    if path.stat().st_size > _MAX_CONFIG_BYTES:
+        raise InvalidConfig(f"{path} has more than {_MAX_CONFIG_BYTES:,} bytes; a config.json has a few thousand")
+    try:
+        settings = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InvalidConfig(f"{path} is not JSON ({error}); give the config.json of a model") from error
+    kind = settings.pop("model_type", None) if isinstance(settings, dict) else None
+    if not isinstance(kind, str):
+        raise InvalidConfig(f"{path} does not name a model_type; give the config.json of a transformers model")
+    _check_numbers(settings)
+    return _of_family(kind, settings)
+
+
+def _of_family(kind: str, settings: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(kind, **settings)
+    except Exception as error:  # checks of many kinds, in the code of each family
+        text = " ".join(str(error).split())[:300]
+        raise UnsupportedModel(f"transformers cannot read this configuration of {kind!r}: {text}") from error
+
+
+def _from_hub(name: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except OSError as error:
+        raise ModelNotFound(
+            f"{name!r} is neither a folder here nor a model that can be fetched from the hub; download its config.json "
+            "where there is a network, and give the file"
+        ) from error
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        raise UnsupportedModel(f"transformers cannot read the configuration of {name!r}: {text}") from error
+
+
+def _check_numbers(settings: dict[str, Any], depth: int = 0) -> None:
+    """Refuses sizes beyond any existing model, which would take minutes to build."""
+    for name, value in settings.items():
+        if isinstance(value, dict) and depth < 8:
+            _check_numbers(value, depth + 1)
+        elif isinstance(value, int) and not isinstance(value, bool) and abs(value) > (limit := _limit_of(str(name))):
+            raise InvalidConfig(f"{str(name)[:64]} is {value!r:.40} in this configuration; at most {limit:,} is read")
+
+
+def _limit_of(name: str) -> int:
+    return _MAX_LAYERS if re.search("layers?$", name) else _LIMITS.get(name, _MAX_NUMBER)
+
+
+def _stored_dtype(config: Any, name: str) -> str | None:
+    try:
+        text_config = config.get_text_config()
+    except ValueError as error:  # models that generate other things than text
+        raise UnsupportedModel(f"{name} has no text model, or several: {' '.join(str(error).split())[:200]}") from error
+    stored = getattr(config, "dtype", None) or getattr(text_config, "dtype", None)
+    text = str(stored).removeprefix("torch.") if stored is not None else None
+    return text if text in _DTYPES else None

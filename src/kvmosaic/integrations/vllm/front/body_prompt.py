@@ -1,0 +1,206 @@
+"""Rendering of request bodies into segmented prompts: vLLM's own text, cut at document boundaries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvmosaic.errors import InvalidMessages, InvalidPrompt
+from kvmosaic.integrations.vllm.front.document_fields import Resolve, read_documents
+from kvmosaic.integrations.vllm.front.served_model import ServedModel, template_tools
+from kvmosaic.integrations.vllm.front.settings import FrontSettings
+from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
+from kvmosaic.prompt.breakpoints import take_marked
+from kvmosaic.prompt.chat_request import check_variables, known_roles, take_separated
+from kvmosaic.prompt.separator import named_parts
+
+Body = Mapping[str, Any]
+
+
+class Renderer:
+    """Renders the prompts of one served model; None is a prompt without documents, which vLLM renders itself."""
+
+    def __init__(self, model: ServedModel, settings: FrontSettings, resolve: Resolve) -> None:
+        self.model = model
+        self.encoder = PromptEncoder(
+            model.tokenizer, settings, vocab_size=model.vocab_size, max_positions=model.max_positions
+        )
+        self._settings = settings
+        self._resolve = resolve
+
+    def chat(self, body: Body) -> Prompt | None:
+        """The prompt of /v1/chat/completions.
+
+        Raises:
+            InvalidMessages, InvalidDocument, InvalidPrompt: see `PromptEncoder.encode_chat`.
+            UnknownDocument: an id that is not stored.
+        """
+        effort = body.get("reasoning_effort")
+        options = self._variables(body, effort)
+        if body.get("add_generation_prompt") is not None:
+            options["add_generation_prompt"] = bool(body["add_generation_prompt"])
+        if body.get("continue_final_message"):
+            options["continue_final_message"] = True
+            options.setdefault("add_generation_prompt", False)
+        return self._conversation(body, body.get("messages"), options)
+
+    def response(self, body: Body) -> Prompt | None:
+        """The prompt of /v1/responses: a text, or messages of texts.
+
+        Raises:
+            InvalidMessages: an input of another type, or the reply to an earlier response; and as for `chat`.
+        """
+        asked, instructions = body.get("input"), body.get("instructions")
+        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        if not isinstance(messages, list) or body.get("previous_response_id") is not None:
+            messages = None
+        elif instructions:
+            messages = [{"role": "system", "content": instructions}, *messages]
+        reasoning = body.get("reasoning")
+        options = self._variables(body, reasoning.get("effort") if isinstance(reasoning, Mapping) else None)
+        return self._conversation(body, _plain_input(messages), options)
+
+    def completion(self, body: Body) -> Prompt | None:
+        """The prompt of /v1/completions.
+
+        Raises:
+            InvalidPrompt: documents together with several prompts or token ids; see also its subclasses.
+            UnknownDocument: an id that is not stored.
+        """
+        documents = read_documents(body.get("documents"), self._resolve, self._settings.max_prompt_chunks)
+        given, separator = body.get("prompt"), self._settings.separator
+        texts = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+        if not documents and not any(_is_split(text, separator) for text in texts):
+            return None
+        if len(texts) != 1 or not isinstance(texts[0], str):
+            raise InvalidPrompt("documents go with one prompt of text; send a request for each prompt")
+        if not documents:
+            return self.encoder.encode(texts[0])
+        parts = named_parts(texts[0], separator)
+        system, bodies, question = (None, [], parts) if isinstance(parts, str) else parts
+        return self.encoder.encode(Prompt.from_documents((*documents, *map(Document, bodies)), question, system=system))
+
+    def warming(self, documents: Sequence[Document], system: str | None, endpoint: str | None) -> Prompt:
+        """A prompt whose segments before the question equal those of later prompts with these documents.
+
+        Raises:
+            InvalidMessages, InvalidDocument, InvalidPrompt: as for these prompts.
+        """
+        if endpoint == "/v1/completions":
+            return self.encoder.encode_documents(documents, system, chat=False)
+        template = self.model.template_for(None, None)
+        options = dict(self.model.template_variables)
+        if template is not None:
+            options["chat_template"] = template
+        return self.encoder.encode_documents(documents, system, **options)
+
+    def _conversation(self, body: Body, messages: Any, options: dict[str, Any]) -> Prompt | None:
+        documents = read_documents(body.get("documents"), self._resolve, self._settings.max_prompt_chunks)
+        if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+            if not documents:
+                return None  # vLLM reports the error best
+            raise InvalidMessages('documents go with a list of messages {"role": ..., "content": ...} of text')
+        try:
+            kept, marked = take_marked(messages)
+            kept, separated = take_separated(read_messages(_with_read_arguments(kept)), self._settings.separator)
+        except InvalidMessages:
+            if not documents:
+                return None  # images, audio and the like, which vLLM may support
+            raise
+        if not (documents or marked or separated):
+            return None
+        return self._encoded(body, kept, (*documents, *separated, *marked), options)
+
+    def _encoded(
+        self,
+        body: Body,
+        messages: Sequence[Mapping[str, Any]],
+        documents: Sequence[Document],
+        options: dict[str, Any],
+    ) -> Prompt:
+        tools = body.get("tools") or None
+        if tools is not None:
+            tools = options["tools"] = template_tools(tools)
+        wanted = body.get("chat_template")
+        if wanted is not None and not (self.model.takes_other_templates and isinstance(wanted, str)):
+            raise InvalidMessages(
+                "this server takes no chat_template from requests; leave it out, or start vLLM with "
+                "--trust-request-chat-template"
+            )
+        template = self.model.template_for(wanted, tools)
+        own = getattr(self.model.tokenizer, "chat_template", None)
+        if template is None and not own:
+            return self._without_template(messages, documents)
+        messages = known_roles(template or str(own), messages)
+        if template is not None:
+            options["chat_template"] = template
+        return self.encoder.encode_chat(messages, documents, **options)
+
+    def _without_template(self, messages: Sequence[Mapping[str, Any]], documents: Sequence[Document]) -> Prompt:
+        """Plain-text prompt for a model without a template: one question with an optional system text."""
+        if [message["role"] for message in messages] not in (["user"], ["system", "user"]):
+            raise InvalidMessages(
+                "this model has no chat template, so it takes one question of the user and at most one system text; "
+                "send those, or start vLLM with --chat-template"
+            )
+        *system, question = (message["content"] for message in messages)
+        prompt = Prompt.from_documents(documents, question, system=system[0] if system else None)
+        return self.encoder.encode(prompt, control_tokens=False)
+
+    def _variables(self, body: Body, effort: Any) -> dict[str, Any]:
+        """Template variables as vLLM sets them: its defaults, the request's, and the reasoning effort."""
+        given = body.get("chat_template_kwargs") or {}
+        if not isinstance(given, Mapping):
+            raise InvalidMessages(f"chat_template_kwargs is {given!r:.80}; send an object")
+        check_variables(self.model.tokenizer, given)
+        variables = {**self.model.template_variables, **given}
+        if effort is not None:
+            variables["reasoning_effort"] = effort
+            variables.setdefault("enable_thinking", effort != "none")
+        return variables
+
+
+def _is_split(text: Any, separator: str | None) -> bool:
+    return isinstance(text, str) and separator is not None and not isinstance(named_parts(text, separator), str)
+
+
+def _plain_input(messages: Any) -> Any:
+    """Messages of /v1/responses in chat format; None if there are others than text messages."""
+    if not isinstance(messages, list):
+        return None
+    plain = []
+    for message in messages:
+        if not isinstance(message, Mapping) or message.get("type", "message") != "message" or "role" not in message:
+            return None
+        content = message.get("content")
+        if isinstance(content, list):
+            content = [
+                {**part, "type": "text"} if isinstance(part, Mapping) and part.get("type") == "output_text" else part
+                for part in content
+            ]
+        plain.append({**message, "content": content})
+    return plain
+
+
+def _with_read_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The conversation with tool call arguments as objects instead of JSON, as templates and vLLM expect."""
+    return [
+        {**message, "tool_calls": [_with_read_call(call) for call in calls]}
+        if isinstance(calls := message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _with_read_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = {}
+    return {**call, "function": {**function, "arguments": arguments}}

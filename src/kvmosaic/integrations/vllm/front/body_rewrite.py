@@ -1,0 +1,164 @@
+"""Rewriting of bodies with documents into bodies for vLLM: token ids and segment boundaries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from kvmosaic.errors import InvalidPrompt, KVMosaicError
+from kvmosaic.integrations.vllm.contract import FIELD, Composition
+from kvmosaic.integrations.vllm.front.body_prompt import Renderer
+from kvmosaic.integrations.vllm.front.encoded_request import composed
+from kvmosaic.integrations.vllm.front.error_replies import Refusal, refusal_of
+from kvmosaic.integrations.vllm.front.how import FIELDS, How
+from kvmosaic.integrations.vllm.front.older_chat import as_completion
+from kvmosaic.prompt.breakpoints import MARKS
+
+Route = Literal["chat", "completion", "response"]
+COMPLETIONS = "/v1/completions"
+ROUTES: dict[str, Route] = {
+    "/v1/chat/completions": "chat",
+    COMPLETIONS: "completion",
+    "/v1/responses": "response",
+}
+_TOKENS = "prompt_token_ids"
+_OWN_BORDERS = f'"{FIELD}"'.encode()
+_OTHERWISE: dict[str, tuple[Any, ...]] = {
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "prompt_embeds": (None,),
+    "truncate_prompt_tokens": (None,),
+    "add_special_tokens": (None, False),
+}
+"""Fields that would change the prompt again, and their neutral values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A body for vLLM, and the format of its answer."""
+
+    content: bytes
+    num_choices: int
+    """Number of answers."""
+    includes_usage: bool
+    """Whether the last chunk of a stream holds the usage."""
+    is_elsewhere: bool = False
+    """Whether a conversation is sent to /v1/completions, since this vLLM takes token ids only there."""
+
+
+def may_have_documents(content: bytes, separator: str | None) -> bool:
+    """Whether a body may have documents; True is always safe, since escapes or UTF-16 could hide anything."""
+    if b"\\u" in content or b"\0" in content or b'"documents"' in content or _OWN_BORDERS in content:
+        return True
+    if any(mark.encode() in content for mark in MARKS):
+        return True
+    return separator is not None and json.dumps(separator, ensure_ascii=False)[1:-1].encode() in content
+
+
+def rewritten(content: bytes, route: Route, renderer: Callable[[], Renderer], default: How) -> Rewritten | None:
+    """Composes the documents of a body; None if it has none, so that it is passed to vLLM unchanged.
+
+    A body that already has segment boundaries is checked and stays as it is.
+
+    Raises:
+        Refusal: invalid documents, or fields that do not go with them.
+    """
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(body, dict):
+        return None
+    try:
+        ready = _rewritten(body, route, renderer(), default)
+        return replace(ready, content=content) if ready is not None and not ready.content else ready
+    except KVMosaicError as error:
+        raise refusal_of(error, body) from error
+
+
+def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: How) -> Rewritten | None:
+    prompt = getattr(renderer, route)(body)
+    params = body.get("kv_transfer_params")
+    if prompt is None and (not isinstance(params, dict) or params.get(FIELD) is None):
+        return None
+    if not renderer.model.has_connector:
+        raise Refusal(
+            501,
+            "this vLLM runs without the connector that composes documents; start it with kvmosaic vllm serve, or with "
+            """--kv-transfer-config '{"kv_connector": "kvmosaic", "kv_role": "kv_both"}'""",
+        )
+    if prompt is None:
+        assert isinstance(params, dict)
+        _check_borders(body, route, params)
+        return _as_it_is(b"", body)
+    is_elsewhere = route != "completion" and not renderer.model.takes_chat_tokens
+    if is_elsewhere and (route == "response" or renderer.model.reasons):
+        raise Refusal(
+            501,
+            "this vLLM takes no token ids here, so documents cannot be composed; send the prompt to /v1/completions, "
+            "or update vLLM (0.32 takes them)",
+            param="documents",
+        )
+    _check_others(body, route)
+    ready = composed(prompt, default.updated(body), renderer.model.trained_positions)
+    params = _given_params(body)
+    if ready.composition is not None:
+        params |= ready.composition.to_params()
+    token_ids = list(ready.token_ids)
+    changed = {name: value for name, value in body.items() if name not in ("documents", *FIELDS)}
+    if is_elsewhere:
+        changed = as_completion(changed, token_ids, renderer.model.max_positions)
+    elif route == "completion":
+        changed["prompt"] = token_ids
+        changed.pop("add_special_tokens", None)
+    else:
+        params[_TOKENS] = token_ids
+    changed["kv_transfer_params"] = params
+    content = json.dumps(changed, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    return replace(_as_it_is(content, body), is_elsewhere=is_elsewhere)
+
+
+def _as_it_is(content: bytes, body: dict[str, Any]) -> Rewritten:
+    options, number = body.get("stream_options"), body.get("n")
+    return Rewritten(
+        content,
+        num_choices=number if type(number) is int else 1,
+        includes_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+    )
+
+
+def _check_borders(body: dict[str, Any], route: Route, params: dict[str, Any]) -> None:
+    """Checks that boundaries set by the client come with its own token ids."""
+    token_ids = body.get("prompt") if route == "completion" else params.get(_TOKENS)
+    if not isinstance(token_ids, list) or not all(type(token) is int for token in token_ids):
+        place = "prompt" if route == "completion" else f"kv_transfer_params.{_TOKENS}"
+        raise Refusal(
+            400,
+            f"kv_transfer_params.{FIELD} counts token ids; send {place} as a list of them, or documents as text",
+            param="kv_transfer_params",
+        )
+    Composition.from_params(params, len(token_ids))
+
+
+def _check_others(body: dict[str, Any], route: Route) -> None:
+    for name, allowed in _OTHERWISE.items():
+        value = body.get(name)
+        is_fine = value in allowed or (name == "add_special_tokens" and route == "completion" and value is True)
+        if not is_fine:
+            raise Refusal(400, f"{name} is {value!r:.80}, which does not go with documents; leave it out", param=name)
+
+
+def _given_params(body: dict[str, Any]) -> dict[str, Any]:
+    params = body.get("kv_transfer_params") or {}
+    if not isinstance(params, dict):
+        raise InvalidPrompt(f"kv_transfer_params is {params!r:.80}; send an object, or leave it out")
+    for name in (FIELD, _TOKENS):
+        if name in params:
+            raise Refusal(
+                400,
+                f"kv_transfer_params has {name}, and there are documents too; send one of them",
+                param="kv_transfer_params",
+            )
+    return dict(params)

@@ -1,0 +1,221 @@
+"""Worker side of the tiers: moves runs of tokens between the paged cache, host memory and the tiers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+from kvmosaic.config import TierConfig, parse_bytes
+from kvmosaic.errors import NotMovable
+from kvmosaic.integrations.vllm.operations import (
+    FetchReport,
+    FingerprintReport,
+    Load,
+    Operations,
+    RunFetch,
+    Store,
+    StoredRun,
+)
+from kvmosaic.integrations.vllm.report_counters import ReportCounters
+from kvmosaic.integrations.vllm.tier_settings import tier_config
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
+from kvmosaic.integrations.vllm.worker.stored_entries import Share, StoredEntries
+from kvmosaic.integrations.vllm.worker.tier_counts import TierCounts
+from kvmosaic.integrations.vllm.worker.weight_fingerprint import worker_fingerprint
+from kvmosaic.memory import ChunkTensors
+from kvmosaic.memory.buffer import pinned_bytes
+from kvmosaic.tiers import Fetch as TierFetch
+from kvmosaic.tiers import TieredStore, open_tiers
+
+CLOSE_SECONDS = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Staged:
+    run: StoredRun
+    fetch: TierFetch[ChunkTensors]
+    until: float
+    """Deadline of the waiting requests, on the monotonic clock."""
+    is_told: bool = False
+    tensors: ChunkTensors | None = None
+
+
+class WorkerTiers:
+    """Carries out what the scheduler's `Tiering` plans.
+
+        run     before a step's forward, or after one that loads nothing: loads, drops, starts fetches
+        save    after every forward: copies runs to store to the host; a thread of the tiered store writes them
+        told    reports of fetches since the last call
+
+    Threads of the tiered store read tiers and validate entries; a step only copies. A run that was reported as fetched
+    stays in memory until it is dropped, so its load needs no tier.
+    """
+
+    def __init__(
+        self, places: KVLayout, share: Share, config: TierConfig, rank: int, take_fingerprint: Callable[[], str]
+    ) -> None:
+        """Opens the tiers.
+
+        Args:
+            places: layout of the paged cache.
+            share: the part of the model on this worker.
+            config: tier settings.
+            rank: number of this worker among all that must have a run before it is loaded.
+            take_fingerprint: computes the fingerprint of the current weights.
+
+        Raises:
+            InvalidConfig: a tier that cannot be opened. NotMovable: a cache that cannot be stored.
+        """
+        self._places, self._rank, self._take_fingerprint = places, rank, take_fingerprint
+        self._entries = StoredEntries(places, share, config)
+        allocate = pinned_bytes if places.device.type == "cuda" else None
+        self.tiered_store: TieredStore[ChunkTensors] = TieredStore(
+            open_tiers(config.tiers, allocate=allocate),
+            max_pending_bytes=parse_bytes(config.pending),
+            loading=config.loading,
+        )
+        self._staged: dict[int, _Staged] = {}
+        self._reports: list[FetchReport | FingerprintReport] = []
+        self.failed_blocks: set[int] = set()
+        """Blocks whose load failed; vLLM computes them."""
+        self._counts = TierCounts(self.tiered_store)
+        self.fingerprint = take_fingerprint()
+
+    def __len__(self) -> int:
+        return len(self._staged)
+
+    def run(self, operations: Operations) -> None:
+        """Loads, drops what is no longer needed, and starts fetches."""
+        for load in operations.loads:
+            try:
+                self._load(load)
+            except Exception:
+                _log.exception("kvmosaic: what a tier had could not be loaded")
+                size = self._places.block_size
+                last = -(-(load.start + load.num_tokens) // size)
+                self.failed_blocks.update(load.blocks[load.start // size : last])
+        for number in operations.drops:
+            staged = self._staged.pop(number, None)
+            if staged is not None and not staged.is_told:
+                self.tiered_store.cancel(staged.fetch)
+        for fetch in operations.fetches:
+            self._begin(fetch)
+        if operations.fingerprint_round is not None:
+            self.fingerprint = self._take_fingerprint()
+            self._reports.append(FingerprintReport(operations.fingerprint_round, self._rank, self.fingerprint))
+
+    def save(self, stores: Sequence[Store]) -> None:
+        """Copies runs to the host and queues the writes; runs without room are not stored."""
+        for store in stores:
+            try:
+                self._store(store)
+            except Exception:
+                _log.exception("kvmosaic: a run could not be stored")
+
+    def told(self) -> list[FetchReport | FingerprintReport]:
+        """Reports since the last call."""
+        now = time.monotonic()
+        for number, staged in self._staged.items():
+            fetch = staged.fetch
+            if staged.is_told or not (fetch.is_settled(now, self.tiered_store.last_ended) or now >= staged.until):
+                continue
+            staged.is_told, staged.tensors = True, fetch.value
+            self._reports.append(
+                FetchReport(number, self._rank, "" if fetch.value is None else fetch.tier_name or "memory")
+            )
+            if fetch.value is None:
+                self.tiered_store.cancel(fetch)
+            elif fetch.is_persistent and self.tiered_store.has_volatile:
+                self._promote(staged.run, fetch.value)
+        reports, self._reports = self._reports, []
+        return reports
+
+    def count(self, tally: ReportCounters) -> None:
+        """Adds the tiers' counts since the last call, about once a second."""
+        self._counts.add_to(tally)
+
+    def close(self) -> None:
+        """Flushes queued writes for a short time, and closes the tiers."""
+        self._staged.clear()
+        self.tiered_store.close(CLOSE_SECONDS)
+
+    def _begin(self, asked: RunFetch) -> None:
+        num_bytes = asked.run.num_tokens * self._entries.bytes_per_token
+        fetch = self.tiered_store.fetch(
+            self._entries.key(asked.run),
+            num_bytes,
+            self._entries.accept(asked.run),
+            asked.compute_seconds,
+            max_bytes=self._entries.max_bytes(asked.run),
+        )
+        if fetch is None:
+            self._reports.append(FetchReport(asked.number, self._rank, ""))
+            return
+        waiting = [staged.fetch for staged in self._staged.values() if not staged.is_told] + [fetch]
+        seconds = [each.compute_seconds for each in waiting if each.compute_seconds is not None]
+        most = self.tiered_store.longest_wait(
+            sum(each.num_bytes for each in waiting), sum(seconds) if len(seconds) == len(waiting) else None
+        )
+        self._staged[asked.number] = _Staged(asked.run, fetch, time.monotonic() + most)
+
+    def _load(self, load: Load) -> None:
+        tensors = self._staged[load.number].tensors
+        assert tensors is not None
+        device = self._places.device
+        slots = self._places.slots(load.blocks, load.start, load.num_tokens).to(device)
+        rows = slice(load.skip, load.skip + load.num_tokens)
+        for place, (keys, values) in zip(self._places.layers, tensors, strict=True):
+            there = None if values is None else _on(device, values[rows])
+            place.layout.write(slots, _on(device, keys[rows]), there)
+
+    def _store(self, store: Store) -> None:
+        run = store.run
+        num_bytes = run.num_tokens * self._entries.bytes_per_token
+        if not self.tiered_store.has_room(num_bytes):
+            return
+        slots = self._places.slots(store.blocks, run.start, run.num_tokens).to(self._places.device)
+        tensors: ChunkTensors = []
+        for place in self._places.layers:
+            keys, values = place.layout.read(slots)
+            tensors.append((keys.cpu(), None if values is None else values.cpu()))
+        encode = self._entries.encode(run, store.compute_seconds)
+        self.tiered_store.store(self._entries.key(run), tensors, num_bytes, encode, persistent=True, volatile=True)
+
+    def _promote(self, run: StoredRun, tensors: ChunkTensors) -> None:
+        """Copies a run from a slow tier to the faster ones of this process."""
+        num_bytes = run.num_tokens * self._entries.bytes_per_token
+        encode = self._entries.encode(run, 0.0)
+        self.tiered_store.store(self._entries.key(run), tensors, num_bytes, encode, persistent=False, volatile=True)
+
+
+def _on(device: object, rows: Tensor) -> Tensor:
+    """A copy on the cache's device: decoded rows may be read-only memory of a tier."""
+    return rows.clone() if device == rows.device else rows.to(device)  # type: ignore[call-overload]
+
+
+def open_worker_tiers(vllm_config: Any, places: KVLayout | None) -> WorkerTiers | None:
+    """The tiers of this worker; None if none are configured, or its cache cannot be read.
+
+    Raises:
+        InvalidConfig: a tier that cannot be opened.
+    """
+    config = tier_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    if config is None or places is None:
+        return None
+    parallel = vllm_config.parallel_config
+    tensor_rank, pipeline_rank = get_tp_group().rank_in_group, get_pp_group().rank_in_group
+    share = Share(pipeline_rank, parallel.pipeline_parallel_size, tensor_rank, parallel.tensor_parallel_size)
+    rank = pipeline_rank * parallel.tensor_parallel_size + tensor_rank
+    try:
+        return WorkerTiers(places, share, config, rank, lambda: worker_fingerprint(vllm_config, places))
+    except NotMovable as error:
+        _log.warning("kvmosaic: tiers are not used: %s", error)
+        return None

@@ -1,0 +1,131 @@
+"""Warming: prefill of documents ahead of requests, a few at a time, with a result for each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from kvmosaic.engine import Request
+from kvmosaic.errors import ChunkCacheOff
+from kvmosaic.layout import ChunkContext
+from kvmosaic.prompt import Document, Prompt, Segment, SegmentKind
+from kvmosaic.server.errors import ApiError, as_api_error
+from kvmosaic.server.execution import check_engine
+from kvmosaic.server.services import Services
+from kvmosaic.server.tenants import Tenant
+
+WINDOW = 8
+"""Documents in progress at once: enough to fill steps, few enough to leave room for other requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmJob:
+    """Documents to compute, and the prompts to compute them for."""
+
+    documents: tuple[Document | str, ...]
+    """Texts, or ids of stored documents, which are read just before they are computed."""
+    system: str | None = None
+    """System text of the later prompts; a document's KV cache depends on it."""
+    salt: str = ""
+    chat: bool | None = None
+    """Whether the later prompts are conversations; None: if the model has a chat template."""
+    chunk_context: ChunkContext | None = None
+    """`chunk_context` of the later requests; None: not set, and the server's setting applies."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmedDocument:
+    """Result of warming one document."""
+
+    index: int
+    id: str | None
+    num_tokens: int = 0
+    num_chunks: int = 0
+    was_cached: bool = False
+    milliseconds: float = 0.0
+    error: ApiError | None = None
+
+
+def check_warmable(services: Services, tenant: Tenant) -> None:
+    """Raises what `warm` would raise, before anything is read.
+
+    Raises:
+        ChunkCacheOff: this server caches no chunks.
+        ApiError: 503 or 429, the server accepts no requests now.
+    """
+    if not services.llm.has_chunk_cache:
+        raise ChunkCacheOff(f"nothing can be warmed, the chunk cache is off: {services.llm.chunk_cache_off_reason}")
+    check_engine(services)
+    services.admission.check(tenant)
+
+
+async def warm(
+    services: Services, tenant: Tenant, job: WarmJob, request_id: str
+) -> AsyncGenerator[WarmedDocument, None]:
+    """Computes documents that are not cached; yields the result of each as it ends.
+
+    Closing the generator, or cancelling the task that reads it, aborts the rest. One that fails does not stop the
+    others. All of them count as one request in progress.
+
+    Raises:
+        ApiError: 503 or 429, see `check_warmable`.
+    """
+    waiting = iter(enumerate(job.documents))
+    tasks: set[asyncio.Task[WarmedDocument]] = set()
+    with services.admission.enter(tenant):
+        try:
+            while True:
+                for index, document in islice(waiting, WINDOW - len(tasks)):
+                    coroutine = _end_of(services, tenant, job, index, document, request_id)
+                    tasks.add(asyncio.create_task(coroutine, name=f"warm-{index}"))
+                if not tasks:
+                    return
+                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for warmed in sorted((task.result() for task in done), key=lambda one: one.index):
+                    yield warmed
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _end_of(
+    services: Services, tenant: Tenant, job: WarmJob, index: int, document: Document | str, request_id: str
+) -> WarmedDocument:
+    """Warms one document; returns any failure as part of the result."""
+    document_id = document if isinstance(document, str) else document.id
+    try:
+        if isinstance(document, str):
+            document = services.documents.get(tenant.name, document).content
+        prompts = await services.in_thread(tenant.name, _prompts_of, services, document, job, tenant.name)
+        ended: list[Request] = []
+        async with aclosing(services.engine.warm(prompts, chunk_context=job.chunk_context)) as ends:
+            async for _, request in ends:
+                if request.error is not None:
+                    raise request.error
+                if not request.reuse.segments:  # it was aborted
+                    raise services.admission.unavailable("the server stopped before this document was computed")
+                ended.append(request)
+                services.records.learn(request.reuse)
+    except Exception as error:
+        return WarmedDocument(index, document_id, error=as_api_error(error, request_id))
+    chunks = [segment for request in ended for segment in request.reuse.segments if segment.kind == "chunk"]
+    return WarmedDocument(
+        index=index,
+        id=document_id,
+        num_tokens=sum(chunk.num_tokens for chunk in chunks),
+        num_chunks=len(chunks),
+        was_cached=all(chunk.reused_tokens == chunk.num_tokens for chunk in chunks),
+        milliseconds=sum(chunk.milliseconds for chunk in chunks),
+    )
+
+
+def _prompts_of(services: Services, document: Document, job: WarmJob, tenant: str) -> Sequence[Prompt]:
+    """Returns one prompt for each chunk, so that the parts of a split document need not fit into memory together."""
+    prompt = services.llm.encoder.encode_documents([document], job.system, salt=job.salt, chat=job.chat)
+    system = [segment for segment in prompt.segments if segment.kind is SegmentKind.SYSTEM]
+    question = Segment(SegmentKind.QUESTION, (0,))
+    return [replace(prompt, segments=(*system, chunk, question), tenant=tenant) for chunk in prompt.chunks]

@@ -1,0 +1,209 @@
+"""Sampling fields of a request body, with OpenAI's and vLLM's names, and the sampling parameters they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from kvmosaic.engine.priorities import MAX_PRIORITY
+from kvmosaic.errors import InvalidRepair, InvalidSampling
+from kvmosaic.repair import FORMS, repair_policy
+from kvmosaic.repair.parser import MAX_POLICY_CHARACTERS
+from kvmosaic.sampling import DEFAULT_SINK_TOKENS, MAX_WINDOW_TOKENS, SamplingParams
+from kvmosaic.sampling.defaults import FOLLOWED
+from kvmosaic.server.errors import ApiError, as_api_error
+from kvmosaic.server.openai.documents import DocumentFields
+from kvmosaic.server.openai.fields import INTEGRAL, Body, Ignored, Only, StopText, TokenId
+from kvmosaic.server.openai.formats import StructuredFields
+from kvmosaic.server.services import Services
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_CANDIDATES = 2**18
+"""Maximum number of log probabilities in one reply; each takes a kilobyte until it is sent."""
+
+MAX_ENDLESS_ANSWER = 2**20
+"""Maximum tokens of an answer with `window_tokens`, which no position limits: they stay in memory until the answer
+ends."""
+
+_PLAIN_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output",
+    "window_tokens", "sink_tokens", "repair",
+)  # fmt: skip
+
+
+Defaults = Mapping[str, Any]
+"""Defaults of sampling fields that a request omits."""
+
+_BY_MODEL = "Default: what the model's generation_config.json says, or"
+
+
+class StreamOptions(Body):
+    """What a stream tells besides text."""
+
+    include_usage: Annotated[bool | None, Field(description="A last chunk without choices, with `usage`.")] = False
+    continuous_usage_stats: Annotated[bool | None, Field(description="`usage` so far in every chunk.")] = False
+    include_obfuscation: Ignored = None
+
+
+def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
+    """Refuses stream options without a stream.
+
+    Raises:
+        ApiError: 400.
+    """
+    if options is not None and not stream:
+        raise ApiError(400, "stream_options go with stream=true only", param="stream_options")
+
+
+class SharedFields(DocumentFields, StructuredFields):
+    """What a request may say on each of the answering routes: documents, form of the answer, and drawing."""
+
+    model: Annotated[str | None, Field(max_length=4_096, description="A served model; may be left out.")] = None
+    stream: bool | None = False
+    temperature: Annotated[float | None, Field(ge=0, le=100, description=f"{_BY_MODEL} 1.")] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1, description=f"{_BY_MODEL} 1.")] = None
+    top_k: Annotated[
+        int | None, Field(ge=-1, le=2**31 - 1, description=f"0 and -1 keep all tokens. {_BY_MODEL} 0."), INTEGRAL
+    ] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1, description=f"{_BY_MODEL} 0.")] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100, description=f"{_BY_MODEL} 1.")] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1), INTEGRAL] = None
+    stop: Annotated[
+        Annotated[str, Field(max_length=4_096)] | Annotated[list[StopText], Field(max_length=128)] | None,
+        AfterValidator(lambda stop: stop or None),
+    ] = None
+    stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=4_096)] = None
+    ignore_eos: bool | None = False
+    min_tokens: Annotated[int | None, Field(ge=0, le=2**27), INTEGRAL] = 0
+    skip_special_tokens: bool | None = True
+    include_stop_str_in_output: bool | None = False
+    window_tokens: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=MAX_WINDOW_TOKENS,
+            description="Lets an answer go on without end in constant memory: a token sees system prompt, documents, "
+            "`sink_tokens`, and this many newest tokens of question and answer. Default: it sees everything.",
+        ),
+        INTEGRAL,
+    ] = None
+    sink_tokens: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=MAX_WINDOW_TOKENS,
+            description="First tokens of the question (or the plain prompt) that stay visible; only with "
+            f"`window_tokens`, then {DEFAULT_SINK_TOKENS} by default.",
+        ),
+        INTEGRAL,
+    ] = None
+    priority: Annotated[
+        int | None,
+        Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Higher runs first; above 0 only with an admin's key."),
+        INTEGRAL,
+    ] = 0
+    position_strategy: Annotated[
+        Literal["auto", "shared", "sequential"] | None,
+        Field(description="Positions of documents; default: the server's setting."),
+    ] = None
+    chunk_context: Annotated[
+        Literal["system", "none"] | None,
+        Field(
+            description="What documents saw when they were computed: the system text, or nothing, so that they serve "
+            "under any system text. Default: the server's setting."
+        ),
+    ] = None
+    repair: Annotated[
+        str | None,
+        Field(
+            max_length=MAX_POLICY_CHARACTERS,
+            description="Which tokens of cached documents are computed again, now seeing the tokens before them: "
+            f"{FORMS}. Default: the server's setting.",
+            examples=["query(0.15)"],
+        ),
+    ] = None
+    logit_bias: Annotated[Any, Only((None, {}), "single logits cannot be changed")] = None
+    user: Ignored = None
+    store: Ignored = None
+    metadata: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    prompt_cache_options: Ignored = None
+
+    def sampling(
+        self, defaults: Defaults, *, max_tokens: int | None, n: int = 1, logprobs: int | None = None
+    ) -> SamplingParams:
+        """Returns the sampling parameters; null counts as omitted.
+
+        Raises:
+            ApiError: 400, a repair that does not exist.
+            InvalidSampling: values that do not go together, or an unsupported format.
+        """
+        if self.repair is not None:
+            _check_repair(self.repair)
+        if self.window_tokens is not None and max_tokens is not None and max_tokens > MAX_ENDLESS_ANSWER:
+            raise InvalidSampling(
+                f"max_tokens is {max_tokens}; with window_tokens an answer has at most {MAX_ENDLESS_ANSWER} "
+                "tokens: ask for fewer, and go on with another request"
+            )
+        given = {name: value for name in _PLAIN_SAMPLING if (value := getattr(self, name)) is not None}
+        return SamplingParams(
+            **{**defaults, **given},
+            n=n,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            stop=self.stop,
+            structured_outputs=self.structure(),
+        )
+
+
+def _check_repair(repair: str) -> None:
+    try:
+        repair_policy(repair)
+    except InvalidRepair as error:
+        told = as_api_error(error)
+        told.param = "repair"
+        raise told from error
+
+
+def defaults_of(services: Services) -> Defaults:
+    """Returns the defaults for omitted fields: the model's generation configuration, if the settings enable it."""
+    if services.settings.generation_config == "none":
+        return {}
+    advised = services.llm.get_default_sampling_params()
+    return {name: getattr(advised, name) for name in FOLLOWED}
+
+
+def prepared(services: Services, params: SamplingParams, num_prompts: int = 1) -> SamplingParams:
+    """Returns the same parameters, with the response format compiled beside the engine.
+
+    Without an explicit limit, an answer with a window is at most as long as one without: only an explicit request
+    computes for an hour.
+
+    Raises:
+        InvalidSampling: an unusable part of the format, or log probabilities that would exhaust the memory.
+    """
+    room = services.llm.engine.max_positions
+    if params.window_tokens is not None:
+        params = replace(params, max_tokens=params.max_tokens or min(room or MAX_ENDLESS_ANSWER, MAX_ENDLESS_ANSWER))
+        room = None
+    limits = [limit for limit in (params.max_tokens, room) if limit is not None]
+    if params.logprobs is not None and limits:
+        number = num_prompts * params.n * min(limits) * (params.logprobs + 1)
+        if number > MAX_CANDIDATES:
+            raise InvalidSampling(
+                f"the reply may hold {number} log probabilities, at most {MAX_CANDIDATES} are allowed; ask for fewer "
+                "tokens (max_tokens), answers (n), or most likely tokens"
+            )
+    if params.structured_outputs is not None:
+        services.llm.engine.grammars.compile(params.structured_outputs)
+    return params

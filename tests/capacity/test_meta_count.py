@@ -1,0 +1,119 @@
+"""What is counted on the meta device against what the engine allocates, over every architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+from support.families import FAMILIES, configuration
+from support.loaded import loaded_family
+
+from kvmosaic.capacity import ModelFacts
+from kvmosaic.capacity.meta_count import count
+from kvmosaic.errors import UnsupportedModel
+from kvmosaic.memory import BlockStorage
+
+UNCOUNTED = {"jetmoe": "sends tokens to experts inside its attention, by their numbers"}
+HIDDEN_WINDOW = {"moshi": "its configuration has a window that its masks do not use"}
+FOUND_OUT_AT_LOAD = {
+    "doge": "fails only when its attention is called with numbers",
+    "bert": "its mask has to be asked",
+    "roberta": "its positions have to be looked up",
+}
+LAYER_FIELDS = (
+    *("index", "num_query_heads", "num_kv_heads", "key_dim", "value_dim", "source_layer"),
+    "value_in_key",
+)
+SUPPORTED = [name for name, about in FAMILIES.items() if not about.is_refused and name not in UNCOUNTED]
+REFUSED = [name for name, about in FAMILIES.items() if about.is_refused and name not in FOUND_OUT_AT_LOAD]
+
+
+def count_family(family: str, dtype: torch.dtype = torch.float64, **changes: object) -> ModelFacts:
+    about = FAMILIES[family]
+    make = (
+        getattr(transformers, about.architecture)._from_config
+        if about.architecture
+        else transformers.AutoModelForCausalLM.from_config
+    )
+    with torch.device("meta"):
+        module = make(configuration(family, **changes), dtype=dtype)
+    return count(module, family)
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_counted_is_what_the_engine_allocates(family: str) -> None:
+    facts, model = count_family(family), loaded_family(family)
+    storage = BlockStorage(model.layers, 3, 4, model.dtype, model.device)
+    tensors = [tensor for index in range(len(model.layers)) for tensor in storage._stored(index)]
+    assert facts.kv_bytes_per_token * 3 * 4 == storage.num_bytes == sum(each.nbytes for each in tensors)
+    for mine, theirs in zip(facts.layers, model.layers, strict=True):
+        assert [getattr(mine, name) for name in LAYER_FIELDS] == [getattr(theirs, name) for name in LAYER_FIELDS]
+        if family not in HIDDEN_WINDOW:
+            assert (mine.kind, mine.window) == (theirs.mask.kind, theirs.mask.size)
+    assert facts.num_parameters == model.num_parameters
+    weights = {id(each): each.nbytes for each in (*model.module.parameters(), *model.module.buffers())}
+    # in float64, frequencies are wider in the models of the tests than in transformers' own
+    assert facts.weight_bytes == pytest.approx(sum(weights.values()), rel=0.01)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_the_engine_refuses_cannot_be_planned(family: str) -> None:
+    with pytest.raises(UnsupportedModel):
+        count_family(family)
+
+
+@pytest.mark.parametrize("family", sorted(UNCOUNTED))
+def test_what_cannot_be_counted_says_what_to_do(family: str) -> None:
+    with pytest.raises(UnsupportedModel, match=r"cannot be counted .*; kvmosaic plan MODEL --question TEXT"):
+        count_family(family)
+
+
+def test_linear_attention_is_named_as_what_cannot_be_composed() -> None:
+    with pytest.raises(UnsupportedModel, match=r"state .*cannot be composed"):
+        count_family("qwen3_next")
+
+
+def test_grouped_queries_latents_and_shared_layers_in_numbers() -> None:
+    # 2 layers, 4 query heads, 2 key heads of 16
+    llama = count_family("llama", torch.bfloat16)
+    assert llama.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
+    assert llama.kv_bytes_unshared == 2 * llama.kv_bytes_per_token
+    # one latent of 32 and 8 rotary numbers for all heads
+    assert count_family("deepseek_v3", torch.bfloat16).kv_bytes_per_token == 2 * (32 + 8) * 2
+    # 4 layers, the last two read the keys of the first two
+    assert [layer.numbers_per_token for layer in count_family("gemma3n").layers] == [64, 64, 0, 0]
+
+
+def test_a_window_is_counted_in_full_and_what_it_hides_is_told() -> None:
+    facts = count_family("gemma2", torch.bfloat16)
+    assert [(layer.kind, layer.window) for layer in facts.layers] == [("window", 8), ("full", 0)]
+    assert facts.kv_bytes_per_token == 256
+    assert facts.seen_bytes(100) == 128 * 8 + 128 * 100
+
+
+def test_frequencies_that_change_with_length_do_not_need_numbers() -> None:
+    scaled = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+    assert count_family("llama", rope_parameters=scaled).kv_bytes_per_token == count_family("llama").kv_bytes_per_token
+
+
+def test_a_token_is_multiplied_with_its_own_experts_only() -> None:
+    two, four = (count_family("mixtral", num_experts_per_tok=number) for number in (2, 4))
+    assert two.num_parameters == four.num_parameters
+    experts = 2 * 3 * 64 * 96  # in each layer and of each expert: three matrices
+    assert four.linear_parameters - two.linear_parameters == 2 * experts
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v3", "llama4"])
+@pytest.mark.parametrize(("new", "before"), [(1, 0), (5, 0), (5, 30), (30, 5), (100, 3)])
+def test_pairs_of_query_and_key_are_those_of_the_mask(family: str, new: int, before: int) -> None:
+    for layer in count_family(family).layers:
+        if layer.kind == "chunked":
+            layer = dataclasses.replace(layer, kind="window")  # counted as one: how much of it is seen varies
+        seen = [
+            query - key < layer.window if layer.kind == "window" else True
+            for query in range(before, before + new)
+            for key in range(query + 1)
+        ]
+        assert layer.pairs(new, before) == sum(seen)
