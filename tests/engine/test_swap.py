@@ -247,26 +247,26 @@ def test_what_was_measured_to_be_cheaper_is_done(forwards_take, kind):
 
 def test_nobody_knows_yet_so_computing_again_is_believed_to_be_faster():
     cost = SwapCost()
-    assert not cost.is_worth(100, 10_000)
+    assert not cost.decide(100, 10_000)
     cost.note_step(100, 100, seconds=1.0)
-    assert cost.is_worth(100, 10_000), "now the first copy is a measurement"
+    assert cost.decide(100, 10_000), "now the first copy is a measurement"
 
 
 def test_the_cheaper_way_is_taken_by_what_was_measured():
     cost = SwapCost()
     cost.note_step(100, 100, seconds=1.0)  # 10 ms per token
     cost.note_out(1_000, 0.001)  # 1 µs per byte, and as much back
-    assert cost.is_worth(10, 40_000), "80 ms to move, 100 ms to compute"
-    assert not cost.is_worth(10, 60_000)
+    assert cost.decide(10, 40_000), "80 ms to move, 100 ms to compute"
+    assert not cost.decide(10, 60_000)
     cost.note_in(1_000, 0.0)
-    assert cost.is_worth(10, 60_000), "the way back costs nothing"
+    assert cost.decide(10, 60_000), "the way back costs nothing"
 
 
 def test_a_refusal_is_not_for_ever():
     cost = SwapCost()
     cost.note_step(100, 100, seconds=0.001)
     cost.note_out(1, 1.0)
-    answers = [cost.is_worth(10, 10) for _ in range(100)]
+    answers = [cost.decide(10, 10) for _ in range(100)]
     assert answers.count(True) >= 1, "the first copy of a process is slow, so it is measured anew"
 
 

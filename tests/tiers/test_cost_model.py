@@ -143,7 +143,7 @@ class World:
                 missed = self.varied(self.latency)
                 self.fetch_policy.note_miss(self.tier, missed, missed)
                 spent += missed
-        elif self.fetch_policy.is_look_due(self.tier):
+        elif self.fetch_policy.take_probe_slot(self.tier):
             if is_hit:
                 taken = self.load_seconds(num_bytes)
                 self.fetch_policy.note_hit(self.tier, num_bytes, taken, taken, is_look=True)
@@ -205,17 +205,17 @@ def test_a_tier_that_becomes_slow_is_left_and_one_that_recovers_is_used_again(wo
 def test_looks_are_rare_where_they_are_much_work() -> None:
     clock, tier = FakeClock(), TroubledTier("disk")
     fetch_policy = FetchPolicy([tier], clock)
-    assert not fetch_policy.is_look_due(tier)
+    assert not fetch_policy.take_probe_slot(tier)
     clock.now += 4.1
-    assert fetch_policy.is_look_due(tier) and not fetch_policy.is_look_due(tier), "one at a time"
+    assert fetch_policy.take_probe_slot(tier) and not fetch_policy.take_probe_slot(tier), "one at a time"
     fetch_policy.note_hit(tier, 1000, 9.0, 2.0, is_look=True)
     clock.now += 39.0
-    assert not fetch_policy.is_look_due(tier)
+    assert not fetch_policy.take_probe_slot(tier)
     clock.now += 2.0
-    assert fetch_policy.is_look_due(tier)
+    assert fetch_policy.take_probe_slot(tier)
     fetch_policy.note_hit(tier, 1000, 9.0, 0.1, is_look=True)
     clock.now += 4.1
-    assert fetch_policy.is_look_due(tier), "waiting is no work"
+    assert fetch_policy.take_probe_slot(tier), "waiting is no work"
 
 
 def test_where_chunks_are_always_loaded_no_tier_is_too_slow_and_waiting_still_ends() -> None:

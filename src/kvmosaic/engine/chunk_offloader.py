@@ -84,10 +84,10 @@ class ChunkOffloader:
         kv_cache.notify(evicted=self.on_evict, deleted=self.on_delete, freed=self.on_free)
         weakref.finalize(self, tiered_store.orphan).atexit = False
 
-    def has_room(self, sequence: Sequence, plan: Plan) -> bool:
-        """Whether the cache misses of the next sequence can be staged beside the chunks fetched for others.
+    def reserve_staging(self, sequence: Sequence, plan: Plan) -> bool:
+        """Reserves the staging area for the cache misses of the next sequence; False if others take too much of it.
 
-        If not, later sequences do not prefetch until they can, so that this one is not starved.
+        Then later sequences do not prefetch until this one has room, so that it is not starved.
         """
         num_bytes = self._new_bytes(sequence, self._missing(sequence, plan))
         has_room = not num_bytes or not self._staged_bytes or self._staged_bytes + num_bytes <= self._max_staged_bytes
@@ -124,10 +124,10 @@ class ChunkOffloader:
             fetches[key] = staged
             staged.num_holders += 1
             sequence.fetching_since = self._clock()
-        return not self.is_settled(sequence)
+        return not self.check_fetches(sequence)
 
-    def is_settled(self, sequence: Sequence) -> bool:
-        """Whether a sequence need not wait for fetches any longer.
+    def check_fetches(self, sequence: Sequence) -> bool:
+        """Notes the completed fetches; returns whether a sequence need not wait for its own any longer.
 
         It waits at most as long as computing the chunks takes: those fetched by then are used, others are computed.
         """
@@ -280,6 +280,7 @@ class ChunkOffloader:
 
         num_bytes = chunk.num_tokens * self._bytes_per_token
         if not self.tiered_store.has_room(num_bytes):
+            self.tiered_store.note_dropped()
             return
         # without `self`: an unreferenced offloader is garbage collected even with pending writes
         storage, block_ids, num_tokens = self._storage, tuple(chunk.block_ids), chunk.num_tokens

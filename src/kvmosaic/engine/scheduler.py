@@ -318,7 +318,7 @@ class Scheduler:
     def _collect_fetched(self) -> None:
         """Queues sequences whose chunks have arrived, or are not worth waiting for any longer."""
         if self.offloader is not None and self.fetching:
-            settled = [sequence for sequence in self.fetching if self.offloader.is_settled(sequence)]
+            settled = [sequence for sequence in self.fetching if self.offloader.check_fetches(sequence)]
             for sequence in settled:
                 self.fetching.remove(sequence)
                 self.waiting.add(sequence)
@@ -374,7 +374,7 @@ class Scheduler:
             prompt = sequence.request.prompt
             plan = self.kv_cache.plan(sequence.layout, prompt.salt, prompt.tenant)
             if self.offloader is not None:
-                if self.fetching and not self.offloader.has_room(sequence, plan):
+                if self.fetching and not self.offloader.reserve_staging(sequence, plan):
                     self._is_full = True
                     return  # fetching sequences continue soon, then it is next
                 if self.offloader.prefetch(sequence, plan):

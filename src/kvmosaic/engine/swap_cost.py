@@ -35,10 +35,10 @@ class SwapCost:
         """Records a copy back to the device."""
         self._in.add(seconds / num_bytes)
 
-    def is_worth(self, num_tokens: int, num_bytes: int) -> bool:
-        """Whether swapping `num_tokens` of `num_bytes` out and in is expected to save time.
+    def decide(self, num_tokens: int, num_bytes: int) -> bool:
+        """Decides whether to swap `num_tokens` of `num_bytes` out and in: if that is expected to save time.
 
-        It is also true, as a probe, when no copy has been measured for long.
+        Counts refusals: after many, the measurements are dropped, so that the next copy is a probe.
         """
         compute_seconds = self._compute.estimate(num_tokens)
         if compute_seconds is None:

@@ -91,7 +91,7 @@ class SwapSpace:
         num_bytes = num_tokens * self._bytes_per_token
         if num_tokens <= 0 or self.num_bytes + num_bytes > self._max_bytes:
             return False
-        if self._choice == "auto" and not self.cost.is_worth(num_tokens, num_bytes):
+        if self._choice == "auto" and not self.cost.decide(num_tokens, num_bytes):
             return False
         begin = self._clock()
         try:
@@ -100,7 +100,7 @@ class SwapSpace:
             logger.exception("the blocks of an answer could not be copied to the host; it is computed again")
             return False
         self.cost.note_out(num_bytes, self._clock() - begin)
-        if self._choice == "auto" and not self.cost.is_worth(num_tokens, num_bytes):
+        if self._choice == "auto" and not self.cost.decide(num_tokens, num_bytes):
             return False  # that was the first measurement
         self._saved[sequence] = SavedTokens(first, num_tokens, layers, num_bytes)
         self.num_bytes += num_bytes

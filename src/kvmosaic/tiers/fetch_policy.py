@@ -82,8 +82,8 @@ class FetchPolicy:
             return ALWAYS_PATIENCE_SECONDS + max(unknown, compute_seconds or 0.0)
         return FIRST_TIMEOUT_SECONDS + (unknown if compute_seconds is None else compute_seconds)
 
-    def is_look_due(self, tier: Tier) -> bool:
-        """Whether a tier that is not worth asking should be probed now; if so, the caller must probe it."""
+    def take_probe_slot(self, tier: Tier) -> bool:
+        """Takes the probe slot of a tier that is not worth asking; if True, the caller must probe it now."""
         with self._lock:
             record, now = self._records[id(tier)], self._clock()
             if now < record.next_look:

@@ -70,19 +70,19 @@ class FetchWorkers(Generic[T]):
         fetch = self.fetches.get(key)
         if fetch is not None and fetch.begun is None and rank < fetch.rank:
             fetch.rank = rank
-            self._want(fetch)
+            self._enqueue(fetch)
         return fetch
 
     def begin(self, fetch: Fetch[T]) -> bool:
         """Locked: queues a fetch; False, without any effect, if waiting for it cannot pay off."""
         if self._is_stuck(fetch.started):
             return False
-        tiers = [tier for tier in self._tiers if self._is_worth(tier, fetch)]
+        tiers = [tier for tier in self._tiers if self._decide(tier, fetch)]
         if not tiers:
             return False
         fetch.timeout = self._fetch_policy.timeout(tiers, fetch.num_bytes, fetch.compute_seconds)
         self.fetches[fetch.key] = fetch
-        self._want(fetch)
+        self._enqueue(fetch)
         return True
 
     def end(self, fetch: Fetch[T]) -> None:
@@ -177,20 +177,20 @@ class FetchWorkers(Generic[T]):
         except Exception:
             logger.exception("an entry of the tier %s could not be put aside", tier.name)
 
-    def _want(self, fetch: Fetch[T], look_at: Tier | None = None) -> None:
+    def _enqueue(self, fetch: Fetch[T], look_at: Tier | None = None) -> None:
         heapq.heappush(self._wanted, (fetch.rank, next(self._count), fetch, look_at))
         self._changed.notify_all()
 
-    def _is_worth(self, tier: Tier, fetch: Fetch[T]) -> bool:
-        """Whether a tier is expected to be faster than computing; queues a probe of a slow tier now and then."""
+    def _decide(self, tier: Tier, fetch: Fetch[T]) -> bool:
+        """Decides whether to ask a tier: if that should be faster than computing. Probes a slow one now and then."""
         if self._fetch_policy.is_worth(tier, fetch.num_bytes, fetch.compute_seconds):
             return True
         self._stats.skipped += 1
-        if self._fetch_policy.is_look_due(tier):
+        if self._fetch_policy.take_probe_slot(tier):
             self._stats.looked += 1
             rank = (math.inf,)  # after all fetches with waiters
             look = replace(fetch, compute_seconds=None, timeout=0.0, rank=rank)
-            self._want(look, tier)
+            self._enqueue(look, tier)
         return False
 
     def _is_stuck(self, now: float) -> bool:

@@ -120,11 +120,12 @@ class TieredStore(Generic[T]):
         return any(not tier.is_persistent for tier in self.tiers)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether a chunk of this size would be queued now; if not, counts it as dropped."""
-        if self.pending_bytes + num_bytes <= self._max_pending_bytes:
-            return True
+        """Whether a chunk of this size would be queued now."""
+        return self.pending_bytes + num_bytes <= self._max_pending_bytes
+
+    def note_dropped(self) -> None:
+        """Counts a chunk that is not stored, for lack of room in the queue."""
         self.stats.dropped += 1
-        return False
 
     def store(
         self,
@@ -157,8 +158,8 @@ class TieredStore(Generic[T]):
             if (known := self._writes.get(key)) is not None and known is not self._writing:
                 known.tiers = tuple(tier for tier in self.tiers if tier in known.tiers or tier in tiers)
                 return True
-            if self.pending_bytes + num_bytes > self._max_pending_bytes:
-                self.stats.dropped += 1
+            if not self.has_room(num_bytes):
+                self.note_dropped()
                 return False
             self._writes.pop(key, None)  # to the end of the queue, if it is being written now
             self._writes[key] = _Store(key, value, num_bytes, encode, tiers, done)

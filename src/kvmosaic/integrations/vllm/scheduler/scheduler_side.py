@@ -68,7 +68,7 @@ class SchedulerSide:
         self._moved: dict[str, int] = {}
         """Tokens moved or loaded into requests that begin in the step being scheduled."""
         self._written = WriteLog(self._block_size)
-        self._again: str | None = None
+        self._retrying: str | None = None
         """The one request that may submit a chunk again: if all did, they would evict each other's."""
         self._step = 0
         self._num_asked = 0
@@ -134,7 +134,7 @@ class SchedulerSide:
             self._rehash(composed, ComposedHasher(composition, self._block_size, self._digest))
             composed.num_cached = self.store.num_leading(request.block_hashes) * self._block_size
             self._look(composed, range(len(composed.pieces)), self._step - 1)
-            self._has_seen_prefix(composed, composed.num_cached, self._step - 1)
+            self._record_sighting(composed, composed.num_cached, self._step - 1)
             self._ask(composed, range(len(composed.pieces)))
 
     def finished(self, request: Any) -> dict[str, Any] | None:
@@ -147,7 +147,7 @@ class SchedulerSide:
         composed = self._requests.pop(request.request_id, None)
         if composed is None:
             return None
-        self._had_its_turn(composed)
+        self._end_retry(composed)
         for waiters in self._waiters.values():
             waiters.discard(request.request_id)
         return {FIELD: report_of(composed).to_json()}
@@ -217,9 +217,9 @@ class SchedulerSide:
                 self._give_up(composed, Bypass("evicted", reason))
                 return
             if composed.asked.setdefault(number, 0):
-                if self._again not in (None, composed.request.request_id):
+                if self._retrying not in (None, composed.request.request_id):
                     continue
-                self._again = composed.request.request_id
+                self._retrying = composed.request.request_id
             if not self._chunks.is_under_way(name):
                 composed.asked[number] += 1
                 self._num_asked += 1
@@ -229,14 +229,14 @@ class SchedulerSide:
 
     def _give_up(self, composed: ComposedRequest, bypass: Bypass) -> None:
         composed.bypass = bypass
-        self._had_its_turn(composed)
+        self._end_retry(composed)
         self._rehash(composed, composed.ordinary_hasher)
         composed.num_cached = 0
         self.tally.bypassed(bypass.code, report_of(composed), composed.request.request_id)
 
-    def _had_its_turn(self, composed: ComposedRequest) -> None:
-        if self._again == composed.request.request_id:
-            self._again = None
+    def _end_retry(self, composed: ComposedRequest) -> None:
+        if self._retrying == composed.request.request_id:
+            self._retrying = None
 
     # Scheduling
 
@@ -258,15 +258,15 @@ class SchedulerSide:
             return None  # bypassed: the prefix is to be looked up again, as that of an ordinary prompt
         if any(composed.sightings[index].step >= self._step for index in needed):
             return None
-        if composed.composition.repair and not self._has_seen_prefix(composed, num_local, self._step):
+        if composed.composition.repair and not self._record_sighting(composed, num_local, self._step):
             return None
         composed.planned = [self._remainder(composed, index, num_local) for index in needed]
         for _, blocks in composed.planned:
             self.store.acquire(blocks)
         return composed.composition.end - num_local
 
-    def _has_seen_prefix(self, composed: ComposedRequest, num_local: int, step: int) -> bool:
-        """Whether the blocks of the first `num_local` tokens were found before this step.
+    def _record_sighting(self, composed: ComposedRequest, num_local: int, step: int) -> bool:
+        """Records the blocks of the first `num_local` tokens; returns whether they were found before this step.
 
         Repairs read them before the step's forward, while vLLM reports blocks that only this forward writes as cached.
         """
@@ -296,7 +296,7 @@ class SchedulerSide:
         composed = self._requests.get(request.request_id)
         if composed is None or composed.bypass is not None:
             return
-        self._had_its_turn(composed)
+        self._end_retry(composed)
         if not composed.is_told:
             composed.is_told = True
             self.tally.composed(report_of(composed), request.request_id)

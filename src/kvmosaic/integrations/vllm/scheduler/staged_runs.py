@@ -140,7 +140,8 @@ class Staging:
         assert waiters == set(self._of_request)
 
     def _new(self, runs: Sequence[StoredRun]) -> list[StoredRun]:
-        return [run for run in runs if run.key not in self._runs and not self._is_missed(run.key)]
+        self._expire_misses()
+        return [run for run in runs if run.key not in self._runs and run.key not in self._misses]
 
     def _has_room(self, new: Sequence[StoredRun], bytes_per_token: int) -> bool:
         num_bytes = sum(run.num_tokens for run in new) * bytes_per_token
@@ -162,9 +163,8 @@ class Staging:
         if len(self._misses) > MAX_MISSES:
             self._misses.popitem(last=False)
 
-    def _is_missed(self, key: bytes) -> bool:
-        since = self._misses.get(key)
-        if since is not None and self._clock() - since > MISS_SECONDS:
-            del self._misses[key]
-            since = None
-        return since is not None
+    def _expire_misses(self) -> None:
+        """Drops misses that are too old; they are in the order of their times."""
+        oldest = self._clock() - MISS_SECONDS
+        while self._misses and next(iter(self._misses.values())) < oldest:
+            self._misses.popitem(last=False)

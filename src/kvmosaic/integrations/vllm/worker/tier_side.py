@@ -180,6 +180,7 @@ class WorkerTiers:
         run = store.run
         num_bytes = run.num_tokens * self._entries.bytes_per_token
         if not self.tiered_store.has_room(num_bytes):
+            self.tiered_store.note_dropped()
             return
         slots = self._places.slots(store.blocks, run.start, run.num_tokens).to(self._places.device)
         tensors: ChunkTensors = []
