@@ -143,8 +143,9 @@ def test_readme_shows_a_line_to_run_at_its_top() -> None:
     assert any(line.strip().startswith("pip install") for line in top)
 
 
-def test_readme_tree_names_every_folder_and_no_other() -> None:
-    tree = re.search(r"```text\nsrc/kvmosaic/\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_tree_of_the_architecture_names_every_folder_and_no_other() -> None:
+    page = ROOT / "docs" / "architecture.md"
+    tree = re.search(r"```text\nsrc/kvmosaic/\n(.*?)```", page.read_text(), re.DOTALL)
     assert tree is not None
     source = ROOT / "src" / "kvmosaic"
     inside = {path.name for path in source.iterdir() if path.is_dir() and path.name != "__pycache__"}
