@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from support.server import RunningServer, wait_until
 
-from kvmosaic.server import connection, listening
+from kvmosaic.server import connection, listener
 from kvmosaic.server.listener import listen, listener_for
 from kvmosaic.server.services import NUM_THREADS
 from kvmosaic.server.settings import ServerSettings
@@ -23,7 +23,7 @@ from kvmosaic.server.settings import ServerSettings
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="a socket option of Linux")
 def test_client_that_never_reads_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "UNREAD_SECONDS", 1)
+    monkeypatch.setattr(listener, "UNREAD_SECONDS", 1)
     with listen(ServerSettings(port=0)) as place, socket.create_connection(place.getsockname()):
         accepted, _ = place.accept()
         with accepted, pytest.raises(TimeoutError, match="Connection timed out"):

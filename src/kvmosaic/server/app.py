@@ -9,7 +9,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 
 from kvmosaic import __version__
-from kvmosaic.server import cache_tree, dashboard, documents, health, openai, prometheus, sleeping
+from kvmosaic.server import cache_tree, dashboard, documents, health, openai, prometheus, sleep_routes
 from kvmosaic.server.errors import add_error_replies
 from kvmosaic.server.middleware.authentication import OPEN_PATHS, AuthenticationMiddleware
 from kvmosaic.server.middleware.request_body import RequestBodyMiddleware
@@ -41,7 +41,7 @@ def build_app(services: Services) -> FastAPI:
     )
     app.state.services = services
     add_error_replies(app)
-    for part in (health, prometheus, openai, documents, cache_tree, sleeping, dashboard):
+    for part in (health, prometheus, openai, documents, cache_tree, sleep_routes, dashboard):
         app.include_router(part.router(services))
     app.openapi = lambda: _document(app, services.tenants.needs_key)  # type: ignore[method-assign]
     app.add_middleware(RequestBodyMiddleware, services=services)  # the middleware that is added last runs first
