@@ -45,7 +45,7 @@ _HOMES = {
     "CompletionOutput": "kvmosaic.sampling",
     "EngineConfig": "kvmosaic.config",
     "KVMosaicError": "kvmosaic.errors",
-    "Piece": "kvmosaic.attention",
+    "KVPiece": "kvmosaic.attention",
     "Prompt": "kvmosaic.prompt",
     "RequestOutput": "kvmosaic.sampling",
     "SamplingParams": "kvmosaic.sampling",
