@@ -42,8 +42,8 @@ from kvmosaic.attention import (
     TorchBackend,
     choose_backend,
 )
+from kvmosaic.layers import MaskSpec
 from kvmosaic.memory import BlockStorage
-from kvmosaic.model import MaskSpec
 from kvmosaic.rope import Rotation
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 16, 8, 64, 8

@@ -34,15 +34,8 @@ from training.text import Example, Recipe, TextSource
 from kvmosaic import LLM, SamplingParams
 from kvmosaic.cache import Chunk
 from kvmosaic.cache.keys import Key, encode_tokens
-from kvmosaic.memory import (
-    ChunkTensors,
-    CodecName,
-    EntryExpectation,
-    EntryHeader,
-    decode_entry,
-    encode_entry,
-    geometry_of,
-)
+from kvmosaic.layers import geometry_of
+from kvmosaic.memory import ChunkTensors, CodecName, EntryExpectation, EntryHeader, decode_entry, encode_entry
 from training.measure import Score
 
 VARIANTS: list[tuple[CodecName, str]] = [

@@ -23,8 +23,9 @@ from support.loaded import dense_layout, dense_logits, random_prompt  # noqa: E4
 from support.reference import eager_logits  # noqa: E402
 
 from kvmosaic.errors import UnsupportedModel  # noqa: E402
+from kvmosaic.layers import LayerSpec  # noqa: E402
 from kvmosaic.layout import arrange  # noqa: E402
-from kvmosaic.model import LayerSpec, LoadedModel  # noqa: E402
+from kvmosaic.model import LoadedModel  # noqa: E402
 from kvmosaic.model.unsupported import WAY_OUT  # noqa: E402
 
 Measure = Callable[[LoadedModel], float | None]

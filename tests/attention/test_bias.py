@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plain import PlainBackend
-from support.worlds import Layer, Mask, World, worlds
+from support.worlds import World, layer_of, worlds
 
-from kvmosaic.attention import DistanceBias, NativeBackend, Piece, RowGroup, TorchBackend
+from kvmosaic.attention import NativeBackend, Piece, RowGroup, TorchBackend
 from kvmosaic.attention.native import LIBRARY
+from kvmosaic.layers import DistanceBias, MaskSpec
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -58,7 +59,7 @@ def written_out(world: World) -> torch.Tensor:
     return torch.stack(outputs)
 
 
-def _shown(mask: Mask, place: int, places: torch.Tensor) -> torch.Tensor:
+def _shown(mask: MaskSpec, place: int, places: torch.Tensor) -> torch.Tensor:
     if mask.kind == "window":
         return place - places < mask.size
     if mask.kind == "chunked":
@@ -80,7 +81,7 @@ def test_a_step_equals_every_score_written_out(world, slopes):
 @pytest.mark.skipif(not LIBRARY.exists(), reason="the C extension is not built")
 def test_a_backend_of_whole_layers_leaves_biased_layers_to_torch():
     reads = (Piece("chunk_cache", 4, 40, 20, 7), Piece("request", 0, 9, 80))
-    world = biased(World(Layer(2, 16, 16), [RowGroup(0, 3, 100, reads)], 4), [0.3])
+    world = biased(World(layer_of(2, 16, 16), [RowGroup(0, 3, 100, reads)], 4), [0.3])
     assert torch.equal(world.attend(NativeBackend()), world.attend(TorchBackend()))
 
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from support.plain import PlainBackend
-from support.worlds import CPU, Layer, Mask, World, rotation_of, worlds
+from support.worlds import CPU, World, layer_of, rotation_of, worlds
 
 from kvmosaic.attention import NativeBackend, Piece, RowGroup, TorchBackend, choose_backend, plan_reads
 from kvmosaic.attention.backend_choice import VARIABLE
 from kvmosaic.attention.native import LIBRARY, load_library
 from kvmosaic.errors import InvalidConfig, NativeUnavailable
+from kvmosaic.layers import MaskSpec
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -35,7 +36,7 @@ def test_native_gives_what_plain_gives_in_float64(instruction_set, world):
 def test_long_runs_are_cut_and_joined(dtype, num_rows):
     torch.manual_seed(0)
     reads = (Piece("chunk_cache", 3, 1900, 0, 5), Piece("request", 0, 1, 1900), Piece("request", 7, 900, 1901, 2))
-    layer = Layer(2, 64, 64, rotation_of("half", 64, 64))
+    layer = layer_of(2, 64, 64, rotation_of("half", 64, 64))
     World(layer, [RowGroup(0, num_rows, 3000, reads)], 6, dtype, num_slots=2000).check(NativeBackend())
 
 
@@ -47,7 +48,7 @@ def test_long_runs_are_cut_and_joined(dtype, num_rows):
 def test_heads_and_rows_that_fill_no_vector(dtype, instruction_set, key_dim, value_dim, num_rows):
     torch.manual_seed(5)
     reads = (Piece("chunk_cache", 3, 77, 0), Piece("request", 190, 66, 77))
-    world = World(Layer(2, key_dim, value_dim), [RowGroup(0, num_rows, 200, reads)], 6, dtype)
+    world = World(layer_of(2, key_dim, value_dim), [RowGroup(0, num_rows, 200, reads)], 6, dtype)
     world.check(NativeBackend(instruction_set=instruction_set))
 
 
@@ -64,14 +65,14 @@ def test_short_runs_with_the_same_readers_are_joined(dtype, instruction_set, dis
         RowGroup(9, 30, 3000, tuple(runs[3:])),
         RowGroup(39, 1, 3000, (runs[0],)),
     ]
-    world = World(Layer(2, 16, 24, rotation_of("half", 16, 16)), groups, 6, dtype, num_slots=1000)
+    world = World(layer_of(2, 16, 24, rotation_of("half", 16, 16)), groups, 6, dtype, num_slots=1000)
     world.check(NativeBackend(instruction_set=instruction_set))
 
 
 @built
 def test_layers_of_one_plan_may_look_different():
     torch.manual_seed(6)
-    plan = plan_reads([RowGroup(0, 5, 99, (Piece("request", 2, 90, 0),))], Mask(), CPU)
+    plan = plan_reads([RowGroup(0, 5, 99, (Piece("request", 2, 90, 0),))], MaskSpec(), CPU)
     backend = NativeBackend()
     reader = backend.plan_reader(plan)
     for num_kv_heads, dim, dtype in ((2, 16, torch.float32), (1, 40, torch.bfloat16), (4, 16, torch.float32)):
@@ -88,7 +89,7 @@ def test_the_number_of_threads_cannot_change_a_bit(dtype):
     torch.manual_seed(1)
     reads = tuple(Piece("chunk_cache", 300 * number, 299, 300 * number, number) for number in range(6))
     groups = [RowGroup(0, 1, 2000, reads), RowGroup(1, 90, 2000, reads[:4]), RowGroup(91, 3, 2000, reads[2:])]
-    world = World(Layer(2, 64, 64, rotation_of("half", 64, 64)), groups, 8, dtype, num_slots=2000)
+    world = World(layer_of(2, 64, 64, rotation_of("half", 64, 64)), groups, 8, dtype, num_slots=2000)
     before, backend = torch.get_num_threads(), NativeBackend()
     assert backend.library.parallel, "torch brings an OpenMP runtime"
     try:
@@ -106,7 +107,7 @@ def test_rows_that_decode_alone_give_the_same_bits_beside_others():
     torch.manual_seed(2)
     reads = (Piece("request", 0, 200, 0),)
     other = RowGroup(1, 30, 250, (Piece("chunk_cache", 0, 150, 0),))
-    world = World(Layer(2, 32, 32), [RowGroup(0, 1, 220, reads), other], 4)
+    world = World(layer_of(2, 32, 32), [RowGroup(0, 1, 220, reads), other], 4)
     together = world.attend(NativeBackend())
     world.groups, world.rows = world.groups[:1], [part[:1] for part in world.rows]
     assert torch.equal(world.attend(NativeBackend()), together[:1])
@@ -115,7 +116,7 @@ def test_rows_that_decode_alone_give_the_same_bits_beside_others():
 @built
 @pytest.mark.parametrize("num_rows", [1, 20])
 def test_what_is_not_a_number_is_not_hidden(num_rows):
-    world = World(Layer(1, 16, 16), [RowGroup(0, num_rows, 100, (Piece("request", 0, 30, 0),))], 2)
+    world = World(layer_of(1, 16, 16), [RowGroup(0, num_rows, 100, (Piece("request", 0, 30, 0),))], 2)
     world.stored["request"][0][11, 0, 3] = torch.nan
     assert world.attend(NativeBackend()).isnan().all()
 
@@ -125,7 +126,7 @@ def test_the_log_sum_exp_is_that_of_the_plain_backend():
     torch.manual_seed(3)
     run, query = Piece("request", 2, 90, 0), torch.randn(5, 4, 16)
     key, value = torch.randn(2, 100, 2, 16)
-    plan = plan_reads([RowGroup(row, 1, 99, (run,), True) for row in range(5)], Mask(), CPU)
+    plan = plan_reads([RowGroup(row, 1, 99, (run,), True) for row in range(5)], MaskSpec(), CPU)
     output, lse = NativeBackend().plan_reader(plan).attend(query, {"request": (key, value)}, scaling=0.5)
     expected = PlainBackend().attend(query, key[2:92], value[2:92], scaling=0.5)
     torch.testing.assert_close((output, lse), expected, atol=1e-5, rtol=0)
@@ -135,11 +136,11 @@ def test_the_log_sum_exp_is_that_of_the_plain_backend():
 @pytest.mark.parametrize(
     ("layer", "num_heads", "dtype"),
     [
-        (Layer(1, 264, 16), 2, torch.float32),
-        (Layer(1, 16, 264), 2, torch.float32),
-        (Layer(1, 8, 8), 129, torch.float32),
-        (Layer(1, 16, 16), 2, torch.float64),
-        (Layer(1, 16, 16), 2, torch.float16),
+        (layer_of(1, 264, 16), 2, torch.float32),
+        (layer_of(1, 16, 264), 2, torch.float32),
+        (layer_of(1, 8, 8), 129, torch.float32),
+        (layer_of(1, 16, 16), 2, torch.float64),
+        (layer_of(1, 16, 16), 2, torch.float16),
     ],
     ids=["long keys", "long values", "many queries per key", "float64", "float16"],
 )

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmosaic.attention import Call, Piece, RowGroup, merge_partials, plan_reads
+from kvmosaic.layers import MaskSpec
 
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Mask:
-    kind: str = "full"
-    size: int = 0
-
-    def shows(self, query: int, key: int) -> bool:
-        if self.kind == "window":
-            return query - key < self.size
-        return self.kind == "full" or query // self.size == key // self.size
+def shows(mask: MaskSpec, query: int, key: int) -> bool:
+    if mask.kind == "window":
+        return query - key < mask.size
+    return mask.kind == "full" or query // mask.size == key // mask.size
 
 
 masks = st.one_of(
-    st.just(Mask()),
-    st.integers(1, 40).map(lambda size: Mask("window", size)),
-    st.integers(1, 40).map(lambda size: Mask("chunked", size)),
+    st.just(MaskSpec()),
+    st.integers(1, 40).map(lambda size: MaskSpec("window", size)),
+    st.integers(1, 40).map(lambda size: MaskSpec("chunked", size)),
 )
 
 
@@ -74,12 +68,12 @@ def test_every_row_reads_exactly_what_the_mask_shows(groups, mask):
                 (read.pool, read.first_slot + key, read.distance)
                 for read in group.reads
                 for key in range(read.num_tokens)
-                if mask.shows(query, read.position + key)
+                if shows(mask, query, read.position + key)
             ]
             expected += [
                 (None, group.first_row + other, 0)
                 for other in range(offset + 1)
-                if mask.shows(query, group.position + other)
+                if shows(mask, query, group.position + other)
             ]
             assert shown_by(plan, group.first_row + offset) == sorted(expected, key=str)
 
@@ -87,16 +81,16 @@ def test_every_row_reads_exactly_what_the_mask_shows(groups, mask):
 def test_readers_of_one_run_are_stacked_into_one_call():
     run = Piece("chunk_cache", 32, 16, 10, 0)
     groups = [RowGroup(row, 1, 60 + row, (run, Piece("request", 8 * row, 4, 56 + row)), True) for row in range(5)]
-    plan = plan_reads(groups, Mask(), CPU)
+    plan = plan_reads(groups, MaskSpec(), CPU)
     shared = [call for call in plan.calls if call.pool == "chunk_cache"]
     assert len(shared) == 1 and shared[0].last - shared[0].first == 5
     assert len(plan.calls) == 1 + 5
 
 
 def test_a_single_sequence_needs_no_stacking_and_no_merging():
-    plan = plan_reads([RowGroup(0, 1, 9, (Piece("request", 0, 10, 0),), True)], Mask(), CPU)
+    plan = plan_reads([RowGroup(0, 1, 9, (Piece("request", 0, 10, 0),), True)], MaskSpec(), CPU)
     assert plan.is_single and not plan.is_moved and len(plan.calls) == 1
-    assert plan_reads([RowGroup(0, 7, 0, ())], Mask(), CPU).is_single
+    assert plan_reads([RowGroup(0, 7, 0, ())], MaskSpec(), CPU).is_single
 
 
 @settings(max_examples=40)

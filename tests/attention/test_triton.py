@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from support.engines import answer, build_engine, dense_logits, token_ids
 from support.families import build
 from support.plain import PlainBackend
-from support.worlds import CPU, TOLERANCES, Layer, Mask, World, rotation_of, worlds
+from support.worlds import CPU, TOLERANCES, World, layer_of, rotation_of, worlds
 
 from kvmosaic import LLM, ChunkCacheConfig, Prompt, SamplingParams
 from kvmosaic.attention import Piece, RowGroup, TorchBackend, choose_backend, plan_reads
 from kvmosaic.attention.backend_choice import VARIABLE
 from kvmosaic.errors import TritonUnavailable
+from kvmosaic.layers import MaskSpec
 from kvmosaic.layout import arrange
 from kvmosaic.model import LoadedModel
 
@@ -58,7 +59,7 @@ def test_soft_caps_and_partial_rotations_over_both_pools(dtype, layout):
     torch.manual_seed(1)
     reads = (Piece("chunk_cache", 3, 50, 0, 5), Piece("request", 7, 20, 60, -2))
     groups = [RowGroup(0, 5, 300, reads), RowGroup(5, 1, 400, reads[:1])]
-    world_of(Layer(2, 20, 12, rotation_of(layout, 8, 20)), groups, 6, dtype, softcap=0.5).check(
+    world_of(layer_of(2, 20, 12, rotation_of(layout, 8, 20)), groups, 6, dtype, softcap=0.5).check(
         TritonBackend(), ALLOWED
     )
 
@@ -96,16 +97,16 @@ def test_one_row_over_a_long_run_is_work_for_many_programs(dtype):
     torch.manual_seed(0)
     reads = (Piece("chunk_cache", 3, 1900, 0, 5), Piece("request", 0, 1, 1900), Piece("request", 7, 900, 1901, 2))
     world = world_of(
-        Layer(2, 64, 64, rotation_of("half", 64, 64)), [RowGroup(0, 1, 3000, reads)], 6, dtype, num_slots=2000
+        layer_of(2, 64, 64, rotation_of("half", 64, 64)), [RowGroup(0, 1, 3000, reads)], 6, dtype, num_slots=2000
     )
-    listed = work.list_work(plan_reads(world.groups, Mask(), CPU), 3, 2, CPU)
+    listed = work.list_work(plan_reads(world.groups, MaskSpec(), CPU), 3, 2, CPU)
     assert [len(units) for units in listed.units.values()] == [11], "2,801 keys in walks of 256"
     world.check(TritonBackend(), ALLOWED)
 
 
 def test_rows_over_the_same_runs_leave_one_result_each():
     reads = tuple(Piece("chunk_cache", 16 * number, 16, 16 * number, number) for number in range(10))
-    plan = plan_reads([RowGroup(0, 5, 160, reads)], Mask(), CPU)
+    plan = plan_reads([RowGroup(0, 5, 160, reads)], MaskSpec(), CPU)
     listed = work.list_work(plan, 4, 2, CPU)
     assert len(plan.calls) == 11 and listed.is_direct
 
@@ -113,8 +114,8 @@ def test_rows_over_the_same_runs_leave_one_result_each():
 def test_readers_of_one_chunk_share_its_read_at_their_own_distances():
     torch.manual_seed(5)
     groups = [RowGroup(row, 1, 90 + row, (Piece("chunk_cache", 4, 40, 20, 7 * row),)) for row in range(3)]
-    world = world_of(Layer(2, 16, 16, rotation_of("half", 16, 16)), groups, 4)
-    listed = work.list_work(plan_reads(groups, Mask(), CPU), 2, 2, CPU)
+    world = world_of(layer_of(2, 16, 16, rotation_of("half", 16, 16)), groups, 4)
+    listed = work.list_work(plan_reads(groups, MaskSpec(), CPU), 2, 2, CPU)
     assert [(height, len(units)) for height, units in listed.units.items()] == [(16, 4)], "one for the chunk"
     world.check(TritonBackend(), ALLOWED)
 
@@ -129,7 +130,7 @@ def test_rows_that_decode_alone_give_the_same_bits_beside_others():
     torch.manual_seed(2)
     reads = (Piece("request", 0, 200, 0),)
     other = RowGroup(1, 30, 250, (Piece("chunk_cache", 0, 150, 0),))
-    world = world_of(Layer(2, 32, 32), [RowGroup(0, 1, 220, reads), other], 4)
+    world = world_of(layer_of(2, 32, 32), [RowGroup(0, 1, 220, reads), other], 4)
     together = world.attend(TritonBackend())
     world.groups, world.rows = world.groups[:1], [part[:1] for part in world.rows]
     assert torch.equal(world.attend(TritonBackend()), together[:1])
@@ -137,7 +138,7 @@ def test_rows_that_decode_alone_give_the_same_bits_beside_others():
 
 @pytest.mark.parametrize("num_rows", [1, 20])
 def test_what_is_not_a_number_is_not_hidden(num_rows):
-    world = world_of(Layer(1, 16, 16), [RowGroup(0, num_rows, 100, (Piece("request", 0, 30, 0),))], 2)
+    world = world_of(layer_of(1, 16, 16), [RowGroup(0, num_rows, 100, (Piece("request", 0, 30, 0),))], 2)
     world.stored["request"][0][11, 0, 3] = torch.nan
     assert world.attend(TritonBackend()).isnan().all()
 
@@ -148,7 +149,7 @@ def test_the_log_sum_exp_is_that_of_the_plain_backend(walk, monkeypatch):
     torch.manual_seed(3)
     run, query = Piece("request", 2, 90, 0), torch.randn(5, 4, 16, device=DEVICE)
     key, value = torch.randn(2, 100, 2, 16, device=DEVICE)
-    plan = plan_reads([RowGroup(row, 1, 99, (run,), True) for row in range(5)], Mask(), DEVICE)
+    plan = plan_reads([RowGroup(row, 1, 99, (run,), True) for row in range(5)], MaskSpec(), DEVICE)
     result = TritonBackend().plan_reader(plan).attend(query, {"request": (key, value)}, scaling=0.5)
     expected = PlainBackend().attend(query, key[2:92], value[2:92], scaling=0.5)
     torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
@@ -156,7 +157,7 @@ def test_the_log_sum_exp_is_that_of_the_plain_backend(walk, monkeypatch):
 
 def test_a_row_that_sees_nothing_has_a_log_sum_exp_of_minus_infinity():
     run = Piece("request", 0, 6, 0)
-    plan = plan_reads([RowGroup(0, 4, 8, (run,), True)], Mask("window", 4), DEVICE)
+    plan = plan_reads([RowGroup(0, 4, 8, (run,), True)], MaskSpec("window", 4), DEVICE)
     query, (key, value) = torch.randn(4, 1, 16, device=DEVICE), torch.randn(2, 6, 1, 16, device=DEVICE)
     output, lse = TritonBackend().plan_reader(plan).attend(query, {"request": (key, value)}, scaling=1)
     assert lse.isfinite().flatten().tolist() == [True, False, False, False] and output.isfinite().all()
@@ -165,11 +166,11 @@ def test_a_row_that_sees_nothing_has_a_log_sum_exp_of_minus_infinity():
 @pytest.mark.parametrize(
     ("layer", "num_heads", "dtype"),
     [
-        (Layer(1, 264, 16), 2, torch.float32),
-        (Layer(1, 16, 264), 2, torch.float32),
-        (Layer(1, 8, 8), 129, torch.float32),
-        (Layer(1, 80, 80), 65, torch.float32),
-        (Layer(1, 16, 16), 2, torch.float64),
+        (layer_of(1, 264, 16), 2, torch.float32),
+        (layer_of(1, 16, 264), 2, torch.float32),
+        (layer_of(1, 8, 8), 129, torch.float32),
+        (layer_of(1, 80, 80), 65, torch.float32),
+        (layer_of(1, 16, 16), 2, torch.float64),
     ],
     ids=["long keys", "long values", "many queries per key", "many long queries per key", "float64"],
 )
@@ -180,7 +181,9 @@ def test_torch_takes_the_layers_that_do_not_fit(layer, num_heads, dtype):
 
 
 def test_all_query_heads_of_one_key_head_share_a_tile():
-    world_of(Layer(1, 64, 64), [RowGroup(0, 2, 50, (Piece("request", 0, 30, 0),))], 71).check(TritonBackend(), ALLOWED)
+    world_of(layer_of(1, 64, 64), [RowGroup(0, 2, 50, (Piece("request", 0, 30, 0),))], 71).check(
+        TritonBackend(), ALLOWED
+    )
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "deepseek_v3"])

@@ -13,6 +13,7 @@ from support.loaded import loaded_family
 from kvmosaic.capacity import ModelFacts
 from kvmosaic.capacity.meta_count import count
 from kvmosaic.errors import UnsupportedModel
+from kvmosaic.layers import MaskSpec
 from kvmosaic.memory import BlockStorage
 
 UNCOUNTED = {"jetmoe": "sends tokens to experts inside its attention, by their numbers"}
@@ -51,7 +52,7 @@ def test_counted_is_what_the_engine_allocates(family: str) -> None:
     for mine, theirs in zip(facts.layers, model.layers, strict=True):
         assert [getattr(mine, name) for name in LAYER_FIELDS] == [getattr(theirs, name) for name in LAYER_FIELDS]
         if family not in HIDDEN_WINDOW:
-            assert (mine.kind, mine.window) == (theirs.mask.kind, theirs.mask.size)
+            assert mine.mask == theirs.mask
     assert facts.num_parameters == model.num_parameters
     weights = {id(each): each.nbytes for each in (*model.module.parameters(), *model.module.buffers())}
     # in float64, frequencies are wider in the models of the tests than in transformers' own
@@ -83,12 +84,12 @@ def test_grouped_queries_latents_and_shared_layers_in_numbers() -> None:
     # one latent of 32 and 8 rotary numbers for all heads
     assert count_family("deepseek_v3", torch.bfloat16).kv_bytes_per_token == 2 * (32 + 8) * 2
     # 4 layers, the last two read the keys of the first two
-    assert [layer.numbers_per_token for layer in count_family("gemma3n").layers] == [64, 64, 0, 0]
+    assert [layer.kept_per_token for layer in count_family("gemma3n").layers] == [64, 64, 0, 0]
 
 
 def test_a_window_is_counted_in_full_and_what_it_hides_is_told() -> None:
     facts = count_family("gemma2", torch.bfloat16)
-    assert [(layer.kind, layer.window) for layer in facts.layers] == [("window", 8), ("full", 0)]
+    assert [(layer.mask.kind, layer.mask.size) for layer in facts.layers] == [("window", 8), ("full", 0)]
     assert facts.kv_bytes_per_token == 256
     assert facts.seen_bytes(100) == 128 * 8 + 128 * 100
 
@@ -108,12 +109,12 @@ def test_a_token_is_multiplied_with_its_own_experts_only() -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v3", "llama4"])
 @pytest.mark.parametrize(("new", "before"), [(1, 0), (5, 0), (5, 30), (30, 5), (100, 3)])
 def test_pairs_of_query_and_key_are_those_of_the_mask(family: str, new: int, before: int) -> None:
-    for layer in count_family(family).layers:
-        if layer.kind == "chunked":
-            layer = dataclasses.replace(layer, kind="window")  # counted as one: how much of it is seen varies
+    for layer in count_family(family).layers:  # counted as a window: how much of it is seen varies
+        if layer.mask.kind == "chunked":
+            layer = dataclasses.replace(layer, mask=MaskSpec("window", layer.mask.size))
         seen = [
-            query - key < layer.window if layer.kind == "window" else True
+            query - key < layer.mask.size if layer.mask.kind == "window" else True
             for query in range(before, before + new)
             for key in range(query + 1)
         ]
-        assert layer.pairs(new, before) == sum(seen)
+        assert layer.mask.max_pairs(new, before) == sum(seen)

@@ -10,18 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.capacity import Demand, LayerFacts, ModelFacts, Speed, TierSpeed, memory_split, plan_capacity, spec_speed
+from kvmosaic.capacity import Demand, ModelFacts, Speed, TierSpeed, memory_split, plan_capacity, spec_speed
 from kvmosaic.capacity.first_token import FirstToken
 from kvmosaic.capacity.plan import parse_headroom
 from kvmosaic.capacity.plot import by_memory
 from kvmosaic.capacity.speed import parse_rate, parse_seconds
 from kvmosaic.capacity.tier_plan import MARGIN, codec_share, plan_tier
 from kvmosaic.errors import InvalidConfig
+from kvmosaic.layers import LayerShape
 from kvmosaic.memory import budget
 from kvmosaic.tiers import cost
 
 GIB = 2**30
-LAYERS = tuple(LayerFacts(index, 8, 2, 64, 64, index) for index in range(4))
+LAYERS = tuple(LayerShape(index, 2, 64, 64, index=index, num_query_heads=8) for index in range(4))
 MODEL = ModelFacts("small", "bfloat16", 2, 10**8, 2 * 10**8, 2 * 10**8, 9 * 10**7, 10**7, 32_768, LAYERS)
 """4 layers of 2 key heads of 64: 2,048 bytes per token, 32 KiB per block."""
 SPEED = Speed(1e12, 1e11, "by hand", layer_seconds=0.0)

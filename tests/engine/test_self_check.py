@@ -14,8 +14,9 @@ from support.sensitive import sensitive_model
 from kvmosaic.attention import TorchBackend
 from kvmosaic.engine.self_check import run_self_check
 from kvmosaic.engine.self_check.rows import check_rows
+from kvmosaic.layers import MaskSpec
 from kvmosaic.memory import BlockStorage
-from kvmosaic.model import LoadedModel, MaskSpec
+from kvmosaic.model import LoadedModel
 from kvmosaic.model.fused import FusedMlp
 from kvmosaic.model.prepack import cpu_has_bfloat16
 

@@ -9,15 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvmosaic.cache.keys import Key, encode_tokens
-from kvmosaic.memory import (
-    ChunkTensors,
-    DecodedEntry,
-    EntryExpectation,
-    EntryHeader,
-    LayerGeometry,
-    decode_entry,
-    encode_entry,
-)
+from kvmosaic.layers import LayerGeometry
+from kvmosaic.memory import ChunkTensors, DecodedEntry, EntryExpectation, EntryHeader, decode_entry, encode_entry
 from kvmosaic.memory.checksum import Checksum
 from kvmosaic.memory.payload import DTYPES, sources
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from memory.entries import same_bits
 from memory.test_storage import LAYERS, storage
 
-from kvmosaic.memory import BlockStorage, LayerGeometry
+from kvmosaic.memory import BlockStorage
 
 
 def filled() -> BlockStorage:
@@ -84,7 +84,7 @@ def test_more_tokens_than_blocks_are_a_mistake_of_ours():
 
 
 def test_geometry_repeats_what_the_layers_say():
-    assert [LayerGeometry.of(layer).numbers for layer in LAYERS] == [[0, 2, 4, 3, 0], [1, 1, 4, 3, 1], [0, 2, 4, 3, 0]]
+    assert [layer.numbers for layer in LAYERS] == [[0, 2, 4, 3, 0], [1, 1, 4, 3, 1], [0, 2, 4, 3, 0]]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from memory.entries import expectation, header, same_bits, stored, tensors
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.memory import LayerGeometry, choose_codec, decode_entry, encode_entry, read_header
+from kvmosaic.layers import LayerGeometry
+from kvmosaic.memory import choose_codec, decode_entry, encode_entry, read_header
 from kvmosaic.memory.codec import CODECS
 from kvmosaic.memory.codec.groups import group_size
 from kvmosaic.memory.codec.squeeze import expanded, squeezed

@@ -15,9 +15,9 @@ from memory.entries import LAYERS, expectation, header, same_bits, stored, tenso
 from safetensors import safe_open
 
 from kvmosaic.errors import DamagedEntry, ForeignEntry, InvalidConfig, OtherSecret
+from kvmosaic.layers import LayerGeometry
 from kvmosaic.memory import (
     EntryBound,
-    LayerGeometry,
     decode_entry,
     encode_entry,
     num_claimed_bytes,

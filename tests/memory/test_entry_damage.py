@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from memory.entries import Stored, expectation, same_bits, stored
 
 from kvmosaic.errors import DamagedEntry, ForeignEntry, InvalidEntry
-from kvmosaic.memory import LayerGeometry, decode_entry, num_file_header_bytes, read_header
+from kvmosaic.layers import LayerGeometry
+from kvmosaic.memory import decode_entry, num_file_header_bytes, read_header
 
 PLAIN, SEALED = stored(), stored(secret="secret")
 PACKED = stored(num_tokens=200, codec="fp8", compression="zstd", dtype="bfloat16")

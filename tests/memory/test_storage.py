@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
 from kvmosaic.errors import InvalidConfig
+from kvmosaic.layers import LayerGeometry
 from kvmosaic.memory import BlockStorage, blocks_within, check_fits, device_memory_bytes
 from kvmosaic.memory.budget import MAX_BLOCKS
 
-
-@dataclass(frozen=True)
-class Layer:
-    num_kv_heads: int = 2
-    key_dim: int = 4
-    value_dim: int = 3
-    source_layer: int = 0
-    value_in_key: bool = False
-    index: int = 0
-
-    def bytes_per_token(self, dtype):
-        if self.source_layer != self.index:
-            return 0
-        width = self.key_dim if self.value_in_key else self.key_dim + self.value_dim
-        return self.num_kv_heads * width * dtype.itemsize
-
-
-LAYERS = [Layer(), Layer(source_layer=1, index=1, num_kv_heads=1, value_in_key=True), Layer(source_layer=0, index=2)]
+LAYERS = [LayerGeometry(0, 2, 4, 3), LayerGeometry(1, 1, 4, 3, True), LayerGeometry(0, 2, 4, 3)]
 
 
 def storage(dtype: torch.dtype = torch.float32) -> BlockStorage:

@@ -12,8 +12,9 @@ from support.reference import eager_logits
 from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
-from kvmosaic.attention import DistanceBias, choose_backend
+from kvmosaic.attention import choose_backend
 from kvmosaic.errors import InvalidConfig, NativeUnavailable, UnsupportedModel
+from kvmosaic.layers import DistanceBias
 from kvmosaic.layout import arrange, dense
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.adapter_layers import read_bias

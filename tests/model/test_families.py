@@ -12,7 +12,8 @@ from support.reference import eager_logits
 
 from kvmosaic.attention.dense import DenseAttention
 from kvmosaic.errors import NotMovable, UnsupportedModel
-from kvmosaic.model import AttentionCall, LoadedModel
+from kvmosaic.layers import AttentionCall
+from kvmosaic.model import LoadedModel
 from kvmosaic.model.unsupported import WAY_OUT
 from kvmosaic.rope import Rotation, rotate
 

@@ -10,7 +10,8 @@ from support.families import build
 
 from kvmosaic import LLM, SamplingParams
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.model import AttentionCall, LoadedModel
+from kvmosaic.layers import AttentionCall
+from kvmosaic.model import LoadedModel
 
 _FACTORS = {"short_factor": [1.0 + 0.1 * step for step in range(8)], "long_factor": [2.0 + step for step in range(8)]}
 _DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}}

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvmosaic.errors import ModelError
-from kvmosaic.model import ATTENTION_NAME, AttentionCall, LoadedModel, attention_scope, install
+from kvmosaic.layers import AttentionCall
+from kvmosaic.model import ATTENTION_NAME, LoadedModel, attention_scope, install
 
 _TOKENS = torch.arange(3, 8)
 

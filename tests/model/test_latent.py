@@ -7,7 +7,8 @@ import torch
 from support.families import FAMILIES, build
 from support.loaded import dense_layout, dense_logits, loaded_family, random_prompt
 
-from kvmosaic.model import AttentionCall, LoadedModel
+from kvmosaic.layers import AttentionCall, LayerSpec
+from kvmosaic.model import LoadedModel
 from kvmosaic.model.hook import LATENT_ATTRIBUTE
 from kvmosaic.model.latent import can_keep_latent, expand_again
 
@@ -43,7 +44,7 @@ def test_latent_and_expanded_attention_give_the_same_logits(family: str) -> None
     for layer, part in zip(expanded.layers, _attention_modules(module), strict=True):
         expand_again(part)
         rotation = layer.rotation.at(16, 24) if layer.rotation else None
-        plain_layers.append(type(layer)(layer.index, 4, 4, 24, 12, rotation, True, "", layer.mask, layer.index))
+        plain_layers.append(LayerSpec(layer.index, 4, 24, 12, False, layer.index, 4, layer.mask, rotation))
     expanded.layers = tuple(plain_layers)
     assert (dense_logits(latent, layout) - dense_logits(expanded, layout)).abs().max() <= 1e-12
 

@@ -11,7 +11,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from kvmosaic.model import MaskSpec
+from kvmosaic.layers import MaskSpec
 from kvmosaic.model.masks import expected_mask, read_mask
 
 _CPU = torch.device("cpu")

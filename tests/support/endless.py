@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvmosaic.attention.dense import DenseAttention
-from kvmosaic.attention.step import LayerCall
+from kvmosaic.layers import AttentionCall
 from kvmosaic.layout import Layout, dense
 from kvmosaic.model import LoadedModel
 from kvmosaic.rope import Rotation, rotate
@@ -39,7 +39,7 @@ class StreamingLLM:
         one = torch.tensor([0])
         return self._model.forward(torch.tensor([token_id]), torch.tensor([self._place]), one, self._attend)[0]
 
-    def _attend(self, call: LayerCall) -> Tensor:
+    def _attend(self, call: AttentionCall) -> Tensor:
         layer = self._model.layers[call.layer_index]
         kept = self._kept[call.layer_index]
         kept.append((_turned(call.key, layer.rotation, [-self._place])[0], call.value[0]))

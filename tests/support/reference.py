@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as build_falcon_alibi
 
+from kvmosaic.layers import MaskSpec
 from kvmosaic.layout import DenseLayout
-from kvmosaic.model import MaskSpec
 from support.float64 import Float64
 
 _ATTENTION_CLASSES = (

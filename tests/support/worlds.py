@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
-from kvmosaic.attention import AttentionBackend, DistanceBias, Piece, RowGroup, StepAttention
+from kvmosaic.attention import AttentionBackend, Piece, RowGroup, StepAttention
+from kvmosaic.layers import LayerSpec, MaskSpec
 from kvmosaic.memory import BlockStorage
 from kvmosaic.rope import Rotation
 from support.plain import PlainBackend
@@ -19,24 +20,11 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Of outputs of order 1; bfloat16 has 8 bits, float16 11, and the weights are rounded to them too."""
 
 
-@dataclass(frozen=True)
-class Mask:
-    kind: str = "full"
-    size: int = 0
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What storage and step attention ask of a layer."""
-
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    rotation: Rotation | None = None
-    mask: Mask = Mask()
-    source_layer: int = 0
-    value_in_key: bool = False
-    bias: DistanceBias | None = None
+def layer_of(
+    num_kv_heads: int, key_dim: int, value_dim: int, rotation: Rotation | None = None, **others: Any
+) -> LayerSpec:
+    """Layer 0 of a model, as storage and step attention see it."""
+    return LayerSpec(0, num_kv_heads, key_dim, value_dim, rotation=rotation, **others)
 
 
 class World:
@@ -110,10 +98,10 @@ def worlds(
         reads_itself = count == 1 and bool(reads) and draw(st.booleans())
         groups.append(RowGroup(first, count, position, tuple(reads), reads_itself))
         first += count
-    mask = draw(st.sampled_from([Mask(), Mask(), Mask("window", 150), Mask("chunked", 64)]))
+    mask = draw(st.sampled_from([MaskSpec(), MaskSpec(), MaskSpec("window", 150), MaskSpec("chunked", 64)]))
     if mask.kind != "full":  # somebody must be seen
         groups = [RowGroup(g.first_row, g.num_rows, g.position, g.reads) for g in groups]
     rotation = rotation_of(draw(st.sampled_from(["half", "interleaved"])), 8, key_dim)
-    layer = Layer(num_kv_heads, key_dim, value_dim, rotation, mask)
+    layer = layer_of(num_kv_heads, key_dim, value_dim, rotation, mask)
     dtype, softcap = draw(st.sampled_from(list(dtypes))), draw(st.sampled_from([None, None, 4.0]))
     return World(layer, groups, num_kv_heads * group, dtype, softcap=softcap, device=device)

@@ -1,12 +1,11 @@
 """Attention over pieces of cached keys, read in place and merged exactly."""
 
 from kvmosaic.attention.backend_choice import BackendName, ChosenBackend, choose_backend
-from kvmosaic.attention.bias import DistanceBias
 from kvmosaic.attention.composed import KVPiece, composed_attention
 from kvmosaic.attention.layer_backend import LayerBackend, PlanReader
 from kvmosaic.attention.merge import merge_partials
 from kvmosaic.attention.native import NativeBackend
-from kvmosaic.attention.reads import AttentionObserver, Call, Mask, Piece, PoolName, ReadPlan, RowGroup, plan_reads
+from kvmosaic.attention.reads import AttentionObserver, Call, Piece, PoolName, ReadPlan, RowGroup, plan_reads
 from kvmosaic.attention.rolling import BlockKVCache, sink_distance
 from kvmosaic.attention.step import StepAttention, Write
 from kvmosaic.attention.torch_backend import AttentionBackend, TorchBackend, attend_plain
@@ -18,10 +17,8 @@ __all__ = [
     "BlockKVCache",
     "Call",
     "ChosenBackend",
-    "DistanceBias",
     "KVPiece",
     "LayerBackend",
-    "Mask",
     "NativeBackend",
     "Piece",
     "PlanReader",

@@ -7,47 +7,20 @@ shares no code with the fast path it is compared with.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvmosaic.attention.bias import DistanceBias
-from kvmosaic.attention.reads import Mask
-from kvmosaic.attention.step import LayerCall
 from kvmosaic.errors import NotMovable
+from kvmosaic.layers import AttentionCall, LayerSpec, MaskSpec
 from kvmosaic.layout import DenseLayout
-from kvmosaic.rope import Rotation, rotate
-
-
-class DenseLayer(Protocol):
-    """The layer facts that dense attention needs; `kvmosaic.model.LayerSpec` is one."""
-
-    @property
-    def rotation(self) -> Rotation | None:
-        """The layer's rotation; None when its keys do not depend on positions."""
-
-    @property
-    def mask(self) -> Mask:
-        """The layer's mask."""
-
-    @property
-    def bias(self) -> DistanceBias | None:
-        """The layer's bias by distance, if any."""
-
-    @property
-    def is_movable(self) -> bool:
-        """Whether keys may be used at another position."""
-
-    @property
-    def immovable_reason(self) -> str:
-        """Why keys cannot be used at another position."""
+from kvmosaic.rope import rotate
 
 
 class DenseAttention:
     """A receiver for one forward over all T tokens of a dense layout, at the layout's `positions`."""
 
-    def __init__(self, dense_layout: DenseLayout, layers: Sequence[DenseLayer]) -> None:
+    def __init__(self, dense_layout: DenseLayout, layers: Sequence[LayerSpec]) -> None:
         self._layers = layers
         self._positions = torch.from_numpy(dense_layout.positions)
         self._mask = torch.from_numpy(dense_layout.mask)
@@ -56,7 +29,7 @@ class DenseAttention:
         self._biases = torch.from_numpy(dense_layout.biases)
         self._moves = sorted({int(distance) for distance in dense_layout.distances.flat} - {0})
 
-    def __call__(self, call: LayerCall) -> Tensor:
+    def __call__(self, call: AttentionCall) -> Tensor:
         """Attention of one layer: queries [T, H, D] to outputs [T, H, Dv].
 
         Raises:
@@ -65,7 +38,7 @@ class DenseAttention:
         return self.attend(call, call.query, call.key, call.value).to(call.query.dtype)
 
     def attend(
-        self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor, rows: Sequence[int] | None = None
+        self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, rows: Sequence[int] | None = None
     ) -> Tensor:
         """Attention of some of the tokens.
 
@@ -101,7 +74,7 @@ class DenseAttention:
         weights = torch.softmax(scores, dim=-1)[..., : key.shape[0]]
         return torch.einsum("hqk,khd->qhd", weights, value)
 
-    def _scores(self, layer: DenseLayer, query: Tensor, key: Tensor, distances: Tensor) -> Tensor:
+    def _scores(self, layer: LayerSpec, query: Tensor, key: Tensor, distances: Tensor) -> Tensor:
         """[H, R, T]: every query against every key, the key moved by the layout's distance for this query."""
         scores = torch.einsum("qhd,khd->hqk", query, key)
         distances = distances.to(query.device)
@@ -118,7 +91,7 @@ class DenseAttention:
         return scores
 
 
-def _shown(mask: Mask, query: Tensor, key: Tensor) -> Tensor:
+def _shown(mask: MaskSpec, query: Tensor, key: Tensor) -> Tensor:
     """The keys visible through a layer's own mask, at the positions where the reader sees them."""
     if mask.kind == "window":
         return query - key < mask.size

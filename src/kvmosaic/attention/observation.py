@@ -3,47 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvmosaic.attention.reads import Mask, Piece, PoolName, RowGroup
+from kvmosaic.attention.reads import Piece, PoolName, RowGroup
+from kvmosaic.layers import AttentionCall, LayerSpec
 from kvmosaic.memory import BlockStorage
-from kvmosaic.rope import Rotation, rotate
+from kvmosaic.rope import rotate
 
 _MAX_SCORES = 1 << 24
 """Max scores written out at once, which bounds the memory of a long question over a long chunk."""
 
 
-class WatchedCall(Protocol):
-    """The facts of a layer's call that observation needs; `kvmosaic.model.AttentionCall` is one."""
-
-    layer_index: int
-    query: Tensor
-    """[T, H, D], normed and rotated."""
-    scaling: float
-    softcap: float | None
-    sinks: Tensor | None
-
-
-class WatchedLayer(Protocol):
-    """The layer facts that observation needs."""
-
-    @property
-    def rotation(self) -> Rotation | None:
-        """The layer's rotation; None if it has none."""
-
-    @property
-    def mask(self) -> Mask:
-        """The layer's mask."""
-
-
 def watch_group(
     group: RowGroup,
-    call: WatchedCall,
+    call: AttentionCall,
     lse: Tensor,
-    layer: WatchedLayer,
+    layer: LayerSpec,
     storages: Mapping[PoolName, BlockStorage],
 ) -> None:
     """Reports to a group's observer the share of attention on every key of a chunk, in one layer.
@@ -72,7 +49,7 @@ def watch_group(
 
 
 def _shares(
-    group: RowGroup, read: Piece, rows: range, call: WatchedCall, lse: Tensor, layer: WatchedLayer, key: Tensor
+    group: RowGroup, read: Piece, rows: range, call: AttentionCall, lse: Tensor, layer: LayerSpec, key: Tensor
 ) -> Tensor:
     """[S], the attention of some rows of a group on the keys of a read."""
     query = call.query[group.first_row + rows.start : group.first_row + rows.stop]

@@ -14,6 +14,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from kvmosaic.layers.mask import MaskSpec
+
 PoolName = Literal["request", "chunk_cache"]
 _NOWHERE = -(1 << 62)
 """Before every position."""
@@ -32,18 +34,6 @@ class AttentionObserver(Protocol):
 
         Summed over rows, averaged over heads.
         """
-
-
-class Mask(Protocol):
-    """What a layer hides besides the future: nothing, everything outside a window, or other chunks of positions."""
-
-    @property
-    def kind(self) -> Literal["full", "window", "chunked"]:
-        """The kind of mask."""
-
-    @property
-    def size(self) -> int:
-        """Window or chunk length in positions; 0 for full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +79,10 @@ class RowGroup:
     watch: AttentionObserver | None = None
     """Observer of the attention of these rows."""
 
-    def lowest_seen(self, mask: Mask, row: int) -> int:
+    def lowest_seen(self, mask: MaskSpec, row: int) -> int:
         """Position of the earliest key that row number `row` of the group sees in reads that do not follow it."""
         position = self.positions[row] if self.positions else self.position + row
-        lowest = _lowest_seen(mask, position)
+        lowest = mask.lowest_seen(position)
         return max(lowest, position - self.window + 1) if self.window else lowest
 
 
@@ -165,7 +155,7 @@ class _Stack:
     """Groups and their trimmed reads; `positions` are those of keys that are not consecutive."""
 
 
-def plan_reads(groups: Sequence[RowGroup], mask: Mask, device: torch.device) -> ReadPlan:
+def plan_reads(groups: Sequence[RowGroup], mask: MaskSpec, device: torch.device) -> ReadPlan:
     """Trims every read to what the mask shows, and stacks the readers of equal runs into one call."""
     stacks: dict[tuple[object, ...], _Stack] = {}
     for group in groups:
@@ -174,7 +164,7 @@ def plan_reads(groups: Sequence[RowGroup], mask: Mask, device: torch.device) -> 
             if read.ends and not any(read.ends):
                 continue
             # a following run is equally far from all rows: all see what the first one sees
-            lowest = _lowest_seen(mask, group.position) if read.follows else first_seen
+            lowest = mask.lowest_seen(group.position) if read.follows else first_seen
             trimmed, masked = _trimmed(read, lowest)
             if trimmed is None:
                 continue
@@ -190,7 +180,7 @@ def plan_reads(groups: Sequence[RowGroup], mask: Mask, device: torch.device) -> 
     return _stacked(stacks, mask, device)
 
 
-def _seen_from(group: RowGroup, mask: Mask) -> tuple[int, int]:
+def _seen_from(group: RowGroup, mask: MaskSpec) -> tuple[int, int]:
     """The earliest position that any row of a group sees, and the earliest that all of them see."""
     if not group.positions:
         return group.lowest_seen(mask, 0), group.lowest_seen(mask, group.num_rows - 1)
@@ -222,7 +212,7 @@ def _trimmed(read: Piece, lowest: int) -> tuple[Piece | None, bool]:
     )
 
 
-def _stacked(stacks: dict[tuple[object, ...], _Stack], mask: Mask, device: torch.device) -> ReadPlan:
+def _stacked(stacks: dict[tuple[object, ...], _Stack], mask: MaskSpec, device: torch.device) -> ReadPlan:
     calls: list[Call] = []
     rows: list[int] = []
     distances: list[int] = []
@@ -267,7 +257,7 @@ def _weights(parts: list[tuple[int, int, Piece]], num_rows: int) -> tuple[Tensor
     return factors, biases
 
 
-def _shown_keys(stack: _Stack, mask: Mask, num_tokens: int, device: torch.device) -> Tensor:
+def _shown_keys(stack: _Stack, mask: MaskSpec, num_tokens: int, device: torch.device) -> Tensor:
     """[rows, num_tokens] bool: the keys that the rows of the only reader see."""
     ((group, read),) = stack.readers
     shown = torch.ones(group.num_rows, num_tokens, dtype=torch.bool, device=device)
@@ -282,12 +272,3 @@ def _shown_keys(stack: _Stack, mask: Mask, num_tokens: int, device: torch.device
     if stack.causal:
         shown &= torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril_()
     return shown
-
-
-def _lowest_seen(mask: Mask, position: int) -> int:
-    """Position of the earliest key that a row at `position` sees."""
-    if mask.kind == "window":
-        return position - mask.size + 1
-    if mask.kind == "chunked":
-        return position // mask.size * mask.size
-    return _NOWHERE

@@ -12,51 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvmosaic.attention.bias import DistanceBias
 from kvmosaic.attention.layer_backend import LayerBackend, PlanReader, Pools
 from kvmosaic.attention.merge import apply_sinks, merge_partials
 from kvmosaic.attention.observation import watch_group
-from kvmosaic.attention.reads import Call, Mask, PoolName, ReadPlan, RowGroup, plan_reads
+from kvmosaic.attention.reads import Call, PoolName, ReadPlan, RowGroup, plan_reads
 from kvmosaic.attention.torch_backend import AttentionBackend
+from kvmosaic.layers import AttentionCall, DistanceBias, LayerSpec, MaskSpec
 from kvmosaic.memory import BlockStorage
 from kvmosaic.rope import Rotation, RotationTables, TableCache, rotate
-
-
-class LayerAttention(Protocol):
-    """The layer facts that step attention needs; `kvmosaic.model.LayerSpec` is one."""
-
-    @property
-    def rotation(self) -> Rotation | None:
-        """The layer's rotation; None when its keys do not depend on positions."""
-
-    @property
-    def mask(self) -> Mask:
-        """The layer's mask."""
-
-    @property
-    def bias(self) -> DistanceBias | None:
-        """The layer's bias by distance, if any."""
-
-
-class LayerCall(Protocol):
-    """One layer's attention call; `kvmosaic.model.AttentionCall` is one."""
-
-    layer_index: int
-    query: Tensor
-    """[T, H, D], normed and rotated."""
-    key: Tensor
-    """[T, G, D]."""
-    value: Tensor
-    """[T, G, Dv]."""
-    scaling: float
-    softcap: float | None
-    sinks: Tensor | None
-    module: nn.Module
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +40,7 @@ class StepAttention:
 
     def __init__(
         self,
-        layers: Sequence[LayerAttention],
+        layers: Sequence[LayerSpec],
         storages: Mapping[PoolName, BlockStorage],
         groups: Sequence[RowGroup],
         writes: Sequence[Write],
@@ -91,12 +58,12 @@ class StepAttention:
         self._backend = backend
         self._layer_backend = backend if isinstance(backend, LayerBackend) else None
         self._table_cache = TableCache() if table_cache is None else table_cache
-        self._plans: dict[Mask, ReadPlan] = {}
-        self._tables: dict[tuple[Mask, Rotation], RotationTables] = {}
-        self._readers: dict[Mask, PlanReader] = {}
-        self._biases: dict[tuple[Mask, DistanceBias], list[tuple[Tensor, Tensor]]] = {}
+        self._plans: dict[MaskSpec, ReadPlan] = {}
+        self._tables: dict[tuple[MaskSpec, Rotation], RotationTables] = {}
+        self._readers: dict[MaskSpec, PlanReader] = {}
+        self._biases: dict[tuple[MaskSpec, DistanceBias], list[tuple[Tensor, Tensor]]] = {}
 
-    def __call__(self, call: LayerCall) -> Tensor:
+    def __call__(self, call: AttentionCall) -> Tensor:
         """Attention of one layer: queries [T, H, D] to outputs [T, H, Dv]."""
         index = call.layer_index
         self.num_calls += 1
@@ -119,7 +86,7 @@ class StepAttention:
         return output
 
     def _attend_all(
-        self, call: LayerCall, plan: ReadPlan, tables: RotationTables | None, biases: list[tuple[Tensor, Tensor]]
+        self, call: AttentionCall, plan: ReadPlan, tables: RotationTables | None, biases: list[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
         """Runs the calls of a plan one by one, and merges them."""
         query = call.query if plan.is_single else call.query[plan.rows]
@@ -145,7 +112,7 @@ class StepAttention:
         return output, lse
 
     def _attend(
-        self, call: LayerCall, query: Tensor, part: Call, bias: tuple[Tensor, Tensor] | None
+        self, call: AttentionCall, query: Tensor, part: Call, bias: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         if part.pool is None:
             rows = slice(part.first_slot, part.first_slot + part.num_tokens)
@@ -169,7 +136,7 @@ class StepAttention:
         )
         return output, lse + of_last
 
-    def _biases_of(self, layer: LayerAttention, plan: ReadPlan, query: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _biases_of(self, layer: LayerSpec, plan: ReadPlan, query: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The bias of every call, in two parts (see `DistanceBias.of_run`); empty for layers without one."""
         if layer.bias is None:
             return []
@@ -188,26 +155,26 @@ class StepAttention:
             ]
         return biases
 
-    def _pools(self, call: LayerCall) -> Pools:
+    def _pools(self, call: AttentionCall) -> Pools:
         """The pools that the calls of a layer may read."""
         pools: dict[PoolName | None, tuple[Tensor, Tensor]] = {None: (call.key, call.value)}
         for name, storage in self._storages.items():
             pools[name] = storage.run(call.layer_index, 0, storage.num_blocks * storage.block_size)
         return pools
 
-    def _reader(self, backend: LayerBackend, mask: Mask, plan: ReadPlan) -> PlanReader:
+    def _reader(self, backend: LayerBackend, mask: MaskSpec, plan: ReadPlan) -> PlanReader:
         reader = self._readers.get(mask)
         if reader is None:
             reader = self._readers[mask] = backend.plan_reader(plan)
         return reader
 
-    def _plan(self, mask: Mask, device: torch.device) -> ReadPlan:
+    def _plan(self, mask: MaskSpec, device: torch.device) -> ReadPlan:
         plan = self._plans.get(mask)
         if plan is None:
             plan = self._plans[mask] = plan_reads(self._groups, mask, device)
         return plan
 
-    def _turning_tables(self, layer: LayerAttention, plan: ReadPlan, query: Tensor) -> RotationTables:
+    def _turning_tables(self, layer: LayerSpec, plan: ReadPlan, query: Tensor) -> RotationTables:
         assert layer.rotation is not None
         key = (layer.mask, layer.rotation)
         tables = self._tables.get(key)

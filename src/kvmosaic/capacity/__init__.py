@@ -1,7 +1,7 @@
 """Capacity planning: what fits on a device, its hit rate, and the time to the first token."""
 
 from kvmosaic.capacity.demand import Demand
-from kvmosaic.capacity.facts import LayerFacts, ModelFacts
+from kvmosaic.capacity.facts import ModelFacts
 from kvmosaic.capacity.memory_split import MemorySplit
 from kvmosaic.capacity.model_facts import read_model
 from kvmosaic.capacity.plan import CapacityPlan, Stage, plan_capacity
@@ -13,7 +13,6 @@ __all__ = [
     "HARDWARE",
     "CapacityPlan",
     "Demand",
-    "LayerFacts",
     "MemorySplit",
     "ModelFacts",
     "Speed",

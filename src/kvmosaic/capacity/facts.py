@@ -6,51 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-LayerKind = Literal["full", "window", "chunked"]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerFacts:
-    """One layer: its KV cache per token, and how far back a token sees.
-
-    heads     key_dim + value_dim numbers for each of the num_kv_heads latent    key_dim numbers in all, the value among
-    them (MLA: latent and rotary part) shared    nothing: the keys of `source_layer` are read
-    """
-
-    index: int
-    num_query_heads: int
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    source_layer: int
-    value_in_key: bool = False
-    kind: LayerKind = "full"
-    window: int = 0
-    """Positions in the window or chunk of a layer that is not full."""
-
-    @property
-    def numbers_per_token(self) -> int:
-        """Numbers that the engine keeps of a token; 0 in a layer that reads the keys of another one."""
-        if self.source_layer != self.index:
-            return 0
-        return self.num_kv_heads * (self.key_dim if self.value_in_key else self.key_dim + self.value_dim)
-
-    @property
-    def flops_per_pair(self) -> int:
-        """Floating point operations for one query token that sees one key: score and weighted value, in all heads."""
-        return 2 * self.num_query_heads * (self.key_dim + self.value_dim)
-
-    def seen(self, num_tokens: int) -> int:
-        """Returns how many of `num_tokens` a token right after them sees at most, without itself."""
-        return num_tokens if self.kind == "full" else min(num_tokens, self.window)
-
-    def pairs(self, num_new: int, num_before: int) -> int:
-        """Returns pairs of query and key when `num_new` tokens are computed after `num_before` visible ones."""
-        first, last = num_before + 1, num_before + num_new
-        if self.kind == "full" or last <= self.window:
-            return (first + last) * num_new // 2
-        growing = max(0, self.window - num_before)
-        return (first + self.window) * growing // 2 + self.window * (num_new - growing)
+from kvmosaic.layers.geometry import LayerShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +28,7 @@ class ModelFacts:
     output_parameters: int
     """Of the output layer, needed for rows with logits only."""
     max_positions: int | None
-    layers: tuple[LayerFacts, ...]
+    layers: tuple[LayerShape, ...]
     quantization: Literal["none", "int8"] = "none"
     note: str = ""
     """What the reader of a plan should know about these numbers; empty if there is nothing."""
@@ -80,39 +36,41 @@ class ModelFacts:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes that the engine keeps of every token, in all layers, whatever a window hides later."""
-        return self.element_bytes * sum(layer.numbers_per_token for layer in self.layers)
+        return self.element_bytes * sum(layer.kept_per_token for layer in self.layers)
 
     @property
     def kv_bytes_unshared(self) -> int:
         """The same if every query head had a key head of its own: what grouped queries and latents save."""
-        stored = (layer for layer in self.layers if layer.source_layer == layer.index)
+        stored = (layer for layer in self.layers if layer.is_stored)
         return self.element_bytes * sum(2 * layer.num_query_heads * _head_dim(layer) for layer in stored)
 
     def seen_bytes(self, num_tokens: int) -> int:
         """Returns the bytes of `num_tokens` that a token after them can see: a cache that evicts past windows."""
-        numbers = sum(layer.numbers_per_token * layer.seen(num_tokens) for layer in self.layers)
+        numbers = sum(layer.kept_per_token * layer.mask.max_seen(num_tokens) for layer in self.layers)
         return self.element_bytes * numbers
 
     def flops(self, num_new: int, num_before: int, num_rows: int = 0) -> float:
         """Returns floating point operations of new tokens after visible ones, with logits for some rows."""
         linear = 2.0 * (self.linear_parameters * num_new + self.output_parameters * num_rows)
-        return linear + sum(float(layer.flops_per_pair) * layer.pairs(num_new, num_before) for layer in self.layers)
+        return linear + sum(
+            float(layer.flops_per_pair) * layer.mask.max_pairs(num_new, num_before) for layer in self.layers
+        )
 
     def kinds(self) -> list[tuple[str, int, int]]:
         """Kinds of layers in the order of their first one: what they keep, how many, bytes per token of all of them."""
-        found: dict[str, list[LayerFacts]] = {}
+        found: dict[str, list[LayerShape]] = {}
         for layer in self.layers:
             found.setdefault(describe(layer), []).append(layer)
         return [(kind, len(layers), self._bytes(layers)) for kind, layers in found.items()]
 
-    def _bytes(self, layers: Iterable[LayerFacts]) -> int:
-        return self.element_bytes * sum(layer.numbers_per_token for layer in layers)
+    def _bytes(self, layers: Iterable[LayerShape]) -> int:
+        return self.element_bytes * sum(layer.kept_per_token for layer in layers)
 
 
-def describe(layer: LayerFacts) -> str:
+def describe(layer: LayerShape) -> str:
     """What a layer keeps, in words: "8 key heads of 128 (32 query heads), window 4,096"."""
-    sees = "" if layer.kind == "full" else f", {layer.kind} {layer.window:,}"
-    if layer.source_layer != layer.index:
+    sees = "" if layer.mask.kind == "full" else f", {layer.mask.kind} {layer.mask.size:,}"
+    if not layer.is_stored:
         return f"keys of an earlier layer{sees}"
     if layer.value_in_key:
         return f"latent of {layer.value_dim} + {layer.key_dim - layer.value_dim} rotary{sees}"
@@ -121,5 +79,5 @@ def describe(layer: LayerFacts) -> str:
     return f"{heads} ({layer.num_query_heads} query heads){sees}"
 
 
-def _head_dim(layer: LayerFacts) -> int:
+def _head_dim(layer: LayerShape) -> int:
     return (layer.key_dim + layer.value_dim + 1) // 2

@@ -68,10 +68,10 @@ class FirstToken:
         demand, num_new = self.demand, self.demand.question_tokens
         operations = 2.0 * (self.model.linear_parameters * num_new + self.model.output_parameters)
         for layer in self.model.layers:
-            seen = demand.documents_per_prompt * layer.seen(demand.tokens_per_document) + layer.seen(
+            seen = demand.documents_per_prompt * layer.mask.max_seen(demand.tokens_per_document) + layer.mask.max_seen(
                 demand.system_tokens
             )
-            operations += float(layer.flops_per_pair) * (num_new * seen + layer.pairs(num_new, 0))
+            operations += float(layer.flops_per_pair) * (num_new * seen + layer.mask.max_pairs(num_new, 0))
         return operations
 
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from kvmosaic.capacity.facts import LayerFacts, LayerKind, ModelFacts
+from kvmosaic.capacity.facts import ModelFacts
 from kvmosaic.errors import UnsupportedModel
+from kvmosaic.layers import AttentionCall, LayerShape, MaskKind, MaskSpec
 from kvmosaic.model.frequencies import pin_frequencies
-from kvmosaic.model.hook import ATTENTION_NAME, AttentionCall, attention_scope, install
+from kvmosaic.model.hook import ATTENTION_NAME, attention_scope, install
 from kvmosaic.model.latent import can_keep_latent
 from kvmosaic.model.probe import check_calls, select_attention
 from kvmosaic.model.unsupported import check_rules
@@ -26,7 +27,7 @@ from kvmosaic.model.unsupported import check_rules
 _NUM_TOKENS = 2
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "experts_per_token", "top_k_experts")
 """Names in configurations of the number of experts per token."""
-_WINDOWS: dict[str, tuple[LayerKind, str]] = {
+_WINDOWS: dict[str, tuple[MaskKind, str]] = {
     "sliding_attention": ("window", "sliding_window"),
     "chunked_attention": ("chunked", "attention_chunk_size"),
 }
@@ -94,7 +95,7 @@ def count(module: Any, name: str, quantization: Literal["none", "int8"] = "none"
     )
 
 
-def _layers(module: Any) -> tuple[LayerFacts, ...]:
+def _layers(module: Any) -> tuple[LayerShape, ...]:
     install()
     config = module.config.get_text_config()
     check_rules(module)
@@ -145,24 +146,24 @@ def _calls(module: Any, options: dict[str, Tensor]) -> list[AttentionCall]:
     return calls
 
 
-def _layer(call: AttentionCall, source: int, config: Any, position: int) -> LayerFacts:
+def _layer(call: AttentionCall, source: int, config: Any, position: int) -> LayerShape:
     query_heads, heads = call.query.shape[1], call.key.shape[1]
-    kind, window = _window(call, config, position)
+    mask = _mask(call, config, position)
     part: Any = call.module
     if source == call.layer_index and query_heads == heads and can_keep_latent(call.module):
         rank, width = part.kv_lora_rank, part.kv_lora_rank + part.qk_rope_head_dim
-        return LayerFacts(call.layer_index, query_heads, 1, width, rank, source, True, kind, window)
+        return LayerShape(source, 1, width, rank, True, call.layer_index, query_heads, mask)
     sizes = call.key.shape[2], call.value.shape[2]
-    return LayerFacts(call.layer_index, query_heads, heads, *sizes, source, False, kind, window)
+    return LayerShape(source, heads, *sizes, False, call.layer_index, query_heads, mask)
 
 
-def _window(call: AttentionCall, config: Any, position: int) -> tuple[LayerKind, int]:
-    """How far back a layer sees: what it says itself, else what the configuration says of its kind."""
+def _mask(call: AttentionCall, config: Any, position: int) -> MaskSpec:
+    """The mask of a layer: what its call says, else what the configuration says of its kind."""
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * (position + 1)
     kind, field = _WINDOWS.get(kinds[position], ("window", ""))
     window = call.window or getattr(config, field, None) or 0
     limit = _position_limit(config)
-    return ("full", 0) if not window or (limit is not None and window >= limit) else (kind, int(window))
+    return MaskSpec() if not window or (limit is not None and window >= limit) else MaskSpec(kind, int(window))
 
 
 def _identity(call: AttentionCall) -> tuple[object, ...]:

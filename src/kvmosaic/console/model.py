@@ -12,7 +12,8 @@ from rich.text import Text
 from kvmosaic.console.text import size_text
 
 if TYPE_CHECKING:
-    from kvmosaic.model import LayerSpec, LoadedModel
+    from kvmosaic.layers import LayerSpec
+    from kvmosaic.model import LoadedModel
     from kvmosaic.rope import Rotation
 
 

@@ -11,6 +11,7 @@ from kvmosaic.cache import Chunk, SpanPlan
 from kvmosaic.config import TierConfig
 from kvmosaic.engine.chunk_source import ChunkSource
 from kvmosaic.errors import InvalidConfig
+from kvmosaic.layers import geometry_of
 from kvmosaic.memory import (
     BlockStorage,
     DtypeName,
@@ -20,7 +21,6 @@ from kvmosaic.memory import (
     choose_codec,
     decode_entry,
     encode_entry,
-    geometry_of,
 )
 from kvmosaic.tiers import Entry
 

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
         encode_entry,
         read_header,
     )
-    from kvmosaic.memory.geometry import LayerGeometry, geometry_of
     from kvmosaic.memory.header import CodecName, Compression, DtypeName, EntryHeader
-    from kvmosaic.memory.storage import BlockStorage, ChunkTensors, StoredLayer
+    from kvmosaic.memory.storage import BlockStorage, ChunkTensors
 
 __all__ = [
     "BlockStorage",
@@ -40,8 +39,6 @@ __all__ = [
     "EntryBound",
     "EntryExpectation",
     "EntryHeader",
-    "LayerGeometry",
-    "StoredLayer",
     "blocks_within",
     "check_entry",
     "check_fits",
@@ -49,7 +46,6 @@ __all__ = [
     "decode_entry",
     "device_memory_bytes",
     "encode_entry",
-    "geometry_of",
     "num_claimed_bytes",
     "num_file_header_bytes",
     "read_claimed_header",
@@ -76,9 +72,8 @@ _HOMES = {
         "encode_entry",
         "read_header",
     ),
-    "geometry": ("LayerGeometry", "geometry_of"),
     "header": ("CodecName", "Compression", "DtypeName", "EntryHeader"),
-    "storage": ("BlockStorage", "ChunkTensors", "StoredLayer"),
+    "storage": ("BlockStorage", "ChunkTensors"),
 }
 
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from kvmosaic.cache.keys import TOKEN_BYTES, Key
 from kvmosaic.errors import DamagedEntry, ForeignEntry, InvalidConfig
+from kvmosaic.layers.geometry import LayerGeometry
 from kvmosaic.memory.buffer import memory_of, new_bytes, view_of
 from kvmosaic.memory.checksum import Bytes, Checksum, check_magic
 from kvmosaic.memory.claimed_header import MAX_PREAMBLE_BYTES
 from kvmosaic.memory.codec import choose_codec
 from kvmosaic.memory.codec.squeeze import expanded, squeezed
 from kvmosaic.memory.file_header import read_file_header, write_file_header
-from kvmosaic.memory.geometry import LayerGeometry
 from kvmosaic.memory.header import CodecName, DtypeName, EntryHeader, check_header
 from kvmosaic.memory.payload import (
     DTYPES,

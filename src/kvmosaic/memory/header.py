@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from kvmosaic.cache.keys import TOKEN_BYTES, Key
 from kvmosaic.errors import DamagedEntry, ForeignEntry, InvalidConfig
-from kvmosaic.memory.geometry import MAX_LAYERS, LayerGeometry
+from kvmosaic.layers.geometry import MAX_LAYERS, LayerGeometry
 
 FORMAT_VERSION = 1
 MAX_TOKENS = 2**21

@@ -10,9 +10,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from kvmosaic.layers.geometry import LayerGeometry, stored_layers
 from kvmosaic.memory.buffer import bytes_of, new_bytes
 from kvmosaic.memory.codec import CODECS, Along, Part, Shape
-from kvmosaic.memory.geometry import LayerGeometry, stored_layers
 from kvmosaic.memory.header import DtypeName, EntryHeader
 from kvmosaic.memory.storage import ChunkTensors
 

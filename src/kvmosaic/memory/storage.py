@@ -3,46 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from kvmosaic.layers import LayerGeometry, stored_layers
 from kvmosaic.memory.buffer import new_bytes
 
 ChunkTensors: TypeAlias = list[tuple[Tensor, Tensor | None]]
 """For every layer that stores something: keys [n, G, D], and values [n, G, Dv] if they are not in the keys."""
-
-
-class StoredLayer(Protocol):
-    """What one layer stores per token; `kvmosaic.model.LayerSpec` is one.
-
-    A layer whose values are a prefix of its keys (latent attention) stores the keys only; a layer that reads the keys
-    of another layer stores nothing and names that layer in `source_layer`.
-    """
-
-    @property
-    def num_kv_heads(self) -> int:
-        """G, key heads."""
-
-    @property
-    def key_dim(self) -> int:
-        """D, numbers in a key."""
-
-    @property
-    def value_dim(self) -> int:
-        """Dv, numbers in a value."""
-
-    @property
-    def source_layer(self) -> int:
-        """The layer whose keys are read: its own index, or an earlier one."""
-
-    @property
-    def value_in_key(self) -> bool:
-        """Whether the value is the first `value_dim` numbers of the key."""
-
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes that one token takes in this layer."""
 
 
 class BlockStorage:
@@ -57,7 +27,12 @@ class BlockStorage:
     """
 
     def __init__(
-        self, layers: Sequence[StoredLayer], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: Sequence[LayerGeometry],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.layers = tuple(layers)
         self.num_blocks = num_blocks
@@ -120,7 +95,7 @@ class BlockStorage:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers."""
-        per_token = sum(layer.bytes_per_token(self.dtype) for layer in self.layers)
+        per_token = self.dtype.itemsize * sum(layer.numbers_per_token for _, layer in stored_layers(self.layers))
         return per_token * self.block_size
 
     @property

@@ -1,7 +1,7 @@
 """transformers models: loading, detection of their attention layers, and access to their attention."""
 
-from kvmosaic.model.hook import ATTENTION_NAME, AttentionCall, Receiver, attention_scope, install
-from kvmosaic.model.layers import LayerSpec, MaskSpec
+from kvmosaic.layers import AttentionCall, LayerSpec, MaskSpec
+from kvmosaic.model.hook import ATTENTION_NAME, Receiver, attention_scope, install
 from kvmosaic.model.load import load_model
 from kvmosaic.model.loaded import LoadedModel
 

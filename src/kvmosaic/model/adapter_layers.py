@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvmosaic.attention import DistanceBias, attend_plain
+from kvmosaic.attention import attend_plain
 from kvmosaic.errors import UnsupportedModel
+from kvmosaic.layers import AttentionCall, DistanceBias, LayerSpec
 from kvmosaic.model.adapters import AttentionAdapter
-from kvmosaic.model.hook import AttentionCall, attention_scope
-from kvmosaic.model.layers import LayerSpec
+from kvmosaic.model.hook import attention_scope
 from kvmosaic.model.masks import expected_mask
 
 _NUM_TOKENS = 48

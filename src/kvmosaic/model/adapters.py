@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from kvmosaic.model.hook import AttentionCall, current_receiver, is_in_scope
+from kvmosaic.layers import AttentionCall
+from kvmosaic.model.hook import current_receiver, is_in_scope
 
 _OPENED_ATTRIBUTE = "kvmosaic_opened"
 

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvmosaic.layers import AttentionCall
+from kvmosaic.layers.call import LATENT_ATTRIBUTE
 from kvmosaic.model.fused import Fused, FusedMlp, FusedNorm, fused_form
 from kvmosaic.model.fused_attention import CallConstants, FusedAttention
 from kvmosaic.model.fused_layer import LAYER_FORMS, FusedLayer
-from kvmosaic.model.hook import LATENT_ATTRIBUTE, AttentionCall, attention_scope
+from kvmosaic.model.hook import attention_scope
 from kvmosaic.model.prepack import PackedLinear
 from kvmosaic.model.row_kernels import RowKernels, TurnPlan
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvmosaic.layers import AttentionCall
 from kvmosaic.model.fused import Fused, output, own_output, suits
-from kvmosaic.model.hook import ATTENTION_NAME, AttentionCall, Receiver, current_receiver
+from kvmosaic.model.hook import ATTENTION_NAME, Receiver, current_receiver
 from kvmosaic.model.row_kernels import RowKernels, TurnPlan, num_threads
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvmosaic.errors import ModelError
+from kvmosaic.layers.call import LATENT_ATTRIBUTE, AttentionCall
 
 ATTENTION_NAME = "kvmosaic"
 """`attn_implementation` of a loaded model. transformers builds no mask for it: the receiver applies masks."""
@@ -25,44 +25,6 @@ OWN_NAME = "kvmosaic_own"
 """The model's own attention function over a written-out mask, with an observer (see `own_code`)."""
 _HARMLESS = {"position_ids", "cache_position", "position_embeddings"}
 """Tensors that models pass to every attention function, for kernels that rotate or pack by themselves."""
-LATENT_ATTRIBUTE = "kvmosaic_latent"
-"""Attribute of a latent attention module with its projection (see `latent`)."""
-
-
-@dataclass(slots=True)
-class AttentionCall:
-    """One layer's attention over the T tokens of a flattened forward.
-
-    query: [T, H, D], normed and rotated
-    key: [T, G, D]
-    value: [T, G, Dv]; in latent layers the first Dv numbers of the one key head (the same memory)
-    sinks: [H], scores of a key that has no value, or None
-    mask: with `PROBE_NAME`, a predicate (batch, head, query index, key index) -> bool; otherwise None
-    window: the model's sliding window, if it passes it as an argument
-    unknown: with `PROBE_NAME`, names of tensors that the model passes and this function does not know
-    """
-
-    layer_index: int
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scaling: float
-    softcap: float | None
-    sinks: Tensor | None
-    module: nn.Module
-    mask: Any = None
-    window: int | None = None
-    unknown: tuple[str, ...] = ()
-
-    @property
-    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values."""
-        return self.query, self.key, self.value
-
-    @property
-    def latent(self) -> Any:
-        """The projection of a latent attention layer (see `latent`), or None."""
-        return self.module.__dict__.get(LATENT_ATTRIBUTE)
 
 
 Receiver = Callable[[AttentionCall], Tensor]

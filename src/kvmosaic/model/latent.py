@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvmosaic.model.hook import LATENT_ATTRIBUTE, is_in_scope
+from kvmosaic.layers.call import LATENT_ATTRIBUTE
+from kvmosaic.model.hook import is_in_scope
 
 
 class LatentProjection:

@@ -8,9 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvmosaic.model.hook import AttentionCall
+from kvmosaic.layers import AttentionCall, LayerSpec
 from kvmosaic.model.latent import LatentProjection, can_keep_latent, expand_again, keep_latent
-from kvmosaic.model.layers import LayerSpec
 
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
 _FINE_TOLERANCE = 1e-4

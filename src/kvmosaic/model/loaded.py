@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from kvmosaic.errors import InvalidConfig, UnsupportedModel
+from kvmosaic.layers import LayerSpec
 from kvmosaic.model.fingerprint import fingerprint as compute_fingerprint
 from kvmosaic.model.frequencies import changes_with_length, pin_frequencies, pinned_note
 from kvmosaic.model.fuse import count_fused, fuse_operations
 from kvmosaic.model.hook import Receiver, attention_scope
-from kvmosaic.model.layers import LayerSpec
 from kvmosaic.model.prepack import PackedLinear, Prepack, prepack_linears
 from kvmosaic.model.probe import num_learned_positions, probe_layers
 from kvmosaic.sampling.defaults import FOLLOWED

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvmosaic.model.layers import MaskSpec
+from kvmosaic.layers import MaskSpec
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query index, key index) -> whether the query sees the key."""

@@ -21,8 +21,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from kvmosaic.errors import ModelError
+from kvmosaic.layers import AttentionCall
+from kvmosaic.layers.call import LATENT_ATTRIBUTE
 from kvmosaic.model.fused import Fused, fused_form
-from kvmosaic.model.hook import LATENT_ATTRIBUTE, OWN_NAME, AttentionCall, attention_scope, call_of
+from kvmosaic.model.hook import OWN_NAME, attention_scope, call_of
 from kvmosaic.model.hook import current_receiver as current_observer
 from kvmosaic.model.loaded import LoadedModel
 

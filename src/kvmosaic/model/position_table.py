@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from kvmosaic.errors import UnsupportedModel
-from kvmosaic.model.hook import AttentionCall
+from kvmosaic.layers import AttentionCall
 from kvmosaic.model.unsupported import WAY_OUT
 from kvmosaic.rope import relative_error
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from kvmosaic.errors import UnsupportedModel
+from kvmosaic.layers import AttentionCall, LayerSpec, MaskSpec
 from kvmosaic.model.adapter_layers import with_biases
 from kvmosaic.model.adapters import install_adapters, installed_adapters, remove_adapters
 from kvmosaic.model.frequencies import frequency_buffers
-from kvmosaic.model.hook import ATTENTION_NAME, PROBE_NAME, AttentionCall, attention_scope, install
+from kvmosaic.model.hook import ATTENTION_NAME, PROBE_NAME, attention_scope, install
 from kvmosaic.model.latent import expand_again
 from kvmosaic.model.latent_layers import with_latents
-from kvmosaic.model.layers import LayerSpec, MaskSpec
 from kvmosaic.model.masks import read_mask
 from kvmosaic.model.position_table import check_begins_at_zero, check_rows_are_alike, table_length
 from kvmosaic.model.unsupported import WAY_OUT, check_rules

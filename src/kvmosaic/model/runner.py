@@ -11,9 +11,10 @@ from torch import Tensor
 from kvmosaic.attention import AttentionBackend, PoolName, StepAttention, TorchBackend
 from kvmosaic.cache import BlockCopy
 from kvmosaic.errors import ModelError
+from kvmosaic.layers import AttentionCall
 from kvmosaic.memory import BlockStorage
 from kvmosaic.model.batch import Batch, SpanRows, flatten
-from kvmosaic.model.hook import AttentionCall, Receiver
+from kvmosaic.model.hook import Receiver
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.rope import TableCache
 

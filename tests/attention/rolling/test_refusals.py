@@ -58,7 +58,7 @@ def test_calls_in_the_wrong_order_are_named() -> None:
         cache.before_update(1)
     with pytest.raises(InvalidChunk, match=r"after_update\(1\), but chunk 0 is under way"):
         cache.after_update(1)
-    with pytest.raises(OutOfStep, match=r"after_update\(0\), but chunk 0; call update first"):
+    with pytest.raises(OutOfStep, match=r"after_update\(0\), but chunk 0 was not written; call update first"):
         cache.after_update(0)
     cache.update(*chunk())
     cache.after_update(0)

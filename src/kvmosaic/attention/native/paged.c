@@ -111,7 +111,7 @@ static int64_t index_bytes(const Layer *layer) {
 int64_t kvmosaic_scratch_bytes(const Layer *layer, int64_t num_threads) {
     Cut c = {0};
     for (int64_t i = 0; i <= layer->num_calls; i++) c = next_cut(layer, i, c, 0); /* rotated or not is still open */
-    if (num_threads > MAX_THREADS) num_threads = MOST_THREADS;
+    if (num_threads > MAX_THREADS) num_threads = MAX_THREADS;
     return num_threads * thread_bytes() + index_bytes(layer) + 4 * (c.first_output + c.first_state) + 256;
 }
 
@@ -221,7 +221,7 @@ int64_t kvmosaic_attend(const Layer *layer, int64_t path, Parallel parallel, int
 #endif
     };
     if (path < 0 || path > kvmosaic_best_path()) return 1;
-    if (num_threads > MAX_THREADS) num_threads = MOST_THREADS;
+    if (num_threads > MAX_THREADS) num_threads = MAX_THREADS;
     Job job = {.layer = layer, .way = ways[path], .threads = layer->scratch};
     char *free_space = layer->scratch + num_threads * thread_bytes();
     job.first_partial = (int64_t *)free_space;

@@ -23,8 +23,9 @@ from kvmosaic.attention.dense import DenseAttention
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.self_check.comparison import Comparison, worst_finding
 from kvmosaic.engine.self_check.recorder import NUM_ANSWER, RecordedStep, RecordingEngine
+from kvmosaic.layers import AttentionCall
 from kvmosaic.layout import ChunkContext, DenseLayout, FixedStrategy, Layout, arrange, dense
-from kvmosaic.model.hook import AttentionCall, Receiver
+from kvmosaic.model.hook import Receiver
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 

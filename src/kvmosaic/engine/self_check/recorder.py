@@ -14,9 +14,10 @@ from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.engine import Engine
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.step import ScheduledTokens, Step
+from kvmosaic.layers import AttentionCall
 from kvmosaic.layout import ChunkContext, FixedStrategy
 from kvmosaic.model.batch import Batch, SpanRows
-from kvmosaic.model.hook import AttentionCall, Receiver
+from kvmosaic.model.hook import Receiver
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt

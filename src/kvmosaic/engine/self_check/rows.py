@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from kvmosaic.engine.self_check.comparison import Comparison, worst_finding
-from kvmosaic.model.hook import AttentionCall
-from kvmosaic.model.layers import LayerSpec
+from kvmosaic.layers import AttentionCall, LayerSpec
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.model.probe import record_calls
 from kvmosaic.rope import ROTATION_TOLERANCES, Heads, of_equal_length, relative_error, turned_error

@@ -17,13 +17,13 @@ from kvmosaic.config import TierConfig
 from kvmosaic.errors import InvalidConfig, NotMovable
 from kvmosaic.integrations.vllm.operations import StoredRun
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
+from kvmosaic.layers import LayerGeometry
 from kvmosaic.memory import (
     ChunkTensors,
     DtypeName,
     EntryBound,
     EntryExpectation,
     EntryHeader,
-    LayerGeometry,
     decode_entry,
     encode_entry,
 )
