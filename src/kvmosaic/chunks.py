@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from kvmosaic.cache import Chunk
 from kvmosaic.engine import Engine
 from kvmosaic.errors import ChunkCacheOff, ChunkTooLong, UnknownChunk
-from kvmosaic.layout import ChunkContext, PositionStrategy
+from kvmosaic.layout import ChunkContext
 from kvmosaic.prompt import Prompt, PromptEncoder, Segment, SegmentKind
 from kvmosaic.prompt.segment import whole_numbers
 
@@ -137,7 +137,7 @@ class ChunkStore:
     def _warm(
         self,
         prompts: Sequence[Prompt],
-        strategy: PositionStrategy | None,
+        strategy: str | None,
         context: ChunkContext | None,
         progress: Callable[[int, int], None] | None,
     ) -> list[ChunkHandle]:

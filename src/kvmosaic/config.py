@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args
 
 from kvmosaic.errors import InvalidConfig, InvalidSeparator
 from kvmosaic.eviction import EvictionPolicy, choose
-from kvmosaic.layout import ChunkContext, PositionStrategy
+from kvmosaic.layout import ChunkContext
+from kvmosaic.layout.strategies import strategy_names
 from kvmosaic.prompt.lead_in import LEAD_IN, MAX_LEAD_IN_CHARACTERS
 from kvmosaic.prompt.separator import read_separator
 from kvmosaic.repair import DEFAULT_REPAIR, RepairPolicy, repair_policy
@@ -75,7 +76,7 @@ class ChunkCacheConfig:
     hash_algorithm: Literal["sha256", "xxh3_128"] = "sha256"
     """Hash of the keys by which blocks and chunks are looked up; xxh3_128 is faster and always compares tokens.
     Processes that share tiers choose the same."""
-    position_strategy: PositionStrategy = _AUTO
+    position_strategy: str = _AUTO
     """Positions of documents: one after the other ("sequential"), all right after the system prompt ("shared"), where
     the caller says ("absolute"), or sequential where the prompt fits the model's positions, else shared ("auto")."""
     chunk_context: ChunkContext = _SYSTEM
@@ -87,7 +88,7 @@ class ChunkCacheConfig:
     """Which tokens of cached documents every request computes again, if it does not say so itself: see
     `kvmosaic.repair`."""
     eviction: str | EvictionPolicy = "lru"
-    """Eviction policy: "lru", "priority", or an object of your own."""
+    """Eviction policy: "lru", "lfu", "priority", or an object of your own."""
     verify_tokens: bool = True
     """Compare the tokens of a hit with those asked for, whatever the hash."""
     log_stats_seconds: float | None = None
@@ -96,7 +97,7 @@ class ChunkCacheConfig:
     def __post_init__(self) -> None:
         _check_choice("long_chunks", self.long_chunks, ("error", "split"))
         _check_choice("hash_algorithm", self.hash_algorithm, ("sha256", "xxh3_128"))
-        _check_choice("position_strategy", self.position_strategy, get_args(PositionStrategy))
+        _check_choice("position_strategy", self.position_strategy, strategy_names(auto=True))
         _check_choice("chunk_context", self.chunk_context, get_args(ChunkContext))
         if not isinstance(self.lead_in, str) or not 1 <= len(self.lead_in.strip()) <= MAX_LEAD_IN_CHARACTERS:
             raise InvalidConfig(

@@ -31,7 +31,7 @@ from kvmosaic.engine import Request
 from kvmosaic.engine.priorities import check_priority, priorities_for
 from kvmosaic.engine.self_check import SelfCheck, run_self_check
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling
-from kvmosaic.layout import ChunkContext, PositionStrategy
+from kvmosaic.layout import ChunkContext
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.int8 import Quantization
 from kvmosaic.model.prepack import Prepack
@@ -44,7 +44,7 @@ Messages = Sequence[Mapping[str, Any]]
 Documents = Sequence[Document | Mapping[str, Any] | str]
 Progress = Callable[[int, int], None]
 """Called with the number of finished requests and the number of all."""
-_Placing = tuple[PositionStrategy | None, ChunkContext | None]
+_Placing = tuple[str | None, ChunkContext | None]
 """Settings that a call overrides for its documents."""
 
 
@@ -173,7 +173,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
-        position_strategy: PositionStrategy | None = None,
+        position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
@@ -210,7 +210,7 @@ class LLM:
         documents: Documents | None = None,
         salt: str = "",
         priority: int | Sequence[int] = 0,
-        position_strategy: PositionStrategy | None = None,
+        position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
@@ -245,7 +245,7 @@ class LLM:
         continuations: Continuation | Sequence[Continuation],
         *,
         repair: str | RepairPolicy | None = None,
-        position_strategy: PositionStrategy | None = None,
+        position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
         progress: Progress | None = None,
     ) -> list[ScoreOutput]:
@@ -285,7 +285,7 @@ class LLM:
         documents: Documents | None = None,
         salt: str = "",
         priority: int = 0,
-        position_strategy: PositionStrategy | None = None,
+        position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
     ) -> Iterator[RequestOutput]:
         """Answers one prompt or conversation, step by step: every output holds the answer so far.
@@ -356,7 +356,7 @@ class LLM:
         self,
         prompt: str | Prompt,
         *,
-        position_strategy: PositionStrategy | None = None,
+        position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
     ) -> Plan:
         """What would be reused, moved and computed for a prompt now; nothing is computed or changed."""

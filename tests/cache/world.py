@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from kvmosaic.cache import Allocation, BlockCopy, BlockPool, KeyChain, KVCache, SpanAllocation
 from kvmosaic.config import ChunkCacheConfig
-from kvmosaic.layout import ChunkContext, Layout, PositionStrategy, arrange
+from kvmosaic.layout import ChunkContext, Layout, arrange
 from kvmosaic.prompt import Prompt, SegmentKind
 
 
@@ -30,7 +30,7 @@ def layout_of(
     question: Sequence[int],
     *,
     names: Sequence[str] | None = None,
-    strategy: PositionStrategy = "shared",
+    strategy: str = "shared",
     context: ChunkContext = "system",
     sees: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Layout:

@@ -18,6 +18,7 @@ from kvmosaic.capacity.speed import parse_rate, parse_seconds
 from kvmosaic.capacity.tier_plan import MARGIN, codec_share, plan_tier
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import LayerShape
+from kvmosaic.layout import arrange
 from kvmosaic.memory import budget
 from kvmosaic.tiers import cost
 
@@ -53,7 +54,6 @@ def test_memory_is_divided_without_a_rest() -> None:
 def test_planned_documents_fit_into_the_engines_own_pools() -> None:
     from kvmosaic.cache import KVCache
     from kvmosaic.config import ChunkCacheConfig
-    from kvmosaic.layout import arrange
     from kvmosaic.prompt import Prompt
 
     demand = Demand(100, 50, 2, 3, system_tokens=20, question_tokens=10, answer_tokens=15)

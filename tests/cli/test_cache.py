@@ -379,7 +379,7 @@ def test_explain_says_why_a_document_is_found_or_not(tiny_model: Path, tier: Pat
     assert "a document of this name is there with another text (5 tokens)" in found["mill"]
     assert "nothing of the same text is" in found["new"]
     longer = explained(tiny_model, url, "--documents", documents, "--system", "Another text.")
-    assert "behind another system text: from position 7, not 13" in longer["ferry"]
+    assert "after another system text: from position 7, not 13" in longer["ferry"]
     other = explained(tiny_model, url, "--documents", documents, "--system", "Answer!")
     assert "another system text of this length, or for another salt or tenant" in other["ferry"]
     context_free = explained(tiny_model, url, *here, "--chunk-context", "none")

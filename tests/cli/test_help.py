@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvmosaic import __version__
-from kvmosaic.cli import ContextKind, FixedStrategy, LongChunks, Strategy, app
+from kvmosaic.cli import ContextKind, LongChunks, app
 from kvmosaic.config import ChunkCacheConfig
-from kvmosaic.layout import ChunkContext, PositionStrategy
+from kvmosaic.layout import ChunkContext
 
 COMMANDS = ("run", "plan", "check", "demo", "warm", "cache", "serve", "vllm", "sleep", "wake")
 
@@ -62,8 +62,6 @@ def test_unknown_strategy_is_refused_with_the_choices() -> None:
 
 def test_choices_are_those_of_the_settings() -> None:
     assert get_args(LongChunks)[0] == get_type_hints(ChunkCacheConfig)["long_chunks"]
-    assert choices_of(get_args(Strategy)[0]) == set(get_args(PositionStrategy)) - {"absolute"}
-    assert choices_of(get_args(FixedStrategy)[0] | None) == set(get_args(PositionStrategy)) - {"absolute", "auto"}
     assert choices_of(get_args(ContextKind)[0]) == set(get_args(ChunkContext))
 
 

@@ -16,7 +16,6 @@ from support.tiers import HandClock, TroubledTier
 from kvmosaic.config import TierConfig
 from kvmosaic.engine import ChunkEntries, ChunkOffloader, Engine
 from kvmosaic.errors import QueueFull, TierUnavailable
-from kvmosaic.layout import PositionStrategy
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams
@@ -47,7 +46,7 @@ def with_tiers(
     return engine.offloader
 
 
-def answer(engine: Engine, *prompts: Prompt, strategy: PositionStrategy = "shared"):
+def answer(engine: Engine, *prompts: Prompt, strategy: str = "shared"):
     requests = [engine.add_request(prompt, GREEDY, position_strategy=strategy) for prompt in prompts]
     engine.run(requests)
     engine.check_invariants()

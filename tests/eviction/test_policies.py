@@ -5,7 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.eviction import LRU, POLICIES, Candidate, EvictionPolicy, EvictionQueue, Priority, choose
+from kvmosaic.eviction import LFU, LRU, POLICIES, Candidate, EvictionPolicy, EvictionQueue, Priority, choose
+
+
+def test_lfu_ranks_by_hits_and_then_by_the_last_use():
+    rank = LFU().rank
+    often, seldom = Candidate(1.0, 1, hits=9), Candidate(5_000.0, 1, hits=8)
+    assert rank(seldom) < rank(often)
+    assert rank(Candidate(1e6, 1, hits=9)) < rank(Candidate(1e6 + 1e-3, 1, hits=9)) < rank(Candidate(1.0, 1, hits=10))
 
 
 def test_lru_ranks_by_the_last_use_alone():
@@ -59,7 +66,7 @@ def test_a_policy_is_chosen_by_name_or_given_as_an_instance(name):
 
 
 def test_unknown_policies_are_refused_with_the_names_there_are():
-    with pytest.raises(InvalidConfig, match="'lru' or 'priority'"):
+    with pytest.raises(InvalidConfig, match="'lru' or 'lfu' or 'priority'"):
         choose("fifo")
     with pytest.raises(InvalidConfig, match="rank"):
         choose(42)

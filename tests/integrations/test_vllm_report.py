@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
-from kvmosaic.server.openai.usage import ReuseReport
+from kvmosaic.server.openai.usage import ReplyReport
 
 CACHED = ChunkOutcome("cached")
 SHAPE = Composition(system=6, chunks=(4, 8), ids=("ferry", None))
@@ -97,8 +97,8 @@ def reports(draw: st.DrawFn) -> ComposedReport:
 @given(reports())
 def test_every_report_has_the_form_of_our_own_server_and_its_numbers_add_up(report: ComposedReport) -> None:
     told = json.loads(json.dumps(report.to_json()))
-    own = {name: told[name] for name in ReuseReport.model_fields}
-    assert ReuseReport.model_validate(own).model_dump() == own
+    own = {name: told[name] for name in ReplyReport.model_fields}
+    assert ReplyReport.model_validate(own).model_dump() == own
     totals = told["totals"]
     assert sum(segment["tokens"] for segment in told["segments"]) == totals["prompt_tokens"] == report.num_tokens
     assert totals["cached_tokens"] + totals["composed_tokens"] + totals["recomputed_tokens"] == report.num_tokens

@@ -56,7 +56,7 @@ def test_sees_and_offsets_follow_the_parts():
     prompt = make_encoder(4).encode(Prompt((*chunks, Segment(SegmentKind.QUESTION, (1,)))))
     assert [chunk.position_offset for chunk in prompt.chunks] == [100, 104, None, None, None]
     assert [chunk.sees for chunk in prompt.chunks] == [(), (), (), (0, 1, 2), (3,)]
-    with pytest.raises(InvalidSees, match="told to see chunk 9"):
+    with pytest.raises(InvalidSees, match="its `sees` lists chunk 9"):
         make_encoder(4).encode(
             Prompt((*chunks, Segment(SegmentKind.CHUNK, (3,), sees=(9,)), Segment(SegmentKind.QUESTION, (1,))))
         )

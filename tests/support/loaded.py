@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvmosaic.attention.dense import DenseAttention
-from kvmosaic.layout import DenseLayout, PositionStrategy, arrange, dense
+from kvmosaic.layout import DenseLayout, arrange, dense
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
 from support.families import build
@@ -36,7 +36,7 @@ def random_prompt(seed: int = 0, *, system: int = 5, chunks: tuple[int, ...] = (
     return Prompt.from_tokens(system=parts[0] or None, chunks=parts[1:-1], question=parts[-1])
 
 
-def dense_layout(prompt: Prompt, strategy: PositionStrategy = "shared") -> DenseLayout:
+def dense_layout(prompt: Prompt, strategy: str = "shared") -> DenseLayout:
     """The layout of a prompt, written out."""
     return dense(arrange(prompt, strategy))
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvmosaic.attention import AttentionBackend, Piece, RowGroup, StepAttention
 from kvmosaic.layers import LayerSpec, MaskSpec
+from kvmosaic.layers.mask import FULL
 from kvmosaic.memory import BlockStorage
 from kvmosaic.rope import Rotation
 from support.plain import PlainBackend
@@ -21,10 +22,15 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
 def layer_of(
-    num_kv_heads: int, key_dim: int, value_dim: int, rotation: Rotation | None = None, **others: Any
+    num_kv_heads: int,
+    key_dim: int,
+    value_dim: int,
+    rotation: Rotation | None = None,
+    mask: MaskSpec = FULL,
+    **others: Any,
 ) -> LayerSpec:
     """Layer 0 of a model, as storage and step attention see it."""
-    return LayerSpec(0, num_kv_heads, key_dim, value_dim, rotation=rotation, **others)
+    return LayerSpec(0, num_kv_heads, key_dim, value_dim, rotation=rotation, mask=mask, **others)
 
 
 class World:

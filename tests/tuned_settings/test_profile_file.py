@@ -118,7 +118,7 @@ def test_one_wrong_field_is_noticed(name: str, value: Any) -> None:
         ("kvmosaic_profile", ..., "kvmosaic_profile is missing"),
         ("repair", "most", "repair: repair is 'most'; choose one of none"),
         ("repair", "query(2)", "repair: query(fraction) computes this share"),
-        ("position_strategy", "absolute", "position_strategy is 'absolute'; it must be shared or sequential"),
+        ("position_strategy", "absolute", "position_strategy is 'absolute'; it must be sequential or shared"),
         ("fingerprint", "0" * 63, "it must be 64 hexadecimal digits"),
         ("fingerprint", "٣" * 64, "it must be 64 hexadecimal digits"),
         ("model", "\x1b[2J", "it must be 1 to 4096 printable characters"),

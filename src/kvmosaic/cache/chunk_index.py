@@ -46,6 +46,7 @@ class ChunkIndex:
         clock: Callable[[], float],
         *,
         max_chunks: int,
+        bytes_per_block: int = 1,
         verify: bool = True,
     ) -> None:
         self.pool = pool
@@ -60,6 +61,8 @@ class ChunkIndex:
         self.total = TenantAccount()
         """All tenants together."""
         self.twins = SameTextIndex()
+        self.bytes_per_block = bytes_per_block
+        """Of all layers together."""
         self._policy = policy
         self._accounts: dict[str, TenantAccount] = {}
         self._changed: set[str] = set()
@@ -278,12 +281,12 @@ class ChunkIndex:
         if account.num_pinned_blocks + chunk.num_blocks <= _MAX_KEPT * min(room, self.pool.num_blocks):
             self.set_pinned(chunk, True)
 
-    def set_quota(self, tenant: str, num_bytes: int | None, bytes_per_block: int) -> None:
+    def set_quota(self, tenant: str, num_bytes: int | None) -> None:
         """Sets or removes a limit on the blocks of a tenant; evicts idle chunks as far as needed."""
         self._changed.add(tenant)
         account = self.open(tenant)
         account.quota_bytes = num_bytes
-        account.quota_blocks = None if num_bytes is None else num_bytes // bytes_per_block
+        account.quota_blocks = None if num_bytes is None else num_bytes // self.bytes_per_block
         self.trim(tenant)
         self.close(tenant)
 
@@ -341,7 +344,15 @@ class ChunkIndex:
     def _enqueue(self, chunk: Chunk) -> None:
         if chunk.is_evictable:
             progress = chunk.num_computed / chunk.num_tokens
-            candidate = Candidate(chunk.last_used, chunk.num_tokens, chunk.priority, progress)
+            candidate = Candidate(
+                chunk.last_used,
+                chunk.num_tokens,
+                chunk.priority,
+                progress,
+                chunk.hits,
+                chunk.compute_ms / 1e3,
+                chunk.num_blocks * self.bytes_per_block,
+            )
             chunk.queue_entry = (self._policy.rank(candidate), next(self._numbers), chunk)
             for account in self._both(chunk):
                 account.push(chunk)

@@ -76,8 +76,15 @@ class KVCache:
         self._prefix_caching = prefix_caching
         self._clock = clock
         self._counters = Counters()
-        self._prefix = PrefixCache(self.request_pool, policy, clock, verify=verify)
-        self._chunks = ChunkIndex(self.chunk_pool, policy, clock, max_chunks=config.max_chunks, verify=verify)
+        self._prefix = PrefixCache(self.request_pool, policy, clock, bytes_per_block=bytes_per_block, verify=verify)
+        self._chunks = ChunkIndex(
+            self.chunk_pool,
+            policy,
+            clock,
+            max_chunks=config.max_chunks,
+            bytes_per_block=bytes_per_block,
+            verify=verify,
+        )
         self._lookup = CacheLookup(self._chunks, self._prefix if prefix_caching else None, self._counters, clock)
         self._room = CapacityCheck(self.request_pool, self._prefix, self._chunks)
         self._allocator = Allocator(self._prefix, self._chunks, self._room, self._counters)
@@ -392,7 +399,7 @@ class KVCache:
         """
         if num_bytes is not None and not 0 <= num_bytes <= MAX_QUOTA_BYTES:
             raise InvalidConfig(f"a quota must be between 0 and {MAX_QUOTA_BYTES} bytes, got {num_bytes!r}")
-        self._chunks.set_quota(tenant, num_bytes, self.bytes_per_block)
+        self._chunks.set_quota(tenant, num_bytes)
 
     def tenant_usage(self, tenant: str = "") -> TenantUsage:
         """Current chunk pool usage of a tenant."""

@@ -85,10 +85,18 @@ class PrefixCache:
     """
 
     def __init__(
-        self, pool: BlockPool, policy: EvictionPolicy, clock: Callable[[], float], *, verify: bool = True
+        self,
+        pool: BlockPool,
+        policy: EvictionPolicy,
+        clock: Callable[[], float],
+        *,
+        bytes_per_block: int = 1,
+        verify: bool = True,
     ) -> None:
         self.pool = pool
         self.num_evictions = 0
+        self.bytes_per_block = bytes_per_block
+        """Of all layers together."""
         self.num_idle = 0
         self.unwritten_step = -1
         """The step being assembled: what it registers may be read by it, but not copied yet; -1 for none."""
@@ -332,7 +340,9 @@ class PrefixCache:
 
     def _enqueue(self, entry: PrefixEntry) -> None:
         if entry._children is None:
-            candidate = Candidate(entry.last_used, self.pool.block_size)
+            candidate = Candidate(
+                entry.last_used, self.pool.block_size, hits=entry.hits, num_bytes=self.bytes_per_block
+            )
             entry.queue_entry = (self._policy.rank(candidate), next(self._numbers), entry)
             self._queue.push(entry)
 

@@ -14,7 +14,7 @@ from kvmosaic.prompt import SegmentKind
 def sees_only_system(layout: Layout, index: int) -> bool:
     """Whether what a chunk saw, and where it starts, is determined by the system text alone."""
     seen = (layout.spans[view.span].segment.kind for view in layout.spans[index].views)
-    return layout.strategy != "absolute" and all(kind is SegmentKind.SYSTEM for kind in seen)
+    return not layout.rules.takes_offsets and all(kind is SegmentKind.SYSTEM for kind in seen)
 
 
 class SameTextIndex:

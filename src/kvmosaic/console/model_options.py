@@ -12,7 +12,7 @@ from rich.console import Console
 from kvmosaic.console.text import printable
 
 if TYPE_CHECKING:
-    from kvmosaic.layout import ChunkContext, PositionStrategy
+    from kvmosaic.layout import ChunkContext
     from kvmosaic.llm import LLM
 
 
@@ -23,7 +23,7 @@ class ModelOptions:
     model: str = "reader"
     dtype: str = "auto"
     device: str = "auto"
-    position_strategy: PositionStrategy | None = None
+    position_strategy: str | None = None
     """None, here and below: as in the model's profile, or the default."""
     chunk_context: ChunkContext | None = None
     separator: str | None = None

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from kvmosaic.layout.strategies import describe_strategies, strategy_names
 from kvmosaic.repair.default import DEFAULT_REPAIR
 from kvmosaic.repair.parser import FORMS
+
+
+def _choice(names: Callable[[], tuple[str, ...]], value: str) -> str:
+    """Parses an option whose choices are the names of a dict, at the time of the call."""
+    if value not in names():
+        raise typer.BadParameter(f"{value!r:.80} is not one of {', '.join(map(repr, names()))}.")
+    return value
+
 
 Model = Annotated[
     str, typer.Argument(help="A model folder, a GGUF file, a hub name, or 'reader' for the bundled model.")
@@ -31,16 +42,23 @@ Separator = Annotated[
     ),
 ]
 Strategy = Annotated[
-    Literal["auto", "shared", "sequential"] | None,
+    str | None,
     typer.Option(
         "--position-strategy",
-        help="Documents follow one another (sequential), overlap (shared), or the first where the prompt fits "
-        "the model's positions, else the second (auto). Default: as the model's profile says, or auto.",
+        parser=partial(_choice, lambda: strategy_names(auto=True, offsets=False)),
+        metavar="|".join(strategy_names(auto=True, offsets=False)),
+        help=f"Documents {describe_strategies(offsets=False)}, or the first where the prompt fits the model's "
+        "positions, else the second (auto). Default: as the model's profile says, or auto.",
     ),
 ]
 FixedStrategy = Annotated[
-    Literal["shared", "sequential"],
-    typer.Option("--position-strategy", help="Documents overlap (shared), or follow one another (sequential)."),
+    str,
+    typer.Option(
+        "--position-strategy",
+        parser=partial(_choice, lambda: strategy_names(offsets=False)),
+        metavar="|".join(strategy_names(offsets=False)),
+        help=f"Documents {describe_strategies(offsets=False)}.",
+    ),
 ]
 ContextKind = Annotated[
     Literal["system", "lead_in", "none"] | None,

@@ -14,7 +14,7 @@ from kvmosaic.engine.figures import EngineFigures
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.stream import EndedWarmUps, Stream
 from kvmosaic.errors import EngineAsleep, KVMosaicError
-from kvmosaic.layout import ChunkContext, PositionStrategy
+from kvmosaic.layout import ChunkContext
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams
 
@@ -159,7 +159,7 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         note: str = "",
-        position_strategy: PositionStrategy | None = None,
+        position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
     ) -> AsyncGenerator[RequestDelta, None]:
         """Streams the answers to a prompt as deltas; the last one is `finished`.
@@ -203,7 +203,7 @@ class AsyncEngine:
         self,
         prompts: Sequence[Prompt],
         *,
-        position_strategy: PositionStrategy | None = None,
+        position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
     ) -> AsyncGenerator[tuple[int, Request], None]:
         """Computes the chunks of prompts (or finds them cached); yields (prompt number, warm-up) as they finish.

@@ -37,7 +37,7 @@ from kvmosaic.errors import (
     QueueFull,
     UnknownRequest,
 )
-from kvmosaic.layout import ChunkContext, Layout, PositionStrategy, RollingWindow
+from kvmosaic.layout import ChunkContext, Layout, RollingWindow
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, check_length
 from kvmosaic.repair import FullRepair, NoRepair, RepairPolicy, repair_policy
@@ -177,7 +177,7 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         note: str = "",
-        position_strategy: PositionStrategy | None = None,
+        position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
         arrival_time: float | None = None,
     ) -> Request:
@@ -215,7 +215,7 @@ class Engine:
         continuation: List[int],
         *,
         repair: str | RepairPolicy | None = None,
-        position_strategy: PositionStrategy | None = None,
+        position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
         request_id: str | None = None,
         keeps_distributions: bool = False,
@@ -249,7 +249,7 @@ class Engine:
         prompt: Prompt,
         *,
         request_id: str | None = None,
-        position_strategy: PositionStrategy | None = None,
+        position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
     ) -> Request:
         """Queues the prefill of a prompt's uncached chunks, without an answer; its question is not used."""
@@ -396,7 +396,7 @@ class Engine:
         self,
         prompt: Prompt,
         policy: str | RepairPolicy | None,
-        strategy: PositionStrategy | None,
+        strategy: str | None,
         context: ChunkContext | None,
         window: RollingWindow | None,
     ) -> tuple[Layout, RequestRepair | None]:
@@ -417,7 +417,7 @@ class Engine:
     def arrange(
         self,
         prompt: Prompt,
-        strategy: PositionStrategy | None = None,
+        strategy: str | None = None,
         window: RollingWindow | None = None,
         *,
         chunk_context: ChunkContext | None = None,

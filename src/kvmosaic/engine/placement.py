@@ -6,14 +6,15 @@ from dataclasses import replace
 
 from kvmosaic.engine.rolling_window import check_positions
 from kvmosaic.errors import InvalidOffset, NotMovable
-from kvmosaic.layout import ChunkContext, Layout, PositionStrategy, RollingWindow, arrange, choose_strategy
+from kvmosaic.layout import ChunkContext, Layout, RollingWindow, arrange, choose_strategy
+from kvmosaic.layout.strategies import AUTO
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.prompt import Prompt, check_length
 
 
 def place(
     prompt: Prompt,
-    strategy: PositionStrategy,
+    strategy: str,
     context: ChunkContext,
     model: LoadedModel,
     max_positions: int | None,
@@ -30,7 +31,7 @@ def place(
         InvalidSampling: the window exceeds the max position.
         NotMovable: it moves documents and the model does not allow that.
     """
-    if strategy == "auto":
+    if strategy == AUTO:
         end = 1 if window is None else window.num_positions - prompt.segments[-1].num_tokens
         strategy = choose_strategy(prompt.num_tokens + end, max_positions, is_movable=model.is_movable)
     layout = arrange(prompt, strategy, context)
@@ -61,7 +62,7 @@ def _check_offsets(layout: Layout, max_positions: int) -> None:
             )
 
 
-def not_movable(model: LoadedModel, strategy: PositionStrategy, context: ChunkContext) -> NotMovable:
+def not_movable(model: LoadedModel, strategy: str, context: ChunkContext) -> NotMovable:
     """The error for settings that move documents on a model that does not allow that."""
     return NotMovable(
         f"position_strategy={strategy!r} with chunk_context={context!r} moves documents, and this model does not allow "

@@ -194,7 +194,7 @@ def why_not_repaired(policy: RepairPolicy, layout: Layout, model: LoadedModel, *
             f"repair={policy} looks at every document from each of the others, and this prompt has {num_chunks:,}; at "
             f"most {MAX_REPAIRED_DOCUMENTS} can be repaired: send fewer, or use repair='none'"
         )
-    if not model.is_movable and layout.strategy == "shared" and num_chunks > 1 and not isinstance(policy, Temperature):
+    if not model.is_movable and layout.rules.overlaps and num_chunks > 1 and not isinstance(policy, Temperature):
         return (
             f"repair={policy} computes tokens where documents follow one another, and they are read where "
             f"documents overlap; this model does not allow that ({model.immovable_reason}); use repair='none' or "

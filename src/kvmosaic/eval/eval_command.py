@@ -9,6 +9,7 @@ import typer
 
 from kvmosaic.console.options import Device, DType, Model, Rounding, Threads
 from kvmosaic.eval.options import (
+    ALL_STRATEGIES,
     Capacity,
     Contexts,
     Data,
@@ -40,7 +41,7 @@ def eval_command(
             "full, parted by commas.",
         ),
     ] = "none,first(8),query(0.15),full",
-    strategies: Strategies = "sequential,shared",
+    strategies: Strategies = ALL_STRATEGIES,
     contexts: Contexts = "system",
     cases: Annotated[
         int | None,

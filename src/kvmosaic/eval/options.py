@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-Strategies = Annotated[str, typer.Option(metavar="NAMES", help="Positions of documents: sequential, shared, or both.")]
+from kvmosaic.layout.strategies import strategy_names
+
+ALL_STRATEGIES = ",".join(strategy_names(offsets=False))
+
+Strategies = Annotated[
+    str,
+    typer.Option(
+        metavar="NAMES", help=f"Positions of documents: {', '.join(strategy_names(offsets=False))}; parted by commas."
+    ),
+]
 Contexts = Annotated[
     str,
     typer.Option(

@@ -9,6 +9,7 @@ import typer
 
 from kvmosaic.console.options import Device, DType, Model, Rounding, Threads
 from kvmosaic.eval.options import (
+    ALL_STRATEGIES,
     Capacity,
     Contexts,
     Data,
@@ -69,7 +70,7 @@ def tune_command(
         str | None,
         typer.Option(metavar="POLICIES", help="What is tried, parted by commas; see kvmosaic eval. Default: a ladder."),
     ] = None,
-    strategies: Strategies = "sequential,shared",
+    strategies: Strategies = ALL_STRATEGIES,
     contexts: Contexts = "system,lead_in",
     cases: Annotated[
         int | None,

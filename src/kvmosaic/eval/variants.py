@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layout import ChunkContext
+from kvmosaic.layout.strategies import strategy_names
 from kvmosaic.repair import FullRepair, repair_policy
 
-Strategy = Literal["sequential", "shared"]
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 CONTEXTS: tuple[ChunkContext, ...] = get_args(ChunkContext)
 MAX_POLICIES = 100
 
@@ -20,7 +19,7 @@ MAX_POLICIES = 100
 class Variant:
     """One variant."""
 
-    strategy: Strategy = "sequential"
+    strategy: str = "sequential"
     context: ChunkContext = "system"
     repair: str = "none"
     """The text of a policy, such as "query(0.15)"."""
@@ -40,7 +39,7 @@ FULL = Variant("sequential", "system", str(FullRepair()))
 
 def variants(
     repairs: Sequence[str],
-    strategies: Sequence[str] = STRATEGIES,
+    strategies: Sequence[str] | None = None,
     contexts: Sequence[str] = CONTEXTS,
 ) -> tuple[Variant, ...]:
     """Returns full attention, then every meaningful combination, each once.
@@ -49,7 +48,9 @@ def variants(
         InvalidConfig: an unknown strategy or context, none of one of them, or too many policies.
         InvalidRepair: a policy that does not exist.
     """
-    for name, given, known in (("strategy", strategies, STRATEGIES), ("context", contexts, CONTEXTS)):
+    known_strategies = strategy_names(offsets=False)
+    strategies = known_strategies if strategies is None else strategies
+    for name, given, known in (("strategy", strategies, known_strategies), ("context", contexts, CONTEXTS)):
         for value in given:
             if value not in known:
                 raise InvalidConfig(f"the {name} {value!r:.80} is none of {', '.join(known)}")

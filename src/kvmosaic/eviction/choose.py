@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
+from typing import Final
 
 from kvmosaic.errors import InvalidConfig
+from kvmosaic.eviction.lfu import LFU
 from kvmosaic.eviction.lru import LRU
 from kvmosaic.eviction.policy import EvictionPolicy
 from kvmosaic.eviction.priority import Priority
 
-POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = MappingProxyType({"lru": LRU, "priority": Priority})
+POLICIES: Final[dict[str, Callable[[], EvictionPolicy]]] = {"lru": LRU, "lfu": LFU, "priority": Priority}
+"""To add a policy: write its file, and add it here."""
 
 
 def choose(policy: str | EvictionPolicy) -> EvictionPolicy:

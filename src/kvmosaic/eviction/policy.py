@@ -18,6 +18,12 @@ class Candidate:
     """Priority given by its owner, 0 to 1."""
     progress: float = 1.0
     """Fraction that is computed, 0 to 1."""
+    hits: int = 0
+    """Cache hits so far."""
+    compute_seconds: float = 0.0
+    """Seconds that computing it took; 0 if unknown, as for blocks of prefixes."""
+    num_bytes: int = 0
+    """Bytes that evicting it would free, over all layers."""
 
 
 @runtime_checkable

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kvmosaic.layout.strategies import STRATEGIES, PositionStrategy
 from kvmosaic.prompt import Segment, SegmentKind
 
-AutoStrategy = Literal["sequential", "shared"]
-FixedStrategy = Literal["shared", "sequential", "absolute"]
-PositionStrategy = Literal["auto", "shared", "sequential", "absolute"]
-"""`auto` chooses one of the others for each prompt; see `choose_strategy`."""
 ChunkContext = Literal["system", "lead_in", "none"]
 """What chunks see when they are computed: the system text, the system text and a lead-in, or nothing."""
 
@@ -103,11 +100,17 @@ class Layout:
     """
 
     spans: tuple[Span, ...]
-    strategy: FixedStrategy = "shared"
+    strategy: str = "shared"
+    """Name of the position strategy."""
     chunk_context: ChunkContext = "system"
     fresh_tokens: int = 0
     """Number of last tokens of the last span that are computed even if cached, because their attention or logits are
     needed."""
+
+    @property
+    def rules(self) -> PositionStrategy:
+        """The position strategy."""
+        return STRATEGIES[self.strategy]
 
     @property
     def last(self) -> Span:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from kvmosaic.engine import AnswerDelta, RequestDelta
 from kvmosaic.engine.priorities import class_of
 from kvmosaic.errors import EngineAsleep, KVMosaicError
-from kvmosaic.layout import ChunkContext, PositionStrategy
+from kvmosaic.layout import ChunkContext
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import RequestMetrics, ReuseReport, SamplingParams
 from kvmosaic.server.documents import with_shown_names
@@ -28,7 +28,7 @@ async def run(
     route: str,
     request_id: str,
     priority: int = 0,
-    position_strategy: PositionStrategy | None = None,
+    position_strategy: str | None = None,
     chunk_context: ChunkContext | None = None,
     note: str = "",
 ) -> AsyncGenerator[RequestDelta, None]:

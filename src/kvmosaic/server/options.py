@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
+from kvmosaic.server.choices import Choices
 from kvmosaic.server.read import flag_of, read_settings
 from kvmosaic.server.settings import ServerSettings, is_variable_only
 
@@ -73,6 +74,9 @@ def _kind(field: FieldInfo) -> Any:
     annotation: Any = field.annotation
     if isinstance(annotation, types.UnionType):
         annotation = next(part for part in get_args(annotation) if part is not type(None))
+    for part in (*field.metadata, *get_args(annotation)):
+        if isinstance(part, Choices):
+            return part.names()
     origin = get_origin(annotation)
     if origin is Literal:
         return get_args(annotation)

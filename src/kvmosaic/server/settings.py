@@ -17,9 +17,12 @@ from pydantic_settings import (
 )
 
 from kvmosaic.config import MAX_TIERS, ChunkCacheConfig, EngineConfig, TierConfig, parse_bytes
+from kvmosaic.eviction import POLICIES
+from kvmosaic.layout.strategies import describe_strategies, strategy_names
 from kvmosaic.prompt.separator import read_separator
 from kvmosaic.repair import DEFAULT_REPAIR, FORMS, repair_policy
 from kvmosaic.repair.parser import MAX_POLICY_CHARACTERS
+from kvmosaic.server.choices import Choices
 from kvmosaic.server.config_file import read_config_file
 from kvmosaic.server.key_text import KEY_RULE, is_key_text
 from kvmosaic.tiers import Tier, parse_tier_url
@@ -37,7 +40,8 @@ VARIABLE_ONLY = "variable_only"
 
 Texts = Annotated[tuple[str, ...], NoDecode]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode]
-Strategy = Literal["auto", "shared", "sequential"]
+Strategy = Annotated[str, Choices(lambda: strategy_names(auto=True, offsets=False))]
+Eviction = Annotated[str, Choices(lambda: tuple(POLICIES))]
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 
@@ -135,8 +139,8 @@ class ServerSettings(BaseSettings):
     position_strategy: Strategy | None = _setting(
         None,
         "Chunk cache",
-        "Documents follow one another (sequential), overlap (shared), or the first where the prompt fits the "
-        "model's positions, else the second (auto). Default: as the model's profile says, or auto.",
+        f"Documents {describe_strategies(offsets=False)}, or the first where the prompt fits the model's positions, "
+        "else the second (auto). Default: as the model's profile says, or auto.",
     )
     chunk_context: Literal["system", "lead_in", "none"] | None = _setting(
         None,
@@ -164,7 +168,7 @@ class ServerSettings(BaseSettings):
     long_chunks: Literal["error", "split"] = _setting(
         "error", "Chunk cache", "A document that is too long for one chunk: refuse it, or split it."
     )
-    eviction: Literal["lru", "priority"] = _setting("lru", "Chunk cache", "Eviction policy of the chunk cache.")
+    eviction: Eviction = _setting("lru", "Chunk cache", "Eviction policy of the chunk cache.")
 
     chunk_tier: Secrets = _setting(
         (),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.layout import ChunkContext
+from kvmosaic.layout.strategies import strategy_names
 from kvmosaic.repair import repair_policy
 from kvmosaic.tuned_settings.fields import Fields
 
@@ -24,8 +25,6 @@ MAX_WORK = 100.0
 """Upper bound: repairing may cost more than computing all documents once, though that is never useful."""
 MAX_NAME_CHARACTERS = 4_096
 MAX_NATS = 1e6
-
-Strategy = Literal["shared", "sequential"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class Profile:
     """Name of the model when it was measured."""
     fingerprint: str
     """Fingerprint of the model: it differs for another checkpoint, dtype or quantization."""
-    position_strategy: Strategy
+    position_strategy: str
     chunk_context: ChunkContext
     repair: str
     goal: Goal
@@ -151,7 +150,7 @@ class Profile:
         profile = cls(
             model=fields.text("model", MAX_NAME_CHARACTERS),
             fingerprint=fields.matching("fingerprint", "[0-9a-f]{64}", "64 hexadecimal digits"),
-            position_strategy=fields.choice("position_strategy", ("shared", "sequential")),
+            position_strategy=fields.choice("position_strategy", strategy_names(offsets=False)),
             chunk_context=fields.choice("chunk_context", get_args(ChunkContext)),
             repair=fields.read("repair", lambda text: str(repair_policy(text))),
             goal=Goal(

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from kvmosaic.bench.peers.peer import BatchTimes, RequestTimes
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
-from kvmosaic.layout import PositionStrategy
 from kvmosaic.llm import LLM
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
@@ -19,7 +18,7 @@ class OwnPeer:
     """kvmosaic; with the chunk cache off it is an ordinary engine with prefix caching."""
 
     def __init__(
-        self, model: LoadedModel, *, enable_chunk_cache: bool, strategy: PositionStrategy = "shared", capacity: str
+        self, model: LoadedModel, *, enable_chunk_cache: bool, strategy: str = "shared", capacity: str
     ) -> None:
         self.is_ours = enable_chunk_cache
         self.name = "kvmosaic" if enable_chunk_cache else "kvmosaic, chunk cache off"

@@ -11,7 +11,6 @@ from kvmosaic.bench.peers.outside import OutsidePeer, llama_peer, vllm_peer
 from kvmosaic.bench.peers.own import OwnPeer
 from kvmosaic.bench.peers.peer import Peer
 from kvmosaic.errors import EngineError, InvalidConfig
-from kvmosaic.layout import PositionStrategy
 from kvmosaic.model import LoadedModel
 
 PEERS = ("on", "off", "transformers", "vllm", "llama.cpp")
@@ -23,7 +22,7 @@ class PeerOptions:
     """Which engines to start, and how."""
 
     names: tuple[str, ...] = PEERS
-    strategy: PositionStrategy = "shared"
+    strategy: str = "shared"
     capacity: str = "4GiB"
     """Memory for each of our own pools."""
     threads: int = 1

@@ -24,7 +24,7 @@ from kvmosaic.engine.request import Request
 from kvmosaic.engine.self_check.comparison import Comparison, worst_finding
 from kvmosaic.engine.self_check.recorder import NUM_ANSWER, RecordedStep, RecordingEngine
 from kvmosaic.layers import AttentionCall
-from kvmosaic.layout import ChunkContext, DenseLayout, FixedStrategy, Layout, arrange, dense
+from kvmosaic.layout import ChunkContext, DenseLayout, Layout, arrange, dense
 from kvmosaic.model.hook import Receiver
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
@@ -53,7 +53,7 @@ class _Answered:
 def check_composed(model: LoadedModel, prompts: Sequence[Prompt], backend: AttentionBackend | None) -> list[Comparison]:
     """Four findings: on positions, on storage and attention (of the first prompt), and on logits."""
     # context-free documents in sequence are moved furthest, and one dense forward still is their reference
-    strategy: FixedStrategy = "sequential" if moves(model) else "shared"
+    strategy = "sequential" if moves(model) else "shared"
     context: ChunkContext = "none" if moves(model) else "system"
     engine = RecordingEngine(model, backend, strategy, context)
     cold, warm = engine.answer(prompts), engine.answer(prompts)

@@ -15,7 +15,7 @@ from kvmosaic.engine.engine import Engine
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.step import ScheduledTokens, Step
 from kvmosaic.layers import AttentionCall
-from kvmosaic.layout import ChunkContext, FixedStrategy
+from kvmosaic.layout import ChunkContext
 from kvmosaic.model.batch import Batch, SpanRows
 from kvmosaic.model.hook import Receiver
 from kvmosaic.model.loaded import LoadedModel
@@ -94,7 +94,7 @@ class RecordingEngine(Engine):
     runner: RecordingRunner
 
     def __init__(
-        self, model: LoadedModel, backend: AttentionBackend | None, strategy: FixedStrategy, context: ChunkContext
+        self, model: LoadedModel, backend: AttentionBackend | None, strategy: str, context: ChunkContext
     ) -> None:
         config = ChunkCacheConfig(
             position_strategy=strategy, chunk_context=context, block_size=BLOCK_SIZE, repair="none"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.integrations.vllm.strategy import Placing, Strategy, choose_strategy
+from kvmosaic.integrations.vllm.strategy import choices, choose_strategy
+from kvmosaic.layout.strategies import STRATEGIES, PositionStrategy
 
 FIELD = "kvmosaic"
 """The key inside `kv_transfer_params`, of requests and of answers."""
@@ -33,7 +34,7 @@ class Composition:
     """Tokens of the system text; 0 or more."""
     chunks: tuple[int, ...]
     """Tokens of each chunk, in the order of the prompt; each 1 or more."""
-    position_strategy: Placing = "sequential"
+    position_strategy: str = "sequential"
     chunk_context: Saw = "system"
     repair: int = 0
     """Tokens at the start of each chunk that are recomputed with everything before them visible; 0: none."""
@@ -50,10 +51,7 @@ class Composition:
         if not all(1 <= length <= MAX_TOKENS for length in self.chunks):
             shortest = min(self.chunks)
             raise InvalidConfig(f"a chunk of {shortest} tokens; every chunk has 1 to {MAX_TOKENS}")
-        if self.position_strategy not in get_args(Placing):
-            raise InvalidConfig(
-                f"position_strategy is {self.position_strategy!r}; inside vLLM choose 'sequential' or 'shared'"
-            )
+        _check_strategy(self.position_strategy, choices(auto=False))
         if self.chunk_context not in get_args(Saw):
             raise InvalidConfig(f"chunk_context is {self.chunk_context!r}; inside vLLM choose 'system' or 'none'")
         if not 0 <= self.repair <= MAX_REPAIR_TOKENS:
@@ -78,13 +76,23 @@ class Composition:
     @property
     def question_position(self) -> int:
         """Position of the question's first token."""
-        if self.position_strategy == "shared":
-            return self.system + max(self.chunks)
-        return self.end
+        starts = self.starts
+        ends = (self._position(start) + length for start, length in zip(starts, self.chunks, strict=True))
+        return max(ends)
 
     def position_of(self, chunk: int) -> int:
         """Position of a chunk's first token, as the question sees it."""
-        return self.system if self.position_strategy == "shared" else self.starts[chunk]
+        return self._position(self.starts[chunk])
+
+    def _position(self, index: int) -> int:
+        """Position of the chunk whose first token has this index."""
+        seen = self.system if self.chunk_context == "system" else 0
+        return self.strategy.position(seen, index, self.system - seen)
+
+    @property
+    def strategy(self) -> PositionStrategy:
+        """The position strategy."""
+        return STRATEGIES[self.position_strategy]
 
     def repaired(self, chunk: int) -> int:
         """Number of recomputed tokens of a chunk; the first chunk may have seen everything before it."""
@@ -133,10 +141,7 @@ class Composition:
         if unknown := sorted(map(str, set(fields) - known)):
             raise InvalidConfig(f"{FIELD} has no field {unknown[0]!r:.80}; it has {', '.join(sorted(known))}")
         strategy = fields.get("position_strategy", "auto")
-        if strategy not in get_args(Strategy):
-            raise InvalidConfig(
-                f"position_strategy is {strategy!r:.80}; inside vLLM choose 'auto', 'sequential' or 'shared'"
-            )
+        _check_strategy(strategy, choices())
         repair = fields.get("repair")
         composition = cls(
             system=_number("system", fields.get("system", 0)),
@@ -167,3 +172,9 @@ def _listed(name: str, value: Any) -> Sequence[Any]:
     if len(value) > MAX_CHUNKS:
         raise InvalidConfig(f"{FIELD}.{name} has {len(value)} entries; at most {MAX_CHUNKS}")
     return value
+
+
+def _check_strategy(strategy: object, names: tuple[str, ...]) -> None:
+    if not isinstance(strategy, str) or strategy not in names:
+        *most, last = map(repr, names)
+        raise InvalidConfig(f"position_strategy is {strategy!r:.80}; inside vLLM choose {', '.join(most)} or {last}")

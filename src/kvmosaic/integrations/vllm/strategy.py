@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-from kvmosaic.layout import AutoStrategy
-from kvmosaic.layout import choose_strategy as choose_automatically
-
-Placing = AutoStrategy
-Strategy = Literal["auto", "sequential", "shared"]
+from kvmosaic.layout.strategies import AUTO, strategy_names
+from kvmosaic.layout.strategies import choose_strategy as choose_automatically
 
 
-def choose_strategy(strategy: Strategy, num_tokens: int, trained_positions: int | None) -> Placing:
-    """Resolves "auto" (see `kvmosaic.layout.choose_strategy`); returns any other strategy unchanged.
+def choices(*, auto: bool = True) -> tuple[str, ...]:
+    """Strategies inside vLLM: without those that need an offset per document."""
+    return strategy_names(auto=auto, offsets=False)
+
+
+def choose_strategy(strategy: str, num_tokens: int, trained_positions: int | None) -> str:
+    """Resolves "auto" (see `kvmosaic.layout.strategies`); returns any other strategy unchanged.
 
     Args:
         strategy: of the request or the settings.
         num_tokens: length of the whole prompt.
         trained_positions: max trained position of the model; None: unknown, or no limit.
     """
-    if strategy != "auto":
+    if strategy != AUTO:
         return strategy
     return choose_automatically(num_tokens + 1, trained_positions)
 

@@ -13,7 +13,7 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 
 from kvmosaic.engine import AnswerDelta, RequestDelta
-from kvmosaic.layout import ChunkContext, PositionStrategy
+from kvmosaic.layout import ChunkContext
 from kvmosaic.sampling import Logprob, SamplingParams
 from kvmosaic.server.errors import request_id_of
 from kvmosaic.server.execution import run
@@ -41,7 +41,7 @@ class GenerationRequest:
     prompts: Sequence[EncodedPrompt]
     params: SamplingParams
     priority: int = 0
-    position_strategy: PositionStrategy | None = None
+    position_strategy: str | None = None
     chunk_context: ChunkContext | None = None
 
     @classmethod

@@ -10,10 +10,12 @@ from pydantic import AfterValidator, Field
 
 from kvmosaic.engine.priorities import MAX_PRIORITY
 from kvmosaic.errors import InvalidRepair, InvalidSampling
+from kvmosaic.layout.strategies import strategy_names
 from kvmosaic.repair import FORMS, repair_policy
 from kvmosaic.repair.parser import MAX_POLICY_CHARACTERS
 from kvmosaic.sampling import DEFAULT_SINK_TOKENS, MAX_WINDOW_TOKENS, SamplingParams
 from kvmosaic.sampling.defaults import FOLLOWED
+from kvmosaic.server.choices import Choices
 from kvmosaic.server.errors import ApiError, as_api_error
 from kvmosaic.server.openai.documents import DocumentFields
 from kvmosaic.server.openai.fields import INTEGRAL, Body, Ignored, Only, StopText, TokenId
@@ -110,7 +112,7 @@ class SharedFields(DocumentFields, StructuredFields):
         INTEGRAL,
     ] = 0
     position_strategy: Annotated[
-        Literal["auto", "shared", "sequential"] | None,
+        Annotated[str, Choices(lambda: strategy_names(auto=True, offsets=False))] | None,
         Field(description="Positions of documents; default: the server's setting."),
     ] = None
     chunk_context: Annotated[

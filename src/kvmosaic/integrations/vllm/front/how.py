@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.contract import MAX_REPAIR_TOKENS, Saw
-from kvmosaic.integrations.vllm.strategy import Strategy
+from kvmosaic.integrations.vllm.strategy import choices
 
 FIELDS = ("position_strategy", "chunk_context", "repair")
 _FIRST = re.compile(r"\s*first\s*\(\s*(\d{1,9})\s*\)\s*", re.ASCII)
@@ -19,14 +19,14 @@ _FIRST = re.compile(r"\s*first\s*\(\s*(\d{1,9})\s*\)\s*", re.ASCII)
 class How:
     """Composition options of one request, or a server's defaults for options that a request omits."""
 
-    position_strategy: Strategy = "auto"
+    position_strategy: str = "auto"
     chunk_context: Saw = "system"
     repair: int | None = None
     """Tokens at the start of each document that are recomputed with everything before them visible; None: the engine's
     default repair, where it can."""
 
     def __post_init__(self) -> None:
-        _check("position_strategy", self.position_strategy, get_args(Strategy))
+        _check("position_strategy", self.position_strategy, choices())
         _check("chunk_context", self.chunk_context, get_args(Saw))
 
     def updated(self, fields: Mapping[str, Any]) -> How:

@@ -94,7 +94,7 @@ def request_trouble(request: Any, composition: Composition, facts: Iterable[Work
         return Bypass("resumable", "the prompt arrives in parts")
     if composition.repair and not all(fact.can_repair for fact in facts):
         return Bypass("repair", "repair cannot be computed on these workers")
-    if composition.position_strategy == "shared" and not all(fact.can_shift for fact in facts):
+    if composition.strategy.overlaps and not all(fact.can_shift for fact in facts):
         return Bypass(
             "shared_positions", "positions cannot be shifted on these workers; use position_strategy 'sequential'"
         )

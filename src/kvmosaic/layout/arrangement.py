@@ -1,28 +1,14 @@
-"""Arrangement of segments: the three position strategies, and choosing one for a prompt."""
+"""Arrangement of segments: a position and views for each of them."""
 
 from __future__ import annotations
 
 from kvmosaic.errors import InvalidConfig, InvalidOffset
-from kvmosaic.layout.span import AutoStrategy, ChunkContext, FixedStrategy, Layout, Span, View
+from kvmosaic.layout.span import ChunkContext, Layout, Span, View
+from kvmosaic.layout.strategies import PositionStrategy, strategy_named
 from kvmosaic.prompt import Prompt, Segment, SegmentKind, seen_chunks
 
 
-def choose_strategy(num_positions: int, max_positions: int | None, *, is_movable: bool = True) -> AutoStrategy:
-    """The strategy chosen by `auto`: `sequential` where the prompt fits, otherwise `shared`.
-
-    An ordinary model is trained on documents one after the other; where they overlap it mixes them up. The choice
-    depends on the prompt and the model alone, so that cached and computed prompts stay the same.
-
-    Args:
-        num_positions: sequential positions of the prompt and the first token of its answer.
-        max_positions: positions that the model was trained for, or that are allowed; None: no limit.
-        is_movable: whether the model's keys may be used at another position.
-    """
-    is_fitting = max_positions is None or num_positions <= max_positions
-    return "sequential" if is_movable and is_fitting else "shared"
-
-
-def arrange(prompt: Prompt, strategy: FixedStrategy = "shared", chunk_context: ChunkContext = "system") -> Layout:
+def arrange(prompt: Prompt, strategy: str = "shared", chunk_context: ChunkContext = "system") -> Layout:
     """Assigns a position and views to every segment of a tokenized prompt.
 
     With n system tokens and chunks of m_1, m_2, … tokens:
@@ -43,13 +29,12 @@ def arrange(prompt: Prompt, strategy: FixedStrategy = "shared", chunk_context: C
         InvalidSees: a chunk sees itself, a later chunk or a chunk that does not exist.
         InvalidConfig: an unknown strategy or chunk context.
     """
-    if strategy not in ("shared", "sequential", "absolute"):
-        raise InvalidConfig(f"position_strategy is {strategy!r}; choose 'shared', 'sequential' or 'absolute'")
+    rules = strategy_named(strategy)
     if chunk_context not in ("system", "lead_in", "none"):
         raise InvalidConfig(f"chunk_context is {chunk_context!r}; choose 'system', 'lead_in' or 'none'")
     if prompt.is_plain:
         return Layout((Span(prompt.segments[0], 0),), strategy, chunk_context)
-    if chunk_context == "lead_in" and (strategy == "absolute" or not prompt.lead_in):
+    if chunk_context == "lead_in" and (rules.takes_offsets or not prompt.lead_in):
         chunk_context = "system"
     system = prompt.segments[0] if prompt.segments[0].kind is SegmentKind.SYSTEM else None
     spans = [Span(system, 0)] if system else []
@@ -63,9 +48,9 @@ def arrange(prompt: Prompt, strategy: FixedStrategy = "shared", chunk_context: C
         is_first = not bases or (is_first and segment.continues)
         context = () if chunk_context == "none" else _context(spans[:first_chunk], is_first=is_first)
         bases.append(spans[context[-1].span].end if context else 0)
-        views, start = _views_of(seen, spans, first_chunk, bases[-1], strategy)
-        if strategy == "absolute":
-            start = _checked_offset(segment, max(start, system_end))
+        views, start = _views_of(seen, spans, first_chunk, bases[-1], rules)
+        if rules.takes_offsets:
+            start = _checked_offset(segment, max(start, system_end), strategy)
         elif segment.position_offset is not None:
             raise InvalidOffset(
                 f"{segment.label} has position_offset {segment.position_offset}, but the strategy is {strategy!r}; "
@@ -75,7 +60,7 @@ def arrange(prompt: Prompt, strategy: FixedStrategy = "shared", chunk_context: C
             # its offset in its document: nothing is moved in shared positions, and every prompt hits it
             start += segment.document_offset
         spans.append(Span(segment, start, context + views))
-    positions = _prompt_positions(spans, first_chunk, [system_end - base for base in bases], strategy)
+    positions = _prompt_positions(spans, first_chunk, [system_end - base for base in bases], rules)
     placed = [
         (index, position, span)
         for index, (position, span) in enumerate(zip(positions, spans, strict=True))
@@ -96,36 +81,33 @@ def _context(spans: list[Span], *, is_first: bool) -> tuple[View, ...]:
 
 
 def _views_of(
-    numbers: tuple[int, ...], spans: list[Span], first_chunk: int, base: int, strategy: FixedStrategy
+    numbers: tuple[int, ...], spans: list[Span], first_chunk: int, base: int, rules: PositionStrategy
 ) -> tuple[tuple[View, ...], int]:
     """Views of the chunks that a chunk sees, and the first position after all that it sees."""
     views, end = [], base
     for number in numbers:
         seen = spans[first_chunk + number]
-        place = end if strategy == "sequential" else seen.start
-        views.append(View(first_chunk + number, place - seen.start))
-        end = max(end, place + seen.num_tokens)
+        position = rules.position_of_seen(seen.start, end)
+        views.append(View(first_chunk + number, position - seen.start))
+        end = max(end, position + seen.num_tokens)
     return tuple(views), end
 
 
-def _prompt_positions(spans: list[Span], first_chunk: int, shifts: list[int], strategy: FixedStrategy) -> list[int]:
+def _prompt_positions(spans: list[Span], first_chunk: int, shifts: list[int], rules: PositionStrategy) -> list[int]:
     """Positions at which the question sees the first token of each span; `shifts` move chunks to the system's end."""
     positions = [span.start for span in spans[:first_chunk]]
     cursor = sum(span.num_tokens for span in spans[:first_chunk] if not span.is_lead_in)
     for span, shift in zip(spans[first_chunk:], shifts, strict=True):
-        if strategy == "sequential":
-            positions.append(cursor)
-            cursor += span.num_tokens
-        else:
-            positions.append(span.start + (shift if strategy == "shared" else 0))
+        positions.append(rules.position(span.start, cursor, shift))
+        cursor += span.num_tokens
     return positions
 
 
-def _checked_offset(segment: Segment, lowest: int) -> int:
+def _checked_offset(segment: Segment, lowest: int, strategy: str) -> int:
     offset = segment.position_offset
     if offset is None:
         raise InvalidOffset(
-            f"{segment.label} has no position_offset; the strategy 'absolute' needs one of at least {lowest} per "
+            f"{segment.label} has no position_offset; the strategy {strategy!r} needs one of at least {lowest} per "
             "chunk, which Segment and chunks.create take"
         )
     if offset < lowest:

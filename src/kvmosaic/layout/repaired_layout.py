@@ -42,7 +42,7 @@ def repair_positions(layout: Layout) -> dict[int, int]:
     needs to know their order: for repaired tokens, and for them only, documents are one after the other.
     """
     positions = layout.positions()
-    if layout.strategy == "shared":
+    if layout.rules.overlaps:
         cursor = None
         for index in positions:
             if _is_chunk(layout, index):
