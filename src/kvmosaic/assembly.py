@@ -15,7 +15,7 @@ from kvmosaic.layout.strategies import AUTO, strategy_named
 from kvmosaic.memory import blocks_within, check_fits, device_memory_bytes
 from kvmosaic.memory.buffer import pinned_bytes
 from kvmosaic.model import LoadedModel
-from kvmosaic.model.gguf_file import find_gguf, model_name
+from kvmosaic.model.formats import find_format
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, PromptEncoder
 from kvmosaic.tiers import TieredStore, open_tiers, parse_tier_url
@@ -105,17 +105,14 @@ def bundled_reader() -> Path:
 
 
 def profile_place(model: str | Path | LoadedModel) -> Path | None:
-    """The file of a model's profile: in its folder, or beside its GGUF file under the name of that file.
+    """The file of a model's profile: in its folder, or beside its file under the name of that file.
 
     None if the model was loaded already or comes from the hub.
     """
     if isinstance(model, LoadedModel):
         return None
-    path = bundled_reader() if model == BUNDLED_READER else Path(model).expanduser()
-    if path.is_dir():
-        return path / PROFILE_NAME
-    file = find_gguf(path)
-    return file.with_name(f"{model_name(file)}.{PROFILE_NAME}") if file is not None and file.is_file() else None
+    model_format, source = find_format(bundled_reader() if model == BUNDLED_READER else model)
+    return model_format.profile_path(source, PROFILE_NAME)
 
 
 def check_movable(model: LoadedModel, config: ChunkCacheConfig) -> None:

@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from kvmosaic.console.cache_commands import cache
 from kvmosaic.console.options import (
+    MODEL_HELP,
     AsFields,
     AsJSON,
     Capacity,
@@ -367,9 +368,7 @@ app.command("tune")(tune_command)
 
 @app.command()
 def warm(
-    model: Annotated[
-        str, typer.Argument(help="A model folder, a GGUF file, a hub name, or 'reader' for the bundled model.")
-    ],
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of documents, one per file.")],
     chunk_tier: ChunkTiers = None,
     chunk_codec: ChunkCodec = "none",

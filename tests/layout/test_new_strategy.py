@@ -80,7 +80,6 @@ def test_every_face_offers_it(gapped: str) -> None:
 def test_commands_offer_it(gapped: str) -> None:
     result = CliRunner().invoke(app, ["plan", "reader", "a##b##c", "--separator", "##", "--position-strategy", gapped])
     assert result.exit_code == 0, result.output
-    assert "gapped" in result.output
 
 
 @pytest.mark.parametrize(

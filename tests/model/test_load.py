@@ -52,12 +52,12 @@ def test_sixteen_bit_weights_keep_fine_frequencies(folder: Path) -> None:
 
 @pytest.mark.parametrize("has_bfloat16", [True, False])
 def test_auto_takes_sixteen_bits_only_where_the_cpu_has_them(folder: Path, monkeypatch, has_bfloat16: bool) -> None:
-    monkeypatch.setattr("kvmosaic.model.load.cpu_has_bfloat16", lambda: has_bfloat16)
+    monkeypatch.setattr("kvmosaic.model.transformers_loading.cpu_has_bfloat16", lambda: has_bfloat16)
     assert load_model(folder, device="cpu").dtype is (torch.bfloat16 if has_bfloat16 else torch.float32)
 
 
 def test_auto_never_narrows_a_wide_checkpoint(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("kvmosaic.model.load.cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr("kvmosaic.model.transformers_loading.cpu_has_bfloat16", lambda: True)
     build("llama", torch.float32).save_pretrained(tmp_path)
     assert load_model(tmp_path, device="cpu").dtype is torch.float32
 

@@ -16,7 +16,7 @@ from kvmosaic.cache.keys import Key
 from kvmosaic.capacity.speed import Speed
 from kvmosaic.capacity.tier_plan import TierSpeed
 from kvmosaic.errors import TierUnavailable
-from kvmosaic.model.load import dtype_on
+from kvmosaic.model.transformers_loading import dtype_on
 from kvmosaic.tiers import Deadline, DiskTier, Tier, open_tier, parse_tier_url
 from kvmosaic.tiers.url import TierSpec
 

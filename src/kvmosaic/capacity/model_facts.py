@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvmosaic.capacity.facts import ModelFacts
 from kvmosaic.errors import InvalidConfig, ModelNotFound, UnsupportedModel
+
+if TYPE_CHECKING:
+    from kvmosaic.model.formats import ModelFormat
 
 _BUNDLED = "reader"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -58,8 +61,8 @@ def read_model(
     _check_numbers(config.to_dict())
     notes = [f"the sizes that transformers gives {name!r}; give a config.json for those of a checkpoint"] * is_family
     stored = _stored_dtype(config, name)
-    if str(name_or_path).lower().endswith(".gguf"):
-        notes.append("weights are counted as the engine has them, dequantized")
+    if described := _file_format(str(name_or_path)):
+        notes.append(described[0].capacity_note)
     if dtype == "auto" and stored is None:
         notes.append("the configuration names no dtype: bfloat16")
     if getattr(config, "quantization_config", None):
@@ -85,11 +88,9 @@ def _configuration(text: str) -> tuple[Any, str, bool]:
         if not (path / "config.json").is_file():
             raise ModelNotFound(f"{text} has no config.json; give a folder or file that describes a model")
         return _from_file(path / "config.json"), path.resolve().name, False
-    if text.lower().endswith(".gguf"):
-        from kvmosaic.model.gguf import describe
-        from kvmosaic.model.gguf_file import model_name
-
-        return describe(path), model_name(path), False
+    if described := _file_format(text):
+        model_format, source = described
+        return model_format.read_config(source), model_format.display_name(source), False
     if path.is_file():
         return _from_file(path), path.resolve().parent.name or path.name, False
     if text in CONFIG_MAPPING:
@@ -100,6 +101,14 @@ def _configuration(text: str) -> tuple[Any, str, bool]:
             "config.json, a config.json, a family such as 'llama' or 'qwen3', or a hub name such as 'owner/model'"
         )
     return _from_hub(text), text, False
+
+
+def _file_format(text: str) -> tuple[ModelFormat, str] | None:
+    """Format and source of a model file that is not a config.json."""
+    from kvmosaic.model.formats import find_format
+
+    model_format, source = find_format(text)
+    return None if model_format.is_last else (model_format, source)
 
 
 def _from_file(path: Path) -> Any:

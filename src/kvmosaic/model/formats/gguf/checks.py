@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from kvmosaic.errors import UnsupportedModel
-from kvmosaic.model.gguf_file import GgufFile, missing_bytes
+from kvmosaic.model.formats.gguf.file import GgufFile, missing_bytes
 
 _PACKAGES = ("gguf", "accelerate")
 _NOT_MODELS = {"general", "tokenizer"}

@@ -21,8 +21,8 @@ from blake3 import blake3
 from transformers import AutoConfig
 
 from kvmosaic.errors import UnsupportedModel
-from kvmosaic.model.gguf_checks import check_gguf
-from kvmosaic.model.gguf_file import GgufFile, GgufTensor, read_gguf
+from kvmosaic.model.formats.gguf.checks import check_gguf
+from kvmosaic.model.formats.gguf.file import GgufFile, GgufTensor, read_gguf
 from kvmosaic.model.quantized import bytes_text, make_plain
 
 logger = logging.getLogger("kvmosaic")

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from kvmosaic.errors import ModelNotFound, UnsupportedModel
+from kvmosaic.model.formats.gguf.gguf_format import MAGIC, display_name
 
-MAGIC = b"GGUF"
-SUFFIX = ".gguf"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {
@@ -71,7 +70,7 @@ class GgufFile:
     @property
     def name(self) -> str:
         """The file's name without its extension."""
-        return model_name(self.path)
+        return display_name(self.path)
 
     @property
     def num_numbers(self) -> int:
@@ -81,25 +80,6 @@ class GgufFile:
     def stated(self, key: str) -> Any:
         """An entry of the architecture's own metadata, or None."""
         return self.metadata.get(f"{self.architecture}.{key}")
-
-
-def model_name(path: Path) -> str:
-    """The model name of a GGUF file: the file's name without its extension."""
-    return path.name[: -len(SUFFIX)] if path.name.lower().endswith(SUFFIX) else path.name
-
-
-def find_gguf(name_or_path: str | Path) -> Path | None:
-    """The file, if this names a GGUF file rather than a folder or a name on the hub.
-
-    Any path that ends in .gguf does, whether it exists or not, and any existing file.
-    """
-    text = str(name_or_path)
-    if not text.strip() or "\0" in text:
-        return None
-    path = Path(text).expanduser()
-    if path.is_dir():
-        return None
-    return path if text.lower().endswith(SUFFIX) or path.is_file() else None
 
 
 def read_gguf(path: Path) -> GgufFile:

@@ -1,0 +1,131 @@
+"""The checkpoint format: a folder with config.json and safetensors files, or a name on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kvmosaic.errors import ModelNotFound, UnsupportedModel
+from kvmosaic.model.formats.model_format import LoadRequest, ModelFormat, ReadModel
+
+logger = logging.getLogger("kvmosaic")
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
+
+
+class Checkpoint(ModelFormat):
+    """A folder or a hub name, as transformers loads it."""
+
+    title: ClassVar[str] = "a model folder, a hub name"
+    is_last: ClassVar[bool] = True
+
+    def find(self, name_or_path: str | Path) -> str | None:
+        """Takes every name; `read` refuses one that is neither a folder nor a hub name."""
+        path = Path(name_or_path).expanduser()
+        looks_like_path = isinstance(name_or_path, Path) or path.is_dir()
+        return str(path) if looks_like_path else str(name_or_path)
+
+    def read(self, request: LoadRequest) -> ReadModel:
+        """Loads safetensors weights; quantized ones as they are, or converted, as their method allows."""
+        from transformers import AutoConfig
+
+        from kvmosaic.model.int8 import check_quantization
+        from kvmosaic.model.quantized import is_packed, make_plain, prepare_quantized, quantized_text
+        from kvmosaic.model.transformers_loading import build_module, chosen_dtype, fetch, stored_dtype
+        from kvmosaic.model.unsupported import check_config
+
+        source = _checked_source(request.source)
+        config = fetch(source, lambda: AutoConfig.from_pretrained(source, **request.options))
+        check_config(config)
+        method = prepare_quantized(source, config, request.quantization)
+        chosen = chosen_dtype(request.dtype, stored_dtype(config), request.device)
+        check_quantization(request.quantization, request.device, chosen)
+        module = build_module(source, source, config, chosen, {"use_safetensors": True, **request.options})
+        if method and not is_packed(module.config):
+            make_plain(module)
+        note = quantized_text(source, method, module) if method else ""
+        if note:
+            logger.info("%s", note)
+        return ReadModel(module, _tokenizer(source, request.options), note)
+
+    def read_config(self, source: str) -> Any:
+        """From config.json."""
+        from transformers import AutoConfig
+
+        from kvmosaic.model.transformers_loading import fetch
+
+        return fetch(source, lambda: AutoConfig.from_pretrained(source, trust_remote_code=False))
+
+    def display_name(self, source: str) -> str:
+        """The folder's name, or the hub name."""
+        path = Path(source)
+        return path.resolve().name if path.is_dir() else source
+
+    def profile_path(self, source: str, file_name: str) -> Path | None:
+        """In the folder."""
+        path = Path(source)
+        return path / file_name if path.is_dir() else None
+
+
+def _checked_source(source: str) -> str:
+    """A folder with a model, or text that may be a hub name."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFound(f"{source} {_missing_config(path)}")
+        if not any(path.glob("*.safetensors")):
+            raise ModelNotFound(
+                f"{source} has no *.safetensors file; other weight formats can run code and are not read: "
+                "convert them with transformers' save_pretrained"
+            )
+        return str(path)
+    if path.is_file():
+        from kvmosaic.model.formats import describe_formats
+
+        raise UnsupportedModel(
+            f"{source} is a file of no known format: it begins with {_first_bytes(path)!r}; give {describe_formats()}"
+        )
+    if source.startswith((".", "/", "~")) or source.count("/") > 1 or not source.strip():
+        raise ModelNotFound(
+            f"there is no folder {source!r}; give a folder with config.json and *.safetensors or a hub name"
+        )
+    return source
+
+
+def _first_bytes(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(8)
+    except OSError:
+        return b""
+
+
+def _missing_config(folder: Path) -> str:
+    from kvmosaic.model.formats import FORMATS
+
+    for name, model_format in FORMATS.items():
+        if files := model_format.files_in(folder):
+            shown = ", ".join(files[:3]) + (", …" if len(files) > 3 else "")
+            return f"is a folder with {name.upper()} files and no config.json; give one of them: {shown}"
+    return "has no config.json; give the folder that holds config.json and *.safetensors"
+
+
+def _tokenizer(source: str, options: Any) -> Any:
+    """The model's tokenizer, or None if there is none."""
+    from transformers import AutoTokenizer
+
+    path = Path(source)
+    if path.is_dir() and not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(source, **options)
+    except OSError:
+        return None
