@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvmosaic.errors import ModelNotFound, UnsupportedModel
-from kvmosaic.model.formats.model_format import LoadRequest, ModelFormat, ReadModel
+from kvmosaic.model.formats.model_format import LoadRequest, ModelFormat, ReadModel, what_begins_with
 
 logger = logging.getLogger("kvmosaic")
 
@@ -91,7 +91,7 @@ def _checked_source(source: str) -> str:
         from kvmosaic.model.formats import describe_formats
 
         raise UnsupportedModel(
-            f"{source} is a file of no known format: it begins with {_first_bytes(path)!r}; give {describe_formats()}"
+            f"{source} is a file of no known format: {what_begins_with(_first_bytes(path))}; give {describe_formats()}"
         )
     if source.startswith((".", "/", "~")) or source.count("/") > 1 or not source.strip():
         raise ModelNotFound(
@@ -103,7 +103,7 @@ def _checked_source(source: str) -> str:
 def _first_bytes(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(8)
+            return file.read(64)
     except OSError:
         return b""
 

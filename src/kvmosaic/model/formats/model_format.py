@@ -78,3 +78,10 @@ class ModelFormat(ABC):
     def files_in(self, folder: Path) -> Sequence[str]:
         """Names of files of this format in a folder, to suggest them; empty for a format of folders."""
         return ()
+
+
+def what_begins_with(start: bytes) -> str:
+    """What a file of an unexpected format is, from its first bytes, for an error."""
+    if start.startswith(b"version https://git-lfs"):
+        return "it is a pointer of Git LFS; fetch the file itself with `git lfs pull`"
+    return f"it begins with {start[:8]!r}"

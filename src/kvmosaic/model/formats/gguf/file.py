@@ -18,6 +18,7 @@ from typing import Any
 
 from kvmosaic.errors import ModelNotFound, UnsupportedModel
 from kvmosaic.model.formats.gguf.gguf_format import MAGIC, display_name
+from kvmosaic.model.formats.model_format import what_begins_with
 
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
@@ -112,9 +113,7 @@ def _first_bytes(file: Any) -> bytes:
 def _check_magic(path: Path, start: bytes) -> None:
     if start.startswith(MAGIC):
         return
-    what = f"it begins with {start[:8]!r}, not {MAGIC!r}"
-    if start.startswith(b"version https://git-lfs"):
-        what = "it is a pointer of Git LFS; fetch the file itself with `git lfs pull`"
+    what = what_begins_with(start)
     raise UnsupportedModel(f"{path} is not a GGUF file: {what}; give a .gguf file, or the folder of a model")
 
 
