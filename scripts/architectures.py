@@ -32,8 +32,9 @@ Measure = Callable[[LoadedModel], float | None]
 
 HEADER = """# Architectures
 
-Does my model work, and which parts of it does kvmosaic support? Look it up below, or run `kvmosaic check
-path/to/a/model`.
+Does my model work, and which parts of it does kvmosaic support? Look it up below, or check it:
+
+    kvmosaic check path/to/a/model
 
 Written by `scripts/architectures.py` with transformers {version} and torch {torch}; run it again instead of editing.
 
