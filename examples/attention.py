@@ -1,4 +1,4 @@
-"""Attention over pieces without a model: keys cached at one place, read at another, joined exactly."""
+"""Attention over pieces without a model: keys cached at one position, read at another, merged exactly."""
 
 import torch
 
@@ -20,7 +20,7 @@ a, b = torch.randn(2, 100, 2, HEAD_DIM, dtype=torch.float64)  # keys of two docu
 values = torch.randn(2, 100, 2, HEAD_DIM, dtype=torch.float64)
 query = rotated(torch.randn(1, 4, HEAD_DIM, dtype=torch.float64), 200)
 
-# both documents were cached at position 0; b is read as if it stood behind a
+# both documents were cached at position 0; b is read at the positions after a
 pieces = [Piece(rotated(a, 0), values[0]), Piece(rotated(b, 0), values[1], distance=100)]
 composed = composed_attention(query, pieces, rotation=rotation)
 

@@ -36,5 +36,5 @@ with LLM("reader") as llm:
     third = ask(second, "What does the museum show?")
     fork = ask(first, "Who owns the Amber Pearl?")
 
-    print("\nwhat is known behind these documents:")
+    print("\ncached conversations over these documents:")
     show(llm.prefix_tree(tokens=10).systems[0].places[0].runs)

@@ -1,4 +1,4 @@
-"""An answer without end: any number of tokens in 42 blocks of memory, far behind the positions of the model.
+"""An endless answer: any number of tokens in 42 blocks of memory, far beyond the positions of the model.
 
 python examples/endless.py --tokens 50000
 """

@@ -15,14 +15,14 @@ cache = BlockKVCache(
 
 torch.manual_seed(0)
 for index in range(1000):
-    # what one attention layer of a model makes of the next tokens, rotated where they stand in the stream
+    # queries, keys and values of one attention layer for the next tokens, rotated at their position in the stream
     positions = torch.arange(index * CHUNK, (index + 1) * CHUNK)
     query, key, value = torch.randn(3, CHUNK, HEADS, HEAD_DIM)
     tables = rotation.tables(positions)
     cache.before_update(index)
     cache.update(rotate(key, tables), value)
     seen = [Piece(cache.cached_k(), cache.cached_v(), causal=True)]
-    if cache.sink_distance:  # the sinks are moved right before the window: the query is turned, no key is
+    if cache.sink_distance:  # the sinks are moved right before the window: the query is rotated, no key is
         keys, values = cache.cached_k(), cache.cached_v()
         seen = [
             Piece(keys[:SINKS], values[:SINKS], cache.sink_distance),
