@@ -78,7 +78,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python scripts/check_words.py src benchmarks examples scripts
+	$(BIN)/python scripts/check_words.py
 
 load: $(VENV)/.installed-dev $(LOAD_VENV)/.installed
 	$(BIN)/python benchmarks/load.py

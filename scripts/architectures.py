@@ -33,32 +33,37 @@ Measure = Callable[[LoadedModel], float | None]
 
 HEADER = """# Architectures
 
+Does my model work, and which parts of it does kvmosaic support? Look it up below, or check it:
+
+    kvmosaic check path/to/a/model
+
 Written by `scripts/architectures.py` with transformers {version} and torch {torch}; run it again instead of editing.
 
 Every row is a tiny random model of that architecture in float64: a few layers, windows of 8 tokens, norms that are not
-neutral. What is listed here was found by running the model's own attention at load, not looked up by name.
+neutral. The properties below were detected by running the model's own attention at load, not looked up by name.
 
-- **rotation**: how pairs of dimensions turn ("half": the first half of the rotary dimensions with the second;
+- **rotation**: which dimensions are rotated in pairs ("half": the first half of the rotary dimensions with the second;
   "interleaved": neighbours), and rotary dimensions of all dimensions of a head. "none": layers without positions.
   "bias": layers that add a slope times the distance to every score (ALiBi); only torch attention computes it.
-- **mask**: what a layer hides besides the future.
-- **kept**: numbers kept per token and layer. "latent": the compressed latent and its rotary part, once for all heads.
+- **mask**: tokens that a layer hides besides future ones.
+- **kept**: numbers stored per token and layer. "latent": the compressed latent and its rotary part, once for all heads.
 - **dense**: largest difference of a logit between our dense attention and transformers' own eager attention (Falcon:
   its sdpa attention) on a composed prompt (`shared` positions, written-out mask).
 - **composed**: largest difference of a logit between the engine (chunks cached, cold and warm) and one dense forward,
   in `shared` positions.
 - **moved**: the same in `sequential` positions, where cached chunks are used at other positions than their own.
 
-A token of some models feels its absolute position by more than the rotation: Beam scales the queries of layers without
-rotation, Ministral 3 and Mistral 4 those of far positions, Llama 4 cuts positions into chunks. Cached chunks then keep
-what they were computed with; cached and recomputed are still the same, but a moved chunk is not what a dense forward at
-the new position would give. Llama 4 counts tokens instead of reading positions for this, so it is limited to sequences
-and forwards shorter than its `floor_scale`.
+In some models a token depends on its absolute position by more than the rotation: Beam scales the queries of layers
+without rotation, Ministral 3 and Mistral 4 those of far positions, Llama 4 cuts positions into chunks. Cached chunks
+then keep the values of the position they were computed at; cached and recomputed are still the same, but a moved
+chunk differs from a dense forward at the new position. Llama 4 counts tokens instead of reading positions for this,
+so it is limited to sequences and forwards shorter than its `floor_scale`.
 
-Attention that is written into its module (BLOOM, MPT, Falcon, GPT-J, CodeGen, GPT-Neo, XGLM) is known by the name of
-its class and opened at load: the module projects, our attention attends, and the result is compared with the module's
-own code. Falcon rounds its bias to bfloat16 whatever it computes in, so that the bias of two tokens depends on their
-positions. In bfloat16 that is rounding like any other; in a finer type its chunks are used where they were computed.
+Attention that is implemented inside its module (BLOOM, MPT, Falcon, GPT-J, CodeGen, GPT-Neo, XGLM) is recognized by
+the name of its class and gets an adapter at load: the module projects, our attention attends, and the result is
+compared with the module's own code. Falcon rounds its bias to bfloat16 in every type, so that the bias of two tokens
+depends on their positions. In bfloat16 that is ordinary rounding; in a finer type its chunks are used only at the
+positions where they were computed.
 
 {num_movable} architectures are movable, {num_fixed} usable without moving, {num_refused} refused.
 """
@@ -67,9 +72,9 @@ positions. In bfloat16 that is rounding like any other; in a finer type its chun
 FIXED = """`shared` and `absolute` positions only: `sequential`, and `chunk_context="none"` in `shared` positions, are
 refused at load.
 
-In `shared` positions every chunk is computed right after the system prompt and read there, whatever the other chunks
-are: nothing is moved, so that learned positions are exact. In `absolute` positions a chunk is computed at its
-`position_offset` and reused at that offset only. Positions end with the model's table: a prompt or an offset beyond it
+In `shared` positions every chunk is computed right after the system prompt and read there, independent of the other
+chunks: nothing is moved, so that learned positions are exact. In `absolute` positions a chunk is computed at its
+`position_offset` and reused at that offset only. The model's table limits positions: a prompt or an offset beyond it
 is refused before it runs."""
 
 
@@ -193,8 +198,8 @@ def write_table(path: Path, measures: dict[str, Measure]) -> tuple[int, int, int
     text += "\n## Movable\n\n" + _table(columns, movable)
     text += "\n\n## Usable without moving\n\n" + FIXED + "\n\n"
     text += _table([*columns, "why"], fixed)
-    text += "\n\n## Refused\n\nEach says so, with the reason, when it is loaded. "
-    text += "So do encoder-decoder models (T5, BART).\n\n"
+    text += "\n\n## Refused\n\nEach is refused at load with the reason. "
+    text += "So are encoder-decoder models (T5, BART).\n\n"
     text += _table(["architecture", "why"], refused) + "\n"
     path.write_text(text, encoding="utf-8")
     return len(types), len(fixed), len(refused)

@@ -5,7 +5,7 @@ answer rows see the same keys at the `moved` positions. A document's tokens are 
 
     causal       local = moved = 0 .. T-1, and a document sees the documents before it
     shared       every document starts at n in both; the question starts at n + max m
-    sequential   documents are computed at n and moved behind each other; the question starts at n + sum m
+    sequential   documents are computed at n and moved to follow each other; the question starts at n + sum m
 
 With `sees_system` false (the engine's chunk_context "none") documents are computed alone from position 0 and then
 moved.
@@ -21,7 +21,7 @@ STRATEGIES: tuple[Strategy, ...] = ("causal", "shared", "sequential")
 
 @dataclass(frozen=True)
 class Positions:
-    """Where the context tokens and the questions of one prompt stand."""
+    """Positions of the context tokens and the questions of one prompt."""
 
     local: list[int]
     moved: list[int]

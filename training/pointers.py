@@ -1,8 +1,8 @@
-"""Where each word of an answer stands in its document, and a loss that makes one head look there.
+"""Position of each word of an answer in its document, and a loss that makes one head attend to it.
 
 Left to itself the reader never learned to use attention above its second layer. This loss asks two query heads of one
-layer, at the place before each answer token, to attend to the place that the token is copied from; what the heads then
-make of it is learned from the answers.
+layer, at the place before each answer token, to attend to the place that the token is copied from; how the heads use
+it is learned from the answers.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One model over several machines with Ray. kvmosaic must be installed beside vLLM on each of them.
+# One model over several machines with Ray. kvmosaic must be installed with vLLM on each of them.
 #
 #     deploy/vllm/ray.sh worker 10.0.0.1                                    on all machines but the first
 #     deploy/vllm/ray.sh head 10.0.0.1 MODEL --tensor-parallel-size 8 --pipeline-parallel-size 2        on the first one

@@ -64,11 +64,11 @@ class ChunkCacheConfig:
     block_size: int = 16
     """Token slots per block, for both pools."""
     max_chunks: int = 100_000
-    """Most chunks kept at once."""
+    """Maximum of cached chunks."""
     max_chunk_tokens: int = 32_768
-    """Longest chunk; see `long_chunks`."""
+    """Maximum tokens of a chunk; see `long_chunks`."""
     max_prompt_chunks: int = 4_096
-    """Most documents in one prompt."""
+    """Maximum documents of one prompt."""
     long_chunks: Literal["error", "split"] = "error"
     """What happens to a longer document: an error, or a split into sub-chunks."""
     separator: str | None = None
@@ -138,15 +138,15 @@ class EngineConfig:
     """How much the engine runs at once."""
 
     max_batched_tokens: int = 2_048
-    """Most tokens in one step: missing chunks, questions and one token for every answer under way."""
+    """Maximum tokens of one step: missing chunks, questions and one token for every running answer."""
     max_running: int = 64
-    """Most sequences that run at once."""
+    """Maximum of running sequences."""
     max_waiting: int = 100_000
-    """Most requests that wait; more are refused."""
+    """Maximum of waiting requests; more are refused."""
     request_cache: int | str = "1GiB"
     """Memory for prefixes, questions and answers: bytes or text such as "1GiB"."""
     max_model_len: int | None = None
-    """Most positions of one sequence; None: what the model allows."""
+    """Maximum positions of one sequence; None: what the model allows."""
     enable_prefix_caching: bool = True
     """Keep the blocks of system prompts, questions and answers for later requests that begin alike."""
     num_threads: int | None = None
@@ -155,17 +155,17 @@ class EngineConfig:
     """Waiting so long counts as much as one more step of priority, so that no request starves; None: it never
     counts, and a request of low priority waits as long as others come."""
     preemption_gap: int | None = 10
-    """A request that waits takes the place of running ones whose priority is lower by at least so much, if there is no
-    room for it otherwise; None: it always waits until there is."""
+    """A waiting request without room preempts running ones whose priority is lower by at least this; None: it always
+    waits until there is room."""
     time_slice_seconds: float | None = 60.0
-    """An answer with a rolling window that has had so long, and any other that has had ten times as long, gives way to
-    a request for which there is no room otherwise, and goes on when its turn comes again; None: it runs to its end, and
-    as many answers without end as may run at once have all others wait for ever."""
+    """An answer with a rolling window that has run so long, and any other that has run ten times as long, is preempted
+    by a request without room, and resumed later; None: it runs to its end, and `max_running` endless answers starve all
+    other requests."""
     preemption: Literal["auto", "recompute", "swap"] = "auto"
-    """What becomes of the blocks of an answer that must give way: dropped and computed again, moved to the memory of
-    the host and back while there is room, or whichever was measured to be faster."""
+    """Blocks of preempted answers: dropped and computed again ("recompute"), moved to host memory and back while there
+    is room ("swap"), or whichever was measured to be faster ("auto")."""
     swap_space: int | str | None = "256MiB"
-    """Most memory of the host for the blocks of answers that gave way; None or 0: they are computed again."""
+    """Maximum host memory for the blocks of preempted answers; None or 0: they are computed again."""
 
     def __post_init__(self) -> None:
         _check_range("max_batched_tokens", self.max_batched_tokens, 1, 2**20)
@@ -219,9 +219,9 @@ class TierConfig:
     secret: str | None = field(default=None, repr=False)
     """Without it an entry can be neither made nor changed; None: only accidents are noticed."""
     pending: int | str = "512MiB"
-    """Most memory for chunks that wait to be written: bytes or text such as "1GiB". More are not stored."""
+    """Maximum memory for chunks queued for writing: bytes or text such as "1GiB". More are not stored."""
     staged: int | str = "512MiB"
-    """Most memory for chunks that were fetched for requests that wait."""
+    """Maximum memory for chunks prefetched for waiting requests."""
     loading: Literal["auto", "always"] = "auto"
     """Load a chunk where that is expected to be faster than computing it, or ("always") wherever a tier has it: that
     spares the processor, and what is computed does not depend on how fast the machine is."""

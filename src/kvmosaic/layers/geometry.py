@@ -52,7 +52,7 @@ class LayerGeometry:
 
     @property
     def geometry(self) -> LayerGeometry:
-        """These five facts alone, without those that a subclass adds."""
+        """These five facts alone, without the facts that a subclass adds."""
         return LayerGeometry(
             self.source_layer, self.num_kv_heads, self.key_dim, self.value_dim, bool(self.value_in_key)
         )

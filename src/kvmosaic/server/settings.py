@@ -89,7 +89,7 @@ class ServerSettings(BaseSettings):
         "int8: linear layers in 8-bit integers, for bfloat16 on a CPU: half the memory, and answers that may differ.",
     )
     max_model_len: int | None = _setting(
-        None, "Model", "Most positions of one sequence. Default: what the model allows.", ge=1, le=2**27
+        None, "Model", "Maximum positions of one sequence. Default: what the model allows.", ge=1, le=2**27
     )
     trust_remote_code: bool = _setting(False, "Model", "Run Python code that comes with the checkpoint.")
     generation_config: Literal["auto", "none"] = _setting(
@@ -119,7 +119,7 @@ class ServerSettings(BaseSettings):
         "info", "Server", "What is logged; info: a line per request; debug: for probes, too."
     )
     drain_seconds: float = _setting(
-        30.0, "Server", "At SIGTERM, what runs may go on this long before it is aborted.", ge=0, le=86_400
+        30.0, "Server", "At SIGTERM, seconds for in-flight requests before they are aborted.", ge=0, le=86_400
     )
     config: Path | None = _setting(None, "Server", "A YAML file with any of these settings.")
 
@@ -190,10 +190,10 @@ class ServerSettings(BaseSettings):
         "the processor.",
     )
     chunk_pending: str = _setting(
-        "512MiB", "Tiers", "Most memory for chunks that wait to be written; more are not stored.", max_length=32
+        "512MiB", "Tiers", "Maximum memory for chunks queued for writing; more are not stored.", max_length=32
     )
     chunk_staged: str = _setting(
-        "512MiB", "Tiers", "Most memory for chunks that were fetched for requests that wait.", max_length=32
+        "512MiB", "Tiers", "Maximum memory for chunks prefetched for waiting requests.", max_length=32
     )
     chunk_secret: SecretStr | None = Field(
         None,
@@ -201,8 +201,8 @@ class ServerSettings(BaseSettings):
         json_schema_extra={"panel": "Tiers", VARIABLE_ONLY: True},
     )
 
-    max_num_seqs: int = _setting(64, "Engine", "Most sequences that run at once.", ge=1, le=65_536)
-    max_num_batched_tokens: int = _setting(2_048, "Engine", "Most tokens in one step.", ge=1, le=2**20)
+    max_num_seqs: int = _setting(64, "Engine", "Maximum of running sequences.", ge=1, le=65_536)
+    max_num_batched_tokens: int = _setting(2_048, "Engine", "Maximum tokens of one step.", ge=1, le=2**20)
     request_cache_size: str = _setting(
         "1GiB", "Engine", "Memory for prefixes, questions and answers, such as 512MiB.", max_length=32
     )
@@ -220,28 +220,28 @@ class ServerSettings(BaseSettings):
     preemption_gap: int = _setting(
         10,
         "Engine",
-        "A request that waits takes the place of running ones whose priority is lower by so much; 0: never.",
+        "A waiting request preempts running ones whose priority is lower by at least this; 0: never.",
         ge=0,
         le=200,
     )
     time_slice_seconds: float = _setting(
         60.0,
         "Engine",
-        "An answer with a rolling window that has had so long, or any other that has had ten times as long, gives way "
-        "to a request that finds no room; 0: it runs to its end.",
+        "An answer with a rolling window that has run so long, or any other that has run ten times as long, is "
+        "preempted by a request without room; 0: it runs to its end.",
         ge=0,
         le=1e6,
     )
     preemption: Literal["auto", "recompute", "swap"] = _setting(
         "auto",
         "Engine",
-        "What becomes of an answer that must give way: computed again, moved to the memory of the host and back, or "
-        "whichever was measured to be faster.",
+        "Preempted answers: computed again (recompute), moved to host memory and back (swap), or whichever was "
+        "measured to be faster (auto).",
     )
     swap_space: str = _setting(
         "256MiB",
         "Engine",
-        "Most memory of the host for answers that gave way; 0: they are computed again.",
+        "Maximum host memory for preempted answers; 0: they are computed again.",
         max_length=32,
     )
     num_threads: int | None = _setting(
@@ -253,25 +253,25 @@ class ServerSettings(BaseSettings):
     )
 
     document_ttl: float | None = _setting(
-        3_600.0, "Documents", "Seconds until a stored document is dropped; 0: never.", ge=0, le=MAX_SECONDS
+        3_600.0, "Documents", "Lifetime (TTL) of a stored document in seconds; 0: unlimited.", ge=0, le=MAX_SECONDS
     )
-    max_documents: int = _setting(10_000, "Documents", "Most stored documents of one tenant.", ge=1, le=10**6)
-    max_documents_bytes: int = _setting(2**28, "Documents", "Most bytes of stored texts of one tenant.", ge=1, le=2**40)
+    max_documents: int = _setting(10_000, "Documents", "Maximum stored documents of one tenant.", ge=1, le=10**6)
+    max_documents_bytes: int = _setting(
+        2**28, "Documents", "Maximum bytes of stored texts of one tenant.", ge=1, le=2**40
+    )
 
     api_key: Secrets = _setting(
         (), "Access", "A key that may use this server; several may be given. Better set KVMOSAIC_API_KEY."
     )
     keys_file: Path | None = _setting(None, "Access", "A YAML file of keys with their tenants and quotas.")
 
-    max_queue: int = _setting(
-        256, "Limits", "Most requests that wait for their turn; more are refused with 429.", ge=0, le=10**6
-    )
-    max_queue_per_tenant: int = _setting(128, "Limits", "Most requests of one tenant that wait.", ge=0, le=10**6)
-    max_body_bytes: int = _setting(2**24, "Limits", "Longest body of a request, in bytes.", ge=1_024, le=2**30)
+    max_queue: int = _setting(256, "Limits", "Maximum of waiting requests; more are refused with 429.", ge=0, le=10**6)
+    max_queue_per_tenant: int = _setting(128, "Limits", "Maximum of waiting requests of one tenant.", ge=0, le=10**6)
+    max_body_bytes: int = _setting(2**24, "Limits", "Maximum bytes of a request body.", ge=1_024, le=2**30)
     request_cpu_seconds: float = _setting(
         30.0,
         "Limits",
-        "Most processor time for reading one request: checking, tokenizing, compiling; more is a 422.",
+        "Maximum processor time for reading one request: checking, tokenizing, compiling; more is a 422.",
         ge=0.001,
         le=1e5,
     )

@@ -9,7 +9,7 @@ from kvmosaic.layout.strategies import choose_strategy as choose_automatically
 
 
 def choices(*, auto: bool = True) -> tuple[str, ...]:
-    """Strategies inside vLLM: without those that need an offset per document."""
+    """Strategies inside vLLM: without the ones that need an offset per document."""
     return strategy_names(auto=auto, offsets=False)
 
 

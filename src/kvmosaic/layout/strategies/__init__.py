@@ -29,7 +29,7 @@ AUTO: Final = "auto"
 
 
 def strategy_names(*, auto: bool = False, offsets: bool = True) -> tuple[str, ...]:
-    """The names to choose from: with "auto"; without those that need a `position_offset` per document."""
+    """The names to choose from: with "auto"; without strategies that need a `position_offset` per document."""
     fixed = (name for name, strategy in STRATEGIES.items() if offsets or not strategy.takes_offsets)
     return (AUTO, *fixed) if auto else tuple(fixed)
 
