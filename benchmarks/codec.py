@@ -34,8 +34,9 @@ from training.text import Example, Recipe, TextSource
 from kvmosaic import LLM, SamplingParams
 from kvmosaic.cache import Chunk
 from kvmosaic.cache.keys import Key, encode_tokens
+from kvmosaic.entries import CodecName, EntryExpectation, EntryHeader, decode_entry, encode_entry
 from kvmosaic.layers import geometry_of
-from kvmosaic.memory import ChunkTensors, CodecName, EntryExpectation, EntryHeader, decode_entry, encode_entry
+from kvmosaic.memory import ChunkTensors
 from training.measure import Score
 
 VARIANTS: list[tuple[CodecName, str]] = [

@@ -20,7 +20,7 @@ from kvmosaic.eviction import LRU, EvictionPolicy, Priority
 from kvmosaic.layout import Layout, arrange
 from kvmosaic.prompt import Prompt
 from kvmosaic.tiers.deadline import Deadline
-from kvmosaic.tiers.disk import DiskTier
+from kvmosaic.tiers.disk.tier import DiskTier
 from kvmosaic.tiers.lru_index import LRUIndex
 
 BLOCK_SIZE = 16

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kvmosaic.console.cache_commands import cache
+from kvmosaic.console.cache.commands import cache
 from kvmosaic.console.options import (
     MODEL_HELP,
     AsFields,
@@ -47,8 +47,8 @@ from kvmosaic.console.options import (
     Timeout,
     WindowTokens,
 )
-from kvmosaic.console.plan_command import plan
-from kvmosaic.console.vllm_commands import vllm
+from kvmosaic.console.plan.command import plan
+from kvmosaic.console.vllm.commands import vllm
 from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.eval_command import eval_command
 from kvmosaic.eval.tune_command import tune_command
@@ -208,7 +208,7 @@ def check(
 ) -> None:
     """Check that a model's documents can be composed and moved, and that its tiers answer. Exit code 1 if not."""
     if in_vllm:
-        from kvmosaic.console.vllm_check import show_engine_check
+        from kvmosaic.console.vllm.check import show_engine_check
 
         if not show_engine_check(model, vllm_options or ()):
             raise typer.Exit(1)
@@ -406,7 +406,7 @@ def warm(
     The system text must be that of the later prompts. The secret of the tiers is read from KVMOSAIC_CHUNK_SECRET.
     """
     from kvmosaic.console.model_options import ModelOptions
-    from kvmosaic.console.warm import Warming, warm_folder
+    from kvmosaic.console.warm.folder import Warming, warm_folder
 
     opening = ModelOptions(
         model,

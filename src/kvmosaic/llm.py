@@ -33,8 +33,8 @@ from kvmosaic.engine.self_check import SelfCheck, run_self_check
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling
 from kvmosaic.layout import ChunkContext
 from kvmosaic.model import LoadedModel, load_model
-from kvmosaic.model.int8 import Quantization
-from kvmosaic.model.prepack import Prepack
+from kvmosaic.model.cpu.int8 import Quantization
+from kvmosaic.model.cpu.prepack import Prepack
 from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
 from kvmosaic.repair import RepairPolicy
 from kvmosaic.sampling import RequestOutput, SamplingParams, ScoreOutput, decode_all, default_sampling

@@ -26,11 +26,11 @@ from kvmosaic.cache.keys import Key
 from kvmosaic.errors import TierError
 from kvmosaic.tiers import Deadline, Tier, TieredStore
 from kvmosaic.tiers.breaker import Breaker
-from kvmosaic.tiers.disk import DiskTier
-from kvmosaic.tiers.disk_names import is_draft
-from kvmosaic.tiers.object_store import ObjectTier
-from kvmosaic.tiers.redis import RedisTier
-from kvmosaic.tiers.redis_link import Session
+from kvmosaic.tiers.disk.names import is_draft
+from kvmosaic.tiers.disk.tier import DiskTier
+from kvmosaic.tiers.object_store.tier import ObjectTier
+from kvmosaic.tiers.redis.link import Session
+from kvmosaic.tiers.redis.tier import RedisTier
 
 MIB = 2**20
 NUM_DAMAGES = int(os.environ.get("KVMOSAIC_ATTACKS", "300"))
@@ -190,8 +190,8 @@ def test_a_redis_that_cannot_be_written_is_still_read(redis: RedisServer, how: s
 KILLED = """
 import os, signal, sys
 from kvmosaic.tiers import Deadline
-from kvmosaic.tiers.disk import DiskTier
-from kvmosaic.tiers.disk_files import RealFiles
+from kvmosaic.tiers.disk.tier import DiskTier
+from kvmosaic.tiers.disk.files import RealFiles
 class Fatal(RealFiles):
     def rename(self, *names, **folders):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -154,7 +154,7 @@ def test_a_tier_is_asked_from_the_hit_rate_on_at_which_the_engine_asks_it() -> N
 def test_codecs_take_the_share_that_they_write() -> None:
     import torch
 
-    from kvmosaic.memory.codec import CODECS
+    from kvmosaic.entries.codec import CODECS
 
     for name in ("none", "fp8", "int8", "int4"):
         parts = CODECS[name].parts((64, 2, 64), torch.bfloat16, "tokens")

@@ -19,7 +19,7 @@ from kvmosaic.cli import app
 from kvmosaic.errors import TierUnavailable
 from kvmosaic.tiers import Deadline, open_tier
 from kvmosaic.tiers.bundle import write_bundle
-from kvmosaic.tiers.disk import DiskTier
+from kvmosaic.tiers.disk.tier import DiskTier
 
 SYSTEM = "Answer."
 TEXTS = {"ferry": "The ferry goes to Oak Island.", "kiln": "The kiln of Brackwater burns lime.", "mill": "Oats."}

@@ -11,7 +11,7 @@ from support.server import RunningServer
 from typer.testing import CliRunner, Result
 
 from kvmosaic.cli import app
-from kvmosaic.console import cache_tree
+from kvmosaic.console.cache import tree
 
 MESSAGES = [
     {"role": "system", "content": "Answer from the documents."},
@@ -83,7 +83,7 @@ def one_system(num_tokens: object) -> dict[str, object]:
 def test_a_reply_of_something_else_is_said_to_be_that(
     monkeypatch: pytest.MonkeyPatch, fields: dict[str, object]
 ) -> None:
-    monkeypatch.setattr(cache_tree, "fields_of_server", lambda *_, **__: fields)
+    monkeypatch.setattr(tree, "fields_of_server", lambda *_, **__: fields)
     result = kvmosaic("--url", "http://localhost:1")
     assert result.exit_code == 2 and "not as a kvmosaic server does" in result.stderr
 
@@ -102,7 +102,7 @@ def test_texts_cannot_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     system = {"tenant": "x\x1b]0;y", "is_salted": False, "num_tokens": 3, "token_ids": [7, 8], "text": None}
     system |= {"documents": [], "num_hidden_documents": 0, "num_hidden_places": 1}
     system["places"] = [{**place, "runs": [{**run, "text": "\x1b[2J[bold]hello[/bold]", "num_hidden": 0}]}]
-    monkeypatch.setattr(cache_tree, "fields_of_server", lambda *_, **__: {"systems": [system], "num_hidden": 2})
+    monkeypatch.setattr(tree, "fields_of_server", lambda *_, **__: {"systems": [system], "num_hidden": 2})
     shown = kvmosaic("--url", "http://localhost:1").stdout
     assert "\x1b" not in shown and "[bold]hello[/bold]" in shown and "7 8" in shown and "read by 2" in shown
     assert "4 more runs" in shown and "1 more set of documents" in shown and "2 more system texts" in shown

@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 from kvmosaic.cli import app
 from kvmosaic.console.prompt_source import PromptSource, split_input
 from kvmosaic.errors import InvalidPrompt
-from kvmosaic.model.int8 import cpu_has_int8
-from kvmosaic.model.prepack import has_onednn_for_bfloat16
+from kvmosaic.model.cpu.int8 import cpu_has_int8
+from kvmosaic.model.cpu.prepack import has_onednn_for_bfloat16
 
 
 def run(*arguments: str | Path, text: str | bytes | None = None) -> Result:

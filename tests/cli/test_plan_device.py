@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvmosaic.cli import app
-from kvmosaic.model.prepack import cpu_has_bfloat16
+from kvmosaic.model.cpu.prepack import cpu_has_bfloat16
 
 ASKED = ("--device-memory", "2GiB", "--documents", "1000", "--tokens-per-document", "100")
 

@@ -17,8 +17,8 @@ from kvmosaic.engine.self_check.rows import check_rows
 from kvmosaic.layers import MaskSpec
 from kvmosaic.memory import BlockStorage
 from kvmosaic.model import LoadedModel
-from kvmosaic.model.fused import FusedMlp
-from kvmosaic.model.prepack import cpu_has_bfloat16
+from kvmosaic.model.cpu.fused import FusedMlp
+from kvmosaic.model.cpu.prepack import cpu_has_bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

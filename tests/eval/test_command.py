@@ -17,7 +17,7 @@ from kvmosaic.eval.plot import draw_plot
 from kvmosaic.eval.report import EvalReport
 from kvmosaic.eval.rows import CaseResult, TaskRow
 from kvmosaic.eval.variants import FULL, Variant
-from kvmosaic.model.prepack import cpu_has_bfloat16
+from kvmosaic.model.cpu.prepack import cpu_has_bfloat16
 
 FEW = ("eval", "--tasks", "one-hop(2),story", "--cases", "2", "--num-threads", "1", "--capacity", "64MiB")
 

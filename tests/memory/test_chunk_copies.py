@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from entries.entries import same_bits
 from hypothesis import given
 from hypothesis import strategies as st
-from memory.entries import same_bits
 from memory.test_storage import LAYERS, storage
 
 from kvmosaic.memory import BlockStorage

@@ -17,8 +17,8 @@ from kvmosaic.errors import InvalidConfig, NativeUnavailable, UnsupportedModel
 from kvmosaic.layers import DistanceBias
 from kvmosaic.layout import arrange, dense
 from kvmosaic.model import LoadedModel
-from kvmosaic.model.adapter_layers import read_bias
 from kvmosaic.model.adapters import installed_adapters
+from kvmosaic.model.probe.adapter_layers import read_bias
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 
 HEADS = st.sampled_from([1, 3, 4, 8, 12, 16, 32, 71, 112])

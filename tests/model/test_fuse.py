@@ -20,10 +20,10 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from kvmosaic.attention.native.library import load_library
 from kvmosaic.errors import NativeUnavailable
 from kvmosaic.model import LoadedModel, load_model
-from kvmosaic.model.fuse import fuse_operations
-from kvmosaic.model.fused import FusedMlp, FusedNorm, fused_form
-from kvmosaic.model.prepack import has_onednn_for_bfloat16
-from kvmosaic.model.row_kernels import GatePlan, RowKernels, TurnPlan
+from kvmosaic.model.cpu.fuse import fuse_operations
+from kvmosaic.model.cpu.fused import FusedMlp, FusedNorm, fused_form
+from kvmosaic.model.cpu.prepack import has_onednn_for_bfloat16
+from kvmosaic.model.cpu.row_kernels import GatePlan, RowKernels, TurnPlan
 
 BFLOAT16 = torch.bfloat16
 ALL_KINDS = {"norms", "MLPs", "attention modules", "layers"}
@@ -176,7 +176,7 @@ def test_without_the_extension_nothing_is_fused(monkeypatch) -> None:
     def missing() -> None:
         raise NativeUnavailable("not built")
 
-    monkeypatch.setattr("kvmosaic.model.row_kernels.load_library", missing)
+    monkeypatch.setattr("kvmosaic.model.cpu.row_kernels.load_library", missing)
     model = fused("llama")
     assert model.is_prepacked and not model.num_fused
 

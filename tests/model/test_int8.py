@@ -17,7 +17,7 @@ from kvmosaic import LLM
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.model import LoadedModel, load_model
-from kvmosaic.model.int8 import Int8Linear, cpu_has_int8, quantize
+from kvmosaic.model.cpu.int8 import Int8Linear, cpu_has_int8, quantize
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams
 

@@ -20,8 +20,8 @@ from kvmosaic.cli import app
 from kvmosaic.cpu_instructions import INSTRUCTION_SETS, VARIABLE, allowed_instruction_sets
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.model import load_model
-from kvmosaic.model.int8 import cpu_has_int8
-from kvmosaic.model.row_kernels import RowKernels
+from kvmosaic.model.cpu.int8 import cpu_has_int8
+from kvmosaic.model.cpu.row_kernels import RowKernels
 
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", VARIABLE)
 CPUINFO = Path("/proc/cpuinfo")
@@ -31,7 +31,7 @@ import torch
 from kvmosaic.attention import choose_backend
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.model import load_model
-from kvmosaic.model.row_kernels import RowKernels
+from kvmosaic.model.cpu.row_kernels import RowKernels
 
 def refusal(**options):
     try:

@@ -12,7 +12,7 @@ from transformers.masking_utils import (
 )
 
 from kvmosaic.layers import MaskSpec
-from kvmosaic.model.masks import expected_mask, read_mask
+from kvmosaic.model.probe.masks import expected_mask, read_mask
 
 _CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.model import LoadedModel, load_model
-from kvmosaic.model.prepack import PackedLinear, Prepack, cpu_has_bfloat16, has_onednn_for_bfloat16
+from kvmosaic.model.cpu.prepack import PackedLinear, Prepack, cpu_has_bfloat16, has_onednn_for_bfloat16
 from kvmosaic.prompt import Prompt
 
 BFLOAT16 = torch.bfloat16
@@ -157,7 +157,7 @@ def test_the_projection_of_a_latent_is_read_not_called() -> None:
 @pytest.mark.parametrize("has_bfloat16", [True, False])
 def test_auto_packs_where_the_cpu_computes_in_bfloat16(tmp_path: Path, monkeypatch, has_bfloat16: bool) -> None:
     build("llama", BFLOAT16).save_pretrained(tmp_path)
-    monkeypatch.setattr("kvmosaic.model.prepack.cpu_has_bfloat16", lambda: has_bfloat16)
+    monkeypatch.setattr("kvmosaic.model.cpu.prepack.cpu_has_bfloat16", lambda: has_bfloat16)
     assert load_model(tmp_path, device="cpu", dtype=BFLOAT16).is_prepacked is has_bfloat16
     assert not load_model(tmp_path, device="cpu", dtype=BFLOAT16, prepack=False).is_prepacked
     assert not load_model(tmp_path, device="cpu", dtype="float32").is_prepacked

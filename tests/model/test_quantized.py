@@ -88,7 +88,7 @@ def test_fp8_is_dequantized_and_as_near_as_eight_bits_are(plain_folder: Path, tm
 
 
 def test_fp8_may_be_rounded_to_integers_once_it_is_plain(plain_folder: Path, tmp_path: Path) -> None:
-    from kvmosaic.model.int8 import cpu_has_int8
+    from kvmosaic.model.cpu.int8 import cpu_has_int8
 
     if not cpu_has_int8():
         pytest.skip("this CPU has no instructions for 8-bit integers")

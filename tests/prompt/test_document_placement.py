@@ -20,8 +20,8 @@ from support.tokenizers import (
 
 from kvmosaic.errors import InvalidMessages
 from kvmosaic.prompt import Document
+from kvmosaic.prompt.chat_template.document_placement import place_documents
 from kvmosaic.prompt.conversation import Conversation
-from kvmosaic.prompt.document_placement import place_documents
 from kvmosaic.prompt.text_pieces import joined
 
 LAST = (

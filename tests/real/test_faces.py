@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, SamplingParams, TierConfig
 from kvmosaic.cli import app
-from kvmosaic.model.prepack import cpu_has_bfloat16
+from kvmosaic.model.cpu.prepack import cpu_has_bfloat16
 
 LOADING_SECONDS = 300.0
 MESSAGES = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTIONS[0]}]

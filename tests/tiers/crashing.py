@@ -24,8 +24,8 @@ from tiers.faulty_files import FaultyFiles
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.tiers import Deadline
-from kvmosaic.tiers.disk import DiskTier
-from kvmosaic.tiers.disk_names import is_draft
+from kvmosaic.tiers.disk.names import is_draft
+from kvmosaic.tiers.disk.tier import DiskTier
 
 QUOTA = 40_000
 KEYS = [Key(bytes([number % 5, number]) * 16) for number in range(24)]

@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from memory.entries import Stored, expectation, header, same_bits, tensors
+from entries.entries import Stored, expectation, header, same_bits, tensors
 
 from kvmosaic.cache.keys import Key
+from kvmosaic.entries import EntryBound, decode_entry, encode_entry
 from kvmosaic.errors import InvalidEntry, TierError
-from kvmosaic.memory import EntryBound, decode_entry, encode_entry
 from kvmosaic.tiers import Deadline
-from kvmosaic.tiers.disk import DiskTier
-from kvmosaic.tiers.disk_names import QUARANTINE
+from kvmosaic.tiers.disk.names import QUARANTINE
+from kvmosaic.tiers.disk.tier import DiskTier
 
 QUOTA = 2**22
 SPARSE_BYTES = 2**40

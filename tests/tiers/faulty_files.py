@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from kvmosaic.tiers.disk_files import RealFiles
+from kvmosaic.tiers.disk.files import RealFiles
 
 CALLS = (
     "open",

@@ -17,8 +17,8 @@ import torch
 from support.tiers import TroubledTier
 
 from kvmosaic.cache import Key
+from kvmosaic.entries.codec import CODECS
 from kvmosaic.errors import TierFull, TierUnavailable
-from kvmosaic.memory.codec import CODECS
 from kvmosaic.tiers import Deadline, Entry, TieredStore
 from kvmosaic.tiers.breaker import Breaker
 from kvmosaic.tiers.tiered_store import PUT_SECONDS

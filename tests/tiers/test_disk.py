@@ -18,8 +18,8 @@ from tiers.faulty_files import FaultyFiles
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import InvalidConfig, TierUnavailable
 from kvmosaic.tiers import Deadline, Tier
-from kvmosaic.tiers.disk import DiskTier
-from kvmosaic.tiers.disk_names import draft_name, this_host
+from kvmosaic.tiers.disk.names import draft_name, this_host
+from kvmosaic.tiers.disk.tier import DiskTier
 
 
 class TestDiskTier(TierConformance):

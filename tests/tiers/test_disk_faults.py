@@ -18,8 +18,8 @@ from tiers.faulty_files import CALLS, FaultyFiles
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import TierError, TierFull, TierUnavailable
 from kvmosaic.tiers import Deadline
-from kvmosaic.tiers.disk import DiskTier
-from kvmosaic.tiers.disk_names import is_draft
+from kvmosaic.tiers.disk.names import is_draft
+from kvmosaic.tiers.disk.tier import DiskTier
 
 ROOMY, TIGHT = 100_000, 1000
 
@@ -236,7 +236,7 @@ def _read_as_somebody_else(place: Path) -> None:
     code = f"""
 import os, sys
 from kvmosaic.tiers import Deadline
-from kvmosaic.tiers.disk import DiskTier
+from kvmosaic.tiers.disk.tier import DiskTier
 from kvmosaic.errors import TierUnavailable
 from kvmosaic.cache.keys import Key
 if os.getuid() == 0:

@@ -18,9 +18,9 @@ from kvmosaic.cache import Key
 from kvmosaic.errors import InvalidConfig, TierError, TierFull, TierUnavailable
 from kvmosaic.tiers import Deadline
 from kvmosaic.tiers.breaker import Breaker
-from kvmosaic.tiers.redis import RedisTier
-from kvmosaic.tiers.redis_link import Session
-from kvmosaic.tiers.redis_scripts import CANCEL
+from kvmosaic.tiers.redis.link import Session
+from kvmosaic.tiers.redis.scripts import CANCEL
+from kvmosaic.tiers.redis.tier import RedisTier
 
 KEY = KEYS[0]
 MIB = 2**20
@@ -100,9 +100,9 @@ def test_a_write_that_is_cut_is_never_seen_and_gives_its_room_back(server: Redis
 def test_a_writer_that_dies_holds_its_room_for_a_while_only(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmosaic.tiers.redis._UNFINISHED_SECONDS", 0)
+    monkeypatch.setattr("kvmosaic.tiers.redis.tier._UNFINISHED_SECONDS", 0)
     tier = open_tier(server, "&quota=1MiB")
-    monkeypatch.setattr("kvmosaic.tiers.redis.RedisTier._commit", lambda *_: 1 / 0)
+    monkeypatch.setattr("kvmosaic.tiers.redis.tier.RedisTier._commit", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tier.put_many({KEY: bytes(MIB)}, Deadline(100))
     monkeypatch.undo()

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.tiers.disk import DiskTier
+from kvmosaic.tiers.disk.tier import DiskTier
 from kvmosaic.tiers.host import HostTier
 from kvmosaic.tiers.url import MAX_URL_CHARACTERS, TierSpec, open_tier, parse_tier_url
 

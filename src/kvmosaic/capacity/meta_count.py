@@ -21,7 +21,7 @@ from kvmosaic.layers import AttentionCall, LayerShape, MaskKind, MaskSpec
 from kvmosaic.model.frequencies import pin_frequencies
 from kvmosaic.model.hook import ATTENTION_NAME, attention_scope, install
 from kvmosaic.model.latent import can_keep_latent
-from kvmosaic.model.probe import check_calls, select_attention
+from kvmosaic.model.probe.probe import check_calls, select_attention
 from kvmosaic.model.unsupported import check_rules
 
 _NUM_TOKENS = 2

@@ -81,7 +81,7 @@ def tier_table(answers: dict[Tier, str]) -> Table:
 
 def model_table(name: str, model: LoadedModel, attention: str) -> Table:
     """Returns name, kind and size of a model, and its attention backend."""
-    from kvmosaic.model.int8 import Int8Linear
+    from kvmosaic.model.cpu.int8 import Int8Linear
 
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)

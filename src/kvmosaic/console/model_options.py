@@ -71,7 +71,7 @@ def open_llm(opening: ModelOptions, notices: Console) -> LLM:
     """
     with notices.status(loading_text(opening.model)), warnings.catch_warnings():
         from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
-        from kvmosaic.console.cache_place import secret_from
+        from kvmosaic.console.cache.place import secret_from
         from kvmosaic.llm import LLM
         from kvmosaic.model.quiet import quiet_libraries
         from kvmosaic.tuned_settings import profile_choice

@@ -10,10 +10,7 @@ from typing import cast
 from kvmosaic.cache import Chunk, SpanPlan
 from kvmosaic.config import TierConfig
 from kvmosaic.engine.chunk_source import ChunkSource
-from kvmosaic.errors import InvalidConfig
-from kvmosaic.layers import geometry_of
-from kvmosaic.memory import (
-    BlockStorage,
+from kvmosaic.entries import (
     DtypeName,
     EntryBound,
     EntryExpectation,
@@ -22,6 +19,9 @@ from kvmosaic.memory import (
     decode_entry,
     encode_entry,
 )
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.layers import geometry_of
+from kvmosaic.memory import BlockStorage
 from kvmosaic.tiers import Entry
 
 

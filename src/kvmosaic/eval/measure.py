@@ -21,7 +21,7 @@ from kvmosaic.eval.run import Evaluation, evaluate
 from kvmosaic.eval.scores import check_metrics
 from kvmosaic.eval.variants import Variant
 from kvmosaic.model import LoadedModel, load_model
-from kvmosaic.model.int8 import Quantization
+from kvmosaic.model.cpu.int8 import Quantization
 from kvmosaic.model.quiet import quiet_libraries
 
 

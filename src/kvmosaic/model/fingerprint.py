@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvmosaic.model.prepack import weights
+from kvmosaic.model.cpu.prepack import weights
 
 _SAMPLES = 4096
 """Numbers sampled from each tensor."""

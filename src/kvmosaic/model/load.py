@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from kvmosaic.errors import InvalidConfig
+from kvmosaic.model.cpu.int8 import Quantization, quantize
+from kvmosaic.model.cpu.prepack import Prepack, let_file_go
 from kvmosaic.model.formats import LoadRequest, find_format
-from kvmosaic.model.int8 import Quantization, quantize
 from kvmosaic.model.loaded import LoadedModel
-from kvmosaic.model.prepack import Prepack, let_file_go
 
 
 def load_model(

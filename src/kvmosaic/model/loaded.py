@@ -12,12 +12,12 @@ from torch import Tensor
 
 from kvmosaic.errors import InvalidConfig, UnsupportedModel
 from kvmosaic.layers import LayerSpec
+from kvmosaic.model.cpu.fuse import count_fused, fuse_operations
+from kvmosaic.model.cpu.prepack import PackedLinear, Prepack, prepack_linears
 from kvmosaic.model.fingerprint import fingerprint as compute_fingerprint
 from kvmosaic.model.frequencies import changes_with_length, pin_frequencies, pinned_note
-from kvmosaic.model.fuse import count_fused, fuse_operations
 from kvmosaic.model.hook import Receiver, attention_scope
-from kvmosaic.model.prepack import PackedLinear, Prepack, prepack_linears
-from kvmosaic.model.probe import num_learned_positions, probe_layers
+from kvmosaic.model.probe.probe import num_learned_positions, probe_layers
 from kvmosaic.sampling.defaults import FOLLOWED
 
 _MAX_POSITIONS = 2**27

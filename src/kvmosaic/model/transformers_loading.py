@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvmosaic.errors import InvalidConfig, ModelNotFound, UnsupportedModel
-from kvmosaic.model.prepack import cpu_has_bfloat16
+from kvmosaic.model.cpu.prepack import cpu_has_bfloat16
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 

@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 from kvmosaic.errors import InvalidMessages
-from kvmosaic.prompt.marks import MarkPlace, Marks, map_texts
+from kvmosaic.prompt.chat_template.marks import MarkPlace, Marks, map_texts
 from kvmosaic.prompt.text_pieces import TextPiece, foreign, merged, template
 from kvmosaic.prompt.tokenizer import Tokenizer, control_tokens
 from kvmosaic.prompt.tools import could_write, mark_tools, schemas_of

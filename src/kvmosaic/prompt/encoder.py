@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from kvmosaic.errors import ChunkTooLong, InvalidPrompt, PromptTooLong, TooManyChunks
+from kvmosaic.prompt.chat_template.document_placement import place_documents
 from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.document import Document, read_documents
-from kvmosaic.prompt.document_placement import place_documents
 from kvmosaic.prompt.message import read_messages
 from kvmosaic.prompt.segment import MAX_POSITION, Prompt, Segment, SegmentKind, numbered
 from kvmosaic.prompt.separator import check_unicode

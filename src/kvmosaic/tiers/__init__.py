@@ -2,7 +2,7 @@
 
 from kvmosaic.tiers.cost import ComputeCost, LoadCost
 from kvmosaic.tiers.deadline import Deadline
-from kvmosaic.tiers.disk import DiskTier
+from kvmosaic.tiers.disk.tier import DiskTier
 from kvmosaic.tiers.fetch import Fetch, Rank
 from kvmosaic.tiers.fetch_policy import FetchPolicy
 from kvmosaic.tiers.host import HostTier

@@ -10,9 +10,9 @@ from urllib.parse import parse_qsl, unquote
 
 from kvmosaic.config import parse_bytes
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.tiers.disk import DiskTier
+from kvmosaic.tiers.disk.tier import DiskTier
 from kvmosaic.tiers.host import Allocate, HostTier
-from kvmosaic.tiers.redis_settings import RedisSettings
+from kvmosaic.tiers.redis.settings import RedisSettings
 from kvmosaic.tiers.tier import Tier
 
 MAX_URL_CHARACTERS = 4096
@@ -92,10 +92,10 @@ def open_tier(place: str | TierSpec, *, allocate: Allocate | None = None) -> Tie
     if spec.kind == "disk":
         return DiskTier(spec.address, _quota_of(spec), durable=spec.durable)
     if spec.kind == "redis":
-        from kvmosaic.tiers.redis import RedisTier
+        from kvmosaic.tiers.redis.tier import RedisTier
 
         return RedisTier(RedisSettings.from_url(spec.url))
-    from kvmosaic.tiers.object_store import ObjectTier
+    from kvmosaic.tiers.object_store.tier import ObjectTier
 
     return ObjectTier.from_url(spec.url)
 

@@ -16,12 +16,12 @@ from kvmosaic.attention.dense import DenseAttention
 from kvmosaic.engine.self_check.comparison import Comparison, worst_finding
 from kvmosaic.layers import AttentionCall
 from kvmosaic.layout import arrange, dense
-from kvmosaic.model.adapter_layers import check_against_own_code
 from kvmosaic.model.adapters import installed_adapters
-from kvmosaic.model.fused import Fused
+from kvmosaic.model.cpu.fused import Fused
 from kvmosaic.model.hook import attention_scope
 from kvmosaic.model.loaded import LoadedModel
-from kvmosaic.model.own_code import FusedCall, run_own_code
+from kvmosaic.model.probe.adapter_layers import check_against_own_code
+from kvmosaic.model.probe.own_code import FusedCall, run_own_code
 from kvmosaic.prompt import Prompt
 
 _ATTENTION_LIMIT = 1e-3

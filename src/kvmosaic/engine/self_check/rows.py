@@ -16,7 +16,7 @@ from torch import Tensor
 from kvmosaic.engine.self_check.comparison import Comparison, worst_finding
 from kvmosaic.layers import AttentionCall, LayerSpec
 from kvmosaic.model.loaded import LoadedModel
-from kvmosaic.model.probe import record_calls
+from kvmosaic.model.probe.probe import record_calls
 from kvmosaic.rope import ROTATION_TOLERANCES, Heads, of_equal_length, relative_error, turned_error
 
 _MIXING = {torch.bfloat16: 5e-2, torch.float16: 1e-2}

@@ -37,7 +37,7 @@ class Checkpoint(ModelFormat):
         """Loads safetensors weights; quantized ones as they are, or converted, as their method allows."""
         from transformers import AutoConfig
 
-        from kvmosaic.model.int8 import check_quantization
+        from kvmosaic.model.cpu.int8 import check_quantization
         from kvmosaic.model.quantized import is_packed, make_plain, prepare_quantized, quantized_text
         from kvmosaic.model.transformers_loading import build_module, chosen_dtype, fetch, stored_dtype
         from kvmosaic.model.unsupported import check_config

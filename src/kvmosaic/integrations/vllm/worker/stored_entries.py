@@ -14,19 +14,12 @@ import torch
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.config import TierConfig
+from kvmosaic.entries import DtypeName, EntryBound, EntryExpectation, EntryHeader, decode_entry, encode_entry
 from kvmosaic.errors import InvalidConfig, NotMovable
 from kvmosaic.integrations.vllm.operations import StoredRun
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.layers import LayerGeometry
-from kvmosaic.memory import (
-    ChunkTensors,
-    DtypeName,
-    EntryBound,
-    EntryExpectation,
-    EntryHeader,
-    decode_entry,
-    encode_entry,
-)
+from kvmosaic.memory import ChunkTensors
 from kvmosaic.tiers import Entry
 
 

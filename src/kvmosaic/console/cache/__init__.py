@@ -1,0 +1,1 @@
+"""The command `kvmosaic cache`: lists, explains, verifies, cleans and bundles entries of tiers."""

@@ -1,0 +1,218 @@
+"""Commands of `kvmosaic cache`: list, verify, clean, export and import the entries of a tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvmosaic.console.options import (
+    AsFields,
+    AsJSON,
+    Capacity,
+    ChunkCodec,
+    ContextKind,
+    Device,
+    Documents,
+    DType,
+    LongChunks,
+    Model,
+    ModelDigits,
+    Name,
+    ProfileFile,
+    PromptText,
+    Questions,
+    Rounding,
+    SecretVariable,
+    Separator,
+    ServerURL,
+    Strategy,
+    System,
+    TenantName,
+    Tier,
+    Timeout,
+)
+
+cache = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Look into the tiers where documents are kept, check them, clean them, carry them to other machines; "
+    "or see what a running server has in its memory.",
+)
+BundleFile = Annotated[Path, typer.Argument(metavar="FILE", help="A bundle.")]
+
+
+@cache.command("ls")
+def list_entries(
+    tier: Tier,
+    limit: Annotated[int, typer.Option(min=0, help="Most entries that are shown; 0 shows all.")] = 50,
+    name: Name = None,
+    model: ModelDigits = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: one object per line and entry.")] = False,
+) -> None:
+    """List the entries of a tier, the last used first.
+
+    kvmosaic cache ls disk:/var/cache/kvmosaic
+    """
+    from kvmosaic.console.cache.list import list_entries
+    from kvmosaic.console.cache.selection import Selection
+
+    list_entries(tier, Selection(name, model), limit, as_json)
+
+
+@cache.command()
+def stat(tier: Tier, as_json: AsFields = False) -> None:
+    """Count the entries and bytes of a tier."""
+    from kvmosaic.console.cache.list import show_stat
+
+    show_stat(tier, as_json)
+
+
+@cache.command()
+def tree(
+    url: ServerURL = "http://127.0.0.1:8000",
+    depth: Annotated[int, typer.Option(min=1, max=32, help="Levels below a system text.")] = 8,
+    children: Annotated[
+        int, typer.Option(min=1, max=100, help="Maximum of rows shown below one beginning, most recently used first.")
+    ] = 8,
+    runs: Annotated[int, typer.Option(min=1, max=2_000, help="Most runs of blocks in all.")] = 200,
+    tokens: Annotated[int, typer.Option(min=0, max=64, help="First tokens of each run that are shown.")] = 12,
+    timeout: Timeout = 60.0,
+    as_json: AsFields = False,
+) -> None:
+    """Show the conversations and documents that a running server has in its memory, as a tree.
+
+    kvmosaic cache tree --url http://127.0.0.1:8000
+
+    Conversations that begin alike share their beginning, after the same documents. The key, if the server has keys, is
+    read from KVMOSAIC_API_KEY: you see your own; an admin also sees how much others have.
+    """
+    from kvmosaic.console.cache.tree import show_tree
+
+    show_tree(url, {"depth": depth, "children": children, "runs": runs, "tokens": tokens}, timeout, as_json)
+
+
+@cache.command()
+def verify(
+    tier: Tier,
+    secret_env: SecretVariable = None,
+    quarantine: Annotated[bool, typer.Option("--quarantine", help="Put damaged entries aside.")] = False,
+    as_json: AsFields = False,
+) -> None:
+    """Check every byte of every entry. Exit code 1 if one is damaged."""
+    from kvmosaic.console.cache.verify import verify
+
+    if not verify(tier, secret_env, quarantine, as_json):
+        raise typer.Exit(1)
+
+
+@cache.command("gc")
+def collect(
+    tier: Tier,
+    quota: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Remove what was not used for longest until this is kept.")
+    ] = None,
+    older_than: Annotated[
+        float | None, typer.Option("--older-than", metavar="DAYS", help="Only entries not used for so many days.")
+    ] = None,
+    model: ModelDigits = None,
+    not_model: Annotated[
+        str | None, typer.Option("--not-model", metavar="FINGERPRINT", help="Only entries of other models.")
+    ] = None,
+    name: Name = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")] = False,
+    as_json: AsFields = False,
+) -> None:
+    """Remove the entries that meet all conditions, and then the longest unused ones until a quota is kept.
+
+    kvmosaic cache gc disk:/var/cache/kvmosaic --older-than 30 --quota 50GiB
+    """
+    from kvmosaic.console.cache.clean import clean
+    from kvmosaic.console.cache.selection import Selection
+
+    clean(tier, Selection(name, model, not_model, older_than), quota, dry_run, as_json)
+
+
+@cache.command("export")
+def export_bundle(
+    tier: Tier,
+    file: BundleFile,
+    name: Name = None,
+    model: ModelDigits = None,
+    secret_env: SecretVariable = None,
+    as_json: AsFields = False,
+) -> None:
+    """Write entries to a bundle, a file for another machine. Exit code 1 if one was damaged and left out."""
+    from kvmosaic.console.cache.bundles import export_bundle
+    from kvmosaic.console.cache.selection import Selection
+
+    if not export_bundle(tier, file, Selection(name, model), secret_env, as_json):
+        raise typer.Exit(1)
+
+
+@cache.command("import")
+def import_bundle(file: BundleFile, tier: Tier, secret_env: SecretVariable = None, as_json: AsFields = False) -> None:
+    """Put the entries of a bundle into a tier; entries that it has already are skipped. Exit code 1 if one was not put.
+
+    kvmosaic cache import notes.bundle "disk:/var/cache/kvmosaic?quota=100GiB"
+    """
+    from kvmosaic.console.cache.bundles import import_bundle
+
+    if not import_bundle(file, tier, secret_env, as_json):
+        raise typer.Exit(1)
+
+
+@cache.command()
+def explain(
+    model: Model = "reader",
+    prompt: PromptText = None,
+    chunk_tier: Annotated[
+        list[str] | None, typer.Option("--chunk-tier", metavar="URL", help="A tier; several times for several.")
+    ] = None,
+    documents: Documents = None,
+    question: Questions = None,
+    system: System = None,
+    tenant: TenantName = "",
+    separator: Separator = None,
+    position_strategy: Strategy = None,
+    chunk_context: ContextKind = None,
+    profile: ProfileFile = "auto",
+    long_chunks: LongChunks = "error",
+    chunk_codec: ChunkCodec = "none",
+    capacity: Capacity = "2GiB",
+    dtype: DType = "auto",
+    device: Device = "auto",
+    quantization: Rounding = "none",
+    as_json: AsJSON = False,
+) -> None:
+    """Say for every segment of a prompt whether a tier has it, and if not, why.
+
+    kvmosaic cache explain reader --documents notes --question "Where?" --chunk-tier disk:/var/cache/kvmosaic
+    """
+    from kvmosaic.console.prompt_source import PromptSource, check_model_is_not_a_prompt
+    from kvmosaic.errors import InvalidConfig
+
+    model, prompt = ("reader", "-") if model == "-" else (model, prompt)
+    check_model_is_not_a_prompt("cache explain", model, separator, is_asked=bool(prompt or question))
+    asking = PromptSource(prompt, documents, tuple(question or ()), system, tenant)
+    if not chunk_tier:
+        raise InvalidConfig("no tier is asked; give --chunk-tier URL, such as disk:/var/cache/kvmosaic")
+
+    from kvmosaic.console.cache.explain import explain
+    from kvmosaic.console.model_options import ModelOptions
+
+    opening = ModelOptions(
+        model,
+        dtype,
+        device,
+        position_strategy,
+        chunk_context,
+        separator,
+        long_chunks,
+        capacity,
+        quantization=quantization,
+        chunk_codec=chunk_codec,
+        profile=profile,
+    )
+    explain(opening, asking, chunk_tier, as_json)

@@ -1,0 +1,143 @@
+"""Verification of a tier: every byte of every entry against its checksum."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+
+from rich.console import Console
+
+from kvmosaic.cache.keys import Key
+from kvmosaic.console.cache.place import CALL_SECONDS, all_entries, opened, progress_bar, seal_from, whole_entry
+from kvmosaic.console.text import one_line, size_text
+from kvmosaic.entries import Checksum, check_entry
+from kvmosaic.errors import DamagedEntry, InvalidEntry, TierUnavailable
+from kvmosaic.tiers import Deadline, Entry, EntryInfo, Tier
+
+MAX_LINES = 100
+"""Maximum number of bad entries that are listed; more are only counted."""
+
+
+@dataclass(slots=True)
+class VerifyResult:
+    """Results of checking entries."""
+
+    good: int = 0
+    good_bytes: int = 0
+    gone: int = 0
+    """Evicted during the check."""
+    damaged: dict[Key, str] = field(default_factory=dict)
+    """Reasons why entries are damaged."""
+    foreign: dict[Key, str] = field(default_factory=dict)
+    """Reasons why entries cannot be checked here: another secret, or another version."""
+
+    def check(self, key: Key, entry: Entry, seal: Checksum) -> bool:
+        """Checks one entry and records the result; returns whether it is intact."""
+        try:
+            check_entry(entry, key, seal)
+        except InvalidEntry as error:
+            self.note(key, error)
+            return False
+        self.good += 1
+        self.good_bytes += len(entry)
+        return True
+
+    def note(self, key: Key, error: InvalidEntry) -> None:
+        """Records a bad entry."""
+        (self.damaged if isinstance(error, DamagedEntry) else self.foreign)[key] = str(error)
+
+    def show(self, notices: Console) -> None:
+        """Prints the bad entries, with reasons."""
+        lines = [f"damaged {key.hex()}: {one_line(why, 400)}" for key, why in islice(self.damaged.items(), MAX_LINES)]
+        if len(self.damaged) > MAX_LINES:
+            lines.append(f"… {len(self.damaged) - MAX_LINES:,} more are damaged")
+        reasons = Counter(self.foreign.values())
+        lines += [f"{count:,} foreign: {one_line(why, 400)}" for why, count in reasons.most_common(MAX_LINES)]
+        for line in lines:
+            notices.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _warnings_silenced() -> Iterator[None]:
+    log = logging.getLogger("kvmosaic")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def verify(url: str, variable: str | None, quarantine: bool, as_json: bool) -> bool:
+    """Checks every entry of a tier, and quarantines damaged ones if requested; returns whether none is damaged.
+
+    Raises:
+        KVMosaicError: the tier cannot be opened, or fails.
+    """
+    console, notices = Console(), Console(stderr=True)
+    seal, result = seal_from(variable), VerifyResult()
+    with _warnings_silenced(), opened(url) as tier:  # quarantined entries are reported below
+        for _ in good_entries(tier, all_entries(tier, notices), seal, result, notices):
+            pass
+        if quarantine:
+            for key, reason in result.damaged.items():
+                tier.quarantine(key, reason, Deadline(CALL_SECONDS))
+    result.show(notices)
+    if as_json:
+        fields = {
+            "good": result.good,
+            "good_bytes": result.good_bytes,
+            "damaged": {key.hex(): reason for key, reason in result.damaged.items()},
+            "foreign": {key.hex(): reason for key, reason in result.foreign.items()},
+            "quarantined": len(result.damaged) * quarantine,
+        }
+        print(json.dumps(fields))
+    else:
+        aside = " and put aside" if quarantine and result.damaged else ""
+        console.print(
+            f"{result.good:,} entries ({size_text(result.good_bytes)}) are as they were written, "
+            f"{len(result.damaged):,} damaged{aside}, {len(result.foreign):,} of another secret or version",
+            style="red" if result.damaged else "green",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return not result.damaged
+
+
+def good_entries(
+    tier: Tier,
+    infos: Iterable[EntryInfo],
+    seal: Checksum,
+    result: VerifyResult,
+    notices: Console,
+    what: str = "checking",
+) -> Iterator[tuple[Key, Entry]]:
+    """Reads entries one by one and yields the intact ones; the others are in `result`.
+
+    Raises:
+        TierUnavailable: the tier fails, not only for this entry.
+    """
+    infos = list(infos)
+    with progress_bar(notices, is_bytes=True) as bar:
+        task = bar.add_task(what, total=sum(info.num_bytes for info in infos))
+        for info in infos:
+            try:
+                entry = whole_entry(tier, info.key)
+            except InvalidEntry as error:
+                result.note(info.key, error)
+                continue
+            except TierUnavailable as error:
+                if not tier.exists_many([info.key], Deadline(CALL_SECONDS)):
+                    raise
+                result.damaged[info.key] = f"it cannot be read, though the tier answers: {error}"
+                continue
+            if entry is None:
+                result.gone += 1
+            elif result.check(info.key, entry, seal):
+                yield info.key, entry
+            bar.advance(task, info.num_bytes)

@@ -1,0 +1,1 @@
+"""The command `kvmosaic plan`: what fits on a device, and how a prompt is composed."""

@@ -1,0 +1,1 @@
+"""The commands `kvmosaic vllm` and `kvmosaic check --vllm`."""

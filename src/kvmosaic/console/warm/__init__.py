@@ -1,0 +1,1 @@
+"""The command `kvmosaic warm`: computes a folder of documents into tiers."""

@@ -1,0 +1,216 @@
+"""Warming of a document folder: computes its chunks ahead of time into tiers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from rich.console import Console
+
+from kvmosaic.console.cache.place import seal_from
+from kvmosaic.console.folder import find_documents, read_document
+from kvmosaic.console.model_options import ModelOptions, open_llm
+from kvmosaic.console.warm.bar import WarmingBar
+from kvmosaic.console.warm.report import WarmCounts, show_counts
+from kvmosaic.console.warm.stop import Interrupted, Stop
+from kvmosaic.console.warm.tiers import StoredKeys
+from kvmosaic.errors import CacheError, ChunkCacheOff, InvalidConfig, InvalidDocument, InvalidPrompt, RequestTooLarge
+
+if TYPE_CHECKING:
+    from kvmosaic.cache import Key
+    from kvmosaic.llm import LLM
+    from kvmosaic.prompt import Prompt
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+MAX_DOCUMENTS = 1_000_000
+_MAX_AT_ONCE = 256
+"""Maximum number of documents looked up and computed together."""
+_PART_OF_POOL = 4
+"""Number of batches in progress that fit into the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warming:
+    """The documents to warm, and where they will be used."""
+
+    folder: Path
+    pattern: str | None = None
+    system: str | None = None
+    system_file: Path | None = None
+    bundle: Path | None = None
+    tenant: str = ""
+
+    def system_text(self) -> str | None:
+        """The system text of the later prompts.
+
+        Raises:
+            InvalidConfig: it is given twice. InvalidDocument: its file cannot be read.
+        """
+        if self.system_file is None:
+            return self.system
+        if self.system is not None:
+            raise InvalidConfig("--system and --system-file exclude each other; leave one out")
+        return read_document(self.system_file)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Documents that are looked up and computed together."""
+
+    names: list[str] = field(default_factory=list)
+    chunks: list[tuple[str, Key, Prompt]] = field(default_factory=list)
+    """The document of each chunk, its key, and a prompt with it alone."""
+
+
+def warm_folder(opening: ModelOptions, warming: Warming, as_json: bool) -> int:
+    """Computes what the tiers do not have; returns the exit code: 0, 1 if something is missing, 130 if interrupted.
+
+    Raises:
+        KVMosaicError: the model, the folder, a setting or a tier cannot work.
+    """
+    notices = Console(stderr=True)
+    if not opening.chunk_tiers:
+        raise InvalidConfig(
+            "warmed documents are kept in tiers; give --chunk-tier 'disk:/var/cache/kvmosaic?quota=10GiB'"
+        )
+    system, seal = warming.system_text(), seal_from(None)
+    paths = find_documents(warming.folder, warming.pattern, MAX_DOCUMENTS)
+    with closing(open_llm(opening, notices)) as llm:
+        if not llm.has_chunk_cache:
+            raise ChunkCacheOff(f"no document can be kept, the chunk cache is off: {llm.chunk_cache_off_reason}")
+        began = time.perf_counter()
+        counts, stored = WarmCounts(documents=len(paths)), StoredKeys(llm, opening, seal)
+        with Stop() as stop, WarmingBar(notices, paths) as bar:
+            warmer = _Warmer(llm, stored, counts, bar, stop, warming.tenant)
+            try:
+                with contextlib.suppress(Interrupted):
+                    warmer.warm(paths, system)
+                if stop.is_asked:
+                    notices.print("stopping when what was computed is written; Ctrl-C again does not wait for that")
+                stored.wait(bar)
+            except KeyboardInterrupt:
+                _leave(bar, notices)
+            warmer.settle()
+        counts.seconds, counts.is_interrupted = time.perf_counter() - began, stop.is_asked
+        counts.num_bytes = stored.bytes_written()
+        if not counts.is_interrupted:
+            counts.missing = stored.missing(counts.chunks)
+            if warming.bundle is not None:
+                counts.bundle = stored.bundled(list(counts.chunks), warming.bundle, notices)
+    show_counts(counts, warming.bundle, as_json)
+    if counts.is_interrupted:
+        return INTERRUPTED
+    return 0 if counts.is_complete else 1
+
+
+class _Warmer:
+    """Computes documents in batches that fit into the device's pool several times."""
+
+    def __init__(
+        self, llm: LLM, stored: StoredKeys, counts: WarmCounts, bar: WarmingBar, stop: Stop, tenant: str
+    ) -> None:
+        self._llm = llm
+        self._tenant = tenant
+        self._stored = stored
+        self._counts = counts
+        self._bar = bar
+        self._stop = stop
+        self._under_way: _Batch | None = None
+        self._bytes_per_token = llm.model.bytes_per_token()
+        self._max_bytes = llm.chunk_cache_config.capacity_bytes // _PART_OF_POOL
+
+    def warm(self, paths: dict[str, Path], system: str | None) -> None:
+        """Computes the documents that are not in the tiers.
+
+        Raises:
+            Interrupted: a stop was requested.
+        """
+        for batch in self._batches(paths, system):
+            self._under_way = batch
+            self._warm(batch)
+            self._under_way = None
+            self._bar.advance(batch.names)
+
+    def settle(self) -> None:
+        """Counts the results of the last batch, after an interrupt or after all writes.
+
+        Raises:
+            TierError: a tier fails.
+        """
+        if (batch := self._under_way) is None:
+            return
+        known = self._stored.find({key for _, key, _ in batch.chunks})
+        incomplete = {name for name, key, _ in batch.chunks if key not in known}
+        self._counts.computed += len(batch.names) - len(incomplete)
+        self._counts.tokens += sum(prompt.chunks[0].num_tokens for _, key, prompt in batch.chunks if key in known)
+
+    def _batches(self, paths: dict[str, Path], system: str | None) -> Iterator[_Batch]:
+        batch, num_bytes = _Batch(), 0
+        for name, path in paths.items():
+            self._stop.check()
+            try:
+                chunks = self._chunks(name, read_document(path), system)
+            except (InvalidDocument, InvalidPrompt) as error:
+                self._counts.problems[name] = str(error)
+                self._bar.advance([name])
+                continue
+            size = sum(prompt.chunks[0].num_tokens for _, prompt in chunks) * self._bytes_per_token
+            if batch.names and (num_bytes + size > self._max_bytes or len(batch.names) == _MAX_AT_ONCE):
+                yield batch
+                batch, num_bytes = _Batch(), 0
+            batch.names.append(name)
+            batch.chunks += [(name, key, prompt) for key, prompt in chunks]
+            num_bytes += size
+        if batch.names:
+            yield batch
+
+    def _chunks(self, name: str, text: str, system: str | None) -> list[tuple[Key, Prompt]]:
+        prompt = self._llm.encoder.encode_documents([{"id": name, "text": text}], system)
+        prompt = replace(prompt, tenant=self._tenant)
+        before = tuple(segment for segment in prompt.segments if str(segment.kind) == "system")
+        after = prompt.segments[-1]
+        singles = [replace(prompt, segments=(*before, chunk, after)) for chunk in prompt.chunks]
+        return [(span.key, single) for single in singles for span in self._llm.plan(single).spans if span.is_chunk]
+
+    def _warm(self, batch: _Batch) -> None:
+        known = self._stored.find({key for _, key, _ in batch.chunks}) | self._counts.chunks.keys()
+        wanted = {key: prompt for _, key, prompt in batch.chunks if key not in known}
+        incomplete = {name for name, key, _ in batch.chunks if key in wanted}
+        tokens = sum(prompt.chunks[0].num_tokens for prompt in wanted.values())
+        if wanted:
+            self._stored.wait_for_room(tokens * self._bytes_per_token)
+            before = self._counts.tokens
+
+            def progress(done: int, total: int) -> None:
+                self._bar.within(batch.names, done / total, before + tokens * done // total)
+                self._stop.check()
+
+            try:
+                self._llm.chunks.warm(list(wanted.values()), progress)
+            except (InvalidPrompt, CacheError, RequestTooLarge) as error:
+                if len(batch.names) > 1:  # one of them failed: retry each alone
+                    for name in batch.names:
+                        self._warm(_Batch([name], [chunk for chunk in batch.chunks if chunk[0] == name]))
+                else:
+                    self._counts.problems[batch.names[0]] = str(error)
+                return
+        self._counts.chunks.update((key, None) for _, key, _ in batch.chunks)
+        self._counts.tokens += tokens
+        self._counts.computed += len(incomplete)
+        self._counts.skipped += len(batch.names) - len(incomplete)
+
+
+def _leave(bar: WarmingBar, notices: Console) -> NoReturn:
+    """Exits the process immediately, like a kill, which is safe for every tier."""
+    bar.__exit__()
+    notices.print("stopped; what is in the tiers stays, and the same command goes on from there", style="yellow")
+    sys.stdout.flush()
+    os._exit(INTERRUPTED)

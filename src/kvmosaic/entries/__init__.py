@@ -1,0 +1,84 @@
+"""Entries: serialized chunks, as tiers store them: header, checksum, payload and codecs."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvmosaic.entries.checksum import Checksum
+    from kvmosaic.entries.claimed_header import (
+        ClaimedHeader,
+        check_entry,
+        num_claimed_bytes,
+        num_file_header_bytes,
+        read_claimed_header,
+    )
+    from kvmosaic.entries.codec import choose_codec
+    from kvmosaic.entries.entry import (
+        DecodedEntry,
+        EntryBound,
+        EntryExpectation,
+        decode_entry,
+        encode_entry,
+        read_header,
+    )
+    from kvmosaic.entries.header import CodecName, Compression, DtypeName, EntryHeader
+
+__all__ = [
+    "Checksum",
+    "ClaimedHeader",
+    "CodecName",
+    "Compression",
+    "DecodedEntry",
+    "DtypeName",
+    "EntryBound",
+    "EntryExpectation",
+    "EntryHeader",
+    "check_entry",
+    "choose_codec",
+    "decode_entry",
+    "encode_entry",
+    "num_claimed_bytes",
+    "num_file_header_bytes",
+    "read_claimed_header",
+    "read_header",
+]
+
+# Names are imported on first use: headers are read without torch, by `kvmosaic cache` for instance.
+_HOMES = {
+    "checksum": ("Checksum",),
+    "claimed_header": (
+        "ClaimedHeader",
+        "check_entry",
+        "num_claimed_bytes",
+        "num_file_header_bytes",
+        "read_claimed_header",
+    ),
+    "codec": ("choose_codec",),
+    "entry": (
+        "DecodedEntry",
+        "EntryBound",
+        "EntryExpectation",
+        "decode_entry",
+        "encode_entry",
+        "read_header",
+    ),
+    "header": (
+        "CodecName",
+        "Compression",
+        "DtypeName",
+        "EntryHeader",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module 'kvmosaic.entries' has no attribute {name!r}")
+    return getattr(import_module(f"kvmosaic.entries.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

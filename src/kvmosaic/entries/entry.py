@@ -1,0 +1,222 @@
+"""An entry: the serialized form of a chunk in a tier, a valid safetensors file.
+
+    8 bytes | header: checksum, label, metadata, tensor table, padding | keys and values, layer by layer
+    length  | JSON, ends on a multiple of 64 bytes                     | scales and codes, or one zstd frame
+
+Nothing is used before the checksum over all bytes is verified, and before model, root, tokens and start match the
+requested ones. Reading allocates no object larger than expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from kvmosaic.cache.keys import TOKEN_BYTES, Key
+from kvmosaic.entries.checksum import Bytes, Checksum, check_magic
+from kvmosaic.entries.claimed_header import MAX_PREAMBLE_BYTES
+from kvmosaic.entries.codec import choose_codec
+from kvmosaic.entries.codec.squeeze import expanded, squeezed
+from kvmosaic.entries.file_header import read_file_header, write_file_header
+from kvmosaic.entries.header import CodecName, DtypeName, EntryHeader, check_header
+from kvmosaic.entries.payload import (
+    DTYPES,
+    flattened,
+    max_payload_bytes,
+    num_payload_bytes,
+    pack,
+    places_of,
+    shape_counts,
+    sources,
+    unpack,
+)
+from kvmosaic.errors import DamagedEntry, ForeignEntry, InvalidConfig
+from kvmosaic.layers.geometry import LayerGeometry
+from kvmosaic.memory.buffer import memory_of, new_bytes, view_of
+from kvmosaic.memory.storage import ChunkTensors
+from kvmosaic.tiers import MAX_ENTRY_BYTES
+
+_MAX_TEXT_BYTES = 2**17
+"""Maximum header bytes without tokens and layers: up to 16 names of 256 characters, each escaped twice in 14 bytes."""
+_MAX_LAYER_BYTES = 2**10
+"""Maximum header bytes of one layer: its shape, and the offsets of at most six tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntryExpectation:
+    """What an entry must match to be used; see the fields of `EntryHeader`."""
+
+    fingerprint: str
+    key: Key
+    root: Key
+    start: int
+    tokens: bytes
+    layers: tuple[LayerGeometry, ...]
+    dtype: DtypeName
+    codec: CodecName = "none"
+    """Allowed loss: entries stored with this codec, or without any."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedEntry:
+    """A verified entry that matches what was expected."""
+
+    header: EntryHeader
+    layers: ChunkTensors
+    """Without codec and compression these are views of the entry: copy them at once, and never write to them."""
+
+
+def encode_entry(
+    header: EntryHeader, layers: Sequence[tuple[Tensor, Tensor | None]], secret: str | None = None
+) -> memoryview:
+    """Serializes a chunk.
+
+    Args:
+        header: metadata. `codec` and `compression` are requests: numbers that no scale can represent are stored
+            uncoded, and data that zstd shrinks by less than 5% uncompressed.
+        layers: keys [n, G, D] and values [n, G, Dv] (None where they are in the keys) of every layer that stores
+            something, on the CPU; as returned by `BlockStorage.read_chunk`.
+        secret: without it, an entry can be neither made nor changed.
+
+    Returns:
+        A read-only view of fresh memory.
+
+    Raises:
+        InvalidConfig: a codec that the dtype does not support, zstandard is missing, or a chunk too large for an entry.
+    """
+    seal = Checksum(secret)
+    check_header(header)
+    choose_codec(header.codec, DTYPES[header.dtype])
+    tensors = flattened(layers)
+    _check_tensors(header, tensors)
+    _check_size(num_payload_bytes(places_of(header)))
+    if header.compression == "zstd":
+        payload = pack(header, tensors)
+        if payload is None:
+            return encode_entry(replace(header, codec="none"), layers, secret)
+        frame = squeezed(payload)
+        header = header if frame is not None else replace(header, compression="none")
+        payload = frame if frame is not None else payload
+        preamble = write_file_header(header, seal.label, len(payload) if frame is not None else None)
+        entry = new_bytes(len(preamble) + len(payload))
+        entry[len(preamble) :] = payload
+    else:
+        preamble = write_file_header(header, seal.label)
+        entry = new_bytes(len(preamble) + num_payload_bytes(places_of(header)))
+        if pack(header, tensors, entry[len(preamble) :]) is None:
+            return encode_entry(replace(header, codec="none"), layers, secret)
+    result = memory_of(entry)
+    result[: len(preamble)] = preamble
+    seal.close(result)
+    return result.toreadonly()
+
+
+class EntryBound:
+    """Maximum entry sizes of a model, over all codecs, compressions, names and secrets.
+
+    Larger data under a chunk's key is no valid entry, and need not be read.
+    """
+
+    def __init__(self, layers: Sequence[LayerGeometry], dtype: DtypeName) -> None:
+        """Bounds for entries with these layers, in this dtype."""
+        self._shapes, self._dtype = shape_counts(layers), dtype
+        self._text_bytes = _MAX_TEXT_BYTES + _MAX_LAYER_BYTES * len(layers)
+
+    def max_bytes(self, num_tokens: int) -> int:
+        """Maximum bytes of an entry of so many tokens, header included."""
+        header_bytes = self._text_bytes + 2 * TOKEN_BYTES * num_tokens  # as base64: 4/3
+        payload_bytes = max_payload_bytes(self._shapes, self._dtype, num_tokens)
+        return min(header_bytes, MAX_PREAMBLE_BYTES) + payload_bytes
+
+
+def read_header(start: Bytes) -> EntryHeader:
+    """Reads an entry's header from its first bytes: at least `num_file_header_bytes` of them.
+
+    For listings only: without all of the bytes, it cannot be verified.
+
+    Raises:
+        ForeignEntry: another version of the format.
+        DamagedEntry: not the start of an entry.
+    """
+    return read_file_header(start).header
+
+
+def decode_entry(entry: Bytes, expected: EntryExpectation, secret: str | None = None) -> DecodedEntry:
+    """Verifies an entry and decodes it.
+
+    Raises:
+        DamagedEntry: not the bytes that were written.
+        ForeignEntry: written by another version, with another secret, or not as expected.
+    """
+    entry = memoryview(entry)
+    check_magic(entry)
+    _check_length(len(entry), MAX_ENTRY_BYTES)
+    Checksum(secret).check(entry)
+    preamble = read_file_header(entry)
+    header = preamble.header
+    if len(entry) != preamble.num_bytes + preamble.payload_bytes:
+        raise DamagedEntry(
+            f"the entry has {len(entry)} bytes, expected {preamble.num_bytes + preamble.payload_bytes}; "
+            "it is left out and computed again"
+        )
+    _check_expected(header, expected)
+    payload = view_of(entry[preamble.num_bytes :])
+    if header.compression == "zstd":
+        payload = expanded(payload, num_payload_bytes(places_of(header)))
+    return DecodedEntry(header, unpack(header, payload))
+
+
+def _check_tensors(header: EntryHeader, tensors: Sequence[Tensor]) -> None:
+    shapes = [source.shape for source in sources(header.layers, header.num_tokens)]
+    assert [tuple(tensor.shape) for tensor in tensors] == shapes, "the tensors are not those of the header's layers"
+    dtype = DTYPES[header.dtype]
+    assert all(tensor.dtype == dtype and tensor.device.type == "cpu" for tensor in tensors)
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_ENTRY_BYTES // 2:
+        raise InvalidConfig(
+            f"a chunk of {num_bytes} bytes is too large to be stored, at most {MAX_ENTRY_BYTES // 2} bytes can be; "
+            "split the document, or make max_chunk_tokens smaller"
+        )
+
+
+def _check_length(num_bytes: int, most: int) -> None:
+    if num_bytes > most:
+        raise DamagedEntry(f"the entry has {num_bytes} bytes, expected at most {most}; it is left out")
+
+
+_WAYS_OUT = {
+    "fingerprint": "it was computed by another model; give every model its own place, or let these entries leave",
+    "key": "it lies under a key that is not its own: was a file renamed or swapped?",
+    "root": "it saw another system text, or belongs to another tenant",
+    "start": "its keys were turned from another position",
+    "tokens": "it is another text with the same key: unless it was tampered with, use hash_algorithm 'sha256'",
+    "layers": "the layers of the model have another shape",
+    "dtype": "load the model in the same dtype, or give every dtype its own place",
+}
+
+
+def _check_expected(header: EntryHeader, expected: EntryExpectation) -> None:
+    for name, way_out in _WAYS_OUT.items():
+        found, wanted = getattr(header, name), getattr(expected, name)
+        if found != wanted:
+            raise ForeignEntry(
+                f"the entry has {name} {_shown(found)}, expected {_shown(wanted)}: {way_out}; it is not used"
+            )
+    if header.codec not in ("none", expected.codec):
+        raise ForeignEntry(
+            f"the entry was stored with codec {header.codec!r}, expected {expected.codec!r} or 'none'; "
+            "it is not used, since its numbers are rounded otherwise; configure the same codec, or let it leave"
+        )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bytes):
+        return value.hex() if len(value) <= 32 else f"{value[:32].hex()}… ({len(value)} bytes)"
+    return f"{value!r:.80}"
+
+
+__all__ = ["DecodedEntry", "EntryBound", "EntryExpectation", "decode_entry", "encode_entry", "read_header"]

@@ -1,0 +1,1 @@
+"""Documents in chat templates: where a template puts them, and the text around each."""

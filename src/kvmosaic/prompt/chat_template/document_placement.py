@@ -1,0 +1,119 @@
+"""Document placement in a conversation: by the chat template, or between system text and question."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvmosaic.errors import InvalidMessages
+from kvmosaic.prompt.chat_template.placements import Format, Placing, WrapperField
+from kvmosaic.prompt.chat_template.renderings import Rendering, render_marks
+from kvmosaic.prompt.chat_template.wrappers import Atoms, cut_gap, unify, written
+from kvmosaic.prompt.conversation import Conversation
+from kvmosaic.prompt.message import is_system
+from kvmosaic.prompt.text_pieces import joined, merged, template
+
+_PLAIN_FORMATS: dict[tuple[str, ...], Format] = {
+    ("text",): (WrapperField("text", str), "\n\n"),
+    ("title", "text"): (WrapperField("title", str), "\n", WrapperField("text", str), "\n\n"),
+}
+
+
+def place_documents(conversation: Conversation) -> Placing:
+    """Finds where documents go, independent of the documents themselves.
+
+    A template that uses documents is rendered with marks as documents. If it shows each of them once, in order, before
+    any user message, its own places and wrappers are used, with two changes. A number that counts documents is omitted:
+    with it, a document's tokens would depend on its place. A title that the template does not show becomes the first
+    line of the text. In later turns they stay at their place in the first turn. Otherwise documents go right after the
+    system text (or before the first message, if there is none), as title, text and an empty line.
+
+    Raises:
+        InvalidMessages: the template rejects the conversation, or shows none of its messages.
+    """
+    return _by_template(conversation) or _by_first_turn(conversation) or _behind_system(conversation)
+
+
+def _by_first_turn(conversation: Conversation) -> Placing | None:
+    """The template's document places of the first turn; None if they are gone in later turns.
+
+    Some templates write documents into the last message, so that they would move with every turn.
+    """
+    first = conversation.first_turn()
+    placing = None if first is None else _by_template(first)
+    if placing is None:
+        return None
+    left, rest = joined(placing.head), list(conversation.pieces())
+    while left and rest:
+        piece = rest.pop(0)
+        is_said = piece.message is not None and not is_system(conversation.messages[piece.message])
+        if left.startswith(piece.text) and not is_said:
+            left = left.removeprefix(piece.text)
+        elif piece.trusted and piece.text.startswith(left):
+            rest.insert(0, template(piece.text.removeprefix(left)))
+            left = ""
+        else:
+            return None
+    return None if left else replace(placing, tail=merged(rest))
+
+
+def _behind_system(conversation: Conversation) -> Placing:
+    pieces = conversation.pieces()
+    shown = [index for index, piece in enumerate(pieces) if piece.message is not None]
+    if not shown:
+        raise InvalidMessages("the chat template shows none of the messages, so documents have no place; change either")
+    cut, gap = shown[0], ""
+    if pieces[cut].message == 0 and is_system(conversation.messages[0]):
+        cut, gap = cut + 1, "\n\n"
+    return Placing(merged((*pieces[:cut], template(gap))), merged(pieces[cut:]), _PLAIN_FORMATS, by_template=False)
+
+
+def _by_template(conversation: Conversation) -> Placing | None:
+    """The template's own placing, found by rendering all combinations of fields; None if they disagree."""
+    kinds: list[tuple[str, ...]] = [("text",), ("title", "text")]
+    if "doc_id" in conversation.template_source:
+        kinds += [("doc_id", *fields) for fields in kinds]
+    placings = []
+    for fields in kinds:
+        two = render_marks(conversation, fields, 2)
+        three = render_marks(conversation, fields, 3) if two else None
+        placing = _compare(fields, two, three) if two and three else None
+        if placing is None:
+            return None
+        placings.append(placing)
+    first = placings[0]
+    if any((placing.head, placing.tail) != (first.head, first.tail) for placing in placings):
+        return None
+    formats = {fields: placing.formats[fields] for fields, placing in zip(kinds, placings, strict=True)}
+    return Placing(first.head, first.tail, formats, by_template=True)
+
+
+def _compare(fields: tuple[str, ...], two: Rendering, three: Rendering) -> Placing | None:
+    """The common placing of renderings with two and three documents; None if they disagree."""
+    if two.fields != three.fields:
+        return None
+    gap = unify([*two.gaps, *three.gaps])
+    inner = [unify(list(column)) for column in zip(*two.inner, *three.inner, strict=True)]
+    between = [atoms for atoms in inner if atoms is not None]
+    if gap is None or len(between) != len(inner):
+        return None
+    placing = _cut_open(fields, two, gap, between)
+    return placing if placing == _cut_open(fields, three, gap, between) else None
+
+
+def _cut_open(fields: tuple[str, ...], rendering: Rendering, gap: Atoms, between: list[Atoms]) -> Placing:
+    """Cuts the text around the documents into head, wrapper and tail."""
+    head, tail = list(rendering.head), list(rendering.tail)
+    before = head.pop().text if head and head[-1].trusted else ""
+    after = tail.pop(0).text if tail and tail[0].trusted else ""
+    cut = cut_gap(gap, before, after)
+    shows_title = "title" in {field.name for field in rendering.fields}
+    parts: list[str | WrapperField] = [written(gap[cut.place :])]
+    for field, behind in zip(rendering.fields, [*between, gap[: cut.place]], strict=True):
+        is_both = field.name == "text" and "title" in fields and not shows_title
+        parts += [WrapperField("plain_text", field.escape) if is_both else field, written(behind)]
+    return Placing(
+        head=merged((*head, template(before[: cut.head_end]))),
+        tail=merged((template(after[cut.tail_start :]), *tail)),
+        formats={fields: tuple(part for part in parts if part)},
+        by_template=True,
+    )

@@ -1,0 +1,1 @@
+"""Disk tier: entries as files of a folder, shared by processes of one machine."""

@@ -1,0 +1,315 @@
+"""The store of a disk tier: entry folder, LRU index and quota."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from kvmosaic.cache.keys import Key
+from kvmosaic.tiers.counters import TierCounters
+from kvmosaic.tiers.deadline import Deadline
+from kvmosaic.tiers.disk.folder import EntryFolder, FileFacts
+from kvmosaic.tiers.disk.names import shard_of
+from kvmosaic.tiers.lru_index import LRUIndex
+from kvmosaic.tiers.notices import Notices
+from kvmosaic.tiers.tier import MAX_ENTRY_BYTES
+
+logger = logging.getLogger("kvmosaic.tiers")
+
+_UNSEEN = 1 / 16
+"""Share of the quota that a process writes at most before it lists the folder again."""
+_ASIDE = 1 / 16
+"""Share of the quota that the quarantine may take on top of it."""
+_DRAFTS = 1 / 4
+"""Share of the quota for drafts of other processes; above it nothing is written, rather than more entries evicted."""
+
+
+class DiskStore:
+    """Store of entries in a folder, with an LRU index for the eviction order.
+
+        put:  [ lock: evict LRU until it fits ] ──▶ draft ──written──▶ [ lock: rename ] ──▶ sync
+        LRU index: this process's view of the folder     files: the truth, for every process
+
+    Whether an entry exists is read from the folder each time. So entries of other processes are found, and entries
+    that they remove are misses. Before an entry is evicted, its file tells its last use, by any process.
+
+    Other processes: each enforces the quota by its own index, and lists the folder again before it has written more
+    than a sixteenth of the quota since the last listing. With N of them, entries and drafts take at most 1 + N / 16
+    times the quota, and what they have begun to write since they last listed. All should have the same quota; otherwise
+    the smallest applies.
+
+    Drafts count: space is reserved before one is written, and where that is not enough to keep an earlier
+    version of the entry meanwhile, that version is evicted first. Drafts of other writers count as of the last listing,
+    which removes stale ones. An entry larger than the quota is removed when it is seen.
+
+    Reading, writing and waiting for the disk happen outside the lock; renaming, removing and listing one shard
+    inside. So the index is exact for entries that only this process writes.
+
+    Everything raises `OSError`.
+    """
+
+    def __init__(
+        self,
+        folder: EntryFolder,
+        quota_bytes: int,
+        tally: TierCounters,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._folder = folder
+        self._quota = quota_bytes
+        self._tally = tally
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._looking = threading.Lock()
+        self._lru_index = LRUIndex(clock)
+        self._unseen_bytes = 0
+        self._must_look = True
+        self._to_see: dict[str, list[Key]] = {}
+        self._staged_bytes = 0
+        """Bytes of drafts in progress in this process."""
+        self._draft_bytes: dict[str, int] = {}
+        """Bytes of drafts of other processes, by shard, where there are any."""
+        self._notices = Notices(logger)
+
+    @property
+    def num_entries(self) -> int:
+        """Entries in the index. Never waits: the lock may be held by a call that waits for the disk."""
+        return len(self._lru_index)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all entries in the index."""
+        return self._lru_index.num_bytes
+
+    @property
+    def max_entry_bytes(self) -> int:
+        """Maximum bytes of an entry that is stored or returned."""
+        return min(self._quota, MAX_ENTRY_BYTES)
+
+    def put(self, key: Key, entry: memoryview, deadline: Deadline) -> bool:
+        """Stores an entry, not yet synced to disk; False if there was no space, or it timed out."""
+        num_bytes = entry.nbytes
+        if not self.see_others(num_bytes, deadline):
+            return False
+        with self._lock:
+            now = self._lru_index.now()
+            if not self._reserve(key, num_bytes, now, deadline):
+                return False
+        draft, is_placed = None, False
+        try:
+            draft = self._folder.draft(key, entry, now, deadline)
+        finally:
+            with self._lock:
+                self._staged_bytes -= num_bytes
+                try:
+                    if draft is not None and self._make_room(key, num_bytes, deadline):
+                        self._folder.place(key, draft)
+                        is_placed = True
+                        self._lru_index.add(key, num_bytes, now)
+                        self._unseen_bytes += num_bytes
+                except IsADirectoryError:
+                    self._note_blocked(key)
+                finally:
+                    if draft is not None and not is_placed:
+                        self._folder.discard(key, draft)
+        self._tally.count(puts=is_placed, put_bytes=num_bytes * is_placed)
+        return is_placed
+
+    def sync(self, keys: set[Key]) -> set[Key]:
+        """Syncs stored entries to disk; returns the keys that are still present."""
+        self._folder.sync(keys)
+        with self._lock:
+            return {key for key in keys if key in self._lru_index}
+
+    def get(self, key: Key, max_bytes: int | None = None) -> bytes | None:
+        """The whole entry. An unreadable one is quarantined.
+
+        Raises:
+            DamagedEntry: larger than `max_bytes`; it was not read.
+        """
+        with self._lock:
+            now = self._lru_index.now()
+        try:
+            entry = self._folder.read(key, self.max_entry_bytes, now, max_bytes)
+        except OSError as error:
+            if error.errno == errno.EIO:  # quarantine it: one bad sector must not make the whole tier fail repeatedly
+                with contextlib.suppress(OSError):
+                    self.quarantine(key)
+            raise
+        with self._lock:
+            if entry is not None and self._lru_index.size(key) == len(entry):
+                self._lru_index.use(key, now)
+            elif entry is not None or key in self._lru_index:
+                self._refresh(key)
+        return entry
+
+    def start(self, key: Key, num_bytes: int) -> bytes | None:
+        """The first bytes of an entry; does not count as a use."""
+        return self._folder.start(key, num_bytes, self.max_entry_bytes)
+
+    def exists(self, key: Key) -> bool:
+        """Whether the entry exists now."""
+        with self._lock:
+            return self._refresh(key)
+
+    def touch(self, key: Key) -> None:
+        """Marks a use."""
+        with self._lock:
+            self._folder.touch(key, self._lru_index.now())
+            self._refresh(key)
+
+    def remove(self, key: Key) -> bool:
+        """Removes an entry; returns whether there was one."""
+        with self._lock:
+            was_there = self._folder.remove(key)
+            self._lru_index.drop(key)
+        return was_there
+
+    def quarantine(self, key: Key) -> bool:
+        """Moves an entry to the quarantine; returns whether there was one."""
+        with self._lock:
+            was_there = self._folder.quarantine(key, self._lru_index.now(), int(self._quota * _ASIDE))
+            self._lru_index.drop(key)
+        self._tally.count(quarantined=was_there)
+        return was_there
+
+    def trim(self, deadline: Deadline) -> None:
+        """Evicts entries until the quota is met."""
+        with self._lock:
+            self._make_room(None, 0, deadline)
+
+    def see_others(self, num_bytes: int, deadline: Deadline) -> bool:
+        """Lists the folder if a listing is due before so many bytes are written; False if that timed out.
+
+        The next call continues where this one stopped.
+        """
+        if not self._looking.acquire(blocking=False):
+            return True
+        try:
+            with self._lock:
+                is_time = self._must_look or self._unseen_bytes + num_bytes > self._quota * _UNSEEN
+                if is_time and not self._to_see:
+                    self._unseen_bytes = 0
+                    self._must_look = True  # until it is done, also if it fails
+            if is_time and not self._to_see:
+                self._to_see = self.shards()
+                self._must_look = False
+            while self._to_see:
+                if deadline.has_passed:
+                    return False
+                shard = next(iter(self._to_see))
+                self.look_into(shard, self._to_see[shard])
+                del self._to_see[shard]
+            return True
+        finally:
+            self._looking.release()
+
+    def shards(self) -> dict[str, list[Key]]:
+        """All shards, each with its known keys."""
+        with self._lock:
+            known: dict[str, list[Key]] = {}
+            for key in self._lru_index:
+                known.setdefault(shard_of(key), []).append(key)
+            drafts = set(self._draft_bytes)
+        return {shard: known.get(shard, []) for shard in sorted(self._folder.shards() | known.keys() | drafts)}
+
+    def look_into(self, shard: str, known: Iterable[Key]) -> dict[Key, FileFacts]:
+        """Lists a shard; drops keys in `known` that are still in the index, but have no file any more."""
+        with self._lock:
+            found = self._list(shard)
+            for key in known:
+                if key not in found:
+                    self._lru_index.drop(key)
+            for key, facts in found.items():
+                self._write_down(key, facts)
+        return found
+
+    def check_invariants(self) -> None:
+        """Asserts the class invariants; for tests."""
+        with self._lock:
+            self._lru_index.check_invariants()
+
+    def _list(self, shard: str) -> dict[Key, FileFacts]:
+        """The remaining entries of a shard; records drafts of other processes in it."""
+        found = self._folder.look_into(shard, self._clock())
+        self._draft_bytes.pop(shard, None)
+        if found.draft_bytes:
+            self._draft_bytes[shard] = found.draft_bytes
+        for key in found.blocked:
+            self._note_blocked(key)
+        return found.entries
+
+    def _reserve(self, key: Key, num_bytes: int, now: int, deadline: Deadline) -> bool:
+        """Reserves space for a draft; False if there is none, or it timed out."""
+        self._lru_index.use(key, now)  # the replaced entry must not be evicted for its own replacement
+        if not self._make_room(key, num_bytes, deadline):
+            return False
+        if self._lru_index.size(key) and self._taken(None) + num_bytes > self._quota:
+            self._folder.remove(key)
+            self._lru_index.drop(key)
+        self._staged_bytes += num_bytes
+        return True
+
+    def _taken(self, key: Key | None) -> float:
+        """Bytes of drafts and of entries, without the one to be replaced."""
+        replaced = self._lru_index.size(key) if key else 0
+        drafts = min(sum(self._draft_bytes.values()), self._quota * _DRAFTS)
+        return self._lru_index.num_bytes - replaced + self._staged_bytes + drafts
+
+    def _make_room(self, key: Key | None, num_bytes: int, deadline: Deadline) -> bool:
+        """Evicts entries until so many bytes fit in place of the key's entry; False if that is not possible."""
+        reprieves, has_listed = len(self._lru_index), False
+        while self._taken(key) + num_bytes > self._quota:
+            if self._draft_bytes and not has_listed:  # their writers may be done, or dead
+                has_listed = True
+                for shard in list(self._draft_bytes):
+                    self._list(shard)
+                continue
+            drafts = sum(self._draft_bytes.values())
+            if num_bytes and drafts > self._quota * _DRAFTS:
+                self._notices.warn(
+                    "drafts",
+                    f"{self._folder.top}: others are writing {drafts:,} bytes, and the quota is "
+                    f"{self._quota:,}: nothing is written until they are done; what a dead writer of another host has "
+                    "left goes ten minutes after its last write; raise the quota if they are alive",
+                )
+                return False
+            oldest = self._lru_index.oldest()
+            if deadline.has_passed or oldest is None:
+                return False
+            line, facts = self._lru_index.get(oldest), self._folder.facts(oldest)
+            assert line is not None
+            if facts is not None and facts.last_used > line.last_used and reprieves > 0:  # used by another process
+                reprieves -= 1
+                self._lru_index.add(oldest, facts.num_bytes, facts.last_used)
+                continue
+            self._tally.count(evictions=self._folder.remove(oldest))
+            self._lru_index.drop(oldest)
+        return True
+
+    def _refresh(self, key: Key) -> bool:
+        """Updates the index from an entry's file; returns whether it exists."""
+        facts = self._folder.facts(key)
+        return self._write_down(key, facts)
+
+    def _write_down(self, key: Key, facts: FileFacts | None) -> bool:
+        line = self._lru_index.get(key)
+        if facts is not None and facts.num_bytes > self._quota:  # counting it would evict all others
+            with contextlib.suppress(OSError):
+                self._tally.count(evictions=self._folder.remove(key))
+            facts = None
+        if facts is None:
+            self._lru_index.drop(key)
+        elif line is None or line.num_bytes != facts.num_bytes or line.last_used < facts.last_used:
+            self._lru_index.add(key, facts.num_bytes, facts.last_used)
+        return facts is not None
+
+    def _note_blocked(self, key: Key) -> None:
+        path = self._folder.path(key)
+        self._notices.warn_once(
+            path, f"{path} is a folder in place of an entry: this entry cannot be kept; remove the folder"
+        )

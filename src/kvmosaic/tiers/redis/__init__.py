@@ -1,0 +1,1 @@
+"""Redis tier: entries in parts, with quotas kept by scripts."""
