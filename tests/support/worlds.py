@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
 from kvmosaic.attention import AttentionBackend, Piece, RowGroup, StepAttention
-from kvmosaic.layers import LayerSpec, MaskSpec
+from kvmosaic.layers import AttentionCall, LayerSpec, MaskSpec
 from kvmosaic.layers.mask import FULL
 from kvmosaic.memory import BlockStorage
 from kvmosaic.rope import Rotation
@@ -56,8 +55,9 @@ class World:
             storages[pool] = BlockStorage([self.layer], len(tensors[0]), 1, dtype, self.device)
             storages[pool].write(0, slice(None), *(tensor.to(self.device, dtype) for tensor in tensors))
         query, key, value = (tensor.to(self.device, dtype) for tensor in self.rows)
-        call = SimpleNamespace(layer_index=0, query=query, key=key, value=value, softcap=self.softcap)
-        call.scaling, call.sinks = self.layer.key_dim**-0.5, None
+        call = AttentionCall(
+            0, query, key, value, self.layer.key_dim**-0.5, self.softcap, sinks=None, module=torch.nn.Identity()
+        )
         return StepAttention([self.layer], storages, self.groups, (), backend)(call).cpu()
 
     def check(self, backend: AttentionBackend, tolerances: Mapping[torch.dtype, float] = TOLERANCES) -> None:

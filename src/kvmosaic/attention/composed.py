@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from kvmosaic.attention.merge import apply_sinks, merge_partials
@@ -26,22 +27,22 @@ class KVPiece:
     causal: the last T of the S keys belong to the T queries: query i sees the first S - T + i + 1 keys
     """
 
-    key: Tensor
-    value: Tensor
+    key: Float[Tensor, "S G D"]
+    value: Float[Tensor, "S G Dv"]
     distance: int = 0
     causal: bool = False
 
 
 def composed_attention(
-    query: Tensor,
+    query: Float[Tensor, "T H D"],
     pieces: Sequence[KVPiece],
     *,
     rotation: Rotation | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
     backend: AttentionBackend | None = None,
-) -> Tensor:
+) -> Float[Tensor, "T H Dv"]:
     """Attention over a list of pieces, each at its own distance, merged exactly.
 
     A key rotated at position j and used at j + d scores q . R(d) k = (R(-d) q) . k, so the query is rotated once per

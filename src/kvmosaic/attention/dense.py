@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from kvmosaic.errors import NotMovable
@@ -29,7 +30,7 @@ class DenseAttention:
         self._biases = torch.from_numpy(dense_layout.biases)
         self._moves = sorted({int(distance) for distance in dense_layout.distances.flat} - {0})
 
-    def __call__(self, call: AttentionCall) -> Tensor:
+    def __call__(self, call: AttentionCall) -> Float[Tensor, "T H Dv"]:
         """Attention of one layer: queries [T, H, D] to outputs [T, H, Dv].
 
         Raises:
@@ -38,8 +39,13 @@ class DenseAttention:
         return self.attend(call, call.query, call.key, call.value).to(call.query.dtype)
 
     def attend(
-        self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, rows: Sequence[int] | None = None
-    ) -> Tensor:
+        self,
+        call: AttentionCall,
+        query: Float[Tensor, "R H D"],
+        key: Float[Tensor, "T G D"],
+        value: Float[Tensor, "T G Dv"],
+        rows: Sequence[int] | None = None,
+    ) -> Float[Tensor, "R H Dv"]:
         """Attention of some of the tokens.
 
         Args:

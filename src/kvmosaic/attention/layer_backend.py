@@ -5,27 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
+from jaxtyping import Float
 from torch import Tensor
 
 from kvmosaic.attention.reads import PoolName, ReadPlan
 from kvmosaic.rope import RotationTables
 
-Pools = Mapping[PoolName | None, tuple[Tensor, Tensor]]
+Pools = Mapping[PoolName | None, tuple[Float[Tensor, "_ G D"], Float[Tensor, "_ G Dv"]]]
 """Keys [slots, G, D] and values [slots, G, Dv] of every pool; None: those of the step's own rows."""
 
 
+@runtime_checkable
 class PlanReader(Protocol):
     """Reads one plan, layer after layer."""
 
     def attend(
         self,
-        query: Tensor,
+        query: Float[Tensor, "T H D"],
         pools: Pools,
         *,
         scaling: float,
         softcap: float | None = None,
         tables: RotationTables | None = None,
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> tuple[Float[Tensor, "T H Dv"], Float[Tensor, "T H"]] | None:
         """All calls of the plan, with rotated queries, merged.
 
         Args:

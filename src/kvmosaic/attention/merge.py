@@ -8,10 +8,13 @@ The identity of flash attention and ring attention (Milakov and Gimelshein 2018,
 from __future__ import annotations
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 
-def merge_partials(outputs: Tensor, lse: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+def merge_partials(
+    outputs: Float[Tensor, "R H Dv"], lse: Float[Tensor, "R H"], rows: Int[Tensor, " R"], num_rows: int
+) -> tuple[Float[Tensor, "T H Dv"], Float[Tensor, "T H"]]:
     """Merges partial results that belong to the same row.
 
     Args:
@@ -34,7 +37,9 @@ def merge_partials(outputs: Tensor, lse: Tensor, rows: Tensor, num_rows: int) ->
     return merged.to(outputs.dtype), highest + torch.log(total)
 
 
-def apply_sinks(outputs: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+def apply_sinks(
+    outputs: Float[Tensor, "T H Dv"], lse: Float[Tensor, "T H"], sinks: Float[Tensor, " H"]
+) -> Float[Tensor, "T H Dv"]:
     """Adds a learned score per head to the softmax, with a zero value (attention sinks, GPT-OSS).
 
     Args:

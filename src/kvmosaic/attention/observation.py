@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from kvmosaic.attention.reads import Piece, PoolName, RowGroup
@@ -19,7 +20,7 @@ _MAX_SCORES = 1 << 24
 def watch_group(
     group: RowGroup,
     call: AttentionCall,
-    lse: Tensor,
+    lse: Float[Tensor, "T H"],
     layer: LayerSpec,
     storages: Mapping[PoolName, BlockStorage],
 ) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvmosaic.layers.mask import MaskSpec
@@ -23,13 +24,14 @@ POOLS: tuple[PoolName | None, ...] = (None, "request", "chunk_cache")
 """All pools that calls may read, in the numbering of the kernels; None: the step's own rows."""
 
 
+@runtime_checkable
 class AttentionObserver(Protocol):
     """Observer of the attention that rows give to the keys they read."""
 
     def wants_layer(self, layer_index: int) -> bool:
         """Whether to observe this layer."""
 
-    def observe(self, layer_index: int, read_index: int, shares: Tensor) -> None:
+    def observe(self, layer_index: int, read_index: int, shares: Float[Tensor, " S"]) -> None:
         """Receives the attention shares [S] of the keys of one read in one layer.
 
         Summed over rows, averaged over heads.
@@ -98,7 +100,7 @@ class Call:
     first_slot: int
     num_tokens: int
     causal: bool = False
-    mask: Tensor | None = None
+    mask: Bool[Tensor, "R S"] | None = None
     """[last - first, num_tokens] bool; None: everything is seen."""
 
 
@@ -115,8 +117,8 @@ class ReadPlan:
     """
 
     calls: tuple[Call, ...]
-    rows: Tensor
-    distances: Tensor
+    rows: Int[Tensor, " R"]
+    distances: Int[Tensor, " R"]
     num_rows: int
     is_moved: bool
     is_single: bool
@@ -125,10 +127,10 @@ class ReadPlan:
     """Copy of `rows` on the host: reading them back from a GPU would synchronize."""
     readers: tuple[Reader, ...] = ()
     """Readers of the stacked queries, in order."""
-    weights: tuple[Tensor, Tensor] | None = None
+    weights: tuple[Float[Tensor, " R"], Float[Tensor, " R"]] | None = None
     """[R] factors and [R] biases of the scores, in float64 on the host, if any differ from 1 and 0."""
 
-    def positions(self) -> tuple[Tensor, Tensor]:
+    def positions(self) -> tuple[Int[Tensor, " R"], Int[Tensor, " R"]]:
         """[R], position of each stacked query's row; and [R], position of the first key of its call for that row."""
         rows: list[int] = []
         keys: list[int] = []

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvmosaic.attention.layer_backend import LayerBackend, PlanReader, Pools
@@ -31,8 +32,8 @@ class Write:
     """Slots for the rows of a step: `rows` of the step go to `slots` of a pool."""
 
     pool: PoolName
-    rows: Tensor | slice
-    slots: Tensor | slice
+    rows: Int[Tensor, " n"] | slice
+    slots: Int[Tensor, " n"] | slice
 
 
 class StepAttention:
@@ -63,7 +64,7 @@ class StepAttention:
         self._readers: dict[MaskSpec, PlanReader] = {}
         self._biases: dict[tuple[MaskSpec, DistanceBias], list[tuple[Tensor, Tensor]]] = {}
 
-    def __call__(self, call: AttentionCall) -> Tensor:
+    def __call__(self, call: AttentionCall) -> Float[Tensor, "T H Dv"]:
         """Attention of one layer: queries [T, H, D] to outputs [T, H, Dv]."""
         index = call.layer_index
         self.num_calls += 1

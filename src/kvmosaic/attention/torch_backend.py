@@ -8,30 +8,32 @@ that share a key head are packed side by side.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 _MAX_SCORES = 1 << 25
 """Max scores held at once by `attend_plain`."""
 
 
+@runtime_checkable
 class AttentionBackend(Protocol):
     """Attention over one run of keys, with the log-sum-exp needed to merge it with others."""
 
     def attend(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        query: Float[Tensor, "R H D"],
+        key: Float[Tensor, "S G D"],
+        value: Float[Tensor, "S G Dv"],
         *,
         scaling: float,
         causal: bool = False,
-        mask: Tensor | None = None,
+        mask: Bool[Tensor, "R S"] | None = None,
         softcap: float | None = None,
-        bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        bias: Float[Tensor, "H S"] | None = None,
+    ) -> tuple[Float[Tensor, "R H Dv"], Float[Tensor, "R H"]]:
         """Attends R queries to S keys.
 
         Args:
@@ -55,16 +57,16 @@ class TorchBackend:
 
     def attend(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        query: Float[Tensor, "R H D"],
+        key: Float[Tensor, "S G D"],
+        value: Float[Tensor, "S G Dv"],
         *,
         scaling: float,
         causal: bool = False,
-        mask: Tensor | None = None,
+        mask: Bool[Tensor, "R S"] | None = None,
         softcap: float | None = None,
-        bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        bias: Float[Tensor, "H S"] | None = None,
+    ) -> tuple[Float[Tensor, "R H Dv"], Float[Tensor, "R H"]]:
         """See `AttentionBackend.attend`."""
         is_prefix = value.shape[-1] < key.shape[-1] and value.data_ptr() == key.data_ptr()
         fits_flash = query.device.type == "cpu" and (value.shape[-1] == key.shape[-1] or is_prefix)
@@ -115,16 +117,16 @@ def _attend_flash(
 
 
 def attend_plain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Float[Tensor, "R H D"],
+    key: Float[Tensor, "S G D"],
+    value: Float[Tensor, "S G Dv"],
     *,
     scaling: float,
     causal: bool = False,
-    mask: Tensor | None = None,
+    mask: Bool[Tensor, "R S"] | None = None,
     softcap: float | None = None,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    bias: Float[Tensor, "H S"] | None = None,
+) -> tuple[Float[Tensor, "R H Dv"], Float[Tensor, "R H"]]:
     """Attention written out; arguments and results as `AttentionBackend.attend`."""
     num_rows, num_heads, head_dim = query.shape
     num_keys, num_kv_heads, _ = key.shape

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 
@@ -32,8 +33,12 @@ class DistanceBias:
     """Factor on the rounded number; slopes are without it."""
 
     def of_run(
-        self, num_keys: int, key_positions: Tensor, positions: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        num_keys: int,
+        key_positions: Int[Tensor, " R"],
+        positions: Int[Tensor, " R"],
+        dtype: torch.dtype,
+    ) -> tuple[Float[Tensor, "H S"], Float[Tensor, "R H"]]:
         """The bias of R queries over one run of S keys, as a sum of two parts.
 
         Args:
@@ -53,7 +58,9 @@ class DistanceBias:
         within = self._rounded(last[0] + steps)
         return (within - within[-1:]).T.to(dtype), (self._rounded(last) - self._rounded(positions)).to(dtype)
 
-    def between(self, positions: Tensor, key_positions: Tensor, dtype: torch.dtype) -> Tensor:
+    def between(
+        self, positions: Int[Tensor, " T"], key_positions: Int[Tensor, "T S"], dtype: torch.dtype
+    ) -> Float[Tensor, "H T S"]:
         """The bias written out: [H, T, S] of queries at `positions` [T] and keys at `key_positions` [T, S]."""
         if self.rounding is None:
             slopes = torch.tensor(self.slopes, dtype=torch.float64, device=positions.device) * self.factor

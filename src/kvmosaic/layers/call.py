@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from jaxtyping import Float
 from torch import Tensor, nn
 
 LATENT_ATTRIBUTE = "kvmosaic_latent"
@@ -25,19 +26,19 @@ class AttentionCall:
     """
 
     layer_index: int
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    query: Float[Tensor, "T H D"]
+    key: Float[Tensor, "T G D"]
+    value: Float[Tensor, "T G Dv"]
     scaling: float
     softcap: float | None
-    sinks: Tensor | None
+    sinks: Float[Tensor, " H"] | None
     module: nn.Module
     mask: Any = None
     window: int | None = None
     unknown: tuple[str, ...] = ()
 
     @property
-    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+    def rows(self) -> tuple[Float[Tensor, "T H D"], Float[Tensor, "T G D"], Float[Tensor, "T G Dv"]]:
         """Queries, keys and values."""
         return self.query, self.key, self.value
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Shaped, UInt8
 from torch import Tensor
 
 
-def new_bytes(count: int) -> Tensor:
+def new_bytes(count: int) -> UInt8[Tensor, " count"]:
     """[count] uint8, uninitialized.
 
     numpy allocates huge pages. With small ones, page faults take longer than filling the memory.
@@ -22,17 +23,17 @@ def pinned_bytes(count: int) -> memoryview:
     return memory_of(torch.empty(count, dtype=torch.uint8, pin_memory=True))
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Shaped[Tensor, "*any"]) -> UInt8[Tensor, " bytes"]:
     """[bytes] uint8: the memory of a CPU tensor, a view if it is contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def view_of(data: bytes | bytearray | memoryview) -> Tensor:
+def view_of(data: bytes | bytearray | memoryview) -> UInt8[Tensor, " bytes"]:
     """[bytes] uint8: the same memory, kept alive by the view; never write to it if `data` is read-only."""
     return torch.from_numpy(np.asarray(_Memory(data)))
 
 
-def memory_of(tensor: Tensor) -> memoryview:
+def memory_of(tensor: Shaped[Tensor, "*any"]) -> memoryview:
     """The memory of a contiguous uint8 tensor on the CPU."""
     return tensor.numpy().data
 

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvmosaic.layers import LayerGeometry, stored_layers
 from kvmosaic.memory.buffer import new_bytes
 
-ChunkTensors: TypeAlias = list[tuple[Tensor, Tensor | None]]
+ChunkTensors: TypeAlias = list[tuple[Float[Tensor, "n G D"], Float[Tensor, "n G Dv"] | None]]
 """For every layer that stores something: keys [n, G, D], and values [n, G, Dv] if they are not in the keys."""
 
 
@@ -103,7 +104,13 @@ class BlockStorage:
         """Bytes of the whole pool."""
         return self.bytes_per_block * self.num_blocks
 
-    def write(self, layer_index: int, slots: Tensor | slice, keys: Tensor, values: Tensor) -> None:
+    def write(
+        self,
+        layer_index: int,
+        slots: Int[Tensor, " n"] | slice,
+        keys: Float[Tensor, "n G D"],
+        values: Float[Tensor, "n G Dv"],
+    ) -> None:
         """Writes the keys [n, G, D] and values [n, G, Dv] of n tokens; layers that store nothing skip this."""
         layer = self.layers[layer_index]
         if layer.source_layer != layer_index:
@@ -112,7 +119,9 @@ class BlockStorage:
         if not layer.value_in_key:
             self._values[layer_index][slots] = values
 
-    def run(self, layer_index: int, first_slot: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+    def run(
+        self, layer_index: int, first_slot: int, num_tokens: int
+    ) -> tuple[Float[Tensor, "n G D"], Float[Tensor, "n G Dv"]]:
         """Views of a run of slots: keys [num_tokens, G, D] and values [num_tokens, G, Dv]."""
         end = first_slot + num_tokens
         return self._keys[layer_index][first_slot:end], self._values[layer_index][first_slot:end]
@@ -146,7 +155,7 @@ class BlockStorage:
             chunk.append((parts[0], parts[1] if len(parts) == 2 else None))
         return chunk
 
-    def write_chunk(self, block_ids: Sequence[int], chunk: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+    def write_chunk(self, block_ids: Sequence[int], chunk: ChunkTensors) -> None:
         """Writes a result of `read_chunk` into the first slots of these blocks; the block size may differ."""
         slots = _slots(block_ids, len(chunk[0][0]), self.block_size, self.device)
         stored = [tensors for index in range(len(self.layers)) if (tensors := self._stored(index))]

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvmosaic.rope.rotation import Rotation, rotate
 
 PROBE_POSITIONS = (0, 1, 7, 64, 500)
 
-Heads = tuple[Tensor, Tensor, Tensor]
+Heads = tuple[Float[Tensor, "T H D"], Float[Tensor, "T G D"], Float[Tensor, "T G Dv"]]
 """Queries, keys and values of the same rows, each [rows, heads, size]."""
 
 ROTATION_TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 5e-4, torch.float64: 5e-4}
@@ -49,7 +50,9 @@ class Detection:
         return not self.reason
 
 
-def detect_rotation(moved: Heads, home: Heads, positions: Sequence[int], frequencies: Sequence[Tensor]) -> Detection:
+def detect_rotation(
+    moved: Heads, home: Heads, positions: Sequence[int], frequencies: Sequence[Float[Tensor, " F"]]
+) -> Detection:
     """Finds the rotation that explains how queries and keys of one token change with its position.
 
     A query may also be scaled by a number that depends on its own position (attention temperature): that commutes with
@@ -82,12 +85,14 @@ def detect_rotation(moved: Heads, home: Heads, positions: Sequence[int], frequen
     return Detection(None, residual, _reason(key, home_key, tolerance, bool(frequencies)))
 
 
-def of_equal_length(query: Tensor, home: Tensor) -> Tensor:
+def of_equal_length(query: Float[Tensor, "P H D"], home: Float[Tensor, "#P H D"]) -> Float[Tensor, "P H D"]:
     """Queries [P, H, D] without a factor that depends on their own position: it commutes with the rotation."""
     return query * (_norms(home) / _norms(query).clamp_min(1e-30))
 
 
-def relative_error(x: Tensor, expected: Tensor, scale: Tensor | None = None) -> Tensor:
+def relative_error(
+    x: Float[Tensor, "P G D"], expected: Float[Tensor, "#P G D"], scale: Float[Tensor, "#P G D"] | None = None
+) -> Float[Tensor, "P D"]:
     """Difference of heads from the expected ones, every dimension measured by its own size.
 
     Trained models have a few dimensions a hundred times larger than the rest, which would dominate a common measure.
@@ -109,7 +114,9 @@ def _largest(x: Tensor, expected: Tensor) -> float:
     return float(relative_error(x, expected).max())
 
 
-def turned_error(x: Tensor, home: Tensor, positions: Tensor, rotation: Rotation | None) -> Tensor:
+def turned_error(
+    x: Float[Tensor, "P G D"], home: Float[Tensor, "#P G D"], positions: Int[Tensor, " P"], rotation: Rotation | None
+) -> Float[Tensor, " P"]:
     """Error of the explanation "row p is its row at position 0, rotated"; dimensions measured by their pair.
 
     Args:

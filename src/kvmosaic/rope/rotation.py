@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from jaxtyping import Float, Int, Num
 from torch import Tensor
 
 _MANY = 1_024
@@ -25,9 +26,9 @@ class RotationTables:
     is_identity: all distances are 0, so that `rotate` returns its input
     """
 
-    cos: Tensor
-    sin: Tensor
-    permutation: Tensor
+    cos: Float[Tensor, "R 1 D"]
+    sin: Float[Tensor, "R 1 D"]
+    permutation: Int[Tensor, " D"]
     rotation: Rotation
     is_identity: bool = False
 
@@ -64,7 +65,7 @@ class Rotation:
         return replace(self, offset=offset, head_dim=head_dim)
 
     def tables(
-        self, distances: Tensor, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self, distances: Num[Tensor, " R"], *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> RotationTables:
         """Tables of R(distance) for every distance.
 
@@ -98,7 +99,7 @@ class Rotation:
             is_identity,
         )
 
-    def partners(self, x: Tensor) -> Tensor:
+    def partners(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
         """`x[..., permutation]`, by slices and a concatenation instead of a gather: several times faster."""
         first, last, pairs = self.offset, self.offset + self.rotary_dim, len(self.inv_freq)
         if self.layout == "half":
@@ -119,7 +120,7 @@ class Rotation:
         return self.offset + 2 * number, self.offset + 2 * number + 1
 
 
-def rotate(x: Tensor, tables: RotationTables) -> Tensor:
+def rotate(x: Float[Tensor, "R H D"], tables: RotationTables) -> Float[Tensor, "R H D"]:
     """Rotates heads by the distances of the tables.
 
     `rotate(query, rotation.tables(-d))` is R(-d) q: the query that reads a key moved by d.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import torch
+from jaxtyping import Num
 from torch import Tensor
 
 from kvmosaic.rope.rotation import Rotation, RotationTables
@@ -29,7 +30,7 @@ class TableCache:
         return len(self._tables)
 
     def tables(
-        self, rotation: Rotation, distances: Tensor, *, dtype: torch.dtype, device: torch.device
+        self, rotation: Rotation, distances: Num[Tensor, " R"], *, dtype: torch.dtype, device: torch.device
     ) -> RotationTables:
         """Returns what `rotation.tables` gives for the same arguments."""
         if len(distances) > self.max_distances:

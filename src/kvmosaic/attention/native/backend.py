@@ -6,6 +6,7 @@ import ctypes
 import threading
 
 import torch
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from kvmosaic.attention.layer_backend import Pools
@@ -63,7 +64,7 @@ class _Scratch(threading.local):
         if len(self._kept) > _MAX_KEPT_BYTES:
             self._kept = torch.empty(0, dtype=torch.uint8)
 
-    def room(self, num_bytes: int) -> Tensor:
+    def room(self, num_bytes: int) -> UInt8[Tensor, " bytes"]:
         """A buffer of at least `num_bytes`, reused by the thread's next call."""
         if num_bytes > len(self._kept):
             self._kept = torch.empty(num_bytes, dtype=torch.uint8)
@@ -112,13 +113,13 @@ class NativeReader:
 
     def attend(
         self,
-        query: Tensor,
+        query: Float[Tensor, "T H D"],
         pools: Pools,
         *,
         scaling: float,
         softcap: float | None = None,
         tables: RotationTables | None = None,
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> tuple[Float[Tensor, "T H Dv"], Float[Tensor, "T H"]] | None:
         """See `PlanReader.attend`."""
         layer, pointers = self._layer, self._pointers
         used = [(number, *pools[pool]) for number, pool, _ in self._needed]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Self
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 
 from kvmosaic.attention.rolling.checks import check_chunk, check_shapes, dimension, dtype_of, shape_of, whole_number
@@ -107,7 +107,7 @@ class BlockKVCache:
         self.reset()
 
     @classmethod
-    def from_tensor(cls, k: Tensor, v: Tensor, seq_dim: int) -> Self:
+    def from_tensor(cls, k: Shaped[Tensor, "*k"], v: Shaped[Tensor, "*v"], seq_dim: int) -> BlockKVCache:
         """A full cache around one chunk, number 0, without sinks.
 
         Nothing is copied: the tensors are the memory, and are written by `update`. That may be called at once, to
@@ -153,7 +153,7 @@ class BlockKVCache:
         self._is_steady = self._is_steady_with(chunk_index)
         self._current, self._is_open = chunk_index, True
 
-    def update(self, k: Tensor, v: Tensor) -> None:
+    def update(self, k: Shaped[Tensor, "*k"], v: Shaped[Tensor, "*v"]) -> None:
         """Writes the chunk in progress; called again, it is overwritten.
 
         Args:
@@ -173,11 +173,11 @@ class BlockKVCache:
                     target.copy_(chunk.narrow(self.seq_dim, run.source, run.length))
         self._is_written = True
 
-    def cached_k(self) -> Tensor:
+    def cached_k(self) -> Shaped[Tensor, "*k"]:
         """View of the visible keys: sinks, then window; `size` tokens in dimension `seq_dim`."""
         return self._k.narrow(self.seq_dim, 0, self.size)
 
-    def cached_v(self) -> Tensor:
+    def cached_v(self) -> Shaped[Tensor, "*v"]:
         """View of the visible values: sinks, then window; `size` tokens in dimension `seq_dim`."""
         return self._v.narrow(self.seq_dim, 0, self.size)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 
 from kvmosaic.errors import InvalidChunk, InvalidConfig
@@ -71,7 +72,9 @@ def check_shapes(
             )
 
 
-def check_chunk(name: str, chunk: Tensor, storage: Tensor, dim: int, chunk_size: int) -> None:
+def check_chunk(
+    name: str, chunk: Shaped[Tensor, "*chunk"], storage: Shaped[Tensor, "*storage"], dim: int, chunk_size: int
+) -> None:
     """Raises InvalidChunk if the chunk cannot be written into the storage."""
     shape = (*storage.shape[:dim], chunk_size, *storage.shape[dim + 1 :])
     if not isinstance(chunk, Tensor):

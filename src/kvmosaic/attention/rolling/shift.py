@@ -6,6 +6,7 @@ import ctypes
 import math
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 
 _ROWS_PER_BLOCK = 8
@@ -16,7 +17,7 @@ _NAME = "kvmosaic::shift_left"
 torch.library.define(_NAME, "(Tensor(a!) storage, int dim, SymInt start, SymInt stop, SymInt by) -> ()")
 
 
-def shift_left(storage: Tensor, dim: int, start: int, stop: int, by: int) -> None:
+def shift_left(storage: Shaped[Tensor, "*storage"], dim: int, start: int, stop: int, by: int) -> None:
     """Moves the tokens start + by … stop - 1 of dimension `dim` to start …; evicted ones are overwritten.
 
     Source and target may overlap. memmove handles that in one call, where the storage is in
@@ -52,14 +53,14 @@ def _shift_nothing(storage: Tensor, dim: int, start: int, stop: int, by: int) ->
 torch.library.register_fake(_NAME, _shift_nothing)
 
 
-def copy_blocks(storage: Tensor, dim: int, start: int, stop: int, by: int) -> None:
+def copy_blocks(storage: Shaped[Tensor, "*storage"], dim: int, start: int, stop: int, by: int) -> None:
     """One copy for every `by` tokens, to slots that the previous copy has vacated."""
     for place in range(start, stop - by, by):
         length = min(by, stop - by - place)
         storage.narrow(dim, place, length).copy_(storage.narrow(dim, place + by, length))
 
 
-def move_rows(storage: Tensor, dim: int, start: int, stop: int, by: int) -> None:
+def move_rows(storage: Shaped[Tensor, "*storage"], dim: int, start: int, stop: int, by: int) -> None:
     """One memmove for each row of `dim`, in host memory."""
     token_bytes = storage.stride(dim) * storage.element_size()
     row_bytes, num_bytes = storage.shape[dim] * token_bytes, (stop - start - by) * token_bytes

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from jaxtyping import Float
 from torch import Tensor
 
 from kvmosaic.attention.layer_backend import Pools
@@ -81,13 +82,13 @@ class TritonReader:
 
     def attend(
         self,
-        query: Tensor,
+        query: Float[Tensor, "T H D"],
         pools: Pools,
         *,
         scaling: float,
         softcap: float | None = None,
         tables: RotationTables | None = None,
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> tuple[Float[Tensor, "T H Dv"], Float[Tensor, "T H"]] | None:
         """See `PlanReader.attend`."""
         used = {pool: pools[pool] for pool, needed in self._needed.items() if needed}
         if not all(_fits(query, key, value) for key, value in used.values()):

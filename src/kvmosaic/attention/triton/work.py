@@ -16,6 +16,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from kvmosaic.attention.reads import POOLS, Call, ReadPlan
@@ -42,10 +43,10 @@ class WorkList:
     is_direct: every row has one place, so that results go straight to the output
     """
 
-    segments: Tensor
-    units: dict[int, Tensor]
-    partial_slots: Tensor
-    starts: Tensor
+    segments: Int[Tensor, "segments fields"]
+    units: dict[int, Int[Tensor, "units fields"]]
+    partial_slots: Int[Tensor, " P"]
+    starts: Int[Tensor, " rows+1"]
     is_direct: bool
 
 
