@@ -179,3 +179,7 @@ def test_list_of_architectures_is_that_of_the_tests() -> None:
 @pytest.mark.parametrize("path", DOCS, ids=name_of)
 def test_nothing_is_left_to_be_filled_in(path: Path) -> None:
     assert "TODO" not in path.read_text()
+
+
+def test_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) < 1_500
