@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvmosaic.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvmosaic.attention import BlockKVCache, KVPiece, composed_attention
@@ -38,31 +39,12 @@ __all__ = [
 
 # Names are imported on first use, so that `import kvmosaic` and the command line's --help stay without torch.
 _HOMES = {
-    "LLM": "kvmosaic.llm",
-    "AsyncEngine": "kvmosaic.engine",
-    "BlockKVCache": "kvmosaic.attention",
-    "ChunkCacheConfig": "kvmosaic.config",
-    "CompletionOutput": "kvmosaic.sampling",
-    "EngineConfig": "kvmosaic.config",
-    "KVMosaicError": "kvmosaic.errors",
-    "KVPiece": "kvmosaic.attention",
-    "Prompt": "kvmosaic.prompt",
-    "RequestOutput": "kvmosaic.sampling",
-    "SamplingParams": "kvmosaic.sampling",
-    "ScoreOutput": "kvmosaic.sampling",
-    "Segment": "kvmosaic.prompt",
-    "SegmentKind": "kvmosaic.prompt",
-    "StructuredOutputs": "kvmosaic.sampling",
-    "TierConfig": "kvmosaic.config",
-    "composed_attention": "kvmosaic.attention",
+    "attention": ("BlockKVCache", "KVPiece", "composed_attention"),
+    "config": ("ChunkCacheConfig", "EngineConfig", "TierConfig"),
+    "engine": ("AsyncEngine",),
+    "errors": ("KVMosaicError",),
+    "llm": ("LLM",),
+    "prompt": ("Prompt", "Segment", "SegmentKind"),
+    "sampling": ("CompletionOutput", "RequestOutput", "SamplingParams", "ScoreOutput", "StructuredOutputs"),
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'kvmosaic' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvmosaic.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvmosaic.entries.checksum import Checksum
@@ -56,29 +57,7 @@ _HOMES = {
         "read_claimed_header",
     ),
     "codec": ("choose_codec",),
-    "entry": (
-        "DecodedEntry",
-        "EntryBound",
-        "EntryExpectation",
-        "decode_entry",
-        "encode_entry",
-        "read_header",
-    ),
-    "header": (
-        "CodecName",
-        "Compression",
-        "DtypeName",
-        "EntryHeader",
-    ),
+    "entry": ("DecodedEntry", "EntryBound", "EntryExpectation", "decode_entry", "encode_entry", "read_header"),
+    "header": ("CodecName", "Compression", "DtypeName", "EntryHeader"),
 }
-
-
-def __getattr__(name: str) -> Any:
-    home = next((home for home, names in _HOMES.items() if name in names), None)
-    if home is None:
-        raise AttributeError(f"module 'kvmosaic.entries' has no attribute {name!r}")
-    return getattr(import_module(f"kvmosaic.entries.{home}"), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

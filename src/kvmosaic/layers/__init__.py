@@ -9,8 +9,9 @@ call        one attention call of a layer in a forward
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvmosaic.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvmosaic.layers.bias import DistanceBias
@@ -39,14 +40,4 @@ _HOMES = {
     "mask": ("MaskKind", "MaskSpec"),
     "spec": ("LayerSpec",),
 }
-
-
-def __getattr__(name: str) -> Any:
-    home = next((home for home, names in _HOMES.items() if name in names), None)
-    if home is None:
-        raise AttributeError(f"module 'kvmosaic.layers' has no attribute {name!r}")
-    return getattr(import_module(f"kvmosaic.layers.{home}"), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

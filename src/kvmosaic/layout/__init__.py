@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvmosaic.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvmosaic.layout.arrangement import arrange
@@ -41,14 +42,4 @@ _HOMES = {
     "span": ("UNWEIGHTED", "ChunkContext", "Layout", "SoftmaxWeight", "Span", "View"),
     "strategies": ("STRATEGIES", "PositionStrategy", "choose_strategy"),
 }
-
-
-def __getattr__(name: str) -> Any:
-    home = next((home for home, names in _HOMES.items() if name in names), None)
-    if home is None:
-        raise AttributeError(f"module 'kvmosaic.layout' has no attribute {name!r}")
-    return getattr(import_module(f"kvmosaic.layout.{home}"), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

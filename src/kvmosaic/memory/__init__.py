@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvmosaic.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvmosaic.memory.budget import blocks_within, check_fits, device_memory_bytes
@@ -13,24 +14,7 @@ __all__ = ["BlockStorage", "ChunkTensors", "blocks_within", "check_fits", "devic
 
 # Names are imported on first use: the budget is read without torch.
 _HOMES = {
-    "budget": (
-        "blocks_within",
-        "check_fits",
-        "device_memory_bytes",
-    ),
-    "storage": (
-        "BlockStorage",
-        "ChunkTensors",
-    ),
+    "budget": ("blocks_within", "check_fits", "device_memory_bytes"),
+    "storage": ("BlockStorage", "ChunkTensors"),
 }
-
-
-def __getattr__(name: str) -> Any:
-    home = next((home for home, names in _HOMES.items() if name in names), None)
-    if home is None:
-        raise AttributeError(f"module 'kvmosaic.memory' has no attribute {name!r}")
-    return getattr(import_module(f"kvmosaic.memory.{home}"), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvmosaic.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvmosaic.model.hook import ATTENTION_NAME, Receiver, attention_scope, install
@@ -18,14 +19,4 @@ _HOMES = {
     "load": ("load_model",),
     "loaded": ("LoadedModel",),
 }
-
-
-def __getattr__(name: str) -> Any:
-    home = next((home for home, names in _HOMES.items() if name in names), None)
-    if home is None:
-        raise AttributeError(f"module 'kvmosaic.model' has no attribute {name!r}")
-    return getattr(import_module(f"kvmosaic.model.{home}"), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

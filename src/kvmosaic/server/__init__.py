@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvmosaic.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvmosaic.server.app import build_app
@@ -16,20 +18,12 @@ _PACKAGES = ("fastapi", "uvicorn", "pydantic_settings", "yaml", "prometheus_clie
 
 # Imported on first use, so that `kvmosaic serve --help` imports neither torch nor fastapi.
 _HOMES = {
-    "ServerSettings": "kvmosaic.server.settings",
-    "Services": "kvmosaic.server.services",
-    "build_app": "kvmosaic.server.app",
-    "build_services": "kvmosaic.server.services",
-    "read_settings": "kvmosaic.server.read",
+    "app": ("build_app",),
+    "read": ("read_settings",),
+    "services": ("Services", "build_services"),
+    "settings": ("ServerSettings",),
 }
-
-
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
-    if name not in _HOMES:
-        raise AttributeError(f"module 'kvmosaic.server' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
 
 
 def check_installed() -> None:

@@ -12,8 +12,9 @@ vLLM is not patched: connector, middleware and entry point are vLLM's own extens
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvmosaic.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvmosaic.integrations.vllm.front.middleware import ComposedDocuments
@@ -23,18 +24,7 @@ __all__ = ["ComposedDocuments", "chat", "engine_arguments", "generate"]
 
 # Names are imported on first use: vLLM loads this package in each of its processes.
 _HOMES = {
-    "ComposedDocuments": "kvmosaic.integrations.vllm.front.middleware",
-    "chat": "kvmosaic.integrations.vllm.front.python_api",
-    "engine_arguments": "kvmosaic.integrations.vllm.front.python_api",
-    "generate": "kvmosaic.integrations.vllm.front.python_api",
+    "front.middleware": ("ComposedDocuments",),
+    "front.python_api": ("chat", "engine_arguments", "generate"),
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
