@@ -11,7 +11,7 @@ from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig, parse_bytes
 from kvmosaic.engine import ChunkEntries, ChunkOffloader, Engine, not_movable
 from kvmosaic.errors import InvalidConfig, InvalidPrompt
-from kvmosaic.layout.strategies import AUTO, strategy_named
+from kvmosaic.layout.strategies import AUTO, choose_strategy, strategy_named
 from kvmosaic.memory import blocks_within, check_fits, device_memory_bytes
 from kvmosaic.memory.buffer import pinned_bytes
 from kvmosaic.model import LoadedModel
@@ -117,11 +117,11 @@ def profile_place(model: str | Path | LoadedModel) -> Path | None:
 
 def check_movable(model: LoadedModel, config: ChunkCacheConfig) -> None:
     """Raises NotMovable if the settings move documents and the model does not allow that."""
-    if config.position_strategy == AUTO:
-        moves = config.chunk_context != "system"
-    else:
-        moves = strategy_named(config.position_strategy).moves(config.chunk_context)
-    if moves and not model.is_movable:
+    if model.is_movable:
+        return
+    name = config.position_strategy
+    chosen = choose_strategy(0, None, is_movable=False) if name == AUTO else name
+    if strategy_named(chosen).moves(config.chunk_context):
         raise not_movable(model, config.position_strategy, config.chunk_context)
 
 

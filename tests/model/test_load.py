@@ -23,6 +23,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_a_path_is_never_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFound, match=r"there is no folder '\./notes/model'"):
+        load_model(Path("notes/model"))
+
+
 def test_a_folder_loads_without_a_tokenizer(folder: Path) -> None:
     model = load_model(folder, device="cpu", dtype="float32")
     assert model.tokenizer is None

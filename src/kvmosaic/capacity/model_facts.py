@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from kvmosaic.capacity.facts import ModelFacts
 from kvmosaic.errors import InvalidConfig, ModelNotFound, UnsupportedModel
-
-if TYPE_CHECKING:
-    from kvmosaic.model.formats import ModelFormat
 
 _BUNDLED = "reader"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -57,12 +54,10 @@ def read_model(
 
     from kvmosaic.capacity.meta_count import build_without_memory, count
 
-    config, name, is_family = _configuration(str(name_or_path))
+    config, name, note = _configuration(str(name_or_path))
     _check_numbers(config.to_dict())
-    notes = [f"the sizes that transformers gives {name!r}; give a config.json for those of a checkpoint"] * is_family
+    notes = [note] if note else []
     stored = _stored_dtype(config, name)
-    if described := _file_format(str(name_or_path)):
-        notes.append(described[0].capacity_note)
     if dtype == "auto" and stored is None:
         notes.append("the configuration names no dtype: bfloat16")
     if getattr(config, "quantization_config", None):
@@ -73,42 +68,37 @@ def read_model(
     return count(build_without_memory(config, chosen), name, quantization, "; ".join(notes))
 
 
-def _configuration(text: str) -> tuple[Any, str, bool]:
-    """Returns a configuration, its display name, and whether its sizes are a family's defaults."""
+def _configuration(text: str) -> tuple[Any, str, str]:
+    """Returns a configuration, its display name, and a note on its sizes, if there is one."""
     from transformers import CONFIG_MAPPING
+
+    from kvmosaic.model.formats import find_format
 
     if not text.strip() or len(text) > 4_096 or "\0" in text:
         raise ModelNotFound(f"a model has a name of 1 to 4096 characters, got {text[:40]!r}; give a config.json")
     if text == _BUNDLED:
         from kvmosaic.assembly import bundled_reader
 
-        return _from_file(bundled_reader() / "config.json"), _BUNDLED, False
+        return _from_file(bundled_reader() / "config.json"), _BUNDLED, ""
     path = Path(text).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFound(f"{text} has no config.json; give a folder or file that describes a model")
-        return _from_file(path / "config.json"), path.resolve().name, False
-    if described := _file_format(text):
-        model_format, source = described
-        return model_format.read_config(source), model_format.display_name(source), False
+        return _from_file(path / "config.json"), path.resolve().name, ""
+    model_format, source = find_format(text)
+    if not model_format.is_last:
+        return model_format.read_config(source), model_format.display_name(source), model_format.capacity_note
     if path.is_file():
-        return _from_file(path), path.resolve().parent.name or path.name, False
+        return _from_file(path), path.resolve().parent.name or path.name, ""
     if text in CONFIG_MAPPING:
-        return _of_family(text, {}), text, True
+        note = f"the sizes that transformers gives {text!r}; give a config.json for those of a checkpoint"
+        return _of_family(text, {}), text, note
     if text.endswith(".json") or text.startswith((".", "/", "~")) or text.count("/") != 1:
         raise ModelNotFound(
             f"there is no folder or file {text!r}, and transformers has no family of that name; give a folder with "
             "config.json, a config.json, a family such as 'llama' or 'qwen3', or a hub name such as 'owner/model'"
         )
-    return _from_hub(text), text, False
-
-
-def _file_format(text: str) -> tuple[ModelFormat, str] | None:
-    """Format and source of a model file that is not a config.json."""
-    from kvmosaic.model.formats import find_format
-
-    model_format, source = find_format(text)
-    return None if model_format.is_last else (model_format, source)
+    return _from_hub(text), text, ""
 
 
 def _from_file(path: Path) -> Any:

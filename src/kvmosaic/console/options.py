@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from kvmosaic.layout.strategies import describe_strategies, strategy_names
-from kvmosaic.model.formats import describe_formats
+from kvmosaic.model.formats import model_help
 from kvmosaic.repair.default import DEFAULT_REPAIR
 from kvmosaic.repair.parser import FORMS
 
@@ -22,7 +22,7 @@ def _choice(names: Callable[[], tuple[str, ...]], value: str) -> str:
     return value
 
 
-MODEL_HELP = f"{describe_formats()[0].upper()}{describe_formats()[1:]}, or 'reader' for the bundled model."
+MODEL_HELP = model_help()
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 PromptText = Annotated[
     str | None, typer.Argument(metavar="PROMPT", help="A prompt as it is, or see --separator; - reads standard input.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,12 +57,13 @@ def _check_complete(source: str, missing: Iterable[str]) -> None:
     names = sorted(missing)
     if names:
         raise UnsupportedModel(
-            f"the checkpoint {source!r} lacks {len(names)} weights ({_some(names)}), which would be random; "
+            f"the checkpoint {source!r} lacks {len(names)} weights ({some_of(names)}), which would be random; "
             "download it again, or save it from the class it was trained with"
         )
 
 
-def _some(names: list[str]) -> str:
+def some_of(names: Sequence[str]) -> str:
+    """The first three names, for an error."""
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 

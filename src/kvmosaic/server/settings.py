@@ -19,7 +19,7 @@ from pydantic_settings import (
 from kvmosaic.config import MAX_TIERS, ChunkCacheConfig, EngineConfig, TierConfig, parse_bytes
 from kvmosaic.eviction import POLICIES
 from kvmosaic.layout.strategies import describe_strategies, strategy_names
-from kvmosaic.model.formats import describe_formats
+from kvmosaic.model.formats import model_help
 from kvmosaic.prompt.separator import read_separator
 from kvmosaic.repair import DEFAULT_REPAIR, FORMS, repair_policy
 from kvmosaic.repair.parser import MAX_POLICY_CHARACTERS
@@ -67,7 +67,7 @@ class ServerSettings(BaseSettings):
     model: str = _setting(
         "reader",
         "Model",
-        f"{describe_formats()[0].upper()}{describe_formats()[1:]}, or 'reader' for the bundled model.",
+        model_help(),
         max_length=4_096,
     )
     served_model_name: Texts = _setting(

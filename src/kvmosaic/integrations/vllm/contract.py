@@ -51,9 +51,8 @@ class Composition:
         if not all(1 <= length <= MAX_TOKENS for length in self.chunks):
             shortest = min(self.chunks)
             raise InvalidConfig(f"a chunk of {shortest} tokens; every chunk has 1 to {MAX_TOKENS}")
-        _check_strategy(self.position_strategy, choices(auto=False))
-        if self.chunk_context not in get_args(Saw):
-            raise InvalidConfig(f"chunk_context is {self.chunk_context!r}; inside vLLM choose 'system' or 'none'")
+        check_choice("position_strategy", self.position_strategy, choices(auto=False))
+        check_choice("chunk_context", self.chunk_context, get_args(Saw))
         if not 0 <= self.repair <= MAX_REPAIR_TOKENS:
             raise InvalidConfig(f"repair is {self.repair} tokens of each chunk; give 0 to {MAX_REPAIR_TOKENS}")
         if self.ids and len(self.ids) != len(self.chunks):
@@ -76,16 +75,14 @@ class Composition:
     @property
     def question_position(self) -> int:
         """Position of the question's first token."""
-        starts = self.starts
-        ends = (self._position(start) + length for start, length in zip(starts, self.chunks, strict=True))
-        return max(ends)
+        return max(self.position_at(start) + length for start, length in zip(self.starts, self.chunks, strict=True))
 
     def position_of(self, chunk: int) -> int:
         """Position of a chunk's first token, as the question sees it."""
-        return self._position(self.starts[chunk])
+        return self.position_at(self.starts[chunk])
 
-    def _position(self, index: int) -> int:
-        """Position of the chunk whose first token has this index."""
+    def position_at(self, index: int) -> int:
+        """Position of the chunk whose first token has this index, as the question sees it."""
         seen = self.system if self.chunk_context == "system" else 0
         return self.strategy.position(seen, index, self.system - seen)
 
@@ -141,7 +138,7 @@ class Composition:
         if unknown := sorted(map(str, set(fields) - known)):
             raise InvalidConfig(f"{FIELD} has no field {unknown[0]!r:.80}; it has {', '.join(sorted(known))}")
         strategy = fields.get("position_strategy", "auto")
-        _check_strategy(strategy, choices())
+        check_choice("position_strategy", strategy, choices())
         repair = fields.get("repair")
         composition = cls(
             system=_number("system", fields.get("system", 0)),
@@ -174,7 +171,8 @@ def _listed(name: str, value: Any) -> Sequence[Any]:
     return value
 
 
-def _check_strategy(strategy: object, names: tuple[str, ...]) -> None:
-    if not isinstance(strategy, str) or strategy not in names:
-        *most, last = map(repr, names)
-        raise InvalidConfig(f"position_strategy is {strategy!r:.80}; inside vLLM choose {', '.join(most)} or {last}")
+def check_choice(name: str, value: object, names: tuple[str, ...]) -> None:
+    """Raises InvalidConfig if a value is none of the names that vLLM supports."""
+    if not isinstance(value, str) or value not in names:
+        *others, last = map(repr, names)
+        raise InvalidConfig(f"{name} is {value!r:.80}; inside vLLM choose {', '.join(others)} or {last}")

@@ -120,7 +120,7 @@ class ComposedReport:
         of_prefix = self._of_prefix(start, length)
         if not self.is_composed:
             return _row("chunk", length, of_prefix, name=name)
-        position = shape.position_of(index)
+        position = shape.position_at(start)
         distance = position - (shape.system if shape.chunk_context == "system" else 0)
         if of_prefix == length:
             return _row("chunk", length, length, name=name, distance=distance, note="composed here before")

@@ -14,7 +14,6 @@ __all__ = [
     "AUTO",
     "STRATEGIES",
     "PositionStrategy",
-    "check_strategy",
     "choose_strategy",
     "describe_strategies",
     "strategy_named",
@@ -40,25 +39,14 @@ def strategy_named(name: str) -> PositionStrategy:
     Raises:
         InvalidConfig: an unknown name.
     """
-    check_strategy(name)
+    if not isinstance(name, str) or name not in STRATEGIES:
+        raise InvalidConfig(f"position_strategy is {name!r:.80}; choose " + " or ".join(map(repr, STRATEGIES)))
     return STRATEGIES[name]
 
 
 def describe_strategies(*, offsets: bool = True) -> str:
     """The strategies in words: "follow one another (sequential), overlap (shared)"."""
     return ", ".join(f"{STRATEGIES[name].summary} ({name})" for name in strategy_names(offsets=offsets))
-
-
-def check_strategy(name: object, *, auto: bool = False, offsets: bool = True) -> str:
-    """Returns a name that `strategy_names` lists, with the same arguments.
-
-    Raises:
-        InvalidConfig: any other value.
-    """
-    names = strategy_names(auto=auto, offsets=offsets)
-    if not isinstance(name, str) or name not in names:
-        raise InvalidConfig(f"position_strategy is {name!r:.80}; choose " + " or ".join(repr(each) for each in names))
-    return name
 
 
 def choose_strategy(num_positions: int, max_positions: int | None, *, is_movable: bool = True) -> str:

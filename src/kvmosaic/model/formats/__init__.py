@@ -9,7 +9,7 @@ from kvmosaic.model.formats.checkpoint import Checkpoint
 from kvmosaic.model.formats.gguf.gguf_format import GGUF
 from kvmosaic.model.formats.model_format import LoadRequest, ModelFormat, ReadModel
 
-__all__ = ["FORMATS", "LoadRequest", "ModelFormat", "ReadModel", "describe_formats", "find_format"]
+__all__ = ["FORMATS", "LoadRequest", "ModelFormat", "ReadModel", "describe_formats", "find_format", "model_help"]
 
 FORMATS: Final[dict[str, ModelFormat]] = {"checkpoint": Checkpoint(), "gguf": GGUF()}
 
@@ -23,5 +23,11 @@ def find_format(name_or_path: str | Path) -> tuple[ModelFormat, str]:
 
 
 def describe_formats() -> str:
-    """What users may give, for help texts: "a model folder, a hub name, a GGUF file"."""
+    """What users may give, for errors: "a model folder, a hub name, a GGUF file"."""
     return ", ".join(model_format.title for model_format in FORMATS.values())
+
+
+def model_help() -> str:
+    """Help text of the argument MODEL."""
+    text = describe_formats()
+    return f"{text[0].upper()}{text[1:]}, or 'reader' for the bundled model."

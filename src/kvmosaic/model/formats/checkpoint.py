@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvmosaic.errors import ModelNotFound, UnsupportedModel
-from kvmosaic.model.formats.model_format import LoadRequest, ModelFormat, ReadModel, what_begins_with
+from kvmosaic.model.formats.model_format import LoadRequest, ModelFormat, ReadModel, first_bytes, what_begins_with
 
 logger = logging.getLogger("kvmosaic")
 
@@ -30,8 +30,11 @@ class Checkpoint(ModelFormat):
     def find(self, name_or_path: str | Path) -> str | None:
         """Takes every name; `read` refuses one that is neither a folder nor a hub name."""
         path = Path(name_or_path).expanduser()
-        looks_like_path = isinstance(name_or_path, Path) or path.is_dir()
-        return str(path) if looks_like_path else str(name_or_path)
+        if path.is_dir():
+            return str(path)
+        if isinstance(name_or_path, Path):  # never the name of a model on the hub
+            return str(path) if path.is_absolute() else f"./{path}"
+        return name_or_path
 
     def read(self, request: LoadRequest) -> ReadModel:
         """Loads safetensors weights; quantized ones as they are, or converted, as their method allows."""
@@ -91,7 +94,7 @@ def _checked_source(source: str) -> str:
         from kvmosaic.model.formats import describe_formats
 
         raise UnsupportedModel(
-            f"{source} is a file of no known format: {what_begins_with(_first_bytes(path))}; give {describe_formats()}"
+            f"{source} is a file of no known format: {what_begins_with(first_bytes(path))}; give {describe_formats()}"
         )
     if source.startswith((".", "/", "~")) or source.count("/") > 1 or not source.strip():
         raise ModelNotFound(
@@ -100,21 +103,13 @@ def _checked_source(source: str) -> str:
     return source
 
 
-def _first_bytes(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(64)
-    except OSError:
-        return b""
-
-
 def _missing_config(folder: Path) -> str:
     from kvmosaic.model.formats import FORMATS
+    from kvmosaic.model.transformers_loading import some_of
 
     for name, model_format in FORMATS.items():
         if files := model_format.files_in(folder):
-            shown = ", ".join(files[:3]) + (", …" if len(files) > 3 else "")
-            return f"is a folder with {name.upper()} files and no config.json; give one of them: {shown}"
+            return f"is a folder with {name.upper()} files and no config.json; give one of them: {some_of(files)}"
     return "has no config.json; give the folder that holds config.json and *.safetensors"
 
 

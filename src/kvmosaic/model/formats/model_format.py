@@ -80,6 +80,15 @@ class ModelFormat(ABC):
         return ()
 
 
+def first_bytes(path: Path) -> bytes:
+    """The first bytes of a file, enough to know its format; empty if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(64)
+    except OSError:
+        return b""
+
+
 def what_begins_with(start: bytes) -> str:
     """What a file of an unexpected format is, from its first bytes, for an error."""
     if start.startswith(b"version https://git-lfs"):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.integrations.vllm.contract import MAX_REPAIR_TOKENS, Saw
+from kvmosaic.integrations.vllm.contract import MAX_REPAIR_TOKENS, Saw, check_choice
 from kvmosaic.integrations.vllm.strategy import choices
 
 FIELDS = ("position_strategy", "chunk_context", "repair")
@@ -26,8 +26,8 @@ class How:
     default repair, where it can."""
 
     def __post_init__(self) -> None:
-        _check("position_strategy", self.position_strategy, choices())
-        _check("chunk_context", self.chunk_context, get_args(Saw))
+        check_choice("position_strategy", self.position_strategy, choices())
+        check_choice("chunk_context", self.chunk_context, get_args(Saw))
 
     def updated(self, fields: Mapping[str, Any]) -> How:
         """A copy with the fields that are present and not None.
@@ -60,13 +60,3 @@ def read_repair(value: object) -> int:
             f"{MAX_REPAIR_TOKENS}"
         )
     return number
-
-
-def _check(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in choices:
-        raise InvalidConfig(f"{name} is {value!r:.80}; inside vLLM choose {_listed(choices)}")
-
-
-def _listed(choices: tuple[str, ...]) -> str:
-    *most, last = map(repr, choices)
-    return f"{', '.join(most)} or {last}"

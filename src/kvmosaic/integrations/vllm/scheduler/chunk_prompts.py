@@ -74,7 +74,7 @@ def take_apart(
         pieces.append(PromptPiece(0, len(system), 0, 0, 0, None))
     for chunk, (start, length) in enumerate(zip(composition.starts, composition.chunks, strict=True)):
         number = number_of(ChunkPrompt.of(seen, token_ids[start : start + length], block_size))
-        distance = composition.position_of(chunk) - len(seen)
+        distance = composition.position_at(start) - len(seen)
         pieces.append(PromptPiece(start, start + length, number, len(seen), distance, chunk))
     return tuple(numbers), tuple(pieces)
 

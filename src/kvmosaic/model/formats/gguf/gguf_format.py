@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvmosaic.model.formats.model_format import LoadRequest, ModelFormat, ReadModel
+from kvmosaic.model.formats.model_format import LoadRequest, ModelFormat, ReadModel, first_bytes
 
 logger = logging.getLogger("kvmosaic")
 
@@ -31,7 +31,7 @@ class GGUF(ModelFormat):
         path = Path(text).expanduser()
         if path.is_dir():
             return None
-        return str(path) if text.lower().endswith(SUFFIX) or _has_magic(path) else None
+        return str(path) if text.lower().endswith(SUFFIX) or first_bytes(path).startswith(MAGIC) else None
 
     def read(self, request: LoadRequest) -> ReadModel:
         """Dequantizes the weights."""
@@ -79,14 +79,6 @@ class GGUF(ModelFormat):
     def files_in(self, folder: Path) -> Sequence[str]:
         """The folder's GGUF files."""
         return sorted(each.name for each in folder.glob(f"*{SUFFIX}") if each.is_file())
-
-
-def _has_magic(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
 
 
 def display_name(path: Path) -> str:
