@@ -12,7 +12,7 @@ from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig, parse_by
 from kvmosaic.engine import ChunkEntries, ChunkOffloader, Engine, not_movable
 from kvmosaic.errors import InvalidConfig, InvalidPrompt
 from kvmosaic.layout.strategies import AUTO, choose_strategy, strategy_named
-from kvmosaic.memory import blocks_within, check_fits, device_memory_bytes
+from kvmosaic.memory import BlockStorage, blocks_within, check_fits, device_memory_bytes
 from kvmosaic.memory.buffer import pinned_bytes
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.formats import find_format
@@ -154,18 +154,19 @@ def build_engine(
         bytes_per_block=bytes_per_block,
     )
     runner = Runner(model, {"request": request_blocks, "chunk_cache": chunk_blocks}, config.block_size, backend)
-    engine = Engine(runner, kv_cache, config, engine_config)
+    offloader = None
     if tier_config is not None and tier_config.tiers and has_chunk_cache:
-        engine.offloader = _build_offloader(model, engine, tier_config)
-    return engine
+        offloader = _build_offloader(model, runner.storages["chunk_cache"], kv_cache, tier_config)
+    return Engine(runner, kv_cache, config, engine_config, offloader=offloader)
 
 
-def _build_offloader(model: LoadedModel, engine: Engine, config: TierConfig) -> ChunkOffloader:
-    storage = engine.runner.storages["chunk_cache"]
+def _build_offloader(
+    model: LoadedModel, storage: BlockStorage, kv_cache: KVCache, config: TierConfig
+) -> ChunkOffloader:
     entries = ChunkEntries(model.fingerprint, storage, config)
     allocate = pinned_bytes if model.device.type == "cuda" else None
     return ChunkOffloader(
-        engine.kv_cache,
+        kv_cache,
         storage,
         TieredStore(
             open_tiers(config.tiers, allocate=allocate),
@@ -174,5 +175,4 @@ def _build_offloader(model: LoadedModel, engine: Engine, config: TierConfig) -> 
         ),
         entries,
         max_staged_bytes=parse_bytes(config.staged),
-        clock=engine.clock,
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.engines import GREEDY, build_engine
+from support.engines import GREEDY, build_engine, set_offloader
 from support.families import build
 from support.loaded import random_prompt
 from support.tiers import HandClock, TroubledTier
@@ -34,7 +34,7 @@ def with_tiers(
     """Puts tiers behind an engine, whose patience ends when this clock says so: without one, never."""
     clock = clock or HandClock()
     storage = engine.runner.storages["chunk_cache"]
-    engine.offloader = ChunkOffloader(
+    offloader = ChunkOffloader(
         engine.kv_cache,
         storage,
         TieredStore(tiers, max_pending_bytes=pending, loading="always", clock=clock),
@@ -42,8 +42,8 @@ def with_tiers(
         max_staged_bytes=staged,
         clock=clock,
     )
-    engine.offloader._compute.estimate = lambda num_tokens: float(num_tokens)  # or loading a tiny chunk may not pay
-    return engine.offloader
+    offloader._compute.estimate = lambda num_tokens: float(num_tokens)  # or loading a tiny chunk may not pay
+    return set_offloader(engine, offloader)
 
 
 def answer(engine: Engine, *prompts: Prompt, strategy: str = "shared"):

@@ -158,8 +158,7 @@ def test_a_model_whose_keys_stay_where_they_are_refuses() -> None:
 
 
 def test_a_window_beyond_the_positions_of_the_model_is_refused() -> None:
-    engine = build_engine(loaded_family("llama"))
-    engine.max_positions = 40
+    engine = build_engine(loaded_family("llama"), engine_options={"max_model_len": 40})
     with pytest.raises(
         InvalidSampling, match="sink_tokens=4 and window_tokens=37 need 41 positions and the model has 40"
     ):

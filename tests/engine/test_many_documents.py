@@ -9,7 +9,7 @@ import pytest
 from support.server import loaded_reader
 
 from kvmosaic import LLM, ChunkCacheConfig, SamplingParams
-from kvmosaic.engine import request_repair, scheduler, step_budget
+from kvmosaic.engine import request_repair, scheduler, step
 from kvmosaic.engine.step import Step
 from kvmosaic.errors import InvalidRepair
 
@@ -54,7 +54,7 @@ def test_steps_of_few_rows_give_the_same_answer(repair: str, monkeypatch: pytest
         looks.append(schedule(self))
         return looks[-1]
 
-    monkeypatch.setattr(step_budget, "MAX_STEP_LOOKS", 64)
+    monkeypatch.setattr(step, "MAX_STEP_LOOKS", 64)
     monkeypatch.setattr(scheduler.Scheduler, "schedule", watched)
     output = answer(12, repair)
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
@@ -66,6 +66,6 @@ def test_four_thousand_documents_take_seconds_not_minutes() -> None:
     begin = time.process_time()
     llm = LLM(loaded_reader(), self_check=False)
     prompt = llm.compose(QUESTION, documents=documents(4_096))
-    layout = llm.engine.arrange(prompt, "shared")
+    layout = llm.engine.placer.arrange(prompt, "shared")
     llm.engine.kv_cache.plan(layout, "", "")
     assert time.process_time() - begin < 5

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import GREEDY, build_engine, fragment
+from support.engines import GREEDY, build_engine, fragment, set_offloader
 from support.loaded import loaded_family, random_prompt
 from support.tiers import HandClock, TroubledTier
 
@@ -42,10 +42,8 @@ def with_tiers(
     storage = engine.runner.storages["chunk_cache"]
     entries = ChunkEntries(engine.runner.model.fingerprint, storage, TierConfig())
     tiered_store: TieredStore[ChunkTensors] = TieredStore(tiers, max_pending_bytes=pending, clock=clock)
-    engine.offloader = ChunkOffloader(
-        engine.kv_cache, storage, tiered_store, entries, max_staged_bytes=staged, clock=clock
-    )
-    return engine.offloader
+    offloader = ChunkOffloader(engine.kv_cache, storage, tiered_store, entries, max_staged_bytes=staged, clock=clock)
+    return set_offloader(engine, offloader)
 
 
 class Truth:

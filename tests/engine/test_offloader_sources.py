@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engines import GREEDY, build_engine
+from support.engines import GREEDY, build_engine, set_offloader
 from support.loaded import loaded_family, random_prompt
 from support.tiers import GATE_SECONDS, HandClock, TroubledTier
 
@@ -49,9 +49,10 @@ class Watched:
         self.tiered_store: TieredStore = TieredStore(
             [self.disk], max_pending_bytes=MEBIBYTE, loading="always", clock=clock
         )
-        self.engine.offloader = self.offloader = ChunkOffloader(
+        offloader = ChunkOffloader(
             self.engine.kv_cache, self.storage, self.tiered_store, self.entries, max_staged_bytes=MEBIBYTE, clock=clock
         )
+        self.offloader = set_offloader(self.engine, offloader)
         self.held: dict[Key, ChunkTensors] = {}
         self.decoders: dict[Key, Callable[[Any], Any]] = {}
         self.readers: list[str] = []

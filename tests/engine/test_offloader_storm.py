@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.engines import GREEDY, build_engine
+from support.engines import GREEDY, build_engine, set_offloader
 from support.loaded import loaded_family, random_prompt
 
 from kvmosaic.cache import Key
@@ -79,7 +79,7 @@ class OffloaderStorm(RuleBasedStateMachine):
             self.engine.kv_cache, storage, self.tiered_store, entries, max_staged_bytes=staged
         )
         self.offloader._compute.estimate = lambda num_tokens: float(num_tokens)  # or loading a tiny chunk may not pay
-        self.engine.offloader = self.offloader
+        set_offloader(self.engine, self.offloader)
         self.asked: list[tuple[int, Request]] = []
 
     @rule(index=st.integers(0, NUM_PROMPTS - 1), priority=st.integers(0, 1))
@@ -137,7 +137,7 @@ class OffloaderStorm(RuleBasedStateMachine):
         self.engine.check_invariants()
         self.disk.check_invariants()
         unfinished = self.engine.unfinished_requests
-        sequences = [sequence for request in unfinished for sequence in self.engine._sequences[request.request_id]]
+        sequences = [sequence for request in unfinished for sequence in self.engine._requests.sequences_of(request)]
         held = {id(staged): staged for sequence in sequences for staged in (sequence.fetches or {}).values()}
         assert self.offloader._staged_bytes == sum(staged.fetch.num_bytes for staged in held.values())
         assert all(staged.num_holders > 0 for staged in held.values())

@@ -12,8 +12,8 @@ from support.clocked import World
 from support.engines import GREEDY
 
 from kvmosaic.engine import Request
+from kvmosaic.engine.preemption import in_order
 from kvmosaic.engine.priorities import MAX_PRIORITY, class_of, sort_key_of
-from kvmosaic.engine.victims import in_order
 from kvmosaic.errors import InvalidPriority, InvalidPrompt
 from kvmosaic.prompt import Prompt
 
@@ -168,7 +168,7 @@ def test_however_often_a_higher_priority_comes_little_is_computed_in_vain(pauses
     world = World(max_running=1, preemption_gap=1, priority_aging_seconds=None)
     prompt, tokens = 20, 24
     low = world.add(0, prompt=prompt, tokens=tokens)
-    sequence = world.engine._sequences[low.request_id][0]
+    sequence = world.engine._requests.sequences_of(low)[0]
     for index in range(600):
         if low.is_finished:
             break
@@ -218,7 +218,7 @@ def test_who_gives_way_is_chosen_by_priority_progress_age_and_size():
         requests = [world.add(priority, prompt=prompt, tokens=tokens) for priority, prompt, tokens in asked]
         for _ in range(steps):
             world.step()
-        sequences = [world.engine._sequences[request.request_id][0] for request in requests]
+        sequences = [world.engine._requests.sequences_of(request)[0] for request in requests]
         return [sequences.index(sequence) for sequence in in_order(sequences, world.now)]
 
     assert order((5, 8, 20), (0, 8, 20), (-5, 8, 20)) == [2, 1, 0], "the least wanted first"

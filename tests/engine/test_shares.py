@@ -265,7 +265,7 @@ def test_everybody_ends_whatever_comes(
             world.step()
     world.run(4_000)
     assert all(request.error is None for request in requests)
-    assert not scheduler._num_running and not scheduler._refused - {None}
+    assert not scheduler.running.num_by_tenant and not scheduler.admission.refused - {None}
 
 
 def answers(asked: list[tuple[str, int, int, int]], **options: object) -> list[list[tuple[int, ...]]]:

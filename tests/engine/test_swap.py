@@ -15,7 +15,7 @@ from support.families import build
 
 from kvmosaic.config import EngineConfig
 from kvmosaic.engine import Engine
-from kvmosaic.engine.swap_cost import SwapCost
+from kvmosaic.engine.swap_space import SwapCost
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
@@ -113,7 +113,7 @@ def test_what_comes_back_is_not_computed_again():
     for choice in ("recompute", "swap"):
         engine = small(choice, prefix_caching=False)
         requests = [engine.add_request(ask(number), replace(GREEDY, max_tokens=30)) for number in range(4)]
-        sequences = [engine._sequences[request.request_id][0] for request in requests]
+        sequences = [engine._requests.sequences_of(request)[0] for request in requests]
         run(engine, requests)
         worked[choice] = sum(sequence.num_worked for sequence in sequences)
     assert worked["swap"] < worked["recompute"]

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.engine import Request, Sequence
+from kvmosaic.engine.placement import PlacedPrompt
 from kvmosaic.engine.waiting_queue import WaitingQueue
 from kvmosaic.layout import arrange
 from kvmosaic.prompt import Prompt
@@ -17,7 +18,7 @@ from kvmosaic.sampling import Answer, SamplingParams
 def sequence(tenant="", priority=0, arrival_time=0.0):
     prompt = replace(Prompt.plain([1]), tenant=tenant)
     params = SamplingParams()
-    request = Request("a", prompt, arrange(prompt, "shared", "system"), params, arrival_time, priority)
+    request = Request("a", PlacedPrompt(prompt, arrange(prompt, "shared", "system")), params, arrival_time, priority)
     return Sequence(request, Answer(params), None)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engines import GREEDY, build_engine
+from support.engines import GREEDY, build_engine, set_offloader
 from support.loaded import loaded_family
 from support.tiers import HandClock, TroubledTier
 from support.watching import Spy
@@ -97,7 +97,7 @@ class Bytes:
 
 def with_tier(engine: Engine, *, is_persistent: bool) -> Engine:
     storage, clock = engine.runner.storages["chunk_cache"], HandClock()
-    engine.offloader = ChunkOffloader(
+    offloader = ChunkOffloader(
         engine.kv_cache,
         storage,
         TieredStore(
@@ -107,7 +107,8 @@ def with_tier(engine: Engine, *, is_persistent: bool) -> Engine:
         max_staged_bytes=2**20,
         clock=clock,
     )
-    engine.offloader._compute.estimate = lambda num_tokens: float(num_tokens)  # loading a tiny chunk pays
+    offloader._compute.estimate = lambda num_tokens: float(num_tokens)  # loading a tiny chunk pays
+    set_offloader(engine, offloader)
     return engine
 
 

@@ -174,7 +174,7 @@ def test_an_answer_that_cannot_go_on_fails_alone(llm):
         llm.encoder.encode(QUESTION), SamplingParams(n=2, structured_outputs=StructuredOutputs(regex="[a-z]+"))
     )
     other = llm.engine.add_request(llm.encoder.encode(QUESTION), SamplingParams(temperature=0, max_tokens=3))
-    llm.engine._sequences[request.request_id][0].sampling.matcher.fail("made to fail")
+    llm.engine._requests.sequences_of(request)[0].sampling.matcher.fail("made to fail")
     while llm.engine.has_unfinished_requests:
         llm.engine.step()
         llm.engine.check_invariants()

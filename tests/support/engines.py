@@ -15,7 +15,7 @@ from kvmosaic.attention import AttentionBackend
 from kvmosaic.attention.dense import DenseAttention
 from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
-from kvmosaic.engine import Engine, Request
+from kvmosaic.engine import ChunkOffloader, Engine, Request
 from kvmosaic.layout import Layout, dense
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.runner import Runner
@@ -68,6 +68,20 @@ def build_engine(
         max_batched_tokens=max_batched_tokens, max_running=max_running, **(engine_options or {})
     )
     return Engine(runner(model, sizes, config.block_size, backend), kv_cache, config, engine_config, clock=clock)
+
+
+def set_offloader(engine: Engine, offloader: ChunkOffloader) -> ChunkOffloader:
+    """Builds an unused engine anew, in place, with tiers."""
+    Engine.__init__(
+        engine,
+        engine.runner,
+        engine.kv_cache,
+        engine.chunk_config,
+        engine.config,
+        offloader=offloader,
+        clock=engine.clock,
+    )
+    return offloader
 
 
 def fragment(engine: Engine, seed: int = 0) -> None:

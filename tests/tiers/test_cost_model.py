@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engines import build_engine
+from support.engines import build_engine, set_offloader
 from support.families import build
 from support.loaded import random_prompt
 from support.tiers import TroubledTier
@@ -253,7 +253,7 @@ def with_tier(engine: Engine, tier: TroubledTier, pending: int = 2**26) -> Tiere
     storage = engine.runner.storages["chunk_cache"]
     entries = ChunkEntries(engine.runner.model.fingerprint, storage, TierConfig())
     tiered_store: TieredStore = TieredStore([tier], max_pending_bytes=pending)
-    engine.offloader = ChunkOffloader(engine.kv_cache, storage, tiered_store, entries, max_staged_bytes=2**26)
+    set_offloader(engine, ChunkOffloader(engine.kv_cache, storage, tiered_store, entries, max_staged_bytes=2**26))
     return tiered_store
 
 

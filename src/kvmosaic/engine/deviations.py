@@ -15,8 +15,8 @@ from collections.abc import Sequence as List
 import torch
 from torch import Tensor
 
+from kvmosaic.engine.row_builder import run_reads
 from kvmosaic.engine.sequence import Sequence
-from kvmosaic.engine.span_reads import run_reads
 from kvmosaic.layout import Layout, repair_positions
 from kvmosaic.model.batch import SpanRows
 from kvmosaic.model.runner import Runner
@@ -25,6 +25,20 @@ from kvmosaic.rope import rotate
 LAYER = 1
 _Part = tuple[int, int, int]
 """Consecutive tokens of a chunk: index of its span, first token, and one past the last."""
+
+
+def choose_repair(sequence: Sequence, runner: Runner, max_tokens: int) -> None:
+    """Replaces a request's layout by its repaired one, once its signals are measured.
+
+    Raises:
+        InvalidRepair: the policy failed, or chose tokens that do not exist.
+    """
+    request, repair = sequence.request, sequence.request.repair
+    assert repair is not None
+    if "deviation" in repair.signals:
+        repair.deviations = measure_deviations(sequence, runner, max_tokens)
+    layout = repair.repaired_layout()
+    request.layout = layout if request.scoring is None else request.scoring.continued(layout)
 
 
 def measure_deviations(sequence: Sequence, runner: Runner, max_tokens: int) -> dict[int, List[float]]:

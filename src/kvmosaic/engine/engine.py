@@ -7,41 +7,32 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import replace
-from itertools import count
 
 import torch
 
 from kvmosaic.cache import Chunk, KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
-from kvmosaic.engine.deviations import measure_deviations
+from kvmosaic.engine.deviations import choose_repair
 from kvmosaic.engine.likelihood import Scoring, scoring_of
-from kvmosaic.engine.placement import place
+from kvmosaic.engine.placement import PlacedPrompt, Placer
 from kvmosaic.engine.priorities import check_priority
 from kvmosaic.engine.report import reuse_report
 from kvmosaic.engine.request import Request
-from kvmosaic.engine.request_repair import RequestRepair, check_model, repair_of, why_not_repaired
+from kvmosaic.engine.request_table import RequestTable
 from kvmosaic.engine.rolling_window import check_memory, window_of
+from kvmosaic.engine.row_builder import rows_of
 from kvmosaic.engine.scheduler import Scheduler
 from kvmosaic.engine.sequence import Sequence, SequenceState
+from kvmosaic.engine.sleep import SleepState
 from kvmosaic.engine.step import ScheduledTokens, Step
 from kvmosaic.engine.swap_space import SwapSpace
-from kvmosaic.errors import (
-    EngineAsleep,
-    EngineError,
-    EngineStopped,
-    InvalidConfig,
-    InvalidPrompt,
-    InvalidSampling,
-    KVMosaicError,
-    QueueFull,
-    UnknownRequest,
-)
-from kvmosaic.layout import ChunkContext, Layout, RollingWindow
+from kvmosaic.errors import EngineError, EngineStopped, InvalidPrompt, InvalidSampling, KVMosaicError, QueueFull
+from kvmosaic.layout import ChunkContext
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, check_length
-from kvmosaic.repair import FullRepair, NoRepair, RepairPolicy, repair_policy
-from kvmosaic.sampling import MAX_TOKENS, Answer, GrammarCompiler, SamplingParams, SamplingState, sample
+from kvmosaic.repair import RepairPolicy
+from kvmosaic.sampling import GrammarCompiler, SamplingParams, sample
 
 logger = logging.getLogger("kvmosaic")
 
@@ -67,44 +58,52 @@ class Engine:
         chunk_config: ChunkCacheConfig,
         config: EngineConfig,
         *,
+        offloader: ChunkOffloader | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Runs nothing yet.
+
+        Args:
+            runner: computes steps.
+            kv_cache: plans and allocates blocks of the runner's pools.
+            chunk_config: how documents are placed and repaired.
+            config: limits of steps, queues and preemption.
+            offloader: offloads chunks to the tiers, if there are any.
+            clock: seconds, monotonic.
+
+        Raises:
+            InvalidRepair: the model does not support the repair policy that the settings name.
+        """
+        model = runner.model
+        limits = [limit for limit in (config.max_model_len, model.max_positions) if limit]
+        max_tokens = min(config.max_batched_tokens, model.max_forward_tokens or config.max_batched_tokens)
+        swap = None
+        if config.preemption != "recompute" and config.swap_bytes:
+            swap = SwapSpace(runner.storages["request"], kv_cache, config, clock)
         self.runner = runner
         self.kv_cache = kv_cache
-        max_tokens = min(config.max_batched_tokens, runner.model.max_forward_tokens or config.max_batched_tokens)
-        self.scheduler = Scheduler(kv_cache, replace(config, max_batched_tokens=max_tokens), clock)
-        if config.preemption != "recompute" and config.swap_bytes:
-            self.scheduler.preemption.swap = SwapSpace(runner.storages["request"], kv_cache, config, clock)
         self.chunk_config = chunk_config
-        self.repair = repair_policy(chunk_config.repair)
-        """Repair policy of requests that do not set one."""
-        if chunk_config.says("repair"):
-            check_model(self.repair, runner.model)
         self.config = config
         self.clock = clock
-        model = runner.model
+        self.offloader = offloader
+        """Offloads chunks to the tiers, if there are any."""
+        self.max_positions = min(limits, default=None)
+        self.placer = Placer(model, chunk_config, self.max_positions)
+        """Places prompts."""
+        self.scheduler = Scheduler(
+            kv_cache, replace(config, max_batched_tokens=max_tokens), clock, offloader=offloader, swap=swap
+        )
         self.grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
         """Compiles structured outputs, from any thread; requests with a compiled grammar are queued at once."""
         self.is_stopped = False
-        self.sleep_level = 0
-        """1 or 2 while it sleeps, or is about to; see `sleep`."""
-        self.refuses = False
-        """Whether requests are refused while it sleeps; otherwise they wait."""
-        self._requests: dict[str, Request] = {}
-        self._sequences: dict[str, list[Sequence]] = {}
-        self._names = (f"request-{number}" for number in count())
+        self._sleep = SleepState(runner, kv_cache, offloader)
+        self._requests = RequestTable(model, self.max_positions)
         self._log_time = clock()
-        limits = [limit for limit in (config.max_model_len, runner.model.max_positions) if limit]
-        self.max_positions = min(limits, default=None)
 
     @property
-    def offloader(self) -> ChunkOffloader | None:
-        """Offloads chunks to the tiers, if there are any; set it before the first request."""
-        return self.scheduler.offloader
-
-    @offloader.setter
-    def offloader(self, offloader: ChunkOffloader) -> None:
-        self.scheduler.offloader = offloader
+    def repair(self) -> RepairPolicy:
+        """Repair policy of requests that do not set one."""
+        return self.placer.repair
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -114,16 +113,22 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self._is_falling_asleep or (bool(self._requests) and not self.is_asleep)
+        return self._sleep.is_falling_asleep or (bool(self._requests) and not self.is_asleep)
 
     @property
     def is_asleep(self) -> bool:
         """Whether its pools hold no device memory; see `sleep`."""
-        return self.runner.is_asleep
+        return self._sleep.is_asleep
 
     @property
-    def _is_falling_asleep(self) -> bool:
-        return self.sleep_level > 0 and not self.is_asleep
+    def sleep_level(self) -> int:
+        """1 or 2 while it sleeps, or is about to; 0 otherwise."""
+        return self._sleep.level
+
+    @property
+    def refuses(self) -> bool:
+        """Whether requests are refused while it sleeps; otherwise they wait."""
+        return self._sleep.refuses
 
     def sleep(self, level: int = 1, *, refuse: bool = False) -> None:
         """Releases the device memory of both pools once the running requests have finished; `step` does it.
@@ -137,37 +142,23 @@ class Engine:
             InvalidConfig: another level.
             EngineStopped: after `close`.
         """
-        if level not in (1, 2):
-            raise InvalidConfig(f"a sleep has level 1 (keep caches in host memory) or 2 (drop them), got {level!r}")
         if self.is_stopped:
             raise EngineStopped("the engine is closed; create a new LLM")
-        self.sleep_level = self.sleep_level or level
-        self.refuses = refuse
-        self.scheduler.is_paused = True
+        self._sleep.begin(level, refuse=refuse)
+        self.scheduler.pause()
 
     def wake(self) -> None:
         """Reallocates the memory and resumes all waiting requests; does nothing while awake.
 
         If there is not enough memory, this raises what torch raises, and the engine stays asleep.
         """
-        self.runner.wake()
-        self.sleep_level, self.refuses, self.scheduler.is_paused = 0, False, False
-
-    def _fall_asleep(self) -> None:
-        try:
-            if self.offloader is not None:
-                self.offloader.flush()
-            if self.sleep_level == 2:
-                self.kv_cache.reset()
-            self.runner.sleep(*self.kv_cache.used_blocks())
-        except BaseException:
-            self.wake()  # not retried in every step
-            raise
+        self._sleep.wake()
+        self.scheduler.resume()
 
     @property
     def unfinished_requests(self) -> list[Request]:
         """Unfinished requests, in the order in which they were added."""
-        return list(self._requests.values())
+        return self._requests.unfinished
 
     def add_request(
         self,
@@ -204,10 +195,12 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise InvalidSampling(f"sampling parameters must be SamplingParams, got {type(params).__name__}")
         window = window_of(params, self.runner.model)
-        layout, repair = self._arrange(prompt, params.repair, position_strategy, chunk_context, window)
+        placed = self.placer.place(
+            prompt, repair=params.repair, strategy=position_strategy, context=chunk_context, window=window
+        )
         if window is not None:
             check_memory(window, self.kv_cache.request_pool)
-        return self._queue(prompt, layout, params, request_id, priority, note, arrival_time, window, repair)
+        return self._queue(placed, params, request_id, priority=priority, note=note, arrival_time=arrival_time)
 
     def add_score(
         self,
@@ -236,13 +229,12 @@ class Engine:
             QueueFull, EngineStopped: see `add_request`.
         """
         scoring = scoring_of(continuation, self.runner.model.vocab_size, keeps_distributions=keeps_distributions)
-        layout, plan = self._arrange(prompt, repair, position_strategy, chunk_context, None)
+        placed = self.placer.place(prompt, repair=repair, strategy=position_strategy, context=chunk_context)
         if self.max_positions is not None:
-            check_length(layout, self.max_positions, scoring.num_tokens)
-        if plan is None or not plan.is_measuring:
-            layout = scoring.continued(layout)
-        params = SamplingParams(max_tokens=1)
-        return self._queue(prompt, layout, params, request_id, repair=plan, scoring=scoring)
+            check_length(placed.layout, self.max_positions, scoring.num_tokens)
+        if placed.repair is None or not placed.repair.is_measuring:
+            placed = replace(placed, layout=scoring.continued(placed.layout))
+        return self._queue(placed, SamplingParams(max_tokens=1), request_id, scoring=scoring)
 
     def add_warm_up(
         self,
@@ -255,8 +247,8 @@ class Engine:
         """Queues the prefill of a prompt's uncached chunks, without an answer; its question is not used."""
         if not prompt.chunks:
             raise InvalidPrompt("a warm-up needs at least one document; got none")
-        layout = self.arrange(prompt, position_strategy, chunk_context=chunk_context, chunks_only=True)
-        return self._queue(prompt, layout, SamplingParams(max_tokens=1), request_id)
+        layout = self.placer.arrange(prompt, position_strategy, chunk_context, chunks_only=True)
+        return self._queue(PlacedPrompt(prompt, layout), SamplingParams(max_tokens=1), request_id)
 
     def abort(self, request_id: str) -> None:
         """Ends a request now; its blocks are freed when this returns.
@@ -264,12 +256,11 @@ class Engine:
         Raises:
             UnknownRequest: no unfinished request has this id.
         """
-        if request_id not in self._requests:
-            raise UnknownRequest(f"no request {request_id!r} is under way; it may have finished already")
-        for sequence in self._sequences[request_id]:
+        request = self._requests.find(request_id)
+        for sequence in self._requests.sequences_of(request):
             if sequence.state is not SequenceState.FINISHED:
                 sequence.answer.end("abort")
-        self._end(self._requests[request_id])
+        self._end(request)
 
     def run(self, requests: Iterable[Request], progress: Callable[[int, int], None] | None = None) -> list[Request]:
         """Steps until all of `requests` have finished; other unfinished requests continue as well.
@@ -307,7 +298,7 @@ class Engine:
     def abort_all(self, requests: Iterable[Request]) -> None:
         """Aborts the unfinished ones of `requests`."""
         for request in requests:
-            if self._requests.get(request.request_id) is request:
+            if request in self._requests:
                 self.abort(request.request_id)
 
     def close(self) -> None:
@@ -337,53 +328,64 @@ class Engine:
             return []
         step = self.scheduler.schedule()
         news: dict[str, Request] = {}
+        self._end_refused(step, news)
+        self._restore(step)
+        if step.works:
+            logits = self._forward(step)
+            completed = step.completed_chunks()  # before sequences that finish release their blocks
+            self._sample(step, logits, news)
+            self._offload(completed)
+        else:
+            self._wait(step)
+        self._finish_prefilled(news)
+        if self._sleep.is_falling_asleep and not self.scheduler.running:
+            self._sleep.fall_asleep(on_failure=self.wake)
+        self._log_statistics()
+        return list(news.values())
+
+    def _end_refused(self, step: Step, news: dict[str, Request]) -> None:
+        """Ends sequences for which there is no room, now or ever."""
         for sequence, error in step.failed:
-            sequence.request.error = error
-            self._end(sequence.request)
-            news[sequence.request.request_id] = sequence.request
+            self._fail(sequence.request, error, news)
         for sequence in step.ended:
             sequence.answer.end("length")
             self._finish(sequence, news)
-        if step.restores:
-            self._restore(step)
-        if step.works:
-            self._forward(step, news)
-        else:
-            self.runner.copy(step.copies)
-            self.kv_cache.end_step()
-            if self.scheduler.fetching and self.offloader is not None:
-                self.offloader.wait(_FETCH_SECONDS)
+
+    def _restore(self, step: Step) -> None:
+        """Writes swapped-out blocks, after the copies: blocks that the copies read may have been freed since."""
+        if not step.restores:
+            return
+        swap = self.scheduler.preemption.swap
+        assert swap is not None
+        self.runner.copy(step.copies)
+        step.copies.clear()
+        swap.write(step.restores)
+
+    def _wait(self, step: Step) -> None:
+        """Ends a step that computes nothing; waits for chunks from the tiers, if that is why."""
+        self.runner.copy(step.copies)
+        self.kv_cache.end_step()
+        if self.scheduler.fetching and self.offloader is not None:
+            self.offloader.wait(_FETCH_SECONDS)
+
+    def _finish_prefilled(self, news: dict[str, Request]) -> None:
+        """Finishes warm-ups, and repairs requests whose signals are measured."""
         for sequence in list(self.scheduler.running):
             if sequence.request.is_warm_up and sequence.is_prefilled:
                 sequence.request.reuse = reuse_report(sequence, None)
                 self._finish(sequence, news)
             elif sequence.request.is_measuring and sequence.is_prefilled:
                 self._repair(sequence, news)
-        if self._is_falling_asleep and not self.scheduler.running:
-            self._fall_asleep()
-        self._log_statistics()
-        return list(news.values())
 
     def _repair(self, sequence: Sequence, news: dict[str, Request]) -> None:
         """Chooses what to repair, once everything is measured, and plans the request again."""
-        request, repair = sequence.request, sequence.request.repair
-        assert repair is not None
         begin = self.clock()
         try:
-            if "deviation" in repair.signals:
-                max_tokens = self.scheduler.config.max_batched_tokens
-                repair.deviations = measure_deviations(sequence, self.runner, max_tokens)
-            request.layout = repair.repaired_layout()
-            if request.scoring is not None:
-                request.layout = request.scoring.continued(request.layout)
+            choose_repair(sequence, self.runner, self.scheduler.config.max_batched_tokens)
         except KVMosaicError as error:
-            request.error = error
-            news[request.request_id] = request
-            self._end(request)
+            self._fail(sequence.request, error, news)
             return
-        spent = sequence.span_seconds
-        index = len(repair.layout.spans) - 1
-        spent[index] = spent.get(index, 0.0) + self.clock() - begin
+        sequence.note_repair(self.clock() - begin)
         self.scheduler.replan(sequence)
 
     def check_invariants(self) -> None:
@@ -392,99 +394,35 @@ class Engine:
         if self.scheduler.preemption.swap is not None:
             self.scheduler.preemption.swap.check_invariants()
 
-    def _arrange(
-        self,
-        prompt: Prompt,
-        policy: str | RepairPolicy | None,
-        strategy: str | None,
-        context: ChunkContext | None,
-        window: RollingWindow | None,
-    ) -> tuple[Layout, RequestRepair | None]:
-        """The layout that runs first, and the repair of the prompt."""
-        is_default = policy is None and not self.chunk_config.says("repair")
-        policy = self.repair if policy is None else repair_policy(policy)
-        if prompt.is_plain:
-            policy = NoRepair()  # nothing to repair
-        first_window = None if isinstance(policy, FullRepair) else window
-        layout = self.arrange(prompt, strategy, first_window, chunk_context=context)
-        if is_default and why_not_repaired(policy, layout, self.runner.model, has_window=window is not None):
-            policy = NoRepair()
-        repair = repair_of(policy, layout, self.runner.model, has_window=window is not None)
-        if repair is not None:
-            layout = self.arrange(prompt.joined(), None, window) if repair.is_full else repair.first_layout()
-        return layout, repair
-
-    def arrange(
-        self,
-        prompt: Prompt,
-        strategy: str | None = None,
-        window: RollingWindow | None = None,
-        *,
-        chunk_context: ChunkContext | None = None,
-        chunks_only: bool = False,
-    ) -> Layout:
-        """Places a tokenized prompt, as a request for it is placed before any repair.
-
-        Args:
-            prompt: a prompt with token ids.
-            strategy: overrides the configured one.
-            window: rolling window of the text.
-            chunk_context: overrides the configured one.
-            chunks_only: whether the question is omitted.
-
-        Raises:
-            InvalidPrompt, NotMovable: see `add_request`.
-        """
-        config = self.chunk_config
-        strategy, context = strategy or config.position_strategy, chunk_context or config.chunk_context
-        model = self.runner.model
-        return place(prompt, strategy, context, model, self.max_positions, chunks_only=chunks_only, window=window)
-
     def _queue(
         self,
-        prompt: Prompt,
-        layout: Layout,
+        placed: PlacedPrompt,
         params: SamplingParams,
         request_id: str | None,
+        *,
         priority: int = 0,
         note: str = "",
         arrival_time: float | None = None,
-        window: RollingWindow | None = None,
-        repair: RequestRepair | None = None,
         scoring: Scoring | None = None,
     ) -> Request:
         if self.is_stopped:
             raise EngineStopped("the engine is closed; create a new LLM")
-        if self.sleep_level and self.refuses:
-            raise EngineAsleep(f"the engine sleeps (level {self.sleep_level}) and takes no requests; wake it first")
+        self._sleep.check_admits()
         if self.scheduler.num_waiting >= self.config.max_waiting:
             raise QueueFull(f"{self.scheduler.num_waiting} requests wait already (max_waiting); wait, or raise it")
-        check_priority(priority)
-        if request_id is not None and not isinstance(request_id, str):
-            raise InvalidPrompt(f"request_id must be a text, got {request_id!r:.80}")
-        if not request_id:
-            request_id = next(name for name in self._names if name not in self._requests)
-        if request_id in self._requests:
-            raise InvalidPrompt(f"a request {request_id!r} is under way already; choose another request_id")
-        arrival_time = self.clock() if arrival_time is None else arrival_time
-        aging = self.config.priority_aging_seconds
+        priority, structure = check_priority(priority), params.structured_outputs
         request = Request(
-            request_id,
-            prompt,
-            layout,
+            self._requests.new_id(request_id),
+            placed,
             params,
-            arrival_time,
+            self.clock() if arrival_time is None else arrival_time,
             priority,
             "; ".join(part for part in (note, self.runner.model.frequency_note) if part),
-            aging_seconds=aging,
-            window=window,
-            repair=repair,
+            grammar=None if structure is None else self.grammars.compile(structure),
+            aging_seconds=self.config.priority_aging_seconds,
             scoring=scoring,
         )
-        if params.structured_outputs is not None:
-            request.grammar = self.grammars.compile(params.structured_outputs)
-        sequence = self._new_sequence(request, 0)
-        self._requests[request_id], self._sequences[request_id] = request, [sequence]
+        sequence = self._requests.add(request)
         try:
             self.scheduler.add(sequence)
         except BaseException:  # an interrupt: the caller does not get the request, so it cannot abort it
@@ -492,65 +430,26 @@ class Engine:
             raise
         return request
 
-    def _new_sequence(self, request: Request, index: int) -> Sequence:
-        model = self.runner.model
-        layout = request.repair.layout if request.is_measuring and request.repair is not None else request.layout
-        room = None if self.max_positions is None else self.max_positions - layout.last.end
-        if request.window is not None:
-            room = MAX_TOKENS
-        answer = Answer(request.params, model.tokenizer, model.eos_token_ids, index=index, max_tokens=room)
-        prompt_ids = request.token_ids if request.params.has_penalties else ()
-        sampling = SamplingState(
-            request.params,
-            prompt_ids,
-            vocab_size=model.vocab_size,
-            index=index,
-            ending_ids=answer.rules.ending_ids,
-            device=model.device,
-            matcher=request.grammar.start() if request.grammar else None,
-        )
-        if not request.is_warm_up:
-            request.answers.append(answer)
-        return Sequence(request, answer, sampling)
-
-    def _restore(self, step: Step) -> None:
-        """Writes restored blocks, after the copies: blocks that the copies read may have been freed since."""
-        swap = self.scheduler.preemption.swap
-        assert swap is not None
-        self.runner.copy(step.copies)
-        step.copies.clear()
-        swap.write(step.restores)
-
-    def _forward(self, step: Step, news: dict[str, Request]) -> None:
-        rows = [
-            part
-            for work in step.works
-            for part in work.sequence.rows(work.span, work.first, work.num_tokens, work.num_logits)
-        ]
+    def _forward(self, step: Step) -> torch.Tensor:
+        """Computes a step, and charges its time to the sequences, spans and tenants."""
         begin = self.clock()
-        logits = self.runner.run(rows, step.copies)
+        logits = self.runner.run([rows for work in step.works for rows in rows_of(work)], step.copies)
         self.kv_cache.end_step()
-        seconds = (self.clock() - begin) / step.num_tokens
-        self.scheduler.note_step(step, seconds * step.num_tokens)
+        seconds = self.clock() - begin
+        self.scheduler.note_step(step, seconds)
         if self.offloader is not None:
-            self.offloader.note_step(step.num_tokens, seconds * step.num_tokens)
-        if self.scheduler.preemption.swap is not None:
-            num_prefilled = sum(work.num_tokens for work in step.works if work.num_tokens > 1)
-            self.scheduler.preemption.swap.cost.note_step(step.num_tokens, num_prefilled, seconds * step.num_tokens)
-        computed: list[tuple[Chunk, float]] = []
+            self.offloader.note_step(step.num_tokens, seconds)
         for work in step.works:
-            spent = work.sequence.span_seconds
-            spent[work.span] = spent.get(work.span, 0.0) + seconds * work.num_tokens
-            work.sequence.request.first_scheduled_time = work.sequence.request.first_scheduled_time or begin
-            assert work.sequence.allocation is not None
-            chunk = work.sequence.allocation.spans[work.span].chunk
-            if chunk is not None and work.first + work.num_tokens == chunk.num_tokens:
-                self.kv_cache.record_compute(chunk, spent[work.span] * 1e3)
-                computed.append((chunk, spent[work.span]))
-        self._sample(step, logits, news)
-        if self.offloader is not None:  # from here on the step cannot fail
-            for chunk, spent_seconds in computed:
-                self.offloader.on_computed(chunk, spent_seconds)
+            work.sequence.note_work(work.span, work.num_tokens * seconds / step.num_tokens, begin)
+        for chunk, spent in step.completed_chunks():
+            self.kv_cache.record_compute(chunk, spent * 1e3)
+        return logits
+
+    def _offload(self, completed: List[tuple[Chunk, float]]) -> None:
+        """Offloads the chunks that a step has completed; from here on it cannot fail."""
+        if self.offloader is not None:
+            for chunk, seconds in completed:
+                self.offloader.on_computed(chunk, seconds)
 
     def _sample(self, step: Step, logits: torch.Tensor, news: dict[str, Request]) -> None:
         sequences: list[Sequence] = []
@@ -577,8 +476,7 @@ class Engine:
                 request.reuse = reuse_report(sequence, now - request.arrival_time)
             news[request.request_id] = request
             if token.failure:
-                request.error = InvalidSampling(token.failure)
-                self._end(request)
+                self._fail(request, InvalidSampling(token.failure), news)
             elif sequence.answer.append(token) is None:
                 sequence.pending = token.token_id
             else:
@@ -608,9 +506,8 @@ class Engine:
         if sequence.answer.token_ids or len(request.answers) == request.params.n:
             return []
         assert sequence.allocation is not None
-        forks = [self._new_sequence(request, index) for index in range(1, request.params.n)]
-        self._sequences[request.request_id].extend(forks)
-        num_seats = max(self.scheduler.num_free_seats, 0)
+        forks = self._requests.fork(request)
+        num_seats = max(self.scheduler.running.num_free, 0)
         for fork in forks[:num_seats]:
             fork.set_allocation(self.kv_cache.fork(sequence.allocation))
             self.scheduler.start(fork)
@@ -621,19 +518,25 @@ class Engine:
     def _finish(self, sequence: Sequence, news: dict[str, Request]) -> None:
         """Removes a sequence; ends its request with the last one. Safe if the request has already ended."""
         request = sequence.request
-        if request.request_id not in self._requests:
+        if request not in self._requests:
             return
         news[request.request_id] = request
         self.scheduler.remove(sequence)
-        if all(other.state is SequenceState.FINISHED for other in self._sequences[request.request_id]):
+        if all(other.state is SequenceState.FINISHED for other in self._requests.sequences_of(request)):
             self._end(request)
 
+    def _fail(self, request: Request, error: KVMosaicError, news: dict[str, Request]) -> None:
+        """Ends a request with an error."""
+        request.error = error
+        news[request.request_id] = request
+        self._end(request)
+
     def _end(self, request: Request) -> None:
-        if request.request_id not in self._requests:
+        """Removes a request and frees what it holds; safe if it has ended."""
+        if request not in self._requests:
             return
-        for sequence in self._sequences.pop(request.request_id):
+        for sequence in self._requests.remove(request):
             self.scheduler.remove(sequence)
-        del self._requests[request.request_id]
         request.finished_time = self.clock()
 
     def _give_up(self, error: BaseException) -> None:
@@ -653,7 +556,8 @@ class Engine:
 
     def _only_waits(self, request: Request) -> bool:
         """Whether a request holds no blocks and was not part of the last step."""
-        sequences = self._sequences[request.request_id]
-        scheduler = self.scheduler
-        waits = (*scheduler.fetching, *(s for s in sequences if s in scheduler.waiting))
-        return all(sequence in waits and sequence is not self.scheduler.admitting for sequence in sequences)
+        admission = self.scheduler.admission
+        return all(
+            (sequence in admission.waiting or sequence in admission.fetching) and sequence is not admission.candidate
+            for sequence in self._requests.sequences_of(request)
+        )

@@ -1,53 +1,120 @@
-"""Placing: turns a prompt into a layout that the model can run."""
+"""Placement: from a prompt to the layout that runs first, with its rolling window and its repair."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from kvmosaic.config import ChunkCacheConfig
+from kvmosaic.engine.request_repair import RequestRepair, check_model, repair_of, why_not_repaired
 from kvmosaic.engine.rolling_window import check_positions
 from kvmosaic.errors import InvalidOffset, NotMovable
 from kvmosaic.layout import ChunkContext, Layout, RollingWindow, arrange, choose_strategy
 from kvmosaic.layout.strategies import AUTO
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.prompt import Prompt, check_length
+from kvmosaic.repair import FullRepair, NoRepair, RepairPolicy, repair_policy
 
 
-def place(
-    prompt: Prompt,
-    strategy: str,
-    context: ChunkContext,
-    model: LoadedModel,
-    max_positions: int | None,
-    *,
-    chunks_only: bool = False,
-    window: RollingWindow | None = None,
-) -> Layout:
-    """Arranges a prompt, to be answered with at least one token; with `chunks_only`, its question is omitted.
+@dataclass(frozen=True, slots=True)
+class PlacedPrompt:
+    """A prompt with the layout that runs first."""
 
-    With a rolling window, question and answer may be of any length.
+    prompt: Prompt
+    layout: Layout
+    window: RollingWindow | None = None
+    """Rolling window over question and answer, if any."""
+    repair: RequestRepair | None = None
+    """Repair of its chunks, if any."""
 
-    Raises:
-        InvalidPrompt: the prompt does not fit the strategy (InvalidOffset), or (PromptTooLong) the max position.
-        InvalidSampling: the window exceeds the max position.
-        NotMovable: it moves documents and the model does not allow that.
-    """
-    if strategy == AUTO:
-        end = 1 if window is None else window.num_positions - prompt.segments[-1].num_tokens
-        strategy = choose_strategy(prompt.num_tokens + end, max_positions, is_movable=model.is_movable)
-    layout = arrange(prompt, strategy, context)
-    if max_positions is not None and any(span.end > max_positions for span in layout.spans[:-1]):
-        layout = arrange(replace(prompt, lead_in=()), strategy, context)  # the lead-in has no room
-    if chunks_only:
-        layout = Layout(layout.spans[:-1], layout.strategy, layout.chunk_context)
-    if layout.is_moved and not model.is_movable:
-        raise not_movable(model, strategy, context)
-    if max_positions is not None:
-        _check_offsets(layout, max_positions)
-    if window is not None:
-        check_positions(window, layout, max_positions)
-    elif max_positions is not None:
-        check_length(layout, max_positions, 0 if chunks_only else 1)
-    return layout
+
+class Placer:
+    """Places prompts for one model, by the settings or as a request overrides them."""
+
+    def __init__(self, model: LoadedModel, config: ChunkCacheConfig, max_positions: int | None) -> None:
+        """Places prompts of at most `max_positions`.
+
+        Raises:
+            InvalidRepair: the model does not support the repair policy that the settings name.
+        """
+        self.repair = repair_policy(config.repair)
+        """Repair policy of requests that do not set one."""
+        self.max_positions = max_positions
+        self._model = model
+        self._config = config
+        if config.says("repair"):
+            check_model(self.repair, model)
+
+    def place(
+        self,
+        prompt: Prompt,
+        *,
+        repair: str | RepairPolicy | None = None,
+        strategy: str | None = None,
+        context: ChunkContext | None = None,
+        window: RollingWindow | None = None,
+    ) -> PlacedPrompt:
+        """Places a prompt and plans its repair.
+
+        Args:
+            prompt: a prompt with token ids.
+            repair: overrides the configured policy, which a prompt that it does not suit ignores.
+            strategy: overrides the configured one.
+            context: overrides the configured one.
+            window: rolling window of the text.
+
+        Raises:
+            InvalidPrompt, InvalidRepair, InvalidSampling, NotMovable: see `arrange`, and `repair_of`.
+        """
+        is_default = repair is None and not self._config.says("repair")
+        policy = self.repair if repair is None else repair_policy(repair)
+        if prompt.is_plain:
+            policy = NoRepair()  # nothing to repair
+        layout = self.arrange(prompt, strategy, context, None if isinstance(policy, FullRepair) else window)
+        has_window = window is not None
+        if is_default and why_not_repaired(policy, layout, self._model, has_window=has_window):
+            policy = NoRepair()
+        planned = repair_of(policy, layout, self._model, has_window=has_window)
+        if planned is not None:
+            layout = self.arrange(prompt.joined(), window=window) if planned.is_full else planned.first_layout()
+        return PlacedPrompt(prompt, layout, window, planned)
+
+    def arrange(
+        self,
+        prompt: Prompt,
+        strategy: str | None = None,
+        context: ChunkContext | None = None,
+        window: RollingWindow | None = None,
+        *,
+        chunks_only: bool = False,
+    ) -> Layout:
+        """Arranges a prompt, to be answered with at least one token; with `chunks_only`, its question is omitted.
+
+        With a rolling window, question and answer may be of any length.
+
+        Raises:
+            InvalidPrompt: the prompt does not fit the strategy (InvalidOffset), or (PromptTooLong) the max position.
+            InvalidSampling: the window exceeds the max position.
+            NotMovable: it moves documents and the model does not allow that.
+        """
+        strategy, context = strategy or self._config.position_strategy, context or self._config.chunk_context
+        model, max_positions = self._model, self.max_positions
+        if strategy == AUTO:
+            end = 1 if window is None else window.num_positions - prompt.segments[-1].num_tokens
+            strategy = choose_strategy(prompt.num_tokens + end, max_positions, is_movable=model.is_movable)
+        layout = arrange(prompt, strategy, context)
+        if max_positions is not None and any(span.end > max_positions for span in layout.spans[:-1]):
+            layout = arrange(replace(prompt, lead_in=()), strategy, context)  # the lead-in has no room
+        if chunks_only:
+            layout = Layout(layout.spans[:-1], layout.strategy, layout.chunk_context)
+        if layout.is_moved and not model.is_movable:
+            raise not_movable(model, strategy, context)
+        if max_positions is not None:
+            _check_offsets(layout, max_positions)
+        if window is not None:
+            check_positions(window, layout, max_positions)
+        elif max_positions is not None:
+            check_length(layout, max_positions, 0 if chunks_only else 1)
+        return layout
 
 
 def _check_offsets(layout: Layout, max_positions: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kvmosaic.engine.likelihood import Scoring
+from kvmosaic.engine.placement import PlacedPrompt
 from kvmosaic.engine.priorities import sort_key_of
 from kvmosaic.engine.request_repair import RequestRepair
 from kvmosaic.errors import KVMosaicError
@@ -29,8 +30,8 @@ class Request:
     """
 
     request_id: str
-    prompt: Prompt
-    layout: Layout
+    placed: PlacedPrompt
+    """Its prompt with rolling window and repair."""
     params: SamplingParams
     arrival_time: float
     """Seconds on the engine's clock."""
@@ -42,20 +43,18 @@ class Request:
     """Constraint on the answers, if `params.structured_outputs` is set."""
     aging_seconds: float | None = None
     """Seconds of waiting that count as much as one step of priority; None: no aging."""
-    window: RollingWindow | None = None
-    """Rolling window over question and answer, if `params.window_tokens` is set."""
     answers: list[Answer] = field(default_factory=list)
     reuse: ReuseReport = field(default_factory=ReuseReport)
     """What was reused; set with the first token."""
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
-    repair: RequestRepair | None = None
-    """Repair of its chunks, if any."""
     scoring: Scoring | None = None
     """The continuation to score, if no answer is generated."""
     error: KVMosaicError | None = None
     """Why the request failed."""
+    layout: Layout = field(init=False)
+    """The layout to compute; a repair changes it once its signals are measured."""
     text: str | None = field(init=False)
     """The prompt's text, if it was given as text. Joined once, since every streamed output repeats it."""
     token_ids: tuple[int, ...] = field(init=False, repr=False)
@@ -64,10 +63,26 @@ class Request:
     """Its position in the waiting order; see `sort_key_of`."""
 
     def __post_init__(self) -> None:
+        self.layout = self.placed.layout
         self.text = self.prompt.text
         self.sort_key = sort_key_of(self.priority, self.arrival_time, self.aging_seconds)
         segments = self.prompt.segments[:-1] if self.is_warm_up else self.prompt.segments
         self.token_ids = tuple(token for segment in segments for token in segment.token_ids or ())
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt, with token ids."""
+        return self.placed.prompt
+
+    @property
+    def window(self) -> RollingWindow | None:
+        """Rolling window over question and answer, if any."""
+        return self.placed.window
+
+    @property
+    def repair(self) -> RequestRepair | None:
+        """Repair of its chunks, if any."""
+        return self.placed.repair
 
     @property
     def is_warm_up(self) -> bool:

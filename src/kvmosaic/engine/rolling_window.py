@@ -1,11 +1,7 @@
-"""Rolling windows: checks that model and memory allow one, and the reads of tokens inside it."""
+"""Rolling windows: checks that model and memory allow one, and counters of a text that has one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-
-from kvmosaic.attention import Piece
 from kvmosaic.cache import BlockPool
 from kvmosaic.errors import InvalidSampling, NotMovable, RequestTooLarge
 from kvmosaic.layout import Layout, RollingWindow
@@ -77,8 +73,37 @@ def check_memory(window: RollingWindow, pool: BlockPool) -> None:
         )
 
 
-def moved(reads: Iterable[Piece], shift: int) -> tuple[Piece, ...]:
-    """Reads that keep their distance from a row (and the rows after it in its group), which is `shift` further on."""
-    return tuple(
-        replace(read, position=read.position + shift, distance=read.distance + shift, follows=True) for read in reads
-    )
+class WindowCounters:
+    """What of a text with a rolling window is allocated, evicted and skipped.
+
+    Only the head of the text is allocated at first (see `RollingWindow.head_tokens`). The rest is *owed*: it is
+    allocated, computed and evicted in parts, prompt and answer alike.
+    """
+
+    def __init__(self, window: RollingWindow) -> None:
+        self.window = window
+        self.first_kept = 0
+        """The first token after the sinks that was not skipped."""
+        self._num_head = 0
+        """Tokens of the first allocation."""
+
+    def begin(self, num_text: int) -> None:
+        """Starts over for a text of `num_text` tokens whose head is allocated."""
+        self._num_head = self.window.head_tokens(num_text)
+        self.first_kept = self.window.replay_from(num_text)
+
+    def num_next(self, num_allocated: int, num_owed: int, max_tokens: int) -> int:
+        """Tokens of the next part; it does not cross laps, so that its positions are consecutive."""
+        return min(num_owed, max_tokens, self.window.lap_end(num_allocated) - num_allocated)
+
+    def oldest_seen(self, num_allocated: int) -> int | None:
+        """The oldest token after the sinks that the next one sees; None while the text fits into sinks and window."""
+        if num_allocated < self.window.num_positions:
+            return None
+        return max(self.window.oldest(num_allocated), self.first_kept)
+
+    def num_skipped(self, num_allocated: int) -> int:
+        """Tokens that need not be computed, when they are next; otherwise 0."""
+        if num_allocated != self._num_head or self.first_kept < self.window.num_positions:
+            return 0
+        return self.first_kept - self._num_head

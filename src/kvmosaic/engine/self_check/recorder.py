@@ -111,6 +111,6 @@ class RecordingEngine(Engine):
         params = SamplingParams(temperature=0, max_tokens=NUM_ANSWER, ignore_eos=True)
         return self.run([self.add_request(prompt, params) for prompt in prompts])
 
-    def _forward(self, step: Step, news: dict[str, Request]) -> None:
+    def _forward(self, step: Step) -> Tensor:
         self.runner.works = list(step.works)
-        super()._forward(step, news)
+        return super()._forward(step)
