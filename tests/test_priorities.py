@@ -39,13 +39,13 @@ def cached(llm) -> dict[str, float]:
 
 def test_prompts_of_one_call_end_in_the_order_of_their_priority(llm):
     ended = []
-    finish = llm.engine._end
+    finish = llm.engine._core.end
 
     def watched(request):
         ended.append(request.priority)
         finish(request)
 
-    llm.engine._end = watched
+    llm.engine._core.end = watched
     outputs = llm.generate(["one", "two", "three"], GREEDY, priority=[-5, 0, 5])
     assert ended == [5, 0, -5], "one at a time"
     assert [output.prompt for output in outputs] == ["one", "two", "three"], "in the order in which they were given"

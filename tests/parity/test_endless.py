@@ -91,8 +91,8 @@ def test_a_window_that_holds_everything_changes_nothing() -> None:
 def test_float32_is_as_exact_far_behind_the_model_as_at_its_beginning(backend: str) -> None:
     """150 tokens in a model of 64 positions; the last 20 by the twin, in float64, from all that they can depend on."""
     model, exact = loaded_family("llama", torch.float32), loaded_family("llama")
-    engine = build_engine(model, backend=NativeBackend() if backend == "native" else None, blocks=(40, 4))
-    engine.max_positions = 64
+    backends = NativeBackend() if backend == "native" else None
+    engine = build_engine(model, backend=backends, blocks=(40, 4), engine_options={"max_model_len": 64})
     prompt, sinks, window = random_ids(10, 1), 4, 40
     request, logits = answer(engine, Prompt.plain(prompt), endless(sinks, window, 150))
     written = [*prompt, *token_ids(request)[:-1]]

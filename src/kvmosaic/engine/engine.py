@@ -7,37 +7,29 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import replace
+from typing import ClassVar
 
-import torch
-
-from kvmosaic.cache import Chunk, KVCache
+from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
-from kvmosaic.engine.deviations import choose_repair
+from kvmosaic.engine.engine_core import EngineCore
 from kvmosaic.engine.likelihood import Scoring, scoring_of
 from kvmosaic.engine.placement import PlacedPrompt, Placer
 from kvmosaic.engine.priorities import check_priority
-from kvmosaic.engine.report import reuse_report
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.request_table import RequestTable
 from kvmosaic.engine.rolling_window import check_memory, window_of
-from kvmosaic.engine.row_builder import rows_of
 from kvmosaic.engine.scheduler import Scheduler
-from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.sleep import SleepState
-from kvmosaic.engine.step import ScheduledTokens, Step
 from kvmosaic.engine.swap_space import SwapSpace
-from kvmosaic.errors import EngineError, EngineStopped, InvalidPrompt, InvalidSampling, KVMosaicError, QueueFull
+from kvmosaic.errors import EngineStopped, InvalidPrompt, InvalidSampling, QueueFull
 from kvmosaic.layout import ChunkContext
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, check_length
 from kvmosaic.repair import RepairPolicy
-from kvmosaic.sampling import GrammarCompiler, SamplingParams, sample
+from kvmosaic.sampling import GrammarCompiler, SamplingParams
 
 logger = logging.getLogger("kvmosaic")
-
-_FETCH_SECONDS = 0.005
-"""How long a step with nothing to compute waits for chunks from the tiers."""
 
 
 class Engine:
@@ -50,6 +42,8 @@ class Engine:
     Not thread-safe: one thread calls `step`. Between two calls every block is free, cached, or owned by an unfinished
     request; `check_invariants` proves it.
     """
+
+    core_type: ClassVar[type[EngineCore]] = EngineCore
 
     def __init__(
         self,
@@ -98,6 +92,7 @@ class Engine:
         self.is_stopped = False
         self._sleep = SleepState(runner, kv_cache, offloader)
         self._requests = RequestTable(model, self.max_positions)
+        self._core = self.core_type(runner, kv_cache, self.scheduler, self._requests, offloader, clock)
         self._log_time = clock()
 
     @property
@@ -256,11 +251,7 @@ class Engine:
         Raises:
             UnknownRequest: no unfinished request has this id.
         """
-        request = self._requests.find(request_id)
-        for sequence in self._requests.sequences_of(request):
-            if sequence.state is not SequenceState.FINISHED:
-                sequence.answer.end("abort")
-        self._end(request)
+        self._core.abort(self._requests.find(request_id))
 
     def run(self, requests: Iterable[Request], progress: Callable[[int, int], None] | None = None) -> list[Request]:
         """Steps until all of `requests` have finished; other unfinished requests continue as well.
@@ -317,76 +308,17 @@ class Engine:
         An exception on the way (a failing device) ends the requests in the step: whatever the step was to compute is
         dropped from the caches, so that no later prompt can hit it. Waiting requests stay, except after an interrupt.
         """
-        try:
-            return self._step()
-        except BaseException as error:
-            self._give_up(error)
-            raise
-
-    def _step(self) -> list[Request]:
         if self.is_asleep:
             return []
-        step = self.scheduler.schedule()
-        news: dict[str, Request] = {}
-        self._end_refused(step, news)
-        self._restore(step)
-        if step.works:
-            logits = self._forward(step)
-            completed = step.completed_chunks()  # before sequences that finish release their blocks
-            self._sample(step, logits, news)
-            self._offload(completed)
-        else:
-            self._wait(step)
-        self._finish_prefilled(news)
-        if self._sleep.is_falling_asleep and not self.scheduler.running:
-            self._sleep.fall_asleep(on_failure=self.wake)
-        self._log_statistics()
-        return list(news.values())
-
-    def _end_refused(self, step: Step, news: dict[str, Request]) -> None:
-        """Ends sequences for which there is no room, now or ever."""
-        for sequence, error in step.failed:
-            self._fail(sequence.request, error, news)
-        for sequence in step.ended:
-            sequence.answer.end("length")
-            self._finish(sequence, news)
-
-    def _restore(self, step: Step) -> None:
-        """Writes swapped-out blocks, after the copies: blocks that the copies read may have been freed since."""
-        if not step.restores:
-            return
-        swap = self.scheduler.preemption.swap
-        assert swap is not None
-        self.runner.copy(step.copies)
-        step.copies.clear()
-        swap.write(step.restores)
-
-    def _wait(self, step: Step) -> None:
-        """Ends a step that computes nothing; waits for chunks from the tiers, if that is why."""
-        self.runner.copy(step.copies)
-        self.kv_cache.end_step()
-        if self.scheduler.fetching and self.offloader is not None:
-            self.offloader.wait(_FETCH_SECONDS)
-
-    def _finish_prefilled(self, news: dict[str, Request]) -> None:
-        """Finishes warm-ups, and repairs requests whose signals are measured."""
-        for sequence in list(self.scheduler.running):
-            if sequence.request.is_warm_up and sequence.is_prefilled:
-                sequence.request.reuse = reuse_report(sequence, None)
-                self._finish(sequence, news)
-            elif sequence.request.is_measuring and sequence.is_prefilled:
-                self._repair(sequence, news)
-
-    def _repair(self, sequence: Sequence, news: dict[str, Request]) -> None:
-        """Chooses what to repair, once everything is measured, and plans the request again."""
-        begin = self.clock()
         try:
-            choose_repair(sequence, self.runner, self.scheduler.config.max_batched_tokens)
-        except KVMosaicError as error:
-            self._fail(sequence.request, error, news)
-            return
-        sequence.note_repair(self.clock() - begin)
-        self.scheduler.replan(sequence)
+            news = self._core.step()
+            if self._sleep.is_falling_asleep and not self.scheduler.running:
+                self._sleep.fall_asleep(on_failure=self.wake)
+        except BaseException as error:
+            self._core.give_up(error)
+            raise
+        self._log_statistics()
+        return news
 
     def check_invariants(self) -> None:
         """Checks pools, tables and caches for consistency."""
@@ -426,138 +358,12 @@ class Engine:
         try:
             self.scheduler.add(sequence)
         except BaseException:  # an interrupt: the caller does not get the request, so it cannot abort it
-            self._end(request)
+            self._core.end(request)
             raise
         return request
-
-    def _forward(self, step: Step) -> torch.Tensor:
-        """Computes a step, and charges its time to the sequences, spans and tenants."""
-        begin = self.clock()
-        logits = self.runner.run([rows for work in step.works for rows in rows_of(work)], step.copies)
-        self.kv_cache.end_step()
-        seconds = self.clock() - begin
-        self.scheduler.note_step(step, seconds)
-        if self.offloader is not None:
-            self.offloader.note_step(step.num_tokens, seconds)
-        for work in step.works:
-            work.sequence.note_work(work.span, work.num_tokens * seconds / step.num_tokens, begin)
-        for chunk, spent in step.completed_chunks():
-            self.kv_cache.record_compute(chunk, spent * 1e3)
-        return logits
-
-    def _offload(self, completed: List[tuple[Chunk, float]]) -> None:
-        """Offloads the chunks that a step has completed; from here on it cannot fail."""
-        if self.offloader is not None:
-            for chunk, seconds in completed:
-                self.offloader.on_computed(chunk, seconds)
-
-    def _sample(self, step: Step, logits: torch.Tensor, news: dict[str, Request]) -> None:
-        sequences: list[Sequence] = []
-        rows: list[int] = []
-        row = 0
-        for work in step.works:
-            if work.num_logits and work.sequence.request.scoring is not None:
-                self._score(work, logits[row : row + work.num_logits], news)
-            elif work.num_logits:
-                family = [work.sequence, *self._fork(work.sequence)]
-                sequences.extend(family)
-                rows.extend([row] * len(family))
-            row += work.num_logits
-        if not sequences:
-            return
-        if len(rows) != len(logits):
-            logits = logits[torch.tensor(rows, device=logits.device)]
-        tokens = sample(logits, [sequence.sampling for sequence in sequences])
-        now = self.clock()
-        for sequence, token in zip(sequences, tokens, strict=True):
-            request = sequence.request
-            if request.first_token_time is None:
-                request.first_token_time = now
-                request.reuse = reuse_report(sequence, now - request.arrival_time)
-            news[request.request_id] = request
-            if token.failure:
-                self._fail(request, InvalidSampling(token.failure), news)
-            elif sequence.answer.append(token) is None:
-                sequence.pending = token.token_id
-            else:
-                self._finish(sequence, news)
-
-    def _score(self, work: ScheduledTokens, logits: torch.Tensor, news: dict[str, Request]) -> None:
-        """Records the scores of some tokens of a continuation; the last of them ends the request."""
-        sequence, request = work.sequence, work.sequence.request
-        scoring = request.scoring
-        assert scoring is not None
-        first = request.layout.last.num_tokens - scoring.num_tokens
-        scoring.note(work.first + work.num_tokens - work.num_logits - first, logits)
-        if scoring.is_complete:
-            request.first_token_time = self.clock()
-            request.reuse = reuse_report(sequence, request.first_token_time - request.arrival_time)
-            self._finish(sequence, news)
 
     def _log_statistics(self) -> None:
         interval, now = self.chunk_config.log_stats_seconds, self.clock()
         if interval is not None and now - self._log_time >= interval:
             self._log_time = now
             logger.info("%s", self.kv_cache.statistics())
-
-    def _fork(self, sequence: Sequence) -> list[Sequence]:
-        """The other n - 1 answers, once the first has its prompt computed; those beyond max_num_seqs wait."""
-        request = sequence.request
-        if sequence.answer.token_ids or len(request.answers) == request.params.n:
-            return []
-        assert sequence.allocation is not None
-        forks = self._requests.fork(request)
-        num_seats = max(self.scheduler.running.num_free, 0)
-        for fork in forks[:num_seats]:
-            fork.set_allocation(self.kv_cache.fork(sequence.allocation))
-            self.scheduler.start(fork)
-        for fork in forks[num_seats:]:
-            self.scheduler.add(fork)
-        return forks[:num_seats]
-
-    def _finish(self, sequence: Sequence, news: dict[str, Request]) -> None:
-        """Removes a sequence; ends its request with the last one. Safe if the request has already ended."""
-        request = sequence.request
-        if request not in self._requests:
-            return
-        news[request.request_id] = request
-        self.scheduler.remove(sequence)
-        if all(other.state is SequenceState.FINISHED for other in self._requests.sequences_of(request)):
-            self._end(request)
-
-    def _fail(self, request: Request, error: KVMosaicError, news: dict[str, Request]) -> None:
-        """Ends a request with an error."""
-        request.error = error
-        news[request.request_id] = request
-        self._end(request)
-
-    def _end(self, request: Request) -> None:
-        """Removes a request and frees what it holds; safe if it has ended."""
-        if request not in self._requests:
-            return
-        for sequence in self._requests.remove(request):
-            self.scheduler.remove(sequence)
-        request.finished_time = self.clock()
-
-    def _give_up(self, error: BaseException) -> None:
-        """Cleans up after a failed step: nothing it was to compute may be found, and no request holds a block."""
-        for sequence in list(self.scheduler.running):
-            if sequence.allocation is not None:
-                self.kv_cache.rollback_step(sequence.allocation)
-        for request in self.unfinished_requests:
-            if isinstance(error, Exception) and self._only_waits(request):
-                continue
-            if isinstance(error, KVMosaicError):
-                request.error = error
-            else:
-                request.error = EngineError("a step failed, and with it the requests that took part in it")
-                request.error.__cause__ = error
-            self._end(request)
-
-    def _only_waits(self, request: Request) -> bool:
-        """Whether a request holds no blocks and was not part of the last step."""
-        admission = self.scheduler.admission
-        return all(
-            (sequence in admission.waiting or sequence in admission.fetching) and sequence is not admission.candidate
-            for sequence in self._requests.sequences_of(request)
-        )

@@ -12,6 +12,7 @@ from kvmosaic.attention import AttentionBackend
 from kvmosaic.cache import BlockCopy, KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.engine import Engine
+from kvmosaic.engine.engine_core import EngineCore
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.step import ScheduledTokens, Step
 from kvmosaic.layers import AttentionCall
@@ -88,10 +89,21 @@ class RecordingRunner(Runner):
         return torch.cat(keys), torch.cat(values)
 
 
+class RecordingCore(EngineCore):
+    """A core that tells its runner what the rows of each step are."""
+
+    runner: RecordingRunner
+
+    def _forward(self, step: Step) -> Tensor:
+        self.runner.works = list(step.works)
+        return super()._forward(step)
+
+
 class RecordingEngine(Engine):
     """A small engine with a recording runner."""
 
     runner: RecordingRunner
+    core_type = RecordingCore
 
     def __init__(
         self, model: LoadedModel, backend: AttentionBackend | None, strategy: str, context: ChunkContext
@@ -110,7 +122,3 @@ class RecordingEngine(Engine):
         """
         params = SamplingParams(temperature=0, max_tokens=NUM_ANSWER, ignore_eos=True)
         return self.run([self.add_request(prompt, params) for prompt in prompts])
-
-    def _forward(self, step: Step) -> Tensor:
-        self.runner.works = list(step.works)
-        return super()._forward(step)

@@ -1,0 +1,244 @@
+"""Engine core: one step of continuous batching, from the schedule to the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as List
+
+import torch
+
+from kvmosaic.cache import Chunk, KVCache
+from kvmosaic.engine.chunk_offloader import ChunkOffloader
+from kvmosaic.engine.deviations import choose_repair
+from kvmosaic.engine.report import reuse_report
+from kvmosaic.engine.request import Request
+from kvmosaic.engine.request_table import RequestTable
+from kvmosaic.engine.row_builder import rows_of
+from kvmosaic.engine.scheduler import Scheduler
+from kvmosaic.engine.sequence import Sequence, SequenceState
+from kvmosaic.engine.step import ScheduledTokens, Step
+from kvmosaic.errors import EngineError, InvalidSampling, KVMosaicError
+from kvmosaic.model.runner import Runner
+from kvmosaic.sampling import sample
+
+_FETCH_SECONDS = 0.005
+"""How long a step with nothing to compute waits for chunks from the tiers."""
+
+
+class EngineCore:
+    """Runs the requests of a table, one step at a time.
+
+    schedule ──▶ restore ──▶ forward ──▶ sample ──▶ finish
+       ▲                                               │
+       └─────────────────── next step ◀────────────────┘
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        kv_cache: KVCache,
+        scheduler: Scheduler,
+        requests: RequestTable,
+        offloader: ChunkOffloader | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.runner = runner
+        self._kv_cache = kv_cache
+        self._scheduler = scheduler
+        self._requests = requests
+        self._offloader = offloader
+        self._clock = clock
+
+    def step(self) -> list[Request]:
+        """Runs one forward; returns the requests with new output."""
+        step = self._scheduler.schedule()
+        news: dict[str, Request] = {}
+        self._end_refused(step, news)
+        self._restore(step)
+        if step.works:
+            logits = self._forward(step)
+            completed = step.completed_chunks()  # before sequences that finish release their blocks
+            self._sample(step, logits, news)
+            self._offload(completed)
+        else:
+            self._wait(step)
+        self._finish_prefilled(news)
+        return list(news.values())
+
+    def abort(self, request: Request) -> None:
+        """Ends an unfinished request now; its blocks are freed."""
+        for sequence in self._requests.sequences_of(request):
+            if sequence.state is not SequenceState.FINISHED:
+                sequence.answer.end("abort")
+        self.end(request)
+
+    def end(self, request: Request) -> None:
+        """Removes a request and frees what it holds; safe if it has ended."""
+        if request not in self._requests:
+            return
+        for sequence in self._requests.remove(request):
+            self._scheduler.remove(sequence)
+        request.finished_time = self._clock()
+
+    def _end_refused(self, step: Step, news: dict[str, Request]) -> None:
+        """Ends sequences for which there is no room, now or ever."""
+        for sequence, error in step.failed:
+            self._fail(sequence.request, error, news)
+        for sequence in step.ended:
+            sequence.answer.end("length")
+            self._finish(sequence, news)
+
+    def _restore(self, step: Step) -> None:
+        """Writes swapped-out blocks, after the copies: blocks that the copies read may have been freed since."""
+        if not step.restores:
+            return
+        swap = self._scheduler.preemption.swap
+        assert swap is not None
+        self.runner.copy(step.copies)
+        step.copies.clear()
+        swap.write(step.restores)
+
+    def _wait(self, step: Step) -> None:
+        """Ends a step that computes nothing; waits for chunks from the tiers, if that is why."""
+        self.runner.copy(step.copies)
+        self._kv_cache.end_step()
+        if self._scheduler.fetching and self._offloader is not None:
+            self._offloader.wait(_FETCH_SECONDS)
+
+    def _finish_prefilled(self, news: dict[str, Request]) -> None:
+        """Finishes warm-ups, and repairs requests whose signals are measured."""
+        for sequence in list(self._scheduler.running):
+            if sequence.request.is_warm_up and sequence.is_prefilled:
+                sequence.request.reuse = reuse_report(sequence, None)
+                self._finish(sequence, news)
+            elif sequence.request.is_measuring and sequence.is_prefilled:
+                self._repair(sequence, news)
+
+    def _repair(self, sequence: Sequence, news: dict[str, Request]) -> None:
+        """Chooses what to repair, once everything is measured, and plans the request again."""
+        begin = self._clock()
+        try:
+            choose_repair(sequence, self.runner, self._scheduler.config.max_batched_tokens)
+        except KVMosaicError as error:
+            self._fail(sequence.request, error, news)
+            return
+        sequence.note_repair(self._clock() - begin)
+        self._scheduler.replan(sequence)
+
+    def _forward(self, step: Step) -> torch.Tensor:
+        """Computes a step, and charges its time to the sequences, spans and tenants."""
+        begin = self._clock()
+        logits = self.runner.run([rows for work in step.works for rows in rows_of(work)], step.copies)
+        self._kv_cache.end_step()
+        seconds = self._clock() - begin
+        self._scheduler.note_step(step, seconds)
+        if self._offloader is not None:
+            self._offloader.note_step(step.num_tokens, seconds)
+        for work in step.works:
+            work.sequence.note_work(work.span, work.num_tokens * seconds / step.num_tokens, begin)
+        for chunk, spent in step.completed_chunks():
+            self._kv_cache.record_compute(chunk, spent * 1e3)
+        return logits
+
+    def _offload(self, completed: List[tuple[Chunk, float]]) -> None:
+        """Offloads the chunks that a step has completed; from here on it cannot fail."""
+        if self._offloader is not None:
+            for chunk, seconds in completed:
+                self._offloader.on_computed(chunk, seconds)
+
+    def _sample(self, step: Step, logits: torch.Tensor, news: dict[str, Request]) -> None:
+        sequences: list[Sequence] = []
+        rows: list[int] = []
+        row = 0
+        for work in step.works:
+            if work.num_logits and work.sequence.request.scoring is not None:
+                self._score(work, logits[row : row + work.num_logits], news)
+            elif work.num_logits:
+                family = [work.sequence, *self._fork(work.sequence)]
+                sequences.extend(family)
+                rows.extend([row] * len(family))
+            row += work.num_logits
+        if not sequences:
+            return
+        if len(rows) != len(logits):
+            logits = logits[torch.tensor(rows, device=logits.device)]
+        tokens = sample(logits, [sequence.sampling for sequence in sequences])
+        now = self._clock()
+        for sequence, token in zip(sequences, tokens, strict=True):
+            request = sequence.request
+            if request.first_token_time is None:
+                request.first_token_time = now
+                request.reuse = reuse_report(sequence, now - request.arrival_time)
+            news[request.request_id] = request
+            if token.failure:
+                self._fail(request, InvalidSampling(token.failure), news)
+            elif sequence.answer.append(token) is None:
+                sequence.pending = token.token_id
+            else:
+                self._finish(sequence, news)
+
+    def _score(self, work: ScheduledTokens, logits: torch.Tensor, news: dict[str, Request]) -> None:
+        """Records the scores of some tokens of a continuation; the last of them ends the request."""
+        sequence, request = work.sequence, work.sequence.request
+        scoring = request.scoring
+        assert scoring is not None
+        first = request.layout.last.num_tokens - scoring.num_tokens
+        scoring.note(work.first + work.num_tokens - work.num_logits - first, logits)
+        if scoring.is_complete:
+            request.first_token_time = self._clock()
+            request.reuse = reuse_report(sequence, request.first_token_time - request.arrival_time)
+            self._finish(sequence, news)
+
+    def _fork(self, sequence: Sequence) -> list[Sequence]:
+        """The other n - 1 answers, once the first has its prompt computed; those beyond max_num_seqs wait."""
+        request = sequence.request
+        if sequence.answer.token_ids or len(request.answers) == request.params.n:
+            return []
+        assert sequence.allocation is not None
+        forks = self._requests.fork(request)
+        num_seats = max(self._scheduler.running.num_free, 0)
+        for fork in forks[:num_seats]:
+            fork.set_allocation(self._kv_cache.fork(sequence.allocation))
+            self._scheduler.start(fork)
+        for fork in forks[num_seats:]:
+            self._scheduler.add(fork)
+        return forks[:num_seats]
+
+    def _finish(self, sequence: Sequence, news: dict[str, Request]) -> None:
+        """Removes a sequence; ends its request with the last one. Safe if the request has already ended."""
+        request = sequence.request
+        if request not in self._requests:
+            return
+        news[request.request_id] = request
+        self._scheduler.remove(sequence)
+        if all(other.state is SequenceState.FINISHED for other in self._requests.sequences_of(request)):
+            self.end(request)
+
+    def _fail(self, request: Request, error: KVMosaicError, news: dict[str, Request]) -> None:
+        """Ends a request with an error."""
+        request.error = error
+        news[request.request_id] = request
+        self.end(request)
+
+    def give_up(self, error: BaseException) -> None:
+        """Cleans up after a failed step: nothing it was to compute may be found, and no request holds a block."""
+        for sequence in list(self._scheduler.running):
+            if sequence.allocation is not None:
+                self._kv_cache.rollback_step(sequence.allocation)
+        for request in self._requests.unfinished:
+            if isinstance(error, Exception) and self._only_waits(request):
+                continue
+            if isinstance(error, KVMosaicError):
+                request.error = error
+            else:
+                request.error = EngineError("a step failed, and with it the requests that took part in it")
+                request.error.__cause__ = error
+            self.end(request)
+
+    def _only_waits(self, request: Request) -> bool:
+        """Whether a request holds no blocks and was not part of the last step."""
+        admission = self._scheduler.admission
+        return all(
+            (sequence in admission.waiting or sequence in admission.fetching) and sequence is not admission.candidate
+            for sequence in self._requests.sequences_of(request)
+        )
