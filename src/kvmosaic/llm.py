@@ -361,7 +361,7 @@ class LLM:
     ) -> Plan:
         """What would be reused, moved and computed for a prompt now; nothing is computed or changed."""
         encoded = self.encoder.encode(prompt)
-        layout = self.engine.placer.arrange(encoded, position_strategy, chunk_context)
+        layout = self.engine.arrange(encoded, position_strategy, chunk_context)
         return self.engine.kv_cache.plan(layout, encoded.salt, encoded.tenant)
 
     def prefix_tree(self, *, depth: int = 8, children: int = 8, runs: int = 200, tokens: int = 12) -> PrefixTree:

@@ -66,6 +66,6 @@ def test_four_thousand_documents_take_seconds_not_minutes() -> None:
     begin = time.process_time()
     llm = LLM(loaded_reader(), self_check=False)
     prompt = llm.compose(QUESTION, documents=documents(4_096))
-    layout = llm.engine.placer.arrange(prompt, "shared")
+    layout = llm.engine.arrange(prompt, "shared")
     llm.engine.kv_cache.plan(layout, "", "")
     assert time.process_time() - begin < 5

@@ -319,7 +319,7 @@ def test_a_slow_tokenizer_and_one_without_an_end_are_refused():
 
     with pytest.raises(InvalidSampling, match="need a fast tokenizer; this model has Slow"):
         GrammarCompiler(Slow(), 10, [1]).compile(StructuredOutputs(regex="a"))
-    with pytest.raises(InvalidSampling, match="need a fast tokenizer; this model has NoneType"):
+    with pytest.raises(InvalidSampling, match="need a fast tokenizer, and this model has no tokenizer"):
         GrammarCompiler(None, 10, [1]).compile(StructuredOutputs(regex="a"))
     endless = make_tokenizer()
     endless.eos_token = None

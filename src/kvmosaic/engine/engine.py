@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
+from kvmosaic.engine.capabilities import capabilities_of
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.engine_core import EngineCore
 from kvmosaic.engine.likelihood import Scoring, scoring_of
@@ -22,8 +23,9 @@ from kvmosaic.engine.rolling_window import check_memory, window_of
 from kvmosaic.engine.scheduler import Scheduler
 from kvmosaic.engine.sleep import SleepState
 from kvmosaic.engine.swap_space import SwapSpace
+from kvmosaic.engine_protocol import EngineCapabilities, InferenceEngine
 from kvmosaic.errors import EngineStopped, InvalidPrompt, InvalidSampling, QueueFull
-from kvmosaic.layout import ChunkContext
+from kvmosaic.layout import ChunkContext, Layout
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, check_length
 from kvmosaic.repair import RepairPolicy
@@ -32,7 +34,7 @@ from kvmosaic.sampling import GrammarCompiler, SamplingParams
 logger = logging.getLogger("kvmosaic")
 
 
-class Engine:
+class Engine(InferenceEngine):
     """Runs requests together: continuous batching over composed prompts.
 
         add_request ──▶ scheduler ──▶ step ──▶ runner (one forward) ──▶ sampler ──▶ answers
@@ -90,10 +92,26 @@ class Engine:
         self.grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
         """Compiles structured outputs, from any thread; requests with a compiled grammar are queued at once."""
         self.is_stopped = False
+        self._capabilities = capabilities_of(model, self.max_positions)
         self._sleep = SleepState(runner, kv_cache, offloader)
         self._requests = RequestTable(model, self.max_positions)
         self._core = self.core_type(runner, kv_cache, self.scheduler, self._requests, offloader, clock)
         self._log_time = clock()
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """What it can do with its model."""
+        return self._capabilities
+
+    def arrange(
+        self, prompt: Prompt, position_strategy: str | None = None, chunk_context: ChunkContext | None = None
+    ) -> Layout:
+        """Returns the layout of a tokenized prompt, as a request for it is placed before any repair.
+
+        Raises:
+            InvalidPrompt, NotMovable: see `add_request`.
+        """
+        return self.placer.arrange(prompt, position_strategy, chunk_context)
 
     @property
     def repair(self) -> RepairPolicy:

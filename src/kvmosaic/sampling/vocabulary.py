@@ -38,6 +38,8 @@ class Vocabulary:
         """
         self.vocab_size = vocab_size
         backend = getattr(tokenizer, "backend_tokenizer", None)
+        if tokenizer is None:
+            raise InvalidSampling("structured_outputs need a fast tokenizer, and this model has no tokenizer")
         if backend is None:
             raise InvalidSampling(
                 f"structured_outputs need a fast tokenizer; this model has {type(tokenizer).__name__}, "

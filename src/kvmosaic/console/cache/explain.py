@@ -155,11 +155,11 @@ class _Explainer:
         return Verdict(span.name or str(span.kind), str(span.kind), span.num_tokens, is_hit, tuple(reasons))
 
     def _plan(self, context: ChunkContext, tenant: str) -> tuple[SpanPlan, ...]:
-        layout = self._llm.engine.placer.arrange(self._prompt, context=context)
+        layout = self._llm.engine.arrange(self._prompt, chunk_context=context)
         return self._llm.engine.kv_cache.plan(layout, self._prompt.salt, tenant).spans
 
     def _start(self, index: int) -> int:
-        return self._llm.engine.placer.arrange(self._prompt).spans[index].start
+        return self._llm.engine.arrange(self._prompt).spans[index].start
 
     def _look(self, index: int, tier: Tier) -> tuple[bool, str]:
         """Returns whether a tier has a usable entry of the chunk, with a remark; nothing if it has none."""

@@ -1,0 +1,29 @@
+"""Engines that must be alike to a face: our own, on models that differ, and one that caches nothing."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from support.engine_conformance import CASES, Reference, run_case
+from support.engines import build_engine
+from support.families import build
+
+from kvmosaic.engine_protocol import InferenceEngine
+from kvmosaic.model import LoadedModel
+
+
+@cache
+def model_of(family: str) -> LoadedModel:
+    return LoadedModel.from_module(build(family, torch.float64))
+
+
+def own_engine(family: str) -> InferenceEngine:
+    return build_engine(model_of(family))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("case", CASES)
+def test_own_engine(case: str, family: str) -> None:
+    run_case(case, own_engine(family), Reference(model_of(family), 1e-9))
