@@ -1,4 +1,4 @@
-"""Engines that must be alike to a face: our own, on models that differ, and one that caches nothing."""
+"""Engines that must be alike to a face: our own, on models that differ, and one that copies keys."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from support.copying_engine import CopyingEngine
 from support.engine_conformance import CASES, Reference, run_case
 from support.engines import build_engine
 from support.families import build
@@ -27,3 +28,9 @@ def own_engine(family: str) -> InferenceEngine:
 @pytest.mark.parametrize("case", CASES)
 def test_own_engine(case: str, family: str) -> None:
     run_case(case, own_engine(family), Reference(model_of(family), 1e-9))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "mistral"])
+@pytest.mark.parametrize("case", CASES)
+def test_engine_that_copies_and_rotates_keys(case: str, family: str) -> None:
+    run_case(case, CopyingEngine(model_of(family)), Reference(model_of(family), 1e-9))
