@@ -3,7 +3,6 @@
 from kvmosaic.engine.async_engine import AsyncEngine
 from kvmosaic.engine.chunk_entries import ChunkEntries
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
-from kvmosaic.engine.delta import AnswerDelta, RequestDelta
 from kvmosaic.engine.engine import Engine
 from kvmosaic.engine.figures import EngineFigures
 from kvmosaic.engine.placement import not_movable
@@ -11,6 +10,7 @@ from kvmosaic.engine.request import Request
 from kvmosaic.engine.scheduler import Scheduler
 from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.step import ScheduledTokens, Step
+from kvmosaic.engine.stream import AnswerDelta, RequestDelta
 
 __all__ = [
     "AnswerDelta",

@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection
 
 from kvmosaic.cache import KVCache
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
-from kvmosaic.engine.running import RunningSequences
-from kvmosaic.engine.sequence import Sequence, SequenceState
+from kvmosaic.engine.sequence import RunningSequences, Sequence, SequenceState
 from kvmosaic.engine.shares import Shares
 from kvmosaic.engine.step import Step, StepBudget
 from kvmosaic.engine.swap_space import SwapSpace

@@ -7,12 +7,11 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TypeVar
 
-from kvmosaic.engine.delta import RequestDelta, Unread
 from kvmosaic.engine.engine import Engine
 from kvmosaic.engine.engine_thread import EngineThread
 from kvmosaic.engine.figures import EngineFigures
 from kvmosaic.engine.request import Request
-from kvmosaic.engine.stream import EndedWarmUps, Stream
+from kvmosaic.engine.stream import EndedWarmUps, RequestDelta, Stream, Unread
 from kvmosaic.errors import EngineAsleep, KVMosaicError
 from kvmosaic.layout import ChunkContext
 from kvmosaic.prompt import Prompt

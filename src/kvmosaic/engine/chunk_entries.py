@@ -1,7 +1,8 @@
-"""Chunk entries: serialization of chunks for the tiers, and validation on the way back."""
+"""Chunk entries: serialization of chunks for the tiers, as late as possible, and validation on the way back."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -9,7 +10,6 @@ from typing import cast
 
 from kvmosaic.cache import Chunk, SpanPlan
 from kvmosaic.config import TierConfig
-from kvmosaic.engine.chunk_source import ChunkSource
 from kvmosaic.entries import (
     DtypeName,
     EntryBound,
@@ -21,8 +21,39 @@ from kvmosaic.entries import (
 )
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import geometry_of
-from kvmosaic.memory import BlockStorage
+from kvmosaic.memory import BlockStorage, ChunkTensors
 from kvmosaic.tiers import Entry
+
+
+class ChunkSource:
+    """Tensors of a chunk: read from its blocks while these are its own, from a copy afterwards.
+
+        complete ──▶ in its blocks ──┬── the writer reads it ──▶ copied, on the writer's thread
+                                     ├── its blocks are about to be freed ──▶ copied first, on the engine's thread
+                                     └── it is deleted ──▶ dropped
+
+    Blocks of a complete chunk are never written again, so any thread may read them. Before they are freed, the engine
+    calls `tensors` or `drop`, which wait for a copy in progress.
+    """
+
+    def __init__(self, read: Callable[[], ChunkTensors]) -> None:
+        """Calls `read` once, on the first thread that asks for the tensors."""
+        self._read: Callable[[], ChunkTensors] | None = read
+        self._tensors: ChunkTensors | None = None
+        self._lock = threading.Lock()
+
+    def tensors(self) -> ChunkTensors | None:
+        """The tensors, copied on the first call; None if the chunk was dropped before."""
+        with self._lock:
+            if self._read is not None:
+                self._tensors = self._read()
+                self._read = None
+            return self._tensors
+
+    def drop(self) -> None:
+        """Releases the tensors: the chunk was deleted."""
+        with self._lock:
+            self._read = self._tensors = None
 
 
 class ChunkEntries:

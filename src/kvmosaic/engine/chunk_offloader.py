@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from kvmosaic.cache import Chunk, Key, KVCache, Plan, SpanPlan
-from kvmosaic.engine.chunk_entries import ChunkEntries
-from kvmosaic.engine.chunk_source import ChunkSource
+from kvmosaic.engine.chunk_entries import ChunkEntries, ChunkSource
 from kvmosaic.engine.offloaded_keys import OffloadedKeys
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.errors import UnknownChunk

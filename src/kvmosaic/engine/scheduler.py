@@ -23,11 +23,9 @@ from kvmosaic.engine.likelihood import MAX_LOGIT_ROWS
 from kvmosaic.engine.preemption import Preemption
 from kvmosaic.engine.priorities import MAX_PRIORITY
 from kvmosaic.engine.rolling_window import max_at_once
-from kvmosaic.engine.running import RunningSequences
-from kvmosaic.engine.sequence import Sequence, SequenceState
+from kvmosaic.engine.sequence import RunningSequences, Sequence, SequenceState
 from kvmosaic.engine.shares import Shares
-from kvmosaic.engine.step import ScheduledTokens, Step, StepBudget
-from kvmosaic.engine.step_times import StepTimes
+from kvmosaic.engine.step import ScheduledTokens, Step, StepBudget, StepTimes
 from kvmosaic.engine.swap_space import SwapSpace
 from kvmosaic.engine.waiting_queue import WaitingQueue
 from kvmosaic.errors import OutOfBlocks
