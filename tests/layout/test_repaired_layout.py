@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.layout import SoftmaxWeight, View, arrange, dense, exact_spans, repaired
+from kvmosaic.layout import SoftmaxWeight, View, Visibility, arrange, dense, exact_spans, repaired
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 
 PROMPT = Prompt.from_tokens([1, 2, 3], [[4, 5], [6, 7, 8]], [9, 10])
@@ -62,7 +62,11 @@ def choices(draw, layout):
 def tokens_of(layout):
     """For every row of the written layout, which token of which original span it is; and whether it is repaired."""
     rows = []
-    hidden = {view.span: view.hidden for view in layout.last.views if not layout.spans[view.span].is_repair}
+    hidden = {
+        view.span: (view.visibility or Visibility()).hidden
+        for view in layout.last.views
+        if not layout.spans[view.span].is_repair
+    }
     number = 0
     for index, span in enumerate(layout.spans):
         if span.is_repair:
@@ -105,7 +109,7 @@ def test_the_cached_spans_stay_as_they_were(data):
     after = repaired(layout, choices(data.draw, layout), SoftmaxWeight(2.0, 0.5))
     assert after.spans[: len(layout.spans) - 1] == layout.spans[:-1]
     assert after.last.segment == layout.last.segment and after.last.start == layout.last.start
-    weighed = [view.weight == SoftmaxWeight(2.0, 0.5) for view in after.last.views]
+    weighed = [(view.visibility or Visibility()).weight == SoftmaxWeight(2.0, 0.5) for view in after.last.views]
     assert weighed == [after.spans[view.span].segment.kind is SegmentKind.CHUNK for view in after.last.views]
 
 
@@ -146,23 +150,33 @@ def test_a_sequential_layout_as_a_literal():
     *_, repair, question = after.spans
     assert after.repair == 3 and repair.is_repair
     assert (repair.token_ids, repair.start, repair.positions, repair.end) == ((6, 8), 5, (5, 7), 8)
-    assert repair.views == (View(0, 0), View(1, 0), View(2, 2, (0, 2), (0, 2)))
-    assert question.views == (View(0, 0), View(1, 0), View(2, 2, (0, 2)), View(3, 0))
+    assert repair.views == (View(0, 0), View(1, 0), View(2, 2, Visibility((0, 2), (0, 2))))
+    assert question.views == (View(0, 0), View(1, 0), View(2, 2, Visibility((0, 2))), View(3, 0))
 
 
 def test_tokens_of_several_chunks_see_different_parts():
     after = repaired(arrange(PROMPT, "shared"), {1: (1,), 2: (2,)})
     *_, repair, question = after.spans
     assert (repair.token_ids, repair.positions, repair.parts) == ((5, 8), (4, 7), (0, 1))
-    assert repair.views == (View(0, 0), View(1, 0, (1,), (1, 2)), View(2, 2, (2,), (0, 2)))
-    assert question.views == (View(0, 0), View(1, 0, (1,)), View(2, 0, (2,)), View(3, 0, (1,)), View(3, -2, (0,)))
+    assert repair.views == (View(0, 0), View(1, 0, Visibility((1,), (1, 2))), View(2, 2, Visibility((2,), (0, 2))))
+    assert question.views == (
+        View(0, 0),
+        View(1, 0, Visibility((1,))),
+        View(2, 0, Visibility((2,))),
+        View(3, 0, Visibility((1,))),
+        View(3, -2, Visibility((0,))),
+    )
 
 
 def test_without_chosen_tokens_only_weights_change():
     layout = arrange(PROMPT, "shared")
     assert repaired(layout, {1: (), 2: ()}) == layout
     weighed = repaired(layout, {}, SoftmaxWeight(0.5))
-    assert [view.weight.factor for view in weighed.last.views] == [1, 0.5, 0.5] and weighed.repair is None
+    assert [(view.visibility or Visibility()).weight.factor for view in weighed.last.views] == [
+        1,
+        0.5,
+        0.5,
+    ] and weighed.repair is None
 
 
 def test_a_layout_is_repaired_once():

@@ -5,12 +5,23 @@ from kvmosaic.attention.composed import KVPiece, composed_attention
 from kvmosaic.attention.layer_backend import LayerBackend, PlanReader
 from kvmosaic.attention.merge import merge_partials
 from kvmosaic.attention.native import NativeBackend
-from kvmosaic.attention.reads import AttentionObserver, Call, Piece, PoolName, ReadPlan, RowGroup, plan_reads
+from kvmosaic.attention.reads import (
+    ORDINARY_ROWS,
+    AttentionObserver,
+    Call,
+    Piece,
+    PoolName,
+    ReadPlan,
+    RowGroup,
+    RowRules,
+    plan_reads,
+)
 from kvmosaic.attention.rolling import BlockKVCache, sink_distance
 from kvmosaic.attention.step import StepAttention, Write
 from kvmosaic.attention.torch_backend import AttentionBackend, TorchBackend, attend_plain
 
 __all__ = [
+    "ORDINARY_ROWS",
     "AttentionBackend",
     "AttentionObserver",
     "BackendName",
@@ -25,6 +36,7 @@ __all__ = [
     "PoolName",
     "ReadPlan",
     "RowGroup",
+    "RowRules",
     "StepAttention",
     "TorchBackend",
     "Write",

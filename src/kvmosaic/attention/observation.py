@@ -33,7 +33,8 @@ def watch_group(
         layer: its rotation and mask.
         storages: storage of the keys.
     """
-    assert group.watch is not None
+    watch = group.rules.watch
+    assert watch is not None
     lse = lse[group.first_row : group.first_row + group.num_rows]
     if call.sinks is not None:
         lse = torch.logaddexp(lse, call.sinks.to(lse))
@@ -46,7 +47,7 @@ def watch_group(
             _shares(group, read, range(first, min(first + max_rows, group.num_rows)), call, lse, layer, key)
             for first in range(0, group.num_rows, max_rows)
         ]
-        group.watch.observe(call.layer_index, index, torch.stack(parts).sum(0))
+        watch.observe(call.layer_index, index, torch.stack(parts).sum(0))
 
 
 def _shares(

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvmosaic.layers.mask import MaskSpec
+from kvmosaic.layout import UNWEIGHTED, Visibility
 
 PoolName = Literal["request", "chunk_cache"]
 _NOWHERE = -(1 << 62)
@@ -50,16 +51,31 @@ class Piece:
     distance: int = 0
     follows: bool = False
     """For row i of a group, position and distance are i larger: the run stays equally far from every row."""
-    hidden: tuple[int, ...] = ()
-    """Numbers of keys in the run that no row sees."""
-    ends: tuple[int, ...] = ()
-    """For each row of the group, how many of the first keys it sees; empty: all rows see all."""
     positions: tuple[int, ...] = ()
     """Position of each key for the reader, if they are not consecutive."""
-    factor: float = 1.0
-    """Factor on the scores."""
-    bias: float = 0.0
-    """Added to the scores, after `factor` and the soft cap."""
+    visibility: Visibility | None = None
+    """What a repair hides or weighs of it; None: all rows see all of it, as it is. The bias of its weight is added
+    after the soft cap."""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some rows do not see some of the keys."""
+        return self.visibility is not None and bool(self.visibility.hidden or self.visibility.ends)
+
+
+@dataclass(frozen=True, slots=True)
+class RowRules:
+    """What is special about rows of a repair, or of a text with a rolling window."""
+
+    window: int = 0
+    """If not 0: in all layers, a row sees only so many positions of reads that do not follow it, its own included."""
+    positions: tuple[int, ...] = ()
+    """Position of each row, if they are not consecutive."""
+    watch: AttentionObserver | None = None
+    """Observer of the attention of these rows."""
+
+
+ORDINARY_ROWS = RowRules()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +90,14 @@ class RowGroup:
     position: int
     reads: tuple[Piece, ...]
     reads_itself: bool = False
-    window: int = 0
-    """If not 0: in all layers, a row sees only so many positions of reads that do not follow it, its own included."""
-    positions: tuple[int, ...] = ()
-    """Position of each row, if they are not consecutive from `position` on."""
-    watch: AttentionObserver | None = None
-    """Observer of the attention of these rows."""
+    rules: RowRules = ORDINARY_ROWS
 
     def lowest_seen(self, mask: MaskSpec, row: int) -> int:
         """Position of the earliest key that row number `row` of the group sees in reads that do not follow it."""
-        position = self.positions[row] if self.positions else self.position + row
+        rules = self.rules
+        position = rules.positions[row] if rules.positions else self.position + row
         lowest = mask.lowest_seen(position)
-        return max(lowest, position - self.window + 1) if self.window else lowest
+        return max(lowest, position - rules.window + 1) if rules.window else lowest
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +175,8 @@ def plan_reads(groups: Sequence[RowGroup], mask: MaskSpec, device: torch.device)
     for group in groups:
         first_seen, last_seen = _seen_from(group, mask)
         for read in group.reads:
-            if read.ends and not any(read.ends):
+            seen = read.visibility
+            if seen is not None and seen.ends and not any(seen.ends):
                 continue
             # a following run is equally far from all rows: all see what the first one sees
             lowest = mask.lowest_seen(group.position) if read.follows else first_seen
@@ -176,17 +189,18 @@ def plan_reads(groups: Sequence[RowGroup], mask: MaskSpec, device: torch.device)
             stack = stacks.setdefault((*run, len(stacks)) if masked else run, _Stack(needs_mask=masked))
             stack.readers.append((group, trimmed))
         if not group.reads_itself:
-            masked = last_seen > (min(group.positions) if group.positions else group.position)
-            own = Piece("request", group.first_row, group.num_rows, group.position, positions=group.positions)
+            positions = group.rules.positions
+            masked = last_seen > (min(positions) if positions else group.position)
+            own = Piece("request", group.first_row, group.num_rows, group.position, positions=positions)
             stacks[None, group.first_row, group.num_rows] = _Stack(group.num_rows > 1, masked, [(group, own)])
     return _stacked(stacks, mask, device)
 
 
 def _seen_from(group: RowGroup, mask: MaskSpec) -> tuple[int, int]:
     """The earliest position that any row of a group sees, and the earliest that all of them see."""
-    if not group.positions:
+    if not group.rules.positions:
         return group.lowest_seen(mask, 0), group.lowest_seen(mask, group.num_rows - 1)
-    if mask.kind == "full" and not group.window:
+    if mask.kind == "full" and not group.rules.window:
         return _NOWHERE, _NOWHERE
     lowest = [group.lowest_seen(mask, row) for row in range(group.num_rows)]
     return min(lowest), max(lowest)
@@ -194,7 +208,7 @@ def _seen_from(group: RowGroup, mask: MaskSpec) -> tuple[int, int]:
 
 def _trimmed(read: Piece, lowest: int) -> tuple[Piece | None, bool]:
     """A read without the keys that no row sees, and whether the rest needs a mask; None: no key is left."""
-    if read.hidden or read.ends:
+    if read.is_partial:
         return read, True
     if read.positions:
         return read, lowest > min(read.positions)
@@ -223,7 +237,7 @@ def _stacked(stacks: dict[tuple[object, ...], _Stack], mask: MaskSpec, device: t
     for (pool, first_slot, num_tokens, *_), stack in stacks.items():
         first = len(rows)
         for group, read in stack.readers:
-            if read.factor != 1 or read.bias:
+            if read.visibility is not None and read.visibility.weight != UNWEIGHTED:
                 weights.append((len(rows), group.num_rows, read))
             rows.extend(range(group.first_row, group.first_row + group.num_rows))
             distances.extend(
@@ -254,8 +268,9 @@ def _weights(parts: list[tuple[int, int, Piece]], num_rows: int) -> tuple[Tensor
         return None
     factors, biases = torch.ones(num_rows, dtype=torch.float64), torch.zeros(num_rows, dtype=torch.float64)
     for first, count, read in parts:
-        factors[first : first + count] = read.factor
-        biases[first : first + count] = read.bias
+        assert read.visibility is not None
+        weight = read.visibility.weight
+        factors[first : first + count], biases[first : first + count] = weight.factor, weight.bias
     return factors, biases
 
 
@@ -263,14 +278,15 @@ def _shown_keys(stack: _Stack, mask: MaskSpec, num_tokens: int, device: torch.de
     """[rows, num_tokens] bool: the keys that the rows of the only reader see."""
     ((group, read),) = stack.readers
     shown = torch.ones(group.num_rows, num_tokens, dtype=torch.bool, device=device)
-    if (mask.kind != "full" or group.window) and not read.follows:
+    if (mask.kind != "full" or group.rules.window) and not read.follows:
         lowest = torch.tensor([group.lowest_seen(mask, row) for row in range(group.num_rows)], device=device)
         keys = torch.tensor(read.positions or range(read.position, read.position + num_tokens), device=device)
         shown &= keys[None, :] >= lowest[:, None]
-    if read.hidden:
-        shown[:, torch.tensor(read.hidden, device=device)] = False
-    if read.ends:
-        shown &= torch.arange(num_tokens, device=device)[None, :] < torch.tensor(read.ends, device=device)[:, None]
+    seen = read.visibility
+    if seen is not None and seen.hidden:
+        shown[:, torch.tensor(seen.hidden, device=device)] = False
+    if seen is not None and seen.ends:
+        shown &= torch.arange(num_tokens, device=device)[None, :] < torch.tensor(seen.ends, device=device)[:, None]
     if stack.causal:
         shown &= torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril_()
     return shown

@@ -54,7 +54,7 @@ class StepAttention:
         self._layers = layers
         self._storages = storages
         self._groups = groups
-        self._watched = [group for group in groups if group.watch is not None]
+        self._watched = [group for group in groups if group.rules.watch is not None]
         self._writes = writes
         self._backend = backend
         self._layer_backend = backend if isinstance(backend, LayerBackend) else None
@@ -80,7 +80,7 @@ class StepAttention:
             )
         output, lse = result or self._attend_all(call, plan, tables, self._biases_of(layer, plan, call.query))
         for group in self._watched:
-            if group.watch is not None and group.watch.wants_layer(index):
+            if group.rules.watch is not None and group.rules.watch.wants_layer(index):
                 watch_group(group, call, lse, layer, self._storages)
         if call.sinks is not None:
             output = apply_sinks(output, lse, call.sinks)

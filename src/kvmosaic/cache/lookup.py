@@ -54,9 +54,10 @@ class _Draft:
 
     def _seen(self, view: View) -> Key:
         key = self.spans[view.span].identity
-        if view.is_plain:
+        seen = view.visibility
+        if seen is None:
             return key
-        return self.chain.part_of(key, view.hidden, view.ends, (view.weight.factor, view.weight.bias))
+        return self.chain.part_of(key, seen.hidden, seen.ends, (seen.weight.factor, seen.weight.bias))
 
 
 def is_closed(layout: Layout, index: int) -> bool:

@@ -17,7 +17,7 @@ def composition_of(layout: Layout) -> str:
     if (index := layout.repair) is not None:
         apart += f", but for {layout.spans[index].num_tokens} repaired tokens"
     parts = [apart]
-    if any(view.weight != UNWEIGHTED for view in layout.last.views):
+    if any(view.visibility and view.visibility.weight != UNWEIGHTED for view in layout.last.views):
         parts.append("the question weighs documents differently")
     if any(span.is_lead_in for span in layout.spans):
         parts.append("documents after the first were computed after a lead-in")

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from kvmosaic.attention import AttentionObserver, Piece, PoolName
+from kvmosaic.attention import AttentionObserver, Piece, PoolName, RowRules
 from kvmosaic.cache import BlockTable
 from kvmosaic.engine.request_repair import QuestionObserver
 from kvmosaic.engine.rolling_window import WindowCounters
 from kvmosaic.engine.sequence import Sequence, SpanReads
 from kvmosaic.engine.step import ScheduledTokens
-from kvmosaic.layout import Span, View
+from kvmosaic.layout import UNWEIGHTED, Span, View, Visibility
 from kvmosaic.model.batch import SpanRows
 from kvmosaic.prompt import SegmentKind
 
@@ -53,18 +53,22 @@ def view_reads(
         first_row: number of the first reading token, in its own span.
         num_rows: number of reading tokens; None: the view shows all of them the same.
     """
-    if view.is_plain:
+    seen = view.visibility
+    if seen is None:
         return run_reads(span, table, view.distance, span.num_tokens)
-    ends = view.ends[first_row : first_row + num_rows] if view.ends and num_rows is not None else ()
+    ends = seen.ends[first_row : first_row + num_rows] if seen.ends and num_rows is not None else ()
     if ends and min(ends) == max(ends):
         kept, ends = ends[0], ()
     else:
         kept = max(ends, default=span.num_tokens)
-    stretches = list(_stretches(view.hidden, kept))
+    stretches = list(_stretches(seen.hidden, kept))
     if ends or len(stretches) > _MAX_STRETCHES:
-        return tuple(_masked(run_reads(span, table, view.distance, kept), view, ends))
+        return tuple(_masked(run_reads(span, table, view.distance, kept), replace(seen, ends=ends)))
+    weighed = None if seen.weight == UNWEIGHTED else Visibility(weight=seen.weight)
     return tuple(
-        _weighted(read, view) for first, last in stretches for read in _between(span, table, view.distance, first, last)
+        replace(read, visibility=weighed)
+        for first, last in stretches
+        for read in _between(span, table, view.distance, first, last)
     )
 
 
@@ -93,9 +97,8 @@ def _rows(sequence: Sequence, span_index: int, first: int, num_tokens: int, num_
         reads=reads,
         reads_itself=reads_itself,
         num_logits=num_logits,
-        window=0 if reads_itself else limit,  # a single row reads what it sees, and nothing else
-        positions=positions,
-        watch=_observer(sequence, span_index),
+        # a single row reads what it sees, and nothing else: it needs no window
+        rules=RowRules(0 if reads_itself else limit, positions, _observer(sequence, span_index)),
     )
 
 
@@ -197,17 +200,15 @@ def _stretches(hidden: tuple[int, ...], num_tokens: int) -> Iterator[tuple[int, 
         first = token + 1
 
 
-def _masked(reads: tuple[Piece, ...], view: View, ends: tuple[int, ...]) -> Iterator[Piece]:
+def _masked(reads: tuple[Piece, ...], seen: Visibility) -> Iterator[Piece]:
+    """Each run with its part of what is visible of the whole span."""
     number = 0
     for read in reads:
         last = number + read.num_tokens
-        yield replace(
-            _weighted(read, view),
-            hidden=tuple(token - number for token in view.hidden if number <= token < last),
-            ends=tuple(min(max(end - number, 0), read.num_tokens) for end in ends),
+        part = Visibility(
+            tuple(token - number for token in seen.hidden if number <= token < last),
+            tuple(min(max(end - number, 0), read.num_tokens) for end in seen.ends),
+            seen.weight,
         )
+        yield replace(read, visibility=part)
         number = last
-
-
-def _weighted(read: Piece, view: View) -> Piece:
-    return replace(read, factor=view.weight.factor, bias=view.weight.bias)

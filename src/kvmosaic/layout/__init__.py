@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvmosaic.layout.dense_layout import DenseLayout, dense
     from kvmosaic.layout.repaired_layout import exact_spans, repair_positions, repaired
     from kvmosaic.layout.rolling_window import RollingWindow
-    from kvmosaic.layout.span import UNWEIGHTED, ChunkContext, Layout, SoftmaxWeight, Span, View
+    from kvmosaic.layout.span import UNWEIGHTED, ChunkContext, Layout, SoftmaxWeight, Span, View, Visibility
     from kvmosaic.layout.strategies import STRATEGIES, PositionStrategy, choose_strategy
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "SoftmaxWeight",
     "Span",
     "View",
+    "Visibility",
     "arrange",
     "choose_strategy",
     "dense",
@@ -39,7 +40,7 @@ _HOMES = {
     "dense_layout": ("DenseLayout", "dense"),
     "repaired_layout": ("exact_spans", "repair_positions", "repaired"),
     "rolling_window": ("RollingWindow",),
-    "span": ("UNWEIGHTED", "ChunkContext", "Layout", "SoftmaxWeight", "Span", "View"),
+    "span": ("UNWEIGHTED", "ChunkContext", "Layout", "SoftmaxWeight", "Span", "View", "Visibility"),
     "strategies": ("STRATEGIES", "PositionStrategy", "choose_strategy"),
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvmosaic.layout.span import Layout
+from kvmosaic.layout.span import Layout, Visibility
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,10 +66,11 @@ def dense(layout: Layout) -> DenseLayout:
         for view in span.views:
             columns = slice(offsets[view.span], offsets[view.span + 1])
             numbers = np.arange(layout.spans[view.span].num_tokens)
-            shown = np.isin(numbers, view.hidden, invert=True)[None, :]
-            if view.ends:
-                shown = shown & (numbers[None, :] < np.array(view.ends)[:, None])
+            seen = view.visibility or Visibility()
+            shown = np.isin(numbers, seen.hidden, invert=True)[None, :]
+            if seen.ends:
+                shown = shown & (numbers[None, :] < np.array(seen.ends)[:, None])
             mask[rows, columns] |= shown
             distances[rows, columns] = np.where(shown, view.distance, distances[rows, columns])
-            factors[rows, columns], biases[rows, columns] = view.weight.factor, view.weight.bias
+            factors[rows, columns], biases[rows, columns] = seen.weight.factor, seen.weight.bias
     return DenseLayout(token_ids, positions, mask, distances, factors, biases)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from kvmosaic.layout.span import UNWEIGHTED, Layout, SoftmaxWeight, Span, View
+from kvmosaic.layout.span import UNWEIGHTED, Layout, SoftmaxWeight, Span, View, Visibility
 from kvmosaic.prompt import Segment, SegmentKind
 
 
@@ -63,7 +63,10 @@ def repaired(layout: Layout, chosen: Mapping[int, Sequence[int]], weight: Softma
     hidden = {index: tuple(tokens) for index, tokens in chosen.items() if tokens}
     question = layout.last
     views = [
-        replace(view, hidden=hidden.get(view.span, ()), weight=weight if _is_chunk(layout, view.span) else UNWEIGHTED)
+        replace(
+            view,
+            visibility=_visibility(hidden.get(view.span, ()), weight if _is_chunk(layout, view.span) else UNWEIGHTED),
+        )
         for view in question.views
     ]
     if not hidden:
@@ -84,9 +87,16 @@ def _views_of_parts(layout: Layout, span: Span, chunks: Sequence[int], from_repa
         rows.setdefault(positions[index] - from_repair[index], []).extend(range(first, last))
     everything = range(span.num_tokens)
     return [
-        View(number, distance, tuple(row for row in everything if row not in seen))
+        View(number, distance, _visibility(tuple(row for row in everything if row not in seen)))
         for distance, seen in ((distance, set(part)) for distance, part in rows.items())
     ]
+
+
+def _visibility(
+    hidden: tuple[int, ...], weight: SoftmaxWeight = UNWEIGHTED, ends: tuple[int, ...] = ()
+) -> Visibility | None:
+    changed = Visibility(hidden, ends, weight)
+    return None if changed == Visibility() else changed
 
 
 def _is_chunk(layout: Layout, index: int) -> bool:
@@ -102,7 +112,8 @@ def _repair_span(layout: Layout, hidden: Mapping[int, tuple[int, ...]], from_rep
         if any(ends):
             is_whole = all(end == length for end in ends)
             distance = from_repair[view.span] - layout.spans[view.span].start
-            views.append(View(view.span, distance, hidden.get(view.span, ()), () if is_whole else ends))
+            visibility = _visibility(hidden.get(view.span, ()), ends=() if is_whole else ends)
+            views.append(View(view.span, distance, visibility))
     positions = tuple(from_repair[index] + token for index, token in rows)
     token_ids = tuple(layout.spans[index].token_ids[token] for index, token in rows)
     parts = tuple(number for number, row in enumerate(rows) if number == 0 or row[0] != rows[number - 1][0])

@@ -24,6 +24,18 @@ UNWEIGHTED = SoftmaxWeight()
 
 
 @dataclass(frozen=True, slots=True)
+class Visibility:
+    """How a run of keys is seen, where a repair does not show all of it as it is."""
+
+    hidden: tuple[int, ...] = ()
+    """Indexes of keys that no reader sees, because it sees them repaired; ascending."""
+    ends: tuple[int, ...] = ()
+    """For each reading token, how many of the first keys it sees; empty: all see all."""
+    weight: SoftmaxWeight = UNWEIGHTED
+    """Weight of the scores."""
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """One earlier span as seen by a later one: all of its tokens, moved by `distance`.
 
@@ -34,17 +46,8 @@ class View:
     span: int
     """Index of the visible span."""
     distance: int
-    hidden: tuple[int, ...] = ()
-    """Indexes of its tokens that are masked, because the reader sees them repaired; ascending."""
-    ends: tuple[int, ...] = ()
-    """Repaired tokens only: for each of them, how many of the first tokens of that span it sees; empty: all see all."""
-    weight: SoftmaxWeight = UNWEIGHTED
-    """Weight of its keys' scores."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all of its tokens are seen unchanged."""
-        return not self.hidden and not self.ends and self.weight == UNWEIGHTED
+    visibility: Visibility | None = None
+    """What a repair hides or weighs of it; None: all of its tokens are seen unchanged."""
 
 
 @dataclass(frozen=True, slots=True)

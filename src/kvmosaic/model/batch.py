@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvmosaic.attention import AttentionObserver, Piece, PoolName, RowGroup, Write
+from kvmosaic.attention import ORDINARY_ROWS, Piece, PoolName, RowGroup, RowRules, Write
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,7 @@ class SpanRows:
     reads: the stored keys that all of them see: earlier spans, and earlier tokens of their own span
     reads_itself: a single token whose own slot is already among the reads
     num_logits: number of tokens at the end that need logits
-    window: if not 0, a row sees only so many positions of the reads that do not follow it (see `RowGroup`)
-    positions: the position of each token, if they are not consecutive
-    watch: observer of the attention of the rows
+    rules: what is special about rows of a repair, or of a text with a rolling window
     """
 
     token_ids: Sequence[int]
@@ -33,9 +31,7 @@ class SpanRows:
     reads: tuple[Piece, ...]
     reads_itself: bool = False
     num_logits: int = 0
-    window: int = 0
-    positions: tuple[int, ...] = ()
-    watch: AttentionObserver | None = None
+    rules: RowRules = ORDINARY_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +55,8 @@ def flatten(spans: Sequence[SpanRows], device: torch.device, *, writes: bool = T
     for span in spans:
         first, count = len(token_ids), len(span.token_ids)
         token_ids.extend(span.token_ids)
-        positions.extend(span.positions or range(span.position, span.position + count))
-        groups.append(
-            RowGroup(
-                first, count, span.position, span.reads, span.reads_itself, span.window, span.positions, span.watch
-            )
-        )
+        positions.extend(span.rules.positions or range(span.position, span.position + count))
+        groups.append(RowGroup(first, count, span.position, span.reads, span.reads_itself, span.rules))
         rows, slots = written.setdefault(span.pool, ([], []))
         rows.extend(range(first, first + count))
         slots.extend(span.slots)
