@@ -1,4 +1,4 @@
-"""Sequence: the state of one answer while it is computed, and the set of those that run."""
+"""Sequence: the state of one answer while it is computed, and the set of running sequences."""
 
 from __future__ import annotations
 
