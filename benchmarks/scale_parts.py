@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kvmosaic.cache import BlockPool, Chunk, Key, KeyChain, KVCache
-from kvmosaic.cache.prefix_cache import PrefixCache, PrefixEntry
+from kvmosaic.cache.prefix_cache import PrefixCache
+from kvmosaic.cache.prefix_entry import PrefixEntry
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.eviction import LRU, EvictionPolicy, Priority
 from kvmosaic.layout import Layout, arrange

@@ -3,7 +3,7 @@
 import pytest
 from cache.world import Clock, compute_all, layout_of, make_kv_cache, plain, state_of, warmed
 
-from kvmosaic.cache.pinned_names import MAX_KEPT_NAMES
+from kvmosaic.cache.tenants import MAX_KEPT_NAMES
 from kvmosaic.errors import ChunkInUse, InvalidPrompt, QuotaExceeded, UnknownChunk
 from kvmosaic.prompt import Prompt, PromptEncoder, Segment, SegmentKind
 

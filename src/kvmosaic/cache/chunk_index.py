@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from kvmosaic.cache.block_pool import BlockPool
 from kvmosaic.cache.block_table import BlockTable
 from kvmosaic.cache.chunk import MAX_NAMES, Chunk, ChunkState
-from kvmosaic.cache.groups import Groups
+from kvmosaic.cache.groups import Groups, SameTextIndex
 from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain
-from kvmosaic.cache.same_text_index import SameTextIndex
-from kvmosaic.cache.tenant_account import TenantAccount
+from kvmosaic.cache.tenants import TenantAccount
 from kvmosaic.errors import ChunkInUse, UnknownChunk
 from kvmosaic.eviction import Candidate, EvictionPolicy
 

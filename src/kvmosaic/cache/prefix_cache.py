@@ -7,55 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.keys import TOKEN_BYTES, Key
-from kvmosaic.cache.sorted_children import SortedChildren, num_alike, unpacked
+from kvmosaic.cache.prefix_entry import PrefixEntry, SortedChildren, num_alike, unpacked
 from kvmosaic.eviction import Candidate, EvictionPolicy, EvictionQueue
 
 MIN_FIRST_TOKENS = 8
 """At the start of a span, fewer common tokens are a template's words, and not worth copying a block."""
-
-
-class PrefixEntry:
-    """One cached block: its tokens, after those of all its ancestors."""
-
-    __slots__ = (
-        "_children",
-        "block_id",
-        "hits",
-        "is_dropped",
-        "key",
-        "last_used",
-        "parent",
-        "queue_entry",
-        "ref_count",
-        "root",
-        "step",
-        "tokens",
-    )
-
-    def __init__(
-        self, key: Key, root: Key, parent: PrefixEntry | None, tokens: bytes, block_id: BlockId, step: int = 0
-    ) -> None:
-        self.key = key
-        self.root = root
-        self.parent = parent
-        self.tokens = tokens
-        self.block_id = block_id
-        self.ref_count = 0
-        """Allocations that hold this entry; they hold all of its ancestors too."""
-        self._children: PrefixEntry | SortedChildren | None = None
-        self.hits = 0
-        """Spans that were allocated to it, or copied its first tokens."""
-        self.step = step
-        """The step that computes its last token."""
-        self.last_used = 0.0
-        self.queue_entry: tuple[float, int, PrefixEntry] | None = None
-        self.is_dropped = False
-        """Not in the index any more: evicted, or registered by a step that failed."""
-
-    @property
-    def children(self) -> SortedChildren | None:
-        """Child entries, read only; None if there are none."""
-        return unpacked(self._children)
 
 
 class PrefixCache:
