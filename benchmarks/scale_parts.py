@@ -20,9 +20,9 @@ from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.eviction import LRU, EvictionPolicy, Priority
 from kvmosaic.layout import Layout, arrange
 from kvmosaic.prompt import Prompt
-from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.disk.tier import DiskTier
 from kvmosaic.tiers.lru_index import LRUIndex
+from kvmosaic.tiers.tier import Deadline
 
 BLOCK_SIZE = 16
 CHUNK_BLOCKS = 10

@@ -11,6 +11,8 @@ from typing import NewType
 from kvmosaic.errors import InvalidConfig, OutOfBlocks
 
 _NONE = -1
+BlockId = NewType("BlockId", int)
+_MAX_BLOCKS = 2**31 - 1
 
 
 class FreeRuns:
@@ -137,11 +139,6 @@ class FreeRuns:
             self._newest[length] = before
         else:
             self._previous[behind] = before
-
-
-BlockId = NewType("BlockId", int)
-
-_MAX_BLOCKS = 2**31 - 1
 
 
 class BlockPool:

@@ -18,6 +18,18 @@ from kvmosaic.errors import InvalidConfig
 from kvmosaic.prompt import SegmentKind
 
 Decode = Callable[[Sequence[int]], str]
+MAX_ORIGINS = 4_096
+MAX_ORIGIN_CHARACTERS = 2**24
+"""Maximum characters of document names in all origins: clients choose the names."""
+MAX_NAMED = 100
+"""Maximum documents of one prompt whose names are stored; `…` replaces the rest."""
+MAX_LOOKED_AT = 20_000
+"""Maximum chunks, or blocks, that one view visits: some milliseconds."""
+MAX_COMPARED = 1_000
+"""Maximum siblings whose last use is compared."""
+_FIRST_TOKENS = 64
+Group = tuple[str, str, Key]
+"""Tenant, salt, and key of the system text (empty if there is none)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,21 +224,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "__dataclass_fields__"):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     return value
-
-
-MAX_ORIGINS = 4_096
-MAX_ORIGIN_CHARACTERS = 2**24
-"""Maximum characters of document names in all origins: clients choose the names."""
-MAX_NAMED = 100
-"""Maximum documents of one prompt whose names are stored; `…` replaces the rest."""
-MAX_LOOKED_AT = 20_000
-"""Maximum chunks, or blocks, that one view visits: some milliseconds."""
-MAX_COMPARED = 1_000
-"""Maximum siblings whose last use is compared."""
-_FIRST_TOKENS = 64
-
-Group = tuple[str, str, Key]
-"""Tenant, salt, and key of the system text (empty if there is none)."""
 
 
 @dataclass(frozen=True, slots=True)

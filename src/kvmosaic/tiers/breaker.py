@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import InvalidConfig, TierError
 from kvmosaic.tiers.circuit import BreakerStat, BreakerState, Circuit, Pace
-from kvmosaic.tiers.deadline import Deadline
-from kvmosaic.tiers.tier import Entry, EntryInfo, Tier, TierStat
+from kvmosaic.tiers.tier import Deadline, Entry, EntryInfo, Tier, TierStat
 
 __all__ = ["MAX_FAILURES", "MAX_SECONDS", "Breaker", "BreakerStat", "BreakerState"]
 

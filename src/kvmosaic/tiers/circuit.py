@@ -11,8 +11,8 @@ from enum import StrEnum
 from typing import TypeVar
 
 from kvmosaic.errors import InvalidEntry, TierFull, TierUnavailable
-from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.notices import Notices
+from kvmosaic.tiers.tier import Deadline
 
 logger = logging.getLogger("kvmosaic")
 

@@ -9,10 +9,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
 from kvmosaic.errors import TierFull, TierUnavailable
-from kvmosaic.tiers.counters import TierCounters
-from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.lru_index import LRUIndex
-from kvmosaic.tiers.tier import Entry, EntryInfo, TierStat, check_size
+from kvmosaic.tiers.tier import Deadline, Entry, EntryInfo, TierCounters, TierStat, check_size
 
 Allocate = Callable[[int], memoryview]
 """Allocates memory of so many bytes, which lives as long as the view: pinned memory, for copies to a GPU."""

@@ -1,19 +1,23 @@
-"""Tier URLs: parsing a text such as `disk:/var/cache/kvmosaic?quota=100GiB`, and opening the tier."""
+"""Tier URLs: parsing a text such as `disk:/var/cache/kvmosaic?quota=100GiB`, and opening the tiers they name."""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl, unquote
 
+from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
-from kvmosaic.errors import InvalidConfig
+from kvmosaic.errors import InvalidConfig, TierError
+from kvmosaic.tiers.breaker import Breaker
 from kvmosaic.tiers.disk.tier import DiskTier
 from kvmosaic.tiers.host import Allocate, HostTier
 from kvmosaic.tiers.redis.settings import RedisSettings
-from kvmosaic.tiers.tier import Tier
+from kvmosaic.tiers.tier import Deadline, Tier
 
 MAX_URL_CHARACTERS = 4096
 REDIS_SCHEMES = ("redis", "rediss", "unix")
@@ -23,6 +27,8 @@ EXAMPLES = "host:4GiB, disk:/var/cache/kvmosaic?quota=100GiB, redis://localhost:
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,15}):(.*)", re.DOTALL)
 _DISK_OPTIONS = ("quota", "durable")
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_GREETING_SECONDS = 0.5
+_NO_KEY = Key(bytes(32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,3 +175,39 @@ def _without_secrets(kind: str, rest: str) -> str:
     place = rest.partition("?")[0].partition("#")[0]
     slashes = "//" if place.startswith("//") else ""
     return f"{kind}:{slashes}{place.removeprefix('//').rpartition('@')[2]}"
+
+
+def open_tiers(places: Sequence[str | Any], *, allocate: Allocate | None = None) -> list[Tier]:
+    """Opens tiers, fastest first; all of them or none.
+
+    Args:
+        places: URLs (see `open_tier`), or tiers that are open already.
+        allocate: allocator of a host tier's memory; see `HostTier`.
+
+    Raises:
+        InvalidConfig: an invalid URL, an unusable location, or neither a URL nor a tier.
+    """
+    opened: list[Tier] = []
+    try:
+        for place in places:
+            if isinstance(place, str):
+                tier = open_tier(place, allocate=allocate)
+            elif isinstance(place, Tier):
+                tier = place
+            else:
+                raise InvalidConfig(
+                    f"a tier is a URL such as 'disk:/var/cache/kvmosaic?quota=100GiB', or a Tier; got {place!r:.80}"
+                )
+            opened.append(Breaker(tier))
+            _greet(opened[-1])
+    except BaseException:
+        for tier in opened:
+            tier.close()
+        raise
+    return opened
+
+
+def _greet(tier: Tier) -> None:
+    """Probes a tier: if it is unreachable, its breaker logs that now, and not when the first chunk is stored."""
+    with contextlib.suppress(TierError):
+        tier.exists_many([_NO_KEY], Deadline(_GREETING_SECONDS))

@@ -10,13 +10,11 @@ import time
 from collections.abc import Callable, Iterable
 
 from kvmosaic.cache.keys import Key
-from kvmosaic.tiers.counters import TierCounters
-from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.disk.folder import EntryFolder, FileFacts
 from kvmosaic.tiers.disk.names import shard_of
 from kvmosaic.tiers.lru_index import LRUIndex
 from kvmosaic.tiers.notices import Notices
-from kvmosaic.tiers.tier import MAX_ENTRY_BYTES
+from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, Deadline, TierCounters
 
 logger = logging.getLogger("kvmosaic.tiers")
 

@@ -13,12 +13,10 @@ from pathlib import Path
 from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
 from kvmosaic.errors import TierFull, TierUnavailable
-from kvmosaic.tiers.counters import TierCounters
-from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.disk.files import FileSystem, RealFiles
 from kvmosaic.tiers.disk.folder import EntryFolder
 from kvmosaic.tiers.disk.store import DiskStore
-from kvmosaic.tiers.tier import Entry, EntryInfo, TierStat
+from kvmosaic.tiers.tier import Deadline, Entry, EntryInfo, TierCounters, TierStat
 
 logger = logging.getLogger("kvmosaic.tiers")
 
