@@ -143,7 +143,7 @@ _Key = tuple[Rotation, tuple[int, ...], torch.dtype, torch.device]
 
 
 class TableCache:
-    """Tables of the most recently used lists of distances.
+    """LRU cache of the tables of lists of distances: decode needs the same ones in every step.
 
     Long lists belong to prompts, which occur once: they are computed and not kept. Returned tables are shared and
     must not be written.
