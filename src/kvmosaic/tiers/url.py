@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl, unquote
 from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
 from kvmosaic.errors import InvalidConfig, TierError
+from kvmosaic.eviction import choose
 from kvmosaic.tiers.breaker import Breaker
 from kvmosaic.tiers.disk.tier import DiskTier
 from kvmosaic.tiers.host import Allocate, HostTier
@@ -25,7 +26,8 @@ OBJECT_SCHEMES = ("s3", "gs", "az", "file", "memory")
 TIER_KINDS = ("host", "disk", *REDIS_SCHEMES, *OBJECT_SCHEMES)
 EXAMPLES = "host:4GiB, disk:/var/cache/kvmosaic?quota=100GiB, redis://localhost:6379/0 or s3://bucket/prefix"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,15}):(.*)", re.DOTALL)
-_DISK_OPTIONS = ("quota", "durable")
+_HOST_OPTIONS = ("eviction",)
+_DISK_OPTIONS = ("quota", "durable", "eviction")
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _GREETING_SECONDS = 0.5
 _NO_KEY = Key(bytes(32))
@@ -43,6 +45,8 @@ class TierSpec:
     """Maximum bytes; None: no limit of its own."""
     durable: bool = True
     """Disk: whether each entry is synced, and so survives a power failure."""
+    eviction: str = "lru"
+    """Host and disk: name of the eviction policy."""
     url: str = field(default="", repr=False)
     """The whole URL."""
 
@@ -50,8 +54,8 @@ class TierSpec:
 def parse_tier_url(url: str) -> TierSpec:
     """Parses the URL of a tier; opens nothing.
 
-        host:SIZE                              memory of this process
-        disk:FOLDER?quota=SIZE[&durable=no]    files; %XX for special characters, ~ for the home folder
+        host:SIZE[?eviction=lfu]               memory of this process
+        disk:FOLDER?quota=SIZE[&durable=no]    files, with `eviction` too; %XX for special characters, ~ for home
         redis://… rediss://… unix://…          see `RedisSettings.from_url`
         s3://… gs://… az://… file://… memory:  see `ObjectTier`
 
@@ -94,9 +98,9 @@ def open_tier(place: str | TierSpec, *, allocate: Allocate | None = None) -> Tie
     """
     spec = parse_tier_url(place) if isinstance(place, str) else place
     if spec.kind == "host":
-        return HostTier(_quota_of(spec), allocate=allocate)
+        return HostTier(_quota_of(spec), eviction=spec.eviction, allocate=allocate)
     if spec.kind == "disk":
-        return DiskTier(spec.address, _quota_of(spec), durable=spec.durable)
+        return DiskTier(spec.address, _quota_of(spec), durable=spec.durable, eviction=spec.eviction)
     if spec.kind == "redis":
         from kvmosaic.tiers.redis.tier import RedisTier
 
@@ -115,12 +119,13 @@ def _quota_of(spec: TierSpec) -> int:
 def _host(rest: str) -> TierSpec:
     if not rest:
         raise InvalidConfig("a host tier needs a size: host:4GiB")
-    if "?" in rest:
-        raise InvalidConfig("a host tier has no options; write host:4GiB")
+    text, mark, query = rest.partition("?")
     if rest.startswith("/"):
         raise InvalidConfig(f"a host tier is not at a place ({rest[:64]!r}); write a size, host:4GiB, or disk:FOLDER")
-    size = parse_bytes(rest)
-    return TierSpec("host", "", size, url=f"host:{rest}")
+    options = _options("host", query, _HOST_OPTIONS) if mark else {}
+    if mark and not options:
+        raise InvalidConfig("a host tier has no option after its '?'; write host:4GiB or host:4GiB?eviction=lfu")
+    return TierSpec("host", "", parse_bytes(text), eviction=_eviction(options), url=f"host:{rest}")
 
 
 def _disk(rest: str) -> TierSpec:
@@ -136,7 +141,16 @@ def _disk(rest: str) -> TierSpec:
     durable = options.get("durable", "yes").lower()
     if durable not in _SWITCH:
         raise InvalidConfig(f"durable is {options['durable'][:64]!r}; write yes or no")
-    return TierSpec("disk", _home(folder), parse_bytes(options["quota"]), _SWITCH[durable], url=f"disk:{rest}")
+    return TierSpec(
+        "disk", _home(folder), parse_bytes(options["quota"]), _SWITCH[durable], _eviction(options), f"disk:{rest}"
+    )
+
+
+def _eviction(options: Mapping[str, str]) -> str:
+    """The name of the eviction policy, `lru` by default."""
+    name = options.get("eviction", "lru")
+    choose(name[:64])
+    return name
 
 
 def _check_object_place(kind: str, rest: str) -> None:
