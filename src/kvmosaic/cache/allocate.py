@@ -184,10 +184,10 @@ def _refusal(needed: int, pool: BlockPool, idle: int) -> OutOfBlocks:
 class Allocator:
     """All-or-nothing allocator: acquires cache hits first, so that evicting for the rest cannot free them."""
 
-    def __init__(self, prefix: PrefixCache, chunks: ChunkIndex, room: CapacityCheck, counters: Counters) -> None:
+    def __init__(self, prefix: PrefixCache, chunks: ChunkIndex, capacity: CapacityCheck, counters: Counters) -> None:
         self._prefix = prefix
         self._chunks = chunks
-        self._room = room
+        self._capacity = capacity
         self._counters = counters
 
     def allocate(self, plan: Plan, found: Sequence[CacheHit], chain: KeyChain, *, again: bool = False) -> Allocation:
@@ -208,7 +208,7 @@ class Allocator:
             self._chunks.acquire(chunk)
         held, spans, copies = dict(known), list[SpanAllocation](), list[BlockCopy]()
         try:
-            self._room.make(need)
+            self._capacity.make(need)
             for span, here in zip(plan.spans, found, strict=True):
                 if span.is_chunk:
                     spans.append(self._allocate_chunk(plan, span, held, again))
@@ -223,19 +223,19 @@ class Allocator:
             if here.source is not None:
                 self._prefix.release((here.source,))  # the step copies it before anything is written
         for chunk in known.values():
-            self._chunks.pin_if_kept(chunk)
+            self._chunks.pin_if_named(chunk)
         return Allocation(plan.layout, plan.salt, plan.tenant, spans, chain, copies)
 
     def _need(self, plan: Plan, found: Sequence[CacheHit]) -> BlockDemand:
         """What the plan demands; without blocks to copy into, nothing is copied."""
         try:
-            return self._room.check(plan, found)
+            return self._capacity.check(plan, found)
         except OutOfBlocks:
             if all(here.source is None for here in found):
                 raise
             for here in found:
                 here.source, here.num_copied = None, 0
-            return self._room.check(plan, found)
+            return self._capacity.check(plan, found)
 
     def _detach(
         self,
@@ -268,8 +268,8 @@ class Allocator:
             self._chunks.acquire(chunk)
             held[span.key] = chunk
             if _sees_only_system(plan.layout, span.index):
-                has_twin = self._chunks.twins.has_ready(plan.tenant, plan.salt, span.tokens)
-                self._chunks.twins.add(chunk)
+                has_twin = self._chunks.same_text.has_ready(plan.tenant, plan.salt, span.tokens)
+                self._chunks.same_text.add(chunk)
         else:
             chunk.hits += not again
         if is_owner or not again:

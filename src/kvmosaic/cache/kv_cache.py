@@ -79,8 +79,8 @@ class KVCache(TenantChunks):
         )
         super().__init__(chunks, clock)
         self._lookup = CacheLookup(self._chunks, self._prefix if prefix_caching else None, self._counters, clock)
-        self._room = CapacityCheck(self.request_pool, self._prefix, self._chunks)
-        self._allocator = Allocator(self._prefix, self._chunks, self._room, self._counters)
+        self._capacity = CapacityCheck(self.request_pool, self._prefix, self._chunks)
+        self._allocator = Allocator(self._prefix, self._chunks, self._capacity, self._counters)
         self._origins = RootOrigins()
         self._step = 0
 
@@ -125,7 +125,7 @@ class KVCache(TenantChunks):
         for here in found:
             here.source, here.num_copied = None, 0  # blocks are copied only if there are free blocks for it
         try:
-            self._room.check(plan, found)
+            self._capacity.check(plan, found)
         except OutOfBlocks as error:
             return error
         except KVMosaicError:
@@ -201,7 +201,7 @@ class KVCache(TenantChunks):
         span = allocation.last
         assert not span.is_closed, "only a question or a plain prompt grows"
         tokens = encode_tokens(token_ids)
-        self._room.make_request_blocks(span.table.blocks_to_append(len(token_ids)))
+        self._capacity.make_request_blocks(span.table.blocks_to_append(len(token_ids)))
         copies = span.table.append(len(token_ids))
         span.is_unregistrable = span.is_unregistrable or is_private
         if not span.is_unregistrable:

@@ -306,7 +306,7 @@ class TreeView:
         """The tree of a tenant, or (None) of all."""
         places: dict[Group, list[tuple[Key, RootOrigin]]] = {}
         for root, origin in self._origins.newest_first():
-            if (tenant is None or origin.group[0] == tenant) and self._prefix.behind(root, None) is not None:
+            if (tenant is None or origin.group[0] == tenant) and self._prefix.children_of(root, None) is not None:
                 places.setdefault(origin.group, []).append((root, origin))
         documents: dict[Group, list[Chunk]] = {}
         origins: dict[Group, RootOrigin] = {group: found[0][1] for group, found in places.items()}
@@ -355,7 +355,7 @@ class TreeView:
 
     def _children(self, root: Key, parent: PrefixEntry | None, level: int) -> tuple[tuple[TreeRun, ...], int]:
         """The runs after an entry or a root, and how many are omitted."""
-        siblings = self._prefix.behind(root, parent)
+        siblings = self._prefix.children_of(root, parent)
         if siblings is None:
             return (), 0
         if level > self._limits.depth or not self._runs_left or not self._blocks_left:
@@ -371,7 +371,7 @@ class TreeView:
         num_bytes = len(tokens)
         while self._blocks_left > 0:
             self._blocks_left -= 1
-            siblings = self._prefix.behind(root, entry)
+            siblings = self._prefix.children_of(root, entry)
             child = next(iter(siblings)) if siblings is not None and len(siblings) == 1 else None
             if child is None or (child.hits, child.ref_count) != (entry.hits, entry.ref_count):
                 break

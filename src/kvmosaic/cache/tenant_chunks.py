@@ -72,13 +72,13 @@ class TenantChunks:
         stay pinned until `unpin`.
 
         Raises:
-            QuotaExceeded: the tenant already has `MAX_KEPT_NAMES` pinned names.
+            QuotaExceeded: the tenant already has `MAX_PINNED_NAMES` pinned names.
         """
-        kept = self._chunks.open(tenant).kept
+        names = self._chunks.open(tenant).pinned_names
         if wanted:
-            kept.add(name)
+            names.add(name)
         else:
-            kept.discard(name)
+            names.discard(name)
             self._chunks.close(tenant)
 
     def delete(

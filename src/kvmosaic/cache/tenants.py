@@ -10,7 +10,7 @@ from kvmosaic.cache.chunk import Chunk
 from kvmosaic.errors import QuotaExceeded
 from kvmosaic.eviction import EvictionQueue
 
-MAX_KEPT_NAMES = 10_000
+MAX_PINNED_NAMES = 10_000
 _PART = re.compile(r" \([0-9]+/[0-9]+\)$")
 
 
@@ -29,9 +29,9 @@ class PinnedNames:
         Raises:
             QuotaExceeded: too many names; the limit bounds memory, since names come from clients.
         """
-        if name not in self._names and len(self._names) >= MAX_KEPT_NAMES:
+        if name not in self._names and len(self._names) >= MAX_PINNED_NAMES:
             raise QuotaExceeded(
-                f"{len(self._names)} documents are pinned already and {MAX_KEPT_NAMES} is the limit; unpin one first"
+                f"{len(self._names)} documents are pinned already and {MAX_PINNED_NAMES} is the limit; unpin one first"
             )
         self._names.add(name)
 
@@ -75,7 +75,7 @@ class TenantAccount:
     def __init__(self) -> None:
         self.quota_bytes: int | None = None
         self.quota_blocks: int | None = None
-        self.kept = PinnedNames()
+        self.pinned_names = PinnedNames()
         """Chunks with these names are pinned as soon as they are ready."""
         self.num_chunks = 0
         self.num_blocks = 0
@@ -92,7 +92,7 @@ class TenantAccount:
     @property
     def is_closed(self) -> bool:
         """Whether it is empty and can be removed."""
-        return not self.num_blocks and self.quota_bytes is None and not self.kept
+        return not self.num_blocks and self.quota_bytes is None and not self.pinned_names
 
     def has_room(self, num_blocks: int) -> bool:
         """Whether so many more blocks are within the quota."""
