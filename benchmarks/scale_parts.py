@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from kvmosaic.cache import BlockPool, Chunk, Key, KeyChain, KVCache
-from kvmosaic.cache.prefix_cache import PrefixCache, PrefixEntry
+from kvmosaic.cache.prefix_cache import PrefixCache
+from kvmosaic.cache.prefix_entry import PrefixEntry
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.eviction import LRU, EvictionPolicy, Priority
 from kvmosaic.layout import Layout, arrange
 from kvmosaic.prompt import Prompt
-from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.disk.tier import DiskTier
-from kvmosaic.tiers.lru_index import LRUIndex
+from kvmosaic.tiers.entry_index import EntryIndex
+from kvmosaic.tiers.tier import Deadline
 
 BLOCK_SIZE = 16
 CHUNK_BLOCKS = 10
@@ -244,7 +245,7 @@ def pinned(kv_cache: KVCache, number: int) -> None:
 
 def lru_index(n: int) -> Costs:
     """The ledger of a tier."""
-    meter, book = Meter(), LRUIndex()
+    meter, book = Meter(), EntryIndex()
     keys = KeyChain("model")
 
     def fill() -> None:
@@ -257,7 +258,7 @@ def lru_index(n: int) -> Costs:
     meter.cost("use", lambda: [book.use(key, book.now()) for key in some], len(some))
 
     def evict() -> None:
-        key = book.oldest()
+        key = book.first()
         assert key is not None
         book.drop(key)
 

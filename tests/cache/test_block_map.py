@@ -6,7 +6,7 @@ import pytest
 from cache.world import compute_all, layout_of, make_kv_cache, plain, warmed
 
 from kvmosaic.cache import BlockPool, BlockState
-from kvmosaic.cache.block_map import states_of
+from kvmosaic.cache.statistics import states_of
 
 SYSTEM, DOC_A, DOC_B, QUESTION = [1] * 6, [2] * 4, [3] * 8, [4] * 5
 FREE, IDLE, IN_USE, SHARED, PINNED = BlockState

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmosaic.cache import BlockPool
-from kvmosaic.cache.free_runs import FreeRuns
+from kvmosaic.cache.block_pool import FreeRuns
 from kvmosaic.errors import InvalidConfig, OutOfBlocks
 
 

@@ -49,16 +49,16 @@ def test_only_what_is_complete_and_can_be_found_is_a_twin():
     assert has_twins(kv_cache, layout_of([3], [DOC], QUESTION)) == [False], "deleted, though the first still reads it"
     kv_cache.release(first)
     kv_cache.reset()
-    assert len(kv_cache._chunks.twins) == 0
+    assert len(kv_cache._chunks.same_text) == 0
 
 
 def test_an_allocation_that_fails_lists_nothing():
     kv_cache = make_kv_cache(chunk_blocks=3)
     warmed(kv_cache, layout_of(SYSTEM, [DOC], QUESTION))
     holder = kv_cache.allocate(kv_cache.plan(layout_of(SYSTEM, [DOC], QUESTION)))
-    before, listed = state_of(kv_cache), len(kv_cache._chunks.twins)
+    before, listed = state_of(kv_cache), len(kv_cache._chunks.same_text)
     with pytest.raises(Exception, match="blocks"):
         kv_cache.allocate(kv_cache.plan(layout_of(OTHER, [DOC], QUESTION)))
-    assert (state_of(kv_cache), len(kv_cache._chunks.twins)) == (before, listed)
+    assert (state_of(kv_cache), len(kv_cache._chunks.same_text)) == (before, listed)
     kv_cache.release(holder)
     kv_cache.check_invariants()

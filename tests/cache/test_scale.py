@@ -198,7 +198,7 @@ def test_nothing_that_is_asked_while_requests_run_goes_through_all_chunks():
     kv_cache = filled(200)
     index, prefix = kv_cache._chunks, kv_cache._prefix
     index._chunks, prefix._entries = NeverWalked(index._chunks), NeverWalked(prefix._entries)
-    for groups in (index._names, index.twins._chunks):
+    for groups in (index._names, index.same_text._chunks):
         groups._members = NeverWalked(groups._members)
     assert kv_cache.statistics().cached_chunks == 200
     assert kv_cache.find_chunks("document 150")[0].num_tokens == 8

@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmosaic.cache import KeyChain
-from kvmosaic.cache import sorted_children as module
+from kvmosaic.cache import prefix_entry as module
 from kvmosaic.cache.block_pool import BlockId
 from kvmosaic.cache.keys import Key, encode_tokens
-from kvmosaic.cache.prefix_cache import PrefixEntry
-from kvmosaic.cache.sorted_children import SortedChildren, num_alike
+from kvmosaic.cache.prefix_entry import PrefixEntry, SortedChildren, num_alike
 
 ROOT = KeyChain("model").root(0)
 tokens = st.lists(st.sampled_from([0, 1, 2, 255, 256, 65_536, 2**32 - 1]), min_size=1, max_size=6).map(tuple)

@@ -3,7 +3,7 @@
 import pytest
 from cache.world import Clock, compute_all, layout_of, make_kv_cache, plain, state_of, warmed
 
-from kvmosaic.cache.pinned_names import MAX_KEPT_NAMES
+from kvmosaic.cache.tenants import MAX_PINNED_NAMES
 from kvmosaic.errors import ChunkInUse, InvalidPrompt, QuotaExceeded, UnknownChunk
 from kvmosaic.prompt import Prompt, PromptEncoder, Segment, SegmentKind
 
@@ -194,13 +194,13 @@ def test_kept_names_fill_half_of_the_room_so_that_others_can_still_be_cached():
 
 def test_only_so_many_names_are_kept_for_one_tenant():
     kv_cache = make_kv_cache()
-    for number in range(MAX_KEPT_NAMES):
+    for number in range(MAX_PINNED_NAMES):
         kv_cache.pin_when_ready(str(number), "t")
     kv_cache.pin_when_ready("7", "t")
     kv_cache.pin_when_ready("one more", "other")
     with pytest.raises(QuotaExceeded, match="10000 is the limit; unpin one first"):
         kv_cache.pin_when_ready("one more", "t")
-    for number in range(MAX_KEPT_NAMES):
+    for number in range(MAX_PINNED_NAMES):
         kv_cache.pin_when_ready(str(number), "t", wanted=False)
     kv_cache.pin_when_ready("one more", "t", wanted=False)
     kv_cache.pin_when_ready("one more", "other", wanted=False)

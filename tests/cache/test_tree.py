@@ -9,7 +9,7 @@ from cache.world import Clock, compute_all, layout_of, make_kv_cache, plain, war
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmosaic.cache import PrefixTree, TreeDocument, TreeLimits, TreePlace, TreeRun, TreeSystem, tree_view
+from kvmosaic.cache import PrefixTree, TreeDocument, TreeLimits, TreePlace, TreeRun, TreeSystem, prefix_tree
 from kvmosaic.errors import InvalidConfig
 
 SYSTEM, FERRY, MILL = [1] * 6, [2] * 5, [3] * 9
@@ -126,11 +126,11 @@ def test_what_has_left_is_not_shown():
 
 def test_long_lists_of_names_are_cut_and_the_memory_for_names_is_bounded(monkeypatch):
     kv_cache = make_kv_cache(request_blocks=256, chunk_blocks=512)
-    many = [[number] * 2 for number in range(2, tree_view.MAX_NAMED + 4)]
+    many = [[number] * 2 for number in range(2, prefix_tree.MAX_NAMED + 4)]
     talked(kv_cache, (FIRST, [9, 9, 9]), documents=many, names=[f"name {number}" for number in range(len(many))])
     shown = [place.documents for system in kv_cache.prefix_tree().systems for place in system.places]
-    assert (*(f"name {number}" for number in range(tree_view.MAX_NAMED)), "…") in shown
-    monkeypatch.setattr(tree_view, "MAX_ORIGIN_CHARACTERS", 9_000)
+    assert (*(f"name {number}" for number in range(prefix_tree.MAX_NAMED)), "…") in shown
+    monkeypatch.setattr(prefix_tree, "MAX_ORIGIN_CHARACTERS", 9_000)
     for number in range(20):
         talked(kv_cache, (FIRST, [9, 9, number]), documents=(FERRY, [number + 20]), names=["x" * 4_000, str(number)])
         kept = [origin for _, origin in kv_cache._origins.newest_first()]
@@ -150,8 +150,8 @@ def test_limits_have_bounds(field, value):
 
 
 def test_a_view_looks_at_no_more_than_it_shows(monkeypatch):
-    monkeypatch.setattr(tree_view, "MAX_LOOKED_AT", 50)
-    monkeypatch.setattr(tree_view, "MAX_ORIGINS", 20)
+    monkeypatch.setattr(prefix_tree, "MAX_LOOKED_AT", 50)
+    monkeypatch.setattr(prefix_tree, "MAX_ORIGINS", 20)
     kv_cache = make_kv_cache(request_blocks=4_000, chunk_blocks=400)
     warmed(kv_cache, plain([9] * 400))
     for number in range(100):

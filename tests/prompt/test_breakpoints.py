@@ -5,7 +5,7 @@ from support.nasty import nasty_texts
 
 from kvmosaic.errors import InvalidDocument, InvalidMessages
 from kvmosaic.prompt import read_messages
-from kvmosaic.prompt.breakpoints import take_marked
+from kvmosaic.prompt.chat_request import take_marked
 
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 EXPLICIT = {"prompt_cache_breakpoint": {"mode": "explicit"}}

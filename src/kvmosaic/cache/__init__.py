@@ -1,7 +1,6 @@
 """KV cache planning: keys, pools, tables, caches, and the `KVCache` facade. No tensors here."""
 
 from kvmosaic.cache.allocation import Allocation, SpanAllocation
-from kvmosaic.cache.block_map import BlockMap, BlockState
 from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.block_table import BlockCopy, BlockRun, BlockTable
 from kvmosaic.cache.chunk import Chunk, ChunkState
@@ -10,9 +9,9 @@ from kvmosaic.cache.keys import DEFAULT_TENANT, Key, KeyChain
 from kvmosaic.cache.kv_cache import KVCache
 from kvmosaic.cache.plan import Plan, SpanPlan
 from kvmosaic.cache.prefix_cache import PrefixCache
-from kvmosaic.cache.statistics import ChunkCacheStats
-from kvmosaic.cache.tenant_account import TenantUsage
-from kvmosaic.cache.tree import PrefixTree, TreeDocument, TreeLimits, TreePlace, TreeRun, TreeSystem
+from kvmosaic.cache.prefix_tree import PrefixTree, TreeDocument, TreeLimits, TreePlace, TreeRun, TreeSystem
+from kvmosaic.cache.statistics import BlockMap, BlockState, ChunkCacheStats
+from kvmosaic.cache.tenants import TenantUsage
 
 __all__ = [
     "DEFAULT_TENANT",

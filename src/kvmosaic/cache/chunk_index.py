@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from kvmosaic.cache.block_pool import BlockPool
 from kvmosaic.cache.block_table import BlockTable
 from kvmosaic.cache.chunk import MAX_NAMES, Chunk, ChunkState
-from kvmosaic.cache.groups import Groups
+from kvmosaic.cache.groups import Groups, SameTextIndex
 from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain
-from kvmosaic.cache.same_text_index import SameTextIndex
-from kvmosaic.cache.tenant_account import TenantAccount
+from kvmosaic.cache.tenants import TenantAccount
 from kvmosaic.errors import ChunkInUse, UnknownChunk
 from kvmosaic.eviction import Candidate, EvictionPolicy
 
-_MAX_KEPT = 0.5
+_MAX_PINNED_SHARE = 0.5
 """Share of a tenant's blocks for pins of pinned names: each system prompt makes another chunk of a document."""
 
 
@@ -60,7 +59,7 @@ class ChunkIndex:
         """Called with every chunk right before its blocks are freed; must not raise."""
         self.total = TenantAccount()
         """All tenants together."""
-        self.twins = SameTextIndex()
+        self.same_text = SameTextIndex()
         self.bytes_per_block = bytes_per_block
         """Of all layers together."""
         self._policy = policy
@@ -208,7 +207,7 @@ class ChunkIndex:
         chunk.state = ChunkState.READY
         chunk.completed_step = step
         self._enqueue(chunk)
-        self.pin_if_kept(chunk)
+        self.pin_if_named(chunk)
 
     def abandon(self, chunk: Chunk) -> None:
         """Removes a chunk that was not (correctly) computed; its last release frees the blocks."""
@@ -272,13 +271,13 @@ class ChunkIndex:
                 account.note_pin(chunk, 1 if pinned else -1)
             self._enqueue(chunk)
 
-    def pin_if_kept(self, chunk: Chunk) -> None:
+    def pin_if_named(self, chunk: Chunk) -> None:
         """Pins a ready chunk with a pinned name, unless such pins take too much of its tenant's capacity."""
         account = self.account(chunk.tenant)
-        if not chunk.is_ready or chunk.pinned or not account.kept.cover(chunk.names):
+        if not chunk.is_ready or chunk.pinned or not account.pinned_names.cover(chunk.names):
             return
         room = self.pool.num_blocks if account.quota_blocks is None else account.quota_blocks
-        if account.num_pinned_blocks + chunk.num_blocks <= _MAX_KEPT * min(room, self.pool.num_blocks):
+        if account.num_pinned_blocks + chunk.num_blocks <= _MAX_PINNED_SHARE * min(room, self.pool.num_blocks):
             self.set_pinned(chunk, True)
 
     def set_quota(self, tenant: str, num_bytes: int | None) -> None:
@@ -310,7 +309,7 @@ class ChunkIndex:
             chunk.table.check_invariants()
         for chunk in self._leaving:
             assert chunk.is_dropped and chunk.ref_count > 0 and not chunk.pinned and not chunk.names
-        self.twins.check_invariants(self._chunks)
+        self.same_text.check_invariants(self._chunks)
         assert len(self._chunks) <= self.max_chunks
         assert sum(len(self._names.members(place)) for place in self._names) == sum(len(c.names) for c in chunks)
         self._check_account(self.total, [*chunks], [*self._leaving])
@@ -379,7 +378,7 @@ class ChunkIndex:
                 account.note_pin(chunk, -1)
         for name in chunk.names:
             self._unname(chunk, name)
-        self.twins.discard(chunk)
+        self.same_text.discard(chunk)
         del self._chunks[chunk.key]
         self._count(chunk, -1, 0)
         if chunk.ref_count == 0:

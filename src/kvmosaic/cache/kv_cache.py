@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
+from kvmosaic.cache.allocate import Allocator, CapacityCheck
 from kvmosaic.cache.allocation import Allocation
-from kvmosaic.cache.allocator import Allocator
-from kvmosaic.cache.block_map import BlockMap, states_of
 from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.block_table import BlockCopy
-from kvmosaic.cache.capacity_check import CapacityCheck
 from kvmosaic.cache.chunk import Chunk, ChunkState
 from kvmosaic.cache.chunk_index import ChunkIndex
-from kvmosaic.cache.keys import Key, KeyChain, encode_tokens
-from kvmosaic.cache.lookup import CacheLookup
-from kvmosaic.cache.plan import Plan
+from kvmosaic.cache.keys import KeyChain, encode_tokens
+from kvmosaic.cache.plan import CacheLookup, Plan
 from kvmosaic.cache.prefix_cache import PrefixCache
-from kvmosaic.cache.statistics import ChunkCacheStats, Counters, snapshot
-from kvmosaic.cache.tenant_account import TenantUsage
-from kvmosaic.cache.tree import PrefixTree, TreeLimits
-from kvmosaic.cache.tree_view import RootOrigins, TreeView
+from kvmosaic.cache.prefix_tree import PrefixTree, RootOrigins, TreeLimits, TreeView
+from kvmosaic.cache.statistics import BlockMap, ChunkCacheStats, Counters, snapshot, states_of
+from kvmosaic.cache.tenant_chunks import TenantChunks
 from kvmosaic.config import ChunkCacheConfig
-from kvmosaic.errors import InvalidConfig, KVMosaicError, OutOfBlocks
+from kvmosaic.errors import KVMosaicError, OutOfBlocks
 from kvmosaic.eviction import choose
 from kvmosaic.layout import Layout
 
-MAX_QUOTA_BYTES = 2**50
 
-
-class KVCache:
-    """Facade for KV cache planning: allocation, prefix and chunk caches, quotas and pins. Holds no tensors.
+class KVCache(TenantChunks):
+    """Facade for KV cache planning: plans and allocations; names, pins and quotas are in its base class. No tensors.
 
         plan = kv_cache.plan(layout)                     what would be reused, computed, waited for
         allocation = kv_cache.allocate(plan)             blocks for all of it, all or nothing
@@ -70,14 +64,12 @@ class KVCache:
         verify = config.verify_tokens or config.hash_algorithm != "sha256"
         self.fingerprint = fingerprint
         self.config = config
-        self.bytes_per_block = bytes_per_block
         self.request_pool = BlockPool("request", request_blocks, config.block_size)
         self.chunk_pool = BlockPool("chunk_cache", chunk_blocks, config.block_size)
         self._prefix_caching = prefix_caching
-        self._clock = clock
         self._counters = Counters()
         self._prefix = PrefixCache(self.request_pool, policy, clock, bytes_per_block=bytes_per_block, verify=verify)
-        self._chunks = ChunkIndex(
+        chunks = ChunkIndex(
             self.chunk_pool,
             policy,
             clock,
@@ -85,11 +77,11 @@ class KVCache:
             bytes_per_block=bytes_per_block,
             verify=verify,
         )
+        super().__init__(chunks, clock)
         self._lookup = CacheLookup(self._chunks, self._prefix if prefix_caching else None, self._counters, clock)
-        self._room = CapacityCheck(self.request_pool, self._prefix, self._chunks)
-        self._allocator = Allocator(self._prefix, self._chunks, self._room, self._counters)
+        self._capacity = CapacityCheck(self.request_pool, self._prefix, self._chunks)
+        self._allocator = Allocator(self._prefix, self._chunks, self._capacity, self._counters)
         self._origins = RootOrigins()
-        self._usages: Mapping[str, TenantUsage] = {}
         self._step = 0
 
     def plan(self, layout: Layout, salt: str = "", tenant: str = "") -> Plan:
@@ -133,7 +125,7 @@ class KVCache:
         for here in found:
             here.source, here.num_copied = None, 0  # blocks are copied only if there are free blocks for it
         try:
-            self._room.check(plan, found)
+            self._capacity.check(plan, found)
         except OutOfBlocks as error:
             return error
         except KVMosaicError:
@@ -209,7 +201,7 @@ class KVCache:
         span = allocation.last
         assert not span.is_closed, "only a question or a plain prompt grows"
         tokens = encode_tokens(token_ids)
-        self._room.make_request_blocks(span.table.blocks_to_append(len(token_ids)))
+        self._capacity.make_request_blocks(span.table.blocks_to_append(len(token_ids)))
         copies = span.table.append(len(token_ids))
         span.is_unregistrable = span.is_unregistrable or is_private
         if not span.is_unregistrable:
@@ -312,122 +304,6 @@ class KVCache:
         self._counters.computes += 1
         self._counters.compute_ms += milliseconds
 
-    def chunks(self) -> list[Chunk]:
-        """All chunks, oldest first, those being computed included."""
-        return self._chunks.chunks()
-
-    def find_chunks(self, name_or_key: str | Key, salt: str | None = "", tenant: str = "") -> list[Chunk]:
-        """The chunks of a tenant with this name, under one salt or (None) all, or the one with this key.
-
-        Raises:
-            UnknownChunk: no such chunk.
-        """
-        return self._chunks.named(name_or_key, salt, tenant)
-
-    def pin(self, name_or_key: str | Key, salt: str | None = "", tenant: str = "") -> int:
-        """Pins all present matching chunks, which are then not evicted; returns how many. See `pin_when_ready`.
-
-        Raises:
-            UnknownChunk: no such chunk.
-        """
-        return self._set_pinned(name_or_key, salt, tenant, True)
-
-    def unpin(self, name_or_key: str | Key, salt: str | None = "", tenant: str = "") -> int:
-        """Unpins chunks, which may then be evicted; returns how many have this name.
-
-        Raises:
-            UnknownChunk: no such chunk.
-        """
-        return self._set_pinned(name_or_key, salt, tenant, False)
-
-    def pin_when_ready(self, name: str, tenant: str = "", wanted: bool = True) -> None:
-        """Pins future chunks of a tenant with this name, under any salt, when they are ready.
-
-        The name of a split document covers its parts, too ("name (1/3)").
-        Chunks are pinned as long as the tenant's pins leave half of its quota (half of the pool, if it has none)
-        unpinned; further ones are cached like any other. `wanted=False` ends it, for known names or not; pinned chunks
-        stay pinned until `unpin`.
-
-        Raises:
-            QuotaExceeded: the tenant already has `MAX_KEPT_NAMES` pinned names.
-        """
-        kept = self._chunks.open(tenant).kept
-        if wanted:
-            kept.add(name)
-        else:
-            kept.discard(name)
-            self._chunks.close(tenant)
-
-    def delete(
-        self, name_or_key: str | Key, salt: str | None = "", tenant: str = "", *, when_idle: bool = False
-    ) -> int:
-        """Drops chunks, pinned or not, all with this name or none; returns how many.
-
-        With `when_idle`, chunks in use or being computed are not found by new lookups. Requests that hold them
-        continue, and the last release frees their blocks.
-
-        Raises:
-            UnknownChunk: no such chunk.
-            ChunkInUse: a running request uses one of them, and `when_idle` is off.
-        """
-        chunks = self._chunks.named(name_or_key, salt, tenant)
-        self._chunks.delete(chunks, when_idle=when_idle)
-        return len(chunks)
-
-    def set_priority(self, name_or_key: str | Key, priority: float, salt: str | None = "", tenant: str = "") -> int:
-        """Sets the priority of chunks, 0 to 1 (default 0.5), for the policy `priority`; returns how many.
-
-        Raises:
-            UnknownChunk: no such chunk.
-            InvalidConfig: not between 0 and 1.
-        """
-        if isinstance(priority, bool) or not isinstance(priority, int | float) or not 0.0 <= priority <= 1.0:
-            raise InvalidConfig(f"the priority of chunks must be between 0 and 1, got {priority!r:.80}")
-        chunks = self._chunks.named(name_or_key, salt, tenant)
-        for chunk in chunks:
-            self._chunks.set_priority(chunk, priority)
-        return len(chunks)
-
-    def set_quota(self, tenant: str, num_bytes: int | None) -> None:
-        """Sets or (None) removes a limit on the chunk blocks of a tenant; whole blocks only.
-
-        Evicts idle chunks at once as far as needed. What is pinned or in use above the quota stays, and nothing new is
-        computed until enough is released.
-
-        Raises:
-            InvalidConfig: not between 0 and 2**50.
-        """
-        if num_bytes is not None and not 0 <= num_bytes <= MAX_QUOTA_BYTES:
-            raise InvalidConfig(f"a quota must be between 0 and {MAX_QUOTA_BYTES} bytes, got {num_bytes!r}")
-        self._chunks.set_quota(tenant, num_bytes)
-
-    def tenant_usage(self, tenant: str = "") -> TenantUsage:
-        """Current chunk pool usage of a tenant."""
-        account = self._chunks.account(tenant)
-        num_bytes = account.num_blocks * self.bytes_per_block
-        return TenantUsage(
-            account.num_chunks,
-            account.num_blocks,
-            num_bytes,
-            account.quota_bytes,
-            account.num_idle_blocks,
-            account.num_pinned_blocks,
-        )
-
-    def usages(self) -> Mapping[str, TenantUsage]:
-        """Current chunk pool usage of each tenant; tenants without chunks and quota are omitted.
-
-        The mapping is a snapshot. Only tenants changed since the last call are visited.
-        """
-        if changed := self._chunks.take_changed():
-            usages = dict(self._usages)
-            for tenant in changed:
-                usages[tenant] = self.tenant_usage(tenant)
-                if not usages[tenant].num_blocks and usages[tenant].quota_bytes is None:
-                    del usages[tenant]
-            self._usages = usages
-        return self._usages
-
     def prefix_tree(self, limits: TreeLimits | None = None, tenant: str | None = "") -> PrefixTree:
         """The cached conversations and documents of a tenant, or (None) of all, as a tree.
 
@@ -458,29 +334,6 @@ class KVCache:
         """Blocks of the request pool and of the chunk pool with at least one reference."""
         return _used(self.request_pool), _used(self.chunk_pool)
 
-    def evict_cold(self, min_accesses: int, idle_seconds: float) -> int:
-        """Evicts chunks idle for at least so long and with fewer accesses; returns how many.
-
-        Pinned chunks and chunks in use stay.
-
-        Raises:
-            InvalidConfig: a number outside its range.
-        """
-        if not 0 <= min_accesses <= 2**40 or not 0.0 <= idle_seconds <= 1e12:
-            raise InvalidConfig(
-                "min_accesses must be between 0 and 2**40 and idle_seconds between 0 and 1e12, "
-                f"got {min_accesses!r} and {idle_seconds!r}"
-            )
-        before = self._clock() - idle_seconds
-        cold = [
-            chunk
-            for chunk in self._chunks.chunks()
-            if chunk.is_evictable and chunk.hits < min_accesses and chunk.last_used <= before
-        ]
-        for chunk in cold:
-            self._chunks.evict(chunk)
-        return len(cold)
-
     def statistics(self) -> ChunkCacheStats:
         """A snapshot of counters and fill levels."""
         return snapshot(self._counters, self._chunks, self._prefix, self.request_pool)
@@ -494,12 +347,6 @@ class KVCache:
 
     def _chain(self, salt: str, tenant: str) -> KeyChain:
         return KeyChain(self.fingerprint, salt, self.config.hash_algorithm, tenant=tenant)
-
-    def _set_pinned(self, name_or_key: str | Key, salt: str | None, tenant: str, pinned: bool) -> int:
-        chunks = self._chunks.named(name_or_key, salt, tenant)
-        for chunk in chunks:
-            self._chunks.set_pinned(chunk, pinned)
-        return len(chunks)
 
 
 def _used(pool: BlockPool) -> list[BlockId]:

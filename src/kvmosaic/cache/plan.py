@@ -1,13 +1,19 @@
-"""A plan: for every span of a prompt, what is reused and what must be computed. Data only."""
+"""Plans: for every span of a prompt, what is reused and what must be computed; and the lookup that makes them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from kvmosaic.cache.block_pool import BlockId
-from kvmosaic.cache.keys import Key
-from kvmosaic.layout import Layout
+from kvmosaic.cache.chunk import Chunk
+from kvmosaic.cache.chunk_index import ChunkIndex
+from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain, encode_tokens
+from kvmosaic.cache.prefix_cache import PrefixCache
+from kvmosaic.cache.prefix_entry import PrefixEntry
+from kvmosaic.cache.statistics import Counters
+from kvmosaic.layout import Layout, View
 from kvmosaic.prompt import SegmentKind
 
 Action = Literal["reuse", "compute", "wait"]
@@ -113,3 +119,210 @@ class Plan:
         ]
         lines.append(f"{self.num_tokens} tokens: {self.reused_tokens} reused, {self.computed_tokens} computed")
         return "\n".join(lines)
+
+
+@dataclass(slots=True)
+class CacheHit:
+    """Cached blocks of one span of a plan."""
+
+    entries: list[PrefixEntry] = field(default_factory=list)
+    """The blocks to share, in order."""
+    chunk: Chunk | None = None
+    source: PrefixEntry | None = None
+    """A block that begins like its next one: to be copied."""
+    num_copied: int = 0
+    """Number of common tokens in that block."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan under construction."""
+
+    layout: Layout
+    chain: KeyChain
+    distances: dict[int, int]
+    spans: list[SpanPlan] = field(default_factory=list)
+    missing: dict[Key, tuple[Key, bytes]] = field(default_factory=dict)
+    """Chunks this plan computes: key -> root and tokens."""
+    roots: dict[tuple[int, tuple[View, ...], tuple[int, ...]], Key] = field(default_factory=dict)
+    """Roots by what was seen: most chunks of a prompt saw the same, so their root is made and stored once."""
+
+    def root(self, index: int) -> Key:
+        """Root key of a span: from the keys of earlier spans, which are in the plan by now."""
+        span = self.layout.spans[index]
+        root = self.roots.get((span.start, span.views, span.positions))
+        if root is None:
+            root = self.chain.root(span.start, [(self._seen(view), view.distance) for view in span.views])
+            if span.positions:
+                root = self.chain.part_of(root, span.positions)
+            self.roots[span.start, span.views, span.positions] = root
+        return root
+
+    def _seen(self, view: View) -> Key:
+        key = self.spans[view.span].identity
+        seen = view.visibility
+        if seen is None:
+            return key
+        return self.chain.part_of(key, seen.hidden, seen.ends, (seen.weight.factor, seen.weight.bias))
+
+
+def is_closed(layout: Layout, index: int) -> bool:
+    """Whether no token will ever follow in a span: a system prompt, a chunk, or any span but the last."""
+    kind = layout.spans[index].segment.kind
+    return kind in (SegmentKind.SYSTEM, SegmentKind.CHUNK) or index < len(layout.spans) - 1
+
+
+def num_usable(layout: Layout, index: int) -> int:
+    """How many tokens of a span may be taken from the prefix cache.
+
+    An answer needs the logits of the last prompt token, so at least that one is computed.
+    """
+    count = layout.spans[index].num_tokens
+    return count if is_closed(layout, index) else max(count - max(layout.fresh_tokens, 1), 0)
+
+
+class CacheLookup:
+    """Planner of layouts: looks up all spans, without changing the caches."""
+
+    def __init__(
+        self, chunks: ChunkIndex, prefix: PrefixCache | None, counters: Counters, clock: Callable[[], float]
+    ) -> None:
+        self._chunks = chunks
+        self._prefix = prefix
+        self._counters = counters
+        self._clock = clock
+
+    def plan(self, layout: Layout, salt: str, tenant: str, chain: KeyChain) -> Plan:
+        """Looks up every span, in order: the keys of later spans depend on those of the spans they see."""
+        draft = _Draft(layout, chain, {view.span: view.distance for view in layout.last.views})
+        for index, span in enumerate(layout.spans):
+            is_chunk = span.segment.kind is SegmentKind.CHUNK
+            draft.spans.append(self._plan_chunk(draft, index) if is_chunk else self._plan_prefix(draft, index))
+        return Plan(layout, salt, tuple(_without_idle_lead_in(layout, draft.spans)), tenant)
+
+    def revalidate(self, plan: Plan) -> list[CacheHit] | None:
+        """Current cache hits for the spans of an older plan; None if the plan is no longer valid.
+
+        That is, if one of its keys has been taken by other tokens since, or an omitted lead-in is needed after all.
+        """
+        found: list[CacheHit] = []
+        for span in plan.spans:
+            chunk = self._chunks.get(span.key) if span.is_chunk else None
+            if chunk is not None and not self._chunks.is_same(chunk, span.root, span.tokens):
+                return None
+            here = CacheHit(chunk=chunk)
+            if chunk is None and any(plan.spans[view.span].is_left_out for view in plan.layout.spans[span.index].views):
+                return None  # it was cached when planned, and has been evicted
+            if not span.is_chunk:
+                usable = span.tokens[: num_usable(plan.layout, span.index) * TOKEN_BYTES]  # none, if it is omitted
+                self._find_cached(here, span.root, usable, span.block_keys, is_closed(plan.layout, span.index))
+            found.append(here)
+        return found
+
+    def _find_cached(
+        self, here: CacheHit, root: Key, usable: bytes, keys: Iterable[Key] | KeyChain, closed: bool
+    ) -> None:
+        """Finds the cached blocks of a span.
+
+        Args:
+            here: receives them.
+            root: key of the span before its first token.
+            usable: the tokens of the span that need not be computed; see `num_usable`.
+            keys: of its full blocks, as far as they may be cached; or a generator of them.
+            closed: whether no token will be appended to the span.
+        """
+        if self._prefix is None:
+            return
+        width = self._prefix.pool.block_size * TOKEN_BYTES
+        blocks = [usable[first : first + width] for first in range(0, len(usable) - width + 1, width)]
+        if isinstance(keys, KeyChain):
+            keys = _chained(keys, root, blocks)
+        here.entries = self._prefix.match(root, keys, blocks)
+        rest = usable[len(here.entries) * width :]
+        parent = here.entries[-1] if here.entries else None
+        if not closed:
+            here.source, here.num_copied = self._prefix.nearest(root, parent, rest[: width - TOKEN_BYTES])
+        elif 0 < len(rest) < width and (last := self._prefix.covering(root, parent, rest)) is not None:
+            here.entries.append(last)
+
+    def _plan_chunk(self, draft: _Draft, index: int) -> SpanPlan:
+        started = self._clock()
+        span = draft.layout.spans[index]
+        tokens, root = encode_tokens(span.token_ids), draft.root(index)
+        key, chunk = self._chunks.find(draft.chain, root, tokens, draft.missing)
+        action: Action = "compute"
+        if chunk is not None:
+            action = "reuse" if chunk.is_ready else "wait"
+        elif key in draft.missing:
+            action = "wait"
+        else:
+            draft.missing[key] = (root, tokens)
+        self._counters.planned_chunks += 1
+        self._counters.lookup_seconds += self._clock() - started
+        return SpanPlan(
+            index=index,
+            kind=span.segment.kind,
+            name=span.segment.name,
+            action=action,
+            num_tokens=span.num_tokens,
+            num_reused=0 if action == "compute" else span.num_tokens,
+            distance=draft.distances.get(index, 0),
+            block_ids=tuple(chunk.block_ids) if chunk is not None else (),
+            key=key,
+            identity=_identity(draft.chain, key, root, tokens, chunk),
+            root=root,
+            block_keys=(),
+            tokens=tokens,
+        )
+
+    def _plan_prefix(self, draft: _Draft, index: int) -> SpanPlan:
+        span = draft.layout.spans[index]
+        tokens, root, closed = encode_tokens(span.token_ids), draft.root(index), is_closed(draft.layout, index)
+        here = CacheHit()
+        self._find_cached(here, root, tokens[: num_usable(draft.layout, index) * TOKEN_BYTES], draft.chain, closed)
+        size = self._prefix.pool.block_size if self._prefix is not None else 0
+        num_reused = min(len(here.entries) * size, span.num_tokens) + here.num_copied
+        key = draft.chain.run_encoded(root, tokens) if closed else root
+        return SpanPlan(
+            index=index,
+            kind=span.segment.kind,
+            name=span.segment.name,
+            action="reuse" if num_reused == span.num_tokens else "compute",
+            num_tokens=span.num_tokens,
+            num_reused=num_reused,
+            distance=draft.distances.get(index, 0),
+            block_ids=tuple(entry.block_id for entry in here.entries),
+            key=key,
+            identity=key,
+            root=root,
+            block_keys=tuple(entry.key for entry in here.entries),
+            tokens=tokens,
+            num_copied=here.num_copied,
+        )
+
+
+def _identity(chain: KeyChain, key: Key, root: Key, tokens: bytes, chunk: Chunk | None) -> Key:
+    """The identity of a chunk in later keys; a cached chunk stores it, so a hit needs no slow hash."""
+    if chunk is not None:
+        return chunk.identity
+    return key if chain.algorithm == "sha256" else chain.run_encoded(root, tokens)
+
+
+def _without_idle_lead_in(layout: Layout, spans: list[SpanPlan]) -> Iterator[SpanPlan]:
+    """The spans of a plan; a lead-in that no chunk needs takes no blocks and is not computed."""
+    lead_in = next((span.index for span in spans if span.kind is SegmentKind.LEAD_IN), None)
+    is_needed = lead_in is not None and any(
+        span.action == "compute" and any(view.span == lead_in for view in layout.spans[span.index].views)
+        for span in spans[lead_in + 1 :]
+    )
+    for span in spans:
+        if span.index == lead_in and not is_needed:
+            span = replace(span, action="reuse", num_tokens=0, num_reused=0, block_ids=(), block_keys=(), tokens=b"")
+        yield span
+
+
+def _chained(chain: KeyChain, root: Key, blocks: list[bytes]) -> Iterator[Key]:
+    key = root
+    for tokens in blocks:
+        key = chain.extend_encoded(key, tokens)
+        yield key

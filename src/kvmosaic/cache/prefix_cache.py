@@ -7,55 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.keys import TOKEN_BYTES, Key
-from kvmosaic.cache.sorted_children import SortedChildren, num_alike, unpacked
+from kvmosaic.cache.prefix_entry import PrefixEntry, SortedChildren, num_alike, unpacked
 from kvmosaic.eviction import Candidate, EvictionPolicy, EvictionQueue
 
 MIN_FIRST_TOKENS = 8
 """At the start of a span, fewer common tokens are a template's words, and not worth copying a block."""
-
-
-class PrefixEntry:
-    """One cached block: its tokens, after those of all its ancestors."""
-
-    __slots__ = (
-        "_children",
-        "block_id",
-        "hits",
-        "is_dropped",
-        "key",
-        "last_used",
-        "parent",
-        "queue_entry",
-        "ref_count",
-        "root",
-        "step",
-        "tokens",
-    )
-
-    def __init__(
-        self, key: Key, root: Key, parent: PrefixEntry | None, tokens: bytes, block_id: BlockId, step: int = 0
-    ) -> None:
-        self.key = key
-        self.root = root
-        self.parent = parent
-        self.tokens = tokens
-        self.block_id = block_id
-        self.ref_count = 0
-        """Allocations that hold this entry; they hold all of its ancestors too."""
-        self._children: PrefixEntry | SortedChildren | None = None
-        self.hits = 0
-        """Spans that were allocated to it, or copied its first tokens."""
-        self.step = step
-        """The step that computes its last token."""
-        self.last_used = 0.0
-        self.queue_entry: tuple[float, int, PrefixEntry] | None = None
-        self.is_dropped = False
-        """Not in the index any more: evicted, or registered by a step that failed."""
-
-    @property
-    def children(self) -> SortedChildren | None:
-        """Child entries, read only; None if there are none."""
-        return unpacked(self._children)
 
 
 class PrefixCache:
@@ -118,9 +74,9 @@ class PrefixCache:
         """The blocks of all entries."""
         return [entry.block_id for entry in self._entries.values()]
 
-    def behind(self, root: Key, parent: PrefixEntry | None) -> SortedChildren | None:
+    def children_of(self, root: Key, parent: PrefixEntry | None) -> SortedChildren | None:
         """The entries right after `parent`, or after `root`, read only; None if there are none."""
-        return unpacked(self._kept_behind(root, parent))
+        return unpacked(self._packed_children(root, parent))
 
     def begin_step(self, step: int) -> None:
         """Starts assembling a step, with its number."""
@@ -151,7 +107,7 @@ class PrefixCache:
 
     def covering(self, root: Key, parent: PrefixEntry | None, tokens: bytes) -> PrefixEntry | None:
         """An entry right after `parent` (or `root`) that begins with all of these tokens."""
-        siblings = self.behind(root, parent)
+        siblings = self.children_of(root, parent)
         entry = siblings.neighbours(tokens)[1] if siblings else None
         return entry if entry is not None and entry.tokens.startswith(tokens) else None
 
@@ -160,7 +116,7 @@ class PrefixCache:
 
         Entries that are not written yet, or not worth a copy, are ignored.
         """
-        siblings = self.behind(root, parent)
+        siblings = self.children_of(root, parent)
         best: tuple[PrefixEntry | None, int] = (None, 0)
         for direction in (siblings.before(tokens), siblings.behind(tokens)) if siblings else ():
             entry = next((entry for entry in direction if entry.step != self.unwritten_step), None)
@@ -274,7 +230,7 @@ class PrefixCache:
             assert entry.children is None or len(entry.tokens) == self.pool.block_size * TOKEN_BYTES
             parent = entry.parent
             assert parent is None or self._entries.get(parent.key) is parent
-            siblings = self.behind(entry.root, parent)
+            siblings = self.children_of(entry.root, parent)
             assert siblings is not None and siblings.neighbours(entry.tokens)[1] is entry
             assert (entry.queue_entry is not None) == (entry.ref_count == 0 and not entry.children)
         firsts = map(unpacked, self._roots.values())
@@ -288,10 +244,12 @@ class PrefixCache:
         assert all(self.pool.reference_count(entry.block_id) == 1 for entry in idle)
         assert len({entry.block_id for entry in self._entries.values()}) == len(self._entries)
 
-    def _kept_behind(self, root: Key, parent: PrefixEntry | None) -> PrefixEntry | SortedChildren | None:
+    def _packed_children(self, root: Key, parent: PrefixEntry | None) -> PrefixEntry | SortedChildren | None:
         return self._roots.get(root) if parent is None else parent._children
 
-    def _keep_behind(self, root: Key, parent: PrefixEntry | None, kept: PrefixEntry | SortedChildren | None) -> None:
+    def _set_packed_children(
+        self, root: Key, parent: PrefixEntry | None, kept: PrefixEntry | SortedChildren | None
+    ) -> None:
         if parent is not None:
             parent._children = kept
         elif kept is not None:
@@ -304,12 +262,12 @@ class PrefixCache:
         self.pool.retain((entry.block_id,))
         self._entries[entry.key] = entry
         self.num_idle += 1
-        siblings = self.behind(entry.root, entry.parent)
+        siblings = self.children_of(entry.root, entry.parent)
         if siblings is None:
-            self._keep_behind(entry.root, entry.parent, entry)
+            self._set_packed_children(entry.root, entry.parent, entry)
             return entry
         siblings.add(entry)
-        self._keep_behind(entry.root, entry.parent, siblings.packed())
+        self._set_packed_children(entry.root, entry.parent, siblings.packed())
         before = siblings.neighbours(entry.tokens)[0]
         if before is not None and entry.tokens.startswith(before.tokens):
             self._outgrown.append(before)
@@ -320,7 +278,7 @@ class PrefixCache:
     def _drop_outgrown(self) -> None:
         """Drops unreferenced tails with a block that begins with all of their tokens."""
         for tail in self._outgrown:
-            siblings = self.behind(tail.root, tail.parent)
+            siblings = self.children_of(tail.root, tail.parent)
             if tail.ref_count == 0 and not tail.is_dropped and siblings is not None:
                 behind = siblings.neighbours(tail.tokens + b"\0")[1]
                 if behind is not None and behind.tokens.startswith(tail.tokens):
@@ -329,12 +287,12 @@ class PrefixCache:
 
     def _take_out(self, entry: PrefixEntry) -> None:
         """Removes an entry from its parent's children; a parent that becomes a leaf enters the eviction queue."""
-        parent, kept = entry.parent, self._kept_behind(entry.root, entry.parent)
+        parent, kept = entry.parent, self._packed_children(entry.root, entry.parent)
         if kept is entry:
-            self._keep_behind(entry.root, parent, None)
+            self._set_packed_children(entry.root, parent, None)
         elif (siblings := unpacked(kept)) is not None:
             siblings.discard(entry)
-            self._keep_behind(entry.root, parent, siblings.packed())
+            self._set_packed_children(entry.root, parent, siblings.packed())
         if parent is not None and parent.ref_count == 0:
             self._enqueue(parent)
 

@@ -1,12 +1,16 @@
-"""Statistics of the chunk cache and the prefix cache."""
+"""Statistics of the caches, and the block map: the state of every block of both pools."""
 
 from __future__ import annotations
 
+import sys
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import IntEnum
+from itertools import repeat
 
-from kvmosaic.cache.block_pool import BlockPool
+from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.chunk_index import ChunkIndex
-from kvmosaic.cache.plan import SpanPlan
 from kvmosaic.cache.prefix_cache import PrefixCache
 
 
@@ -103,13 +107,13 @@ class Counters:
     prefix_lookup_tokens: int = 0
     prefix_hit_tokens: int = 0
 
-    def count_chunk(self, span: SpanPlan, *, is_hit: bool) -> None:
+    def count_chunk(self, num_tokens: int, distance: int, *, is_hit: bool) -> None:
         """Counts one allocated chunk span."""
         self.lookups += 1
         if is_hit:
             self.hits += 1
-            self.moved_chunk_tokens += span.num_tokens if span.distance else 0
-            self.reused_chunk_tokens += 0 if span.distance else span.num_tokens
+            self.moved_chunk_tokens += num_tokens if distance else 0
+            self.reused_chunk_tokens += 0 if distance else num_tokens
 
 
 def snapshot(counters: Counters, chunks: ChunkIndex, prefix: PrefixCache, request_pool: BlockPool) -> ChunkCacheStats:
@@ -154,3 +158,62 @@ def snapshot(counters: Counters, chunks: ChunkIndex, prefix: PrefixCache, reques
 
 def _average(total: float, count: int) -> float:
     return total / count if count else 0.0
+
+
+class BlockState(IntEnum):
+    """State of one block."""
+
+    FREE = 0
+    IDLE = 1
+    """Cached, without readers: evictable."""
+    IN_USE = 2
+    """Ref count 1, besides the cache's."""
+    SHARED = 3
+    """Ref count 2 or more, besides the cache's."""
+    PINNED = 4
+    """Of a pinned chunk, in use or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMap:
+    """A snapshot of both pools: byte i is the `BlockState` of block i."""
+
+    request: bytes
+    chunk_cache: bytes
+
+
+def _by_references(kept: bool) -> bytes:
+    """State per ref count (3: three or more), for blocks with or without a cache reference."""
+    free, idle, used, shared = BlockState.FREE, BlockState.IDLE, BlockState.IN_USE, BlockState.SHARED
+    return bytes((free, idle, used, shared) if kept else (free, used, shared, shared))
+
+
+def _up_to_three(references: array[int]) -> bytes:
+    """Every ref count, at most 3, as a byte."""
+    data, width = references.tobytes(), references.itemsize
+    pieces = [data[index::width] for index in range(width)]
+    lowest = pieces.pop(0 if sys.byteorder == "little" else -1)
+    if any(piece.count(0) < len(piece) for piece in pieces):  # more than 255 readers of one block
+        return bytes(map(min, references, repeat(3)))
+    return lowest.translate(bytes(min(count, 3) for count in range(256)))
+
+
+def states_of(pool: BlockPool, *, kept: Iterable[BlockId] | None, pinned: Iterable[BlockId] = ()) -> bytes:
+    """The state of every block of a pool, in one pass over it.
+
+    Args:
+        pool: the pool.
+        kept: blocks with a cache reference besides those of readers; None: every used block.
+        pinned: blocks of pinned chunks.
+    """
+    counts = _up_to_three(pool.references)
+    if kept is None:
+        states = bytearray(counts.translate(_by_references(True).ljust(256, b"\0")))
+    else:
+        states = bytearray(counts.translate(_by_references(False).ljust(256, b"\0")))
+        by_references = _by_references(True)
+        for block_id in kept:
+            states[block_id] = by_references[counts[block_id]]
+    for block_id in pinned:
+        states[block_id] = BlockState.PINNED
+    return bytes(states)

@@ -11,8 +11,7 @@ import typer
 
 from kvmosaic.layout.strategies import describe_strategies, strategy_names
 from kvmosaic.model.formats import model_help
-from kvmosaic.repair.default import DEFAULT_REPAIR
-from kvmosaic.repair.parser import FORMS
+from kvmosaic.repair.parser import DEFAULT_REPAIR, FORMS
 
 
 def _choice(names: Callable[[], tuple[str, ...]], value: str) -> str:

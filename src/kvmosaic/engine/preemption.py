@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal
 
 from kvmosaic.cache import KVCache
-from kvmosaic.cache.freed_blocks import freed_by
+from kvmosaic.cache.allocation import freed_by
 from kvmosaic.config import EngineConfig
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.engine.shares import HYSTERESIS, Shares

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from kvmosaic.cache import BlockId, KVCache
-from kvmosaic.cache.freed_blocks import own_blocks
+from kvmosaic.cache.allocation import own_blocks
 from kvmosaic.config import EngineConfig
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.memory import BlockStorage, ChunkTensors

@@ -9,19 +9,22 @@ requested ones. Reading allocates no object larger than expected.
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
 from kvmosaic.cache.keys import TOKEN_BYTES, Key
-from kvmosaic.entries.checksum import Bytes, Checksum, check_magic
-from kvmosaic.entries.claimed_header import MAX_PREAMBLE_BYTES
+from kvmosaic.entries.checksum import NO_DIGEST, OPENING, Bytes, Checksum, check_magic
+from kvmosaic.entries.claimed_header import MAX_PREAMBLE_BYTES, num_file_header_bytes, read_claimed_header, unreadable
 from kvmosaic.entries.codec import choose_codec
 from kvmosaic.entries.codec.squeeze import expanded, squeezed
-from kvmosaic.entries.file_header import read_file_header, write_file_header
-from kvmosaic.entries.header import CodecName, DtypeName, EntryHeader, check_header
+from kvmosaic.entries.header import CodecName, DtypeName, EntryHeader, check_header, to_texts
 from kvmosaic.entries.payload import (
+    COMPRESSED,
     DTYPES,
     flattened,
     max_payload_bytes,
@@ -38,10 +41,74 @@ from kvmosaic.memory.buffer import memory_of, new_bytes, view_of
 from kvmosaic.memory.storage import ChunkTensors
 from kvmosaic.tiers import MAX_ENTRY_BYTES
 
+ALIGNMENT = 64
 _MAX_TEXT_BYTES = 2**17
 """Maximum header bytes without tokens and layers: up to 16 names of 256 characters, each escaped twice in 14 bytes."""
 _MAX_LAYER_BYTES = 2**10
 """Maximum header bytes of one layer: its shape, and the offsets of at most six tensors."""
+_WAYS_OUT = {
+    "fingerprint": "it was computed by another model; give every model its own place, or let these entries leave",
+    "key": "it lies under a key that is not its own: was a file renamed or swapped?",
+    "root": "it saw another system text, or belongs to another tenant",
+    "start": "its keys were turned from another position",
+    "tokens": "it is another text with the same key: unless it was tampered with, use hash_algorithm 'sha256'",
+    "layers": "the layers of the model have another shape",
+    "dtype": "load the model in the same dtype, or give every dtype its own place",
+}
+__all__ = ["DecodedEntry", "EntryBound", "EntryExpectation", "decode_entry", "encode_entry", "read_header"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """A parsed file header."""
+
+    header: EntryHeader
+    num_bytes: int
+    """Of the header itself; the payload starts here."""
+    payload_bytes: int
+    """Of the stored payload."""
+
+
+def write_file_header(header: EntryHeader, label: str, compressed_bytes: int | None = None) -> bytes:
+    """Length and header of a safetensors file, without its checksum, padded to a multiple of `ALIGNMENT`."""
+    if compressed_bytes is None:
+        placed = sorted((place for each in places_of(header) for place in each), key=lambda place: place.begin)
+        table = {place.name: place.entry for place in placed}
+    else:
+        table = {COMPRESSED: {"dtype": "U8", "shape": [compressed_bytes], "data_offsets": [0, compressed_bytes]}}
+    metadata = {"blake3": NO_DIGEST, "secret": label, **to_texts(header)}
+    text = json.dumps({"__metadata__": metadata, **table}, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    assert text.startswith(OPENING)
+    return struct.pack("<Q", len(text)) + text
+
+
+def read_file_header(start: Bytes) -> FileHeader:
+    """Reads the file header of an entry; `start` contains at least the header.
+
+    Raises:
+        ForeignEntry: another version of the format.
+        DamagedEntry: differs in any byte but the checksum from what `write_file_header` writes.
+    """
+    claims = read_claimed_header(start)
+    num_bytes, header = num_file_header_bytes(start), claims.header
+    compressed_bytes = _compressed_bytes(claims.table) if header.compression == "zstd" else None
+    expected = write_file_header(header, claims.label, compressed_bytes)
+    at, found = 8 + len(OPENING), claims.digest.encode("utf-8", "replace")
+    if expected[:at] + found + expected[at + len(NO_DIGEST) :] != bytes(start[:num_bytes]):
+        raise unreadable("a table of tensors that does not follow from its metadata")
+    payload_bytes = compressed_bytes if compressed_bytes is not None else num_payload_bytes(places_of(header))
+    return FileHeader(header, num_bytes, payload_bytes)
+
+
+def _compressed_bytes(table: dict[str, Any]) -> int:
+    """Bytes of the compressed payload, from an untrusted table."""
+    place = table.get(COMPRESSED)
+    shape = place.get("shape") if isinstance(place, dict) else None
+    count = shape[0] if isinstance(shape, list) and len(shape) == 1 else None
+    if type(count) is not int or not 0 < count <= MAX_ENTRY_BYTES:
+        raise unreadable("no compressed payload")
+    return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,17 +255,6 @@ def _check_length(num_bytes: int, most: int) -> None:
         raise DamagedEntry(f"the entry has {num_bytes} bytes, expected at most {most}; it is left out")
 
 
-_WAYS_OUT = {
-    "fingerprint": "it was computed by another model; give every model its own place, or let these entries leave",
-    "key": "it lies under a key that is not its own: was a file renamed or swapped?",
-    "root": "it saw another system text, or belongs to another tenant",
-    "start": "its keys were turned from another position",
-    "tokens": "it is another text with the same key: unless it was tampered with, use hash_algorithm 'sha256'",
-    "layers": "the layers of the model have another shape",
-    "dtype": "load the model in the same dtype, or give every dtype its own place",
-}
-
-
 def _check_expected(header: EntryHeader, expected: EntryExpectation) -> None:
     for name, way_out in _WAYS_OUT.items():
         found, wanted = getattr(header, name), getattr(expected, name)
@@ -217,6 +273,3 @@ def _shown(value: object) -> str:
     if isinstance(value, bytes):
         return value.hex() if len(value) <= 32 else f"{value[:32].hex()}… ({len(value)} bytes)"
     return f"{value!r:.80}"
-
-
-__all__ = ["DecodedEntry", "EntryBound", "EntryExpectation", "decode_entry", "encode_entry", "read_header"]

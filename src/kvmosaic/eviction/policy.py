@@ -11,9 +11,9 @@ class Candidate:
     """What a policy knows of an unreferenced block or chunk."""
 
     last_used: float
-    """Seconds on the KV cache's clock when it was last allocated or released."""
+    """Seconds on the KV cache's clock when it was last allocated or released; of a tier's entry, since the epoch."""
     num_tokens: int
-    """Tokens that evicting it would free."""
+    """Tokens that evicting it would free; 0 for an entry of a tier, which does not know them."""
     priority: float = 0.5
     """Priority given by its owner, 0 to 1."""
     progress: float = 1.0

@@ -3,8 +3,7 @@
 from kvmosaic.prompt.document import Document, read_documents
 from kvmosaic.prompt.encoder import PromptEncoder
 from kvmosaic.prompt.message import read_messages
-from kvmosaic.prompt.sees import seen_chunks
-from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind
+from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind, seen_chunks
 from kvmosaic.prompt.separator import escape_separator
 from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_length, check_token_ids
 from kvmosaic.prompt.tokenizer import Tokenizer

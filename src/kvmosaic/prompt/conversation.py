@@ -1,9 +1,10 @@
-"""Conversations: messages rendered through a chat template, with the origin of every character."""
+"""Conversations: messages and tools rendered through a chat template, with the origin of every character."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -11,11 +12,72 @@ from kvmosaic.errors import InvalidMessages
 from kvmosaic.prompt.chat_template.marks import MarkPlace, Marks, map_texts
 from kvmosaic.prompt.text_pieces import TextPiece, foreign, merged, template
 from kvmosaic.prompt.tokenizer import Tokenizer, control_tokens
-from kvmosaic.prompt.tools import could_write, mark_tools, schemas_of
 
+_SCHEMAS = "{{ tools | tojson }}"
 _OWN_OPTIONS = ("tokenize", "return_dict", "documents", "return_tensors", "sanitize_control_tokens", "padding")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 Documents = list[dict[str, str]] | None
+
+
+def schemas_of(tools: Sequence[Any], tokenizer: Tokenizer) -> list[Any]:
+    """Tools as JSON schemas; functions are described by signature and docstring, as in transformers.
+
+    Raises:
+        InvalidMessages: a function that transformers cannot describe.
+    """
+    if not any(map(callable, tools)):
+        return list(tools)
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": ""}], tools=list(tools), chat_template=_SCHEMAS, tokenize=False
+        )
+    except Exception as error:  # its message names what is missing
+        raise InvalidMessages(f"a tool cannot be described: {error}; give a JSON schema instead") from error
+    return list(json.loads(text))
+
+
+def could_write(tools: Any, tokens: Collection[str]) -> bool:
+    """Whether a text in tools contains one of these tokens, or could complete one together with its neighbours.
+
+    Case-insensitive, since a template may change the case.
+    """
+    lowered = {token.lower() for token in tokens if token}
+    firsts, lasts = {token[0] for token in lowered}, {token[-1] for token in lowered}
+    return any(
+        _could_write(text, token)
+        for text in map(str.lower, _texts(tools))
+        if text and (text[0] in lasts or not firsts.isdisjoint(text))
+        for token in lowered
+    )
+
+
+def mark_tools(value: Any, mark: Callable[[str], str]) -> Any:
+    """Maps every text inside tools, names of parameters included."""
+    if isinstance(value, str):
+        return mark(value)
+    if isinstance(value, Mapping):
+        return {mark(key) if isinstance(key, str) else key: mark_tools(item, mark) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [mark_tools(item, mark) for item in value]
+    return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(key)
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+def _could_write(text: str, token: str) -> bool:
+    if token in text:
+        return True
+    return any(text.endswith(token[:length]) or text.startswith(token[-length:]) for length in range(1, len(token)))
 
 
 class _MarkedTexts:

@@ -8,8 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from kvmosaic.errors import ChunkTooLong
-from kvmosaic.prompt.sees import seen_chunks
-from kvmosaic.prompt.segment import MAX_POSITION, Segment, SegmentKind
+from kvmosaic.prompt.segment import MAX_POSITION, Segment, SegmentKind, seen_chunks
 from kvmosaic.prompt.tokenizer import Encoded
 
 _SENTENCE_END = re.compile(r"[.!?。！？]['\")\]]*$")

@@ -1,7 +1,6 @@
 """Repair: selective recomputation of tokens of cached chunks."""
 
-from kvmosaic.repair.default import DEFAULT_REPAIR
-from kvmosaic.repair.parser import FORMS, repair_policy
+from kvmosaic.repair.parser import DEFAULT_REPAIR, FORMS, repair_policy
 from kvmosaic.repair.policy import (
     ChunkSignals,
     Combined,
@@ -13,8 +12,10 @@ from kvmosaic.repair.policy import (
     RepairPolicy,
     Signal,
     Temperature,
+    budget_of,
+    checked_choice,
+    highest_scored,
 )
-from kvmosaic.repair.top_tokens import budget_of, checked_choice, highest_scored
 
 __all__ = [
     "DEFAULT_REPAIR",

@@ -20,6 +20,9 @@ from kvmosaic.repair.policy import (
     Temperature,
 )
 
+DEFAULT_REPAIR = "first(8)"
+
+
 MAX_POLICY_CHARACTERS = 100
 FORMS = "none, first(k), deviation(fraction), query(fraction), combined(fraction), temperature(t, scale), full"
 _SIGNALS = frozenset(get_args(Signal))

@@ -10,8 +10,7 @@ from kvmosaic.rope.detect import (
     relative_error,
     turned_error,
 )
-from kvmosaic.rope.rotation import Rotation, RotationLayout, RotationTables, rotate
-from kvmosaic.rope.table_cache import TableCache
+from kvmosaic.rope.rotation import Rotation, RotationLayout, RotationTables, TableCache, rotate
 
 __all__ = [
     "PROBE_POSITIONS",

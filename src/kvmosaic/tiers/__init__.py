@@ -1,16 +1,13 @@
 """Offload tiers for chunks evicted from the device: host memory, disk, Redis, object stores."""
 
 from kvmosaic.tiers.cost import ComputeCost, LoadCost
-from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.disk.tier import DiskTier
-from kvmosaic.tiers.fetch import Fetch, Rank
+from kvmosaic.tiers.fetch import Fetch, Rank, TieredStoreStats
 from kvmosaic.tiers.fetch_policy import FetchPolicy
 from kvmosaic.tiers.host import HostTier
-from kvmosaic.tiers.open_tiers import open_tiers
-from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Entry, EntryInfo, Tier, TierStat
+from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Deadline, Entry, EntryInfo, Tier, TierStat
 from kvmosaic.tiers.tiered_store import TieredStore
-from kvmosaic.tiers.tiered_store_stats import TieredStoreStats
-from kvmosaic.tiers.url import TierSpec, open_tier, parse_tier_url
+from kvmosaic.tiers.url import TierSpec, open_tier, open_tiers, parse_tier_url
 
 __all__ = [
     "MAX_ENTRY_BYTES",

@@ -9,37 +9,41 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
 from kvmosaic.errors import TierFull, TierUnavailable
-from kvmosaic.tiers.counters import TierCounters
-from kvmosaic.tiers.deadline import Deadline
-from kvmosaic.tiers.lru_index import LRUIndex
-from kvmosaic.tiers.tier import Entry, EntryInfo, TierStat, check_size
+from kvmosaic.eviction import EvictionPolicy
+from kvmosaic.tiers.entry_index import EntryIndex
+from kvmosaic.tiers.tier import Deadline, Entry, EntryInfo, TierCounters, TierStat, check_size
 
 Allocate = Callable[[int], memoryview]
 """Allocates memory of so many bytes, which lives as long as the view: pinned memory, for copies to a GPU."""
 
 
 class HostTier:
-    """Host tier: entries in memory, at most `quota_bytes` of them; LRU eviction.
+    """Host tier: entries in memory, at most `quota_bytes` of them, evicted in the order of a policy.
 
     Entries are immutable from outside: anything but `bytes` is copied on put, and memory from `allocate` is returned
     as a read-only view. An entry that is evicted while being read is no longer counted, and takes memory until its
     last reader drops it.
 
     Raises:
-        InvalidConfig: an invalid quota.
+        InvalidConfig: an invalid quota, or no such policy.
     """
 
     name = "host"
     is_persistent = False
 
     def __init__(
-        self, quota_bytes: int, *, allocate: Allocate | None = None, clock: Callable[[], int] = time.time_ns
+        self,
+        quota_bytes: int,
+        *,
+        eviction: str | EvictionPolicy = "lru",
+        allocate: Allocate | None = None,
+        clock: Callable[[], int] = time.time_ns,
     ) -> None:
         self._quota = parse_bytes(quota_bytes)
         self._allocate = allocate
         self._lock = threading.Lock()
         self._entries: dict[Key, Entry] = {}
-        self._lru_index = LRUIndex(clock)
+        self._index = EntryIndex(clock, eviction)
         self._tally = TierCounters()
         self._is_closed = False
 
@@ -74,9 +78,9 @@ class HostTier:
             with self._lock:
                 entry = self._entries.get(key)
                 if entry is not None:
-                    check_size(key, self._lru_index.size(key), max_bytes)
+                    check_size(key, self._index.size(key), max_bytes)
                     found[key] = entry
-                    self._lru_index.use(key, self._lru_index.now())
+                    self._index.use(key, self._index.now())
             num_bytes = 0 if entry is None else memoryview(entry).nbytes
             self._tally.count(hits=entry is not None, misses=entry is None, get_bytes=num_bytes)
         return found
@@ -95,7 +99,7 @@ class HostTier:
         """See `Tier.touch`."""
         with self._lock:
             for key in keys:
-                self._lru_index.use(key, self._lru_index.now())
+                self._index.use(key, self._index.now())
 
     def quarantine(self, key: Key, reason: str, deadline: Deadline) -> None:
         """Deletes the entry: there is no place to inspect it afterwards."""
@@ -106,17 +110,17 @@ class HostTier:
     def scan(self, deadline: Deadline) -> Iterator[EntryInfo]:
         """See `Tier.scan`."""
         with self._lock:
-            lines = [(key, self._lru_index.get(key)) for key in self._lru_index]
-        for key, line in lines:
+            entries = [(key, self._index.get(key)) for key in self._index]
+        for key, entry in entries:
             if deadline.has_passed:
                 return
-            if line is not None:
-                yield EntryInfo(key, line.num_bytes, line.last_used / 1e9)
+            if entry is not None:
+                yield EntryInfo(key, entry.num_bytes, entry.last_used / 1e9)
 
     def stat(self) -> TierStat:
         """See `Tier.stat`."""
         with self._lock:
-            num_entries, num_bytes = len(self._lru_index), self._lru_index.num_bytes
+            num_entries, num_bytes = len(self._index), self._index.num_bytes
         return TierStat(
             name=self.name,
             address="",
@@ -131,15 +135,15 @@ class HostTier:
         with self._lock:
             self._is_closed = True
             self._entries.clear()
-            self._lru_index.clear()
+            self._index.clear()
 
     def check_invariants(self) -> None:
         """Asserts the class invariants; for tests."""
         with self._lock:
-            self._lru_index.check_invariants()
-            assert self._entries.keys() == set(self._lru_index)
-            assert all(memoryview(entry).nbytes == self._lru_index.size(key) for key, entry in self._entries.items())
-            assert self._lru_index.num_bytes <= self._quota
+            self._index.check_invariants()
+            assert self._entries.keys() == set(self._index)
+            assert all(memoryview(entry).nbytes == self._index.size(key) for key, entry in self._entries.items())
+            assert self._index.num_bytes <= self._quota
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -155,18 +159,18 @@ class HostTier:
         return room.toreadonly()
 
     def _put(self, key: Key, entry: Entry, num_bytes: int) -> None:
-        now = self._lru_index.now()
-        self._lru_index.use(key, now)  # the replaced entry must not be evicted for its own replacement
+        now = self._index.now()
+        self._index.use(key, now)  # the replaced entry must not be evicted for its own replacement
         num_evicted = 0
-        while self._lru_index.num_bytes - self._lru_index.size(key) + num_bytes > self._quota:
-            oldest = self._lru_index.oldest()
-            assert oldest is not None
-            self._drop(oldest)
+        while self._index.num_bytes - self._index.size(key) + num_bytes > self._quota:
+            victim = self._index.first()
+            assert victim is not None
+            self._drop(victim)
             num_evicted += 1
         self._entries[key] = entry
-        self._lru_index.add(key, num_bytes, now)
+        self._index.add(key, num_bytes, now)
         self._tally.count(puts=1, put_bytes=num_bytes, evictions=num_evicted)
 
     def _drop(self, key: Key) -> bool:
-        self._lru_index.drop(key)
+        self._index.drop(key)
         return self._entries.pop(key, None) is not None

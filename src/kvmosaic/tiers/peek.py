@@ -6,8 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.tiers.breaker import Breaker
-from kvmosaic.tiers.deadline import Deadline
-from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, Entry, Tier
+from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, Deadline, Entry, Tier
 
 
 @runtime_checkable

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import DamagedEntry
-from kvmosaic.tiers.deadline import Deadline
 
 Entry: TypeAlias = bytes | bytearray | memoryview
 """A whole stored entry: header, tokens, keys and values. A tier never interprets it."""
-
 MAX_KEY_BYTES = 64
 MAX_ENTRY_BYTES = 2**36
+
+
+class Deadline:
+    """A moment on a monotonic clock."""
+
+    def __init__(self, seconds: float = math.inf, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Ends `seconds` from now; never, by default."""
+        self._clock = clock
+        self._end = clock() + seconds
+
+    @property
+    def remaining(self) -> float:
+        """Seconds left; 0.0 when it has passed."""
+        return max(0.0, self._end - self._clock())
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether no time is left."""
+        return self._clock() >= self._end
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,3 +188,24 @@ def check_size(key: Key, num_bytes: int, max_bytes: int | None) -> None:
             f"the entry {key.hex()} has {num_bytes:,} bytes, expected at most {max_bytes:,}; it is not read, and "
             "computed again; find out who else writes to this place"
         )
+
+
+class TierCounters:
+    """Thread-safe counters of a `TierStat`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(
+            ("hits", "misses", "puts", "put_bytes", "get_bytes", "evictions", "failures", "quarantined"), 0
+        )
+
+    def count(self, **more: int) -> None:
+        """Adds to the named counters."""
+        with self._lock:
+            for name, number in more.items():
+                self._counts[name] += number
+
+    def counts(self) -> dict[str, int]:
+        """All counters by name, as the fields of a `TierStat`."""
+        with self._lock:
+            return dict(self._counts)

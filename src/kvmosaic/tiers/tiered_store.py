@@ -14,13 +14,10 @@ from typing import Generic, TypeVar
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import TierError, TierFull
-from kvmosaic.tiers.deadline import Deadline
-from kvmosaic.tiers.fetch import Fetch, Rank
+from kvmosaic.tiers.fetch import Fetch, FetchWorkers, Rank, TieredStoreStats
 from kvmosaic.tiers.fetch_policy import FetchPolicy, Loading
-from kvmosaic.tiers.fetch_workers import FetchWorkers
 from kvmosaic.tiers.notices import Notices
-from kvmosaic.tiers.tier import Entry, Tier, TierStat
-from kvmosaic.tiers.tiered_store_stats import TieredStoreStats
+from kvmosaic.tiers.tier import Deadline, Entry, Tier, TierStat
 
 logger = logging.getLogger("kvmosaic")
 

@@ -1,19 +1,24 @@
-"""Tier URLs: parsing a text such as `disk:/var/cache/kvmosaic?quota=100GiB`, and opening the tier."""
+"""Tier URLs: parsing a text such as `disk:/var/cache/kvmosaic?quota=100GiB`, and opening the tiers they name."""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl, unquote
 
+from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
-from kvmosaic.errors import InvalidConfig
+from kvmosaic.errors import InvalidConfig, TierError
+from kvmosaic.eviction import choose
+from kvmosaic.tiers.breaker import Breaker
 from kvmosaic.tiers.disk.tier import DiskTier
 from kvmosaic.tiers.host import Allocate, HostTier
 from kvmosaic.tiers.redis.settings import RedisSettings
-from kvmosaic.tiers.tier import Tier
+from kvmosaic.tiers.tier import Deadline, Tier
 
 MAX_URL_CHARACTERS = 4096
 REDIS_SCHEMES = ("redis", "rediss", "unix")
@@ -21,8 +26,11 @@ OBJECT_SCHEMES = ("s3", "gs", "az", "file", "memory")
 TIER_KINDS = ("host", "disk", *REDIS_SCHEMES, *OBJECT_SCHEMES)
 EXAMPLES = "host:4GiB, disk:/var/cache/kvmosaic?quota=100GiB, redis://localhost:6379/0 or s3://bucket/prefix"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,15}):(.*)", re.DOTALL)
-_DISK_OPTIONS = ("quota", "durable")
+_HOST_OPTIONS = ("eviction",)
+_DISK_OPTIONS = ("quota", "durable", "eviction")
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_GREETING_SECONDS = 0.5
+_NO_KEY = Key(bytes(32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +45,8 @@ class TierSpec:
     """Maximum bytes; None: no limit of its own."""
     durable: bool = True
     """Disk: whether each entry is synced, and so survives a power failure."""
+    eviction: str = "lru"
+    """Host and disk: name of the eviction policy."""
     url: str = field(default="", repr=False)
     """The whole URL."""
 
@@ -44,8 +54,8 @@ class TierSpec:
 def parse_tier_url(url: str) -> TierSpec:
     """Parses the URL of a tier; opens nothing.
 
-        host:SIZE                              memory of this process
-        disk:FOLDER?quota=SIZE[&durable=no]    files; %XX for special characters, ~ for the home folder
+        host:SIZE[?eviction=lfu]               memory of this process
+        disk:FOLDER?quota=SIZE[&durable=no]    files, with `eviction` too; %XX for special characters, ~ for home
         redis://… rediss://… unix://…          see `RedisSettings.from_url`
         s3://… gs://… az://… file://… memory:  see `ObjectTier`
 
@@ -88,9 +98,9 @@ def open_tier(place: str | TierSpec, *, allocate: Allocate | None = None) -> Tie
     """
     spec = parse_tier_url(place) if isinstance(place, str) else place
     if spec.kind == "host":
-        return HostTier(_quota_of(spec), allocate=allocate)
+        return HostTier(_quota_of(spec), eviction=spec.eviction, allocate=allocate)
     if spec.kind == "disk":
-        return DiskTier(spec.address, _quota_of(spec), durable=spec.durable)
+        return DiskTier(spec.address, _quota_of(spec), durable=spec.durable, eviction=spec.eviction)
     if spec.kind == "redis":
         from kvmosaic.tiers.redis.tier import RedisTier
 
@@ -109,12 +119,13 @@ def _quota_of(spec: TierSpec) -> int:
 def _host(rest: str) -> TierSpec:
     if not rest:
         raise InvalidConfig("a host tier needs a size: host:4GiB")
-    if "?" in rest:
-        raise InvalidConfig("a host tier has no options; write host:4GiB")
+    text, mark, query = rest.partition("?")
     if rest.startswith("/"):
         raise InvalidConfig(f"a host tier is not at a place ({rest[:64]!r}); write a size, host:4GiB, or disk:FOLDER")
-    size = parse_bytes(rest)
-    return TierSpec("host", "", size, url=f"host:{rest}")
+    options = _options("host", query, _HOST_OPTIONS) if mark else {}
+    if mark and not options:
+        raise InvalidConfig("a host tier has no option after its '?'; write host:4GiB or host:4GiB?eviction=lfu")
+    return TierSpec("host", "", parse_bytes(text), eviction=_eviction(options), url=f"host:{rest}")
 
 
 def _disk(rest: str) -> TierSpec:
@@ -130,7 +141,16 @@ def _disk(rest: str) -> TierSpec:
     durable = options.get("durable", "yes").lower()
     if durable not in _SWITCH:
         raise InvalidConfig(f"durable is {options['durable'][:64]!r}; write yes or no")
-    return TierSpec("disk", _home(folder), parse_bytes(options["quota"]), _SWITCH[durable], url=f"disk:{rest}")
+    return TierSpec(
+        "disk", _home(folder), parse_bytes(options["quota"]), _SWITCH[durable], _eviction(options), f"disk:{rest}"
+    )
+
+
+def _eviction(options: Mapping[str, str]) -> str:
+    """The name of the eviction policy, `lru` by default."""
+    name = options.get("eviction", "lru")
+    choose(name[:64])
+    return name
 
 
 def _check_object_place(kind: str, rest: str) -> None:
@@ -169,3 +189,39 @@ def _without_secrets(kind: str, rest: str) -> str:
     place = rest.partition("?")[0].partition("#")[0]
     slashes = "//" if place.startswith("//") else ""
     return f"{kind}:{slashes}{place.removeprefix('//').rpartition('@')[2]}"
+
+
+def open_tiers(places: Sequence[str | Any], *, allocate: Allocate | None = None) -> list[Tier]:
+    """Opens tiers, fastest first; all of them or none.
+
+    Args:
+        places: URLs (see `open_tier`), or tiers that are open already.
+        allocate: allocator of a host tier's memory; see `HostTier`.
+
+    Raises:
+        InvalidConfig: an invalid URL, an unusable location, or neither a URL nor a tier.
+    """
+    opened: list[Tier] = []
+    try:
+        for place in places:
+            if isinstance(place, str):
+                tier = open_tier(place, allocate=allocate)
+            elif isinstance(place, Tier):
+                tier = place
+            else:
+                raise InvalidConfig(
+                    f"a tier is a URL such as 'disk:/var/cache/kvmosaic?quota=100GiB', or a Tier; got {place!r:.80}"
+                )
+            opened.append(Breaker(tier))
+            _greet(opened[-1])
+    except BaseException:
+        for tier in opened:
+            tier.close()
+        raise
+    return opened
+
+
+def _greet(tier: Tier) -> None:
+    """Probes a tier: if it is unreachable, its breaker logs that now, and not when the first chunk is stored."""
+    with contextlib.suppress(TierError):
+        tier.exists_many([_NO_KEY], Deadline(_GREETING_SECONDS))

@@ -5,9 +5,8 @@ from types import MappingProxyType
 
 import torch
 
-from kvmosaic.entries.codec.codec import Along, Codec, Part, Shape
+from kvmosaic.entries.codec.codec import Along, Codec, Part, Plain, Shape
 from kvmosaic.entries.codec.int4 import Int4
-from kvmosaic.entries.codec.plain import Plain
 from kvmosaic.entries.codec.symmetric import FP8, INT8
 from kvmosaic.entries.header import CodecName
 from kvmosaic.errors import InvalidConfig

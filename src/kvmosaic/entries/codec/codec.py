@@ -1,4 +1,4 @@
-"""Codec: how numbers become fewer bytes, and numbers again."""
+"""Codecs: how numbers become fewer bytes, and numbers again; and no codec, bit for bit."""
 
 from __future__ import annotations
 
@@ -55,3 +55,21 @@ class Codec(Protocol):
     def decode(self, parts: tuple[Tensor, ...], shape: Shape, dtype: torch.dtype, along: Along) -> Tensor:
         """[n, G, D] again, in `dtype`."""
         ...
+
+
+class Plain:
+    """Keeps every bit; decoding copies nothing."""
+
+    name: CodecName = "none"
+
+    def parts(self, shape: Shape, dtype: torch.dtype, along: Along) -> tuple[Part, ...]:
+        """The tensor itself."""
+        return (Part("", dtype, shape),)
+
+    def encode(self, tensor: Tensor, along: Along) -> tuple[Tensor, ...]:
+        """The tensor itself."""
+        return (tensor,)
+
+    def decode(self, parts: tuple[Tensor, ...], shape: Shape, dtype: torch.dtype, along: Along) -> Tensor:
+        """The tensor itself."""
+        return parts[0]

@@ -8,8 +8,15 @@ import torch
 from torch import Tensor
 
 from kvmosaic.entries.codec.codec import Along, Part, Shape
-from kvmosaic.entries.codec.groups import grouped, grouped_scales, scale_shape
-from kvmosaic.entries.codec.scale import SCALE_DTYPE, are_usable, rounded, rounded_down
+from kvmosaic.entries.codec.scale import (
+    SCALE_DTYPE,
+    are_usable,
+    grouped,
+    grouped_scales,
+    rounded,
+    rounded_down,
+    scale_shape,
+)
 from kvmosaic.entries.header import CodecName
 
 GROUP = 32

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from kvmosaic.entries.codec.codec import Along, Part, Shape
-from kvmosaic.entries.codec.groups import grouped, grouped_scales, scale_shape
-from kvmosaic.entries.codec.scale import SCALE_DTYPE, are_usable, rounded
+from kvmosaic.entries.codec.scale import SCALE_DTYPE, are_usable, grouped, grouped_scales, rounded, scale_shape
 from kvmosaic.entries.header import CodecName
 
 GROUP = 64

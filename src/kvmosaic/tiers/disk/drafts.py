@@ -6,9 +6,9 @@ import contextlib
 import os
 from dataclasses import dataclass
 
-from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.disk.files import FileSystem
 from kvmosaic.tiers.disk.names import draft_name, host_of, this_host
+from kvmosaic.tiers.tier import Deadline
 
 STALE_SECONDS = 600
 """A draft of an unknown or another host is stale after so many seconds without a write."""

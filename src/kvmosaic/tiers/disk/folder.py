@@ -12,10 +12,8 @@ from pathlib import Path
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import TierUnavailable
-from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.disk.drafts import DraftFile, DraftFiles
 from kvmosaic.tiers.disk.files import FileSystem
-from kvmosaic.tiers.disk.marker import prepare
 from kvmosaic.tiers.disk.names import (
     MARKER,
     QUARANTINE,
@@ -25,9 +23,10 @@ from kvmosaic.tiers.disk.names import (
     is_draft,
     key_of,
     moment_of,
+    prepare,
     shard_of,
 )
-from kvmosaic.tiers.tier import check_size
+from kvmosaic.tiers.tier import Deadline, check_size
 
 MAX_ASIDE = 16
 """Maximum files in quarantine."""

@@ -1,4 +1,4 @@
-"""The store of a disk tier: entry folder, LRU index and quota."""
+"""The store of a disk tier: entry folder, entry index and quota."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable, Iterable
 
 from kvmosaic.cache.keys import Key
-from kvmosaic.tiers.counters import TierCounters
-from kvmosaic.tiers.deadline import Deadline
+from kvmosaic.eviction import EvictionPolicy
 from kvmosaic.tiers.disk.folder import EntryFolder, FileFacts
 from kvmosaic.tiers.disk.names import shard_of
-from kvmosaic.tiers.lru_index import LRUIndex
+from kvmosaic.tiers.entry_index import EntryIndex
 from kvmosaic.tiers.notices import Notices
-from kvmosaic.tiers.tier import MAX_ENTRY_BYTES
+from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, Deadline, TierCounters
 
 logger = logging.getLogger("kvmosaic.tiers")
 
@@ -29,10 +28,10 @@ _DRAFTS = 1 / 4
 
 
 class DiskStore:
-    """Store of entries in a folder, with an LRU index for the eviction order.
+    """Store of entries in a folder, with an index for the eviction order.
 
-        put:  [ lock: evict LRU until it fits ] ──▶ draft ──written──▶ [ lock: rename ] ──▶ sync
-        LRU index: this process's view of the folder     files: the truth, for every process
+        put:  [ lock: evict until it fits ] ──▶ draft ──written──▶ [ lock: rename ] ──▶ sync
+        index: this process's view of the folder     files: the truth, for every process
 
     Whether an entry exists is read from the folder each time. So entries of other processes are found, and entries
     that they remove are misses. Before an entry is evicted, its file tells its last use, by any process.
@@ -58,6 +57,7 @@ class DiskStore:
         quota_bytes: int,
         tally: TierCounters,
         clock: Callable[[], int] = time.time_ns,
+        eviction: str | EvictionPolicy = "lru",
     ) -> None:
         self._folder = folder
         self._quota = quota_bytes
@@ -65,7 +65,7 @@ class DiskStore:
         self._clock = clock
         self._lock = threading.Lock()
         self._looking = threading.Lock()
-        self._lru_index = LRUIndex(clock)
+        self._index = EntryIndex(clock, eviction)
         self._unseen_bytes = 0
         self._must_look = True
         self._to_see: dict[str, list[Key]] = {}
@@ -78,12 +78,12 @@ class DiskStore:
     @property
     def num_entries(self) -> int:
         """Entries in the index. Never waits: the lock may be held by a call that waits for the disk."""
-        return len(self._lru_index)
+        return len(self._index)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all entries in the index."""
-        return self._lru_index.num_bytes
+        return self._index.num_bytes
 
     @property
     def max_entry_bytes(self) -> int:
@@ -96,7 +96,7 @@ class DiskStore:
         if not self.see_others(num_bytes, deadline):
             return False
         with self._lock:
-            now = self._lru_index.now()
+            now = self._index.now()
             if not self._reserve(key, num_bytes, now, deadline):
                 return False
         draft, is_placed = None, False
@@ -109,7 +109,7 @@ class DiskStore:
                     if draft is not None and self._make_room(key, num_bytes, deadline):
                         self._folder.place(key, draft)
                         is_placed = True
-                        self._lru_index.add(key, num_bytes, now)
+                        self._index.add(key, num_bytes, now)
                         self._unseen_bytes += num_bytes
                 except IsADirectoryError:
                     self._note_blocked(key)
@@ -123,7 +123,7 @@ class DiskStore:
         """Syncs stored entries to disk; returns the keys that are still present."""
         self._folder.sync(keys)
         with self._lock:
-            return {key for key in keys if key in self._lru_index}
+            return {key for key in keys if key in self._index}
 
     def get(self, key: Key, max_bytes: int | None = None) -> bytes | None:
         """The whole entry. An unreadable one is quarantined.
@@ -132,7 +132,7 @@ class DiskStore:
             DamagedEntry: larger than `max_bytes`; it was not read.
         """
         with self._lock:
-            now = self._lru_index.now()
+            now = self._index.now()
         try:
             entry = self._folder.read(key, self.max_entry_bytes, now, max_bytes)
         except OSError as error:
@@ -141,9 +141,9 @@ class DiskStore:
                     self.quarantine(key)
             raise
         with self._lock:
-            if entry is not None and self._lru_index.size(key) == len(entry):
-                self._lru_index.use(key, now)
-            elif entry is not None or key in self._lru_index:
+            if entry is not None and self._index.size(key) == len(entry):
+                self._index.use(key, now)
+            elif entry is not None or key in self._index:
                 self._refresh(key)
         return entry
 
@@ -159,21 +159,23 @@ class DiskStore:
     def touch(self, key: Key) -> None:
         """Marks a use."""
         with self._lock:
-            self._folder.touch(key, self._lru_index.now())
-            self._refresh(key)
+            now = self._index.now()
+            self._folder.touch(key, now)
+            if self._refresh(key):
+                self._index.use(key, now)
 
     def remove(self, key: Key) -> bool:
         """Removes an entry; returns whether there was one."""
         with self._lock:
             was_there = self._folder.remove(key)
-            self._lru_index.drop(key)
+            self._index.drop(key)
         return was_there
 
     def quarantine(self, key: Key) -> bool:
         """Moves an entry to the quarantine; returns whether there was one."""
         with self._lock:
-            was_there = self._folder.quarantine(key, self._lru_index.now(), int(self._quota * _ASIDE))
-            self._lru_index.drop(key)
+            was_there = self._folder.quarantine(key, self._index.now(), int(self._quota * _ASIDE))
+            self._index.drop(key)
         self._tally.count(quarantined=was_there)
         return was_there
 
@@ -212,7 +214,7 @@ class DiskStore:
         """All shards, each with its known keys."""
         with self._lock:
             known: dict[str, list[Key]] = {}
-            for key in self._lru_index:
+            for key in self._index:
                 known.setdefault(shard_of(key), []).append(key)
             drafts = set(self._draft_bytes)
         return {shard: known.get(shard, []) for shard in sorted(self._folder.shards() | known.keys() | drafts)}
@@ -223,7 +225,7 @@ class DiskStore:
             found = self._list(shard)
             for key in known:
                 if key not in found:
-                    self._lru_index.drop(key)
+                    self._index.drop(key)
             for key, facts in found.items():
                 self._write_down(key, facts)
         return found
@@ -231,7 +233,7 @@ class DiskStore:
     def check_invariants(self) -> None:
         """Asserts the class invariants; for tests."""
         with self._lock:
-            self._lru_index.check_invariants()
+            self._index.check_invariants()
 
     def _list(self, shard: str) -> dict[Key, FileFacts]:
         """The remaining entries of a shard; records drafts of other processes in it."""
@@ -245,24 +247,24 @@ class DiskStore:
 
     def _reserve(self, key: Key, num_bytes: int, now: int, deadline: Deadline) -> bool:
         """Reserves space for a draft; False if there is none, or it timed out."""
-        self._lru_index.use(key, now)  # the replaced entry must not be evicted for its own replacement
+        self._index.use(key, now)  # the replaced entry must not be evicted for its own replacement
         if not self._make_room(key, num_bytes, deadline):
             return False
-        if self._lru_index.size(key) and self._taken(None) + num_bytes > self._quota:
+        if self._index.size(key) and self._taken(None) + num_bytes > self._quota:
             self._folder.remove(key)
-            self._lru_index.drop(key)
+            self._index.drop(key)
         self._staged_bytes += num_bytes
         return True
 
     def _taken(self, key: Key | None) -> float:
         """Bytes of drafts and of entries, without the one to be replaced."""
-        replaced = self._lru_index.size(key) if key else 0
+        replaced = self._index.size(key) if key else 0
         drafts = min(sum(self._draft_bytes.values()), self._quota * _DRAFTS)
-        return self._lru_index.num_bytes - replaced + self._staged_bytes + drafts
+        return self._index.num_bytes - replaced + self._staged_bytes + drafts
 
     def _make_room(self, key: Key | None, num_bytes: int, deadline: Deadline) -> bool:
         """Evicts entries until so many bytes fit in place of the key's entry; False if that is not possible."""
-        reprieves, has_listed = len(self._lru_index), False
+        reprieves, has_listed = len(self._index), False
         while self._taken(key) + num_bytes > self._quota:
             if self._draft_bytes and not has_listed:  # their writers may be done, or dead
                 has_listed = True
@@ -278,17 +280,17 @@ class DiskStore:
                     "left goes ten minutes after its last write; raise the quota if they are alive",
                 )
                 return False
-            oldest = self._lru_index.oldest()
-            if deadline.has_passed or oldest is None:
+            victim = self._index.first()
+            if deadline.has_passed or victim is None:
                 return False
-            line, facts = self._lru_index.get(oldest), self._folder.facts(oldest)
+            line, facts = self._index.get(victim), self._folder.facts(victim)
             assert line is not None
             if facts is not None and facts.last_used > line.last_used and reprieves > 0:  # used by another process
                 reprieves -= 1
-                self._lru_index.add(oldest, facts.num_bytes, facts.last_used)
+                self._index.add(victim, facts.num_bytes, facts.last_used)
                 continue
-            self._tally.count(evictions=self._folder.remove(oldest))
-            self._lru_index.drop(oldest)
+            self._tally.count(evictions=self._folder.remove(victim))
+            self._index.drop(victim)
         return True
 
     def _refresh(self, key: Key) -> bool:
@@ -297,15 +299,15 @@ class DiskStore:
         return self._write_down(key, facts)
 
     def _write_down(self, key: Key, facts: FileFacts | None) -> bool:
-        line = self._lru_index.get(key)
+        line = self._index.get(key)
         if facts is not None and facts.num_bytes > self._quota:  # counting it would evict all others
             with contextlib.suppress(OSError):
                 self._tally.count(evictions=self._folder.remove(key))
             facts = None
         if facts is None:
-            self._lru_index.drop(key)
+            self._index.drop(key)
         elif line is None or line.num_bytes != facts.num_bytes or line.last_used < facts.last_used:
-            self._lru_index.add(key, facts.num_bytes, facts.last_used)
+            self._index.add(key, facts.num_bytes, facts.last_used)
         return facts is not None
 
     def _note_blocked(self, key: Key) -> None:

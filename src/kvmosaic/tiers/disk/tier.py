@@ -13,12 +13,11 @@ from pathlib import Path
 from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
 from kvmosaic.errors import TierFull, TierUnavailable
-from kvmosaic.tiers.counters import TierCounters
-from kvmosaic.tiers.deadline import Deadline
+from kvmosaic.eviction import EvictionPolicy
 from kvmosaic.tiers.disk.files import FileSystem, RealFiles
 from kvmosaic.tiers.disk.folder import EntryFolder
 from kvmosaic.tiers.disk.store import DiskStore
-from kvmosaic.tiers.tier import Entry, EntryInfo, TierStat
+from kvmosaic.tiers.tier import Deadline, Entry, EntryInfo, TierCounters, TierStat
 
 logger = logging.getLogger("kvmosaic.tiers")
 
@@ -28,7 +27,7 @@ _TRIMMING_SECONDS = 1.0
 
 
 class DiskTier:
-    """Disk tier: entries as files, at most `quota_bytes` of them; LRU eviction.
+    """Disk tier: entries as files, at most `quota_bytes` of them, evicted in the order of a policy.
 
     Entries outlive the process, however it ends. `DiskStore` documents sharing between processes, `EntryFolder` the
     folder's layout. Nothing is kept open between calls.
@@ -36,7 +35,8 @@ class DiskTier:
     A read-only folder can still be read: then `put_many` raises, and `get_many` does not.
 
     Raises:
-        InvalidConfig: not a folder, one with foreign files in it, or of another version; an invalid quota.
+        InvalidConfig: not a folder, one with foreign files in it, or of another version; an invalid quota; no
+            such policy.
         TierUnavailable: the folder cannot be made, listed or marked now.
     """
 
@@ -49,17 +49,27 @@ class DiskTier:
         quota_bytes: int,
         *,
         durable: bool = True,
+        eviction: str | EvictionPolicy = "lru",
         files: FileSystem | None = None,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
-        """`durable`: sync each entry to disk, so that it also survives a power failure."""
+        """Opens the folder.
+
+        Args:
+            folder: created if it does not exist.
+            quota_bytes: maximum bytes of entries and drafts.
+            durable: sync each entry to disk, so that it also survives a power failure.
+            eviction: a policy or its name. Uses are counted by this process, since it opened the folder.
+            files: file system calls.
+            clock: nanoseconds since the epoch.
+        """
         self._quota = parse_bytes(quota_bytes)
         self._path = Path(os.path.abspath(folder))  # noqa: PTH100  resolve() would follow links
         self._tally = TierCounters()
         self._is_closed = False
         with self._failing():
             entries = EntryFolder(self._path, files or RealFiles(), durable=durable)
-            self._store = DiskStore(entries, self._quota, self._tally, clock)
+            self._store = DiskStore(entries, self._quota, self._tally, clock, eviction)
             self._store.see_others(0, Deadline())
         with contextlib.suppress(TierUnavailable), self._failing():
             self._store.trim(Deadline(_TRIMMING_SECONDS))

@@ -17,11 +17,18 @@ from typing import Any, TypeVar
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import InvalidConfig, TierError, TierFull, TierUnavailable
-from kvmosaic.tiers.counters import TierCounters
-from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.notices import Notices
 from kvmosaic.tiers.object_store.settings import ObjectSettings
-from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Entry, EntryInfo, TierStat, check_size
+from kvmosaic.tiers.tier import (
+    MAX_ENTRY_BYTES,
+    MAX_KEY_BYTES,
+    Deadline,
+    Entry,
+    EntryInfo,
+    TierCounters,
+    TierStat,
+    check_size,
+)
 
 try:
     import obstore

@@ -1,17 +1,18 @@
-"""RedisLink: connections to one Redis server, with a deadline on every wait."""
+"""RedisLink: connections to one Redis server, with a deadline on every wait; and its replies, validated before use."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 from kvmosaic.errors import InvalidConfig, TierFull, TierUnavailable
-from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.redis.settings import RedisSettings
+from kvmosaic.tiers.tier import Deadline
 
 try:
     import redis
@@ -211,3 +212,33 @@ class RedisLink:
 
 def _is_timeout(error: Exception) -> bool:
     return isinstance(error, TimeoutError | redis.TimeoutError)
+
+
+def integers(reply: object, count: int) -> list[int] | None:
+    """A reply of `count` integers; None for anything else."""
+    if isinstance(reply, list) and len(reply) == count and all(type(number) is int for number in reply):
+        return reply
+    return None
+
+
+def items(reply: object, count: int) -> Sequence[Any]:
+    """A reply of `count` items of any kind; `count` times None for anything else."""
+    return reply if isinstance(reply, list) and len(reply) == count else [None] * count
+
+
+def cursor_and_names(reply: object) -> tuple[bytes, list[bytes]]:
+    """Result of a scan step; the end, and no names, for anything else."""
+    cursor, names = items(reply, 2)
+    if not isinstance(cursor, bytes) or not cursor.isdigit() or not isinstance(names, list):
+        return b"0", []
+    return cursor, [name if isinstance(name, bytes) else b"" for name in names]
+
+
+def size_and_moment(reply: object) -> tuple[int, float]:
+    """Bytes of an entry (-1: absent), and the microsecond of its last use (0.0: unknown)."""
+    num_bytes, moment = items(reply, 2)
+    try:
+        micros = float(moment)
+    except (TypeError, ValueError, OverflowError):
+        micros = 0.0
+    return num_bytes if type(num_bytes) is int else -1, micros if math.isfinite(micros) else 0.0

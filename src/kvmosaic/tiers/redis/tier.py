@@ -14,14 +14,30 @@ from typing import Any, TypeVar
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import TierError, TierFull, TierUnavailable
-from kvmosaic.tiers.counters import TierCounters
-from kvmosaic.tiers.deadline import Deadline
 from kvmosaic.tiers.redis import scripts
-from kvmosaic.tiers.redis.link import Command, OutOfTime, RedisLink, Refused, Session
+from kvmosaic.tiers.redis.link import (
+    Command,
+    OutOfTime,
+    RedisLink,
+    Refused,
+    Session,
+    cursor_and_names,
+    integers,
+    items,
+    size_and_moment,
+)
 from kvmosaic.tiers.redis.parts import Parts, slices
-from kvmosaic.tiers.redis.replies import cursor_and_names, integers, items, size_and_moment
 from kvmosaic.tiers.redis.settings import RedisSettings
-from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Entry, EntryInfo, TierStat, check_size
+from kvmosaic.tiers.tier import (
+    MAX_ENTRY_BYTES,
+    MAX_KEY_BYTES,
+    Deadline,
+    Entry,
+    EntryInfo,
+    TierCounters,
+    TierStat,
+    check_size,
+)
 
 logger = logging.getLogger("kvmosaic")
 

@@ -11,8 +11,7 @@ from kvmosaic.integrations.vllm.front.document_fields import Resolve, read_docum
 from kvmosaic.integrations.vllm.front.served_model import ServedModel, template_tools
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
-from kvmosaic.prompt.breakpoints import take_marked
-from kvmosaic.prompt.chat_request import check_variables, known_roles, take_separated
+from kvmosaic.prompt.chat_request import check_variables, known_roles, take_marked, take_separated
 from kvmosaic.prompt.separator import named_parts
 
 Body = Mapping[str, Any]

@@ -14,7 +14,7 @@ from kvmosaic.integrations.vllm.front.encoded_request import composed
 from kvmosaic.integrations.vllm.front.error_replies import Refusal, refusal_of
 from kvmosaic.integrations.vllm.front.how import FIELDS, How
 from kvmosaic.integrations.vllm.front.older_chat import as_completion
-from kvmosaic.prompt.breakpoints import MARKS
+from kvmosaic.prompt.chat_request import MARKS
 
 Route = Literal["chat", "completion", "response"]
 COMPLETIONS = "/v1/completions"

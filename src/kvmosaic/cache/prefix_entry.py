@@ -1,17 +1,58 @@
-"""Sorted children: prefix entries with the same parent, searched by common prefix."""
+"""Prefix entries: cached blocks, and the sorted children of one, searched by common prefix."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from kvmosaic.cache.keys import TOKEN_BYTES
-
-if TYPE_CHECKING:
-    from kvmosaic.cache.prefix_cache import PrefixEntry
+from kvmosaic.cache.block_pool import BlockId
+from kvmosaic.cache.keys import TOKEN_BYTES, Key
 
 _MAX_IN_A_BUCKET = 1_024
+
+
+class PrefixEntry:
+    """One cached block: its tokens, after those of all its ancestors."""
+
+    __slots__ = (
+        "_children",
+        "block_id",
+        "hits",
+        "is_dropped",
+        "key",
+        "last_used",
+        "parent",
+        "queue_entry",
+        "ref_count",
+        "root",
+        "step",
+        "tokens",
+    )
+
+    def __init__(
+        self, key: Key, root: Key, parent: PrefixEntry | None, tokens: bytes, block_id: BlockId, step: int = 0
+    ) -> None:
+        self.key = key
+        self.root = root
+        self.parent = parent
+        self.tokens = tokens
+        self.block_id = block_id
+        self.ref_count = 0
+        """Allocations that hold this entry; they hold all of its ancestors too."""
+        self._children: PrefixEntry | SortedChildren | None = None
+        self.hits = 0
+        """Spans that were allocated to it, or copied its first tokens."""
+        self.step = step
+        """The step that computes its last token."""
+        self.last_used = 0.0
+        self.queue_entry: tuple[float, int, PrefixEntry] | None = None
+        self.is_dropped = False
+        """Not in the index any more: evicted, or registered by a step that failed."""
+
+    @property
+    def children(self) -> SortedChildren | None:
+        """Child entries, read only; None if there are none."""
+        return unpacked(self._children)
 
 
 class SortedChildren:

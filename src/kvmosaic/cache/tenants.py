@@ -1,12 +1,47 @@
-"""A tenant account: usage and eviction queue of one tenant's chunks, or of all tenants'."""
+"""Tenants: usage, pinned names and eviction queue of each one's chunks."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvmosaic.cache.chunk import Chunk
-from kvmosaic.cache.pinned_names import PinnedNames
+from kvmosaic.errors import QuotaExceeded
 from kvmosaic.eviction import EvictionQueue
+
+MAX_PINNED_NAMES = 10_000
+_PART = re.compile(r" \([0-9]+/[0-9]+\)$")
+
+
+class PinnedNames:
+    """Names of one tenant; chunks with such a name, or parts of a split document with one, are to be pinned."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def add(self, name: str) -> None:
+        """Adds a name.
+
+        Raises:
+            QuotaExceeded: too many names; the limit bounds memory, since names come from clients.
+        """
+        if name not in self._names and len(self._names) >= MAX_PINNED_NAMES:
+            raise QuotaExceeded(
+                f"{len(self._names)} documents are pinned already and {MAX_PINNED_NAMES} is the limit; unpin one first"
+            )
+        self._names.add(name)
+
+    def discard(self, name: str) -> None:
+        """Removes a name; safe for an absent one."""
+        self._names.discard(name)
+
+    def cover(self, names: Iterable[str]) -> bool:
+        """Whether one of a chunk's names is pinned."""
+        return bool(self._names) and any(name in self._names or _PART.sub("", name) in self._names for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +75,7 @@ class TenantAccount:
     def __init__(self) -> None:
         self.quota_bytes: int | None = None
         self.quota_blocks: int | None = None
-        self.kept = PinnedNames()
+        self.pinned_names = PinnedNames()
         """Chunks with these names are pinned as soon as they are ready."""
         self.num_chunks = 0
         self.num_blocks = 0
@@ -57,7 +92,7 @@ class TenantAccount:
     @property
     def is_closed(self) -> bool:
         """Whether it is empty and can be removed."""
-        return not self.num_blocks and self.quota_bytes is None and not self.kept
+        return not self.num_blocks and self.quota_bytes is None and not self.pinned_names
 
     def has_room(self, num_blocks: int) -> bool:
         """Whether so many more blocks are within the quota."""
