@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvmosaic.integrations.vllm.metrics import ComposingPromMetrics, ComposingStats
 from kvmosaic.integrations.vllm.operations import FetchReport, FingerprintReport, Operations, WorkerFacts
-from kvmosaic.integrations.vllm.scheduler.access import calling_scheduler
 from kvmosaic.integrations.vllm.scheduler.scheduler_side import SchedulerSide
 from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
 from kvmosaic.integrations.vllm.worker.tier_side import WorkerTiers, open_worker_tiers
@@ -218,3 +218,22 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
     def _mover(self) -> ComposingWorker:
         assert self._worker is not None
         return self._worker
+
+
+def calling_scheduler() -> Any:
+    """Returns the scheduler whose constructor is calling.
+
+    vLLM creates a connector inside its scheduler, but passes it neither that scheduler nor any other way to request
+    computation. So it is read from the call stack, and nothing in it is changed: only its public `add_request` and
+    its cache manager are used.
+
+    Raises:
+        LookupError: no caller is a scheduler.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if hasattr(candidate, "add_request") and hasattr(candidate, "schedule"):
+            return candidate
+        frame = frame.f_back  # type: ignore[assignment]
+    raise LookupError("no scheduler is making this connector")

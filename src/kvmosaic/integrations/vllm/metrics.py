@@ -8,9 +8,8 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvmosaic.integrations.vllm import reports
-from kvmosaic.integrations.vllm.families import BY_NAME, FAMILIES, LABEL_VALUES
-from kvmosaic.integrations.vllm.report_counters import ReportCounters, merged, summary
+from kvmosaic.integrations.vllm.report import SHELF
+from kvmosaic.integrations.vllm.report_counters import BY_NAME, FAMILIES, LABEL_VALUES, ReportCounters, merged, summary
 from kvmosaic.metrics.family import Family
 
 
@@ -67,7 +66,7 @@ class ComposingPromMetrics(KVConnectorPromMetrics):
                 else:
                     series.inc(number)
         for request_id, report in transfer_stats_data.get("reports", {}).items():
-            reports.put(request_id, report)
+            SHELF.put(request_id, report)
 
 
 @cache

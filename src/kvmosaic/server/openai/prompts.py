@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvmosaic.api.documents import DocumentFields
 from kvmosaic.errors import InvalidMessages, InvalidPrompt
 from kvmosaic.llm import LLM
 from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.breakpoints import take_marked
 from kvmosaic.prompt.chat_request import check_variables, known_roles, take_separated
 from kvmosaic.prompt.separator import named_parts
-from kvmosaic.server.openai.documents import DocumentFields, notes_of, read_documents, told_by_place
+from kvmosaic.server.openai.documents import notes_of, read_documents, told_by_place
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvmosaic.api.documents import DocumentFields, document_texts
+from kvmosaic.api.errors import read_body
 from kvmosaic.errors import InvalidMessages, InvalidPrompt
-from kvmosaic.integrations.vllm.front.document_fields import Resolve, read_documents
 from kvmosaic.integrations.vllm.front.served_model import ServedModel, template_tools
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
@@ -21,7 +22,7 @@ Body = Mapping[str, Any]
 class Renderer:
     """Renders the prompts of one served model; None is a prompt without documents, which vLLM renders itself."""
 
-    def __init__(self, model: ServedModel, settings: FrontSettings, resolve: Resolve) -> None:
+    def __init__(self, model: ServedModel, settings: FrontSettings, resolve: Callable[[str], Document]) -> None:
         self.model = model
         self.encoder = PromptEncoder(
             model.tokenizer, settings, vocab_size=model.vocab_size, max_positions=model.max_positions
@@ -68,7 +69,7 @@ class Renderer:
             InvalidPrompt: documents together with several prompts or token ids; see also its subclasses.
             UnknownDocument: an id that is not stored.
         """
-        documents = read_documents(body.get("documents"), self._resolve, self._settings.max_prompt_chunks)
+        documents = self._documents(body)
         given, separator = body.get("prompt"), self._settings.separator
         texts = [given] if isinstance(given, str) else given if isinstance(given, list) else []
         if not documents and not any(_is_split(text, separator) for text in texts):
@@ -96,7 +97,7 @@ class Renderer:
         return self.encoder.encode_documents(documents, system, **options)
 
     def _conversation(self, body: Body, messages: Any, options: dict[str, Any]) -> Prompt | None:
-        documents = read_documents(body.get("documents"), self._resolve, self._settings.max_prompt_chunks)
+        documents = self._documents(body)
         if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
             if not documents:
                 return None  # vLLM reports the error best
@@ -111,6 +112,10 @@ class Renderer:
         if not (documents or marked or separated):
             return None
         return self._encoded(body, kept, (*documents, *separated, *marked), options)
+
+    def _documents(self, body: Body) -> tuple[Document, ...]:
+        fields = read_body(DocumentFields, {"documents": body.get("documents")})
+        return document_texts(fields.documents or (), self._resolve)
 
     def _encoded(
         self,

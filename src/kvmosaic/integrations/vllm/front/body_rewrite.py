@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from kvmosaic.api.errors import ApiError
 from kvmosaic.errors import InvalidPrompt, KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD, Composition
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
 from kvmosaic.integrations.vllm.front.encoded_request import composed
-from kvmosaic.integrations.vllm.front.error_replies import Refusal, refusal_of
-from kvmosaic.integrations.vllm.front.how import FIELDS, How
+from kvmosaic.integrations.vllm.front.internal_requests import api_error
 from kvmosaic.integrations.vllm.front.older_chat import as_completion
+from kvmosaic.integrations.vllm.front.settings import FIELDS, How
 from kvmosaic.prompt.breakpoints import MARKS
 
 Route = Literal["chat", "completion", "response"]
@@ -63,7 +64,7 @@ def rewritten(content: bytes, route: Route, renderer: Callable[[], Renderer], de
     A body that already has segment boundaries is checked and stays as it is.
 
     Raises:
-        Refusal: invalid documents, or fields that do not go with them.
+        ApiError: invalid documents, or fields that do not go with them.
     """
     try:
         body = json.loads(content)
@@ -75,7 +76,7 @@ def rewritten(content: bytes, route: Route, renderer: Callable[[], Renderer], de
         ready = _rewritten(body, route, renderer(), default)
         return replace(ready, content=content) if ready is not None and not ready.content else ready
     except KVMosaicError as error:
-        raise refusal_of(error, body) from error
+        raise api_error(error, body.get("documents")) from error
 
 
 def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: How) -> Rewritten | None:
@@ -84,7 +85,7 @@ def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: 
     if prompt is None and (not isinstance(params, dict) or params.get(FIELD) is None):
         return None
     if not renderer.model.has_connector:
-        raise Refusal(
+        raise ApiError(
             501,
             "this vLLM runs without the connector that composes documents; start it with kvmosaic vllm serve, or with "
             """--kv-transfer-config '{"kv_connector": "kvmosaic", "kv_role": "kv_both"}'""",
@@ -95,7 +96,7 @@ def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: 
         return _as_it_is(b"", body)
     is_elsewhere = route != "completion" and not renderer.model.takes_chat_tokens
     if is_elsewhere and (route == "response" or renderer.model.reasons):
-        raise Refusal(
+        raise ApiError(
             501,
             "this vLLM takes no token ids here, so documents cannot be composed; send the prompt to /v1/completions, "
             "or update vLLM (0.32 takes them)",
@@ -134,7 +135,7 @@ def _check_borders(body: dict[str, Any], route: Route, params: dict[str, Any]) -
     token_ids = body.get("prompt") if route == "completion" else params.get(_TOKENS)
     if not isinstance(token_ids, list) or not all(type(token) is int for token in token_ids):
         place = "prompt" if route == "completion" else f"kv_transfer_params.{_TOKENS}"
-        raise Refusal(
+        raise ApiError(
             400,
             f"kv_transfer_params.{FIELD} counts token ids; send {place} as a list of them, or documents as text",
             param="kv_transfer_params",
@@ -147,7 +148,7 @@ def _check_others(body: dict[str, Any], route: Route) -> None:
         value = body.get(name)
         is_fine = value in allowed or (name == "add_special_tokens" and route == "completion" and value is True)
         if not is_fine:
-            raise Refusal(400, f"{name} is {value!r:.80}, which does not go with documents; leave it out", param=name)
+            raise ApiError(400, f"{name} is {value!r:.80}, which does not go with documents; leave it out", param=name)
 
 
 def _given_params(body: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +157,7 @@ def _given_params(body: dict[str, Any]) -> dict[str, Any]:
         raise InvalidPrompt(f"kv_transfer_params is {params!r:.80}; send an object, or leave it out")
     for name in (FIELD, _TOKENS):
         if name in params:
-            raise Refusal(
+            raise ApiError(
                 400,
                 f"kv_transfer_params has {name}, and there are documents too; send one of them",
                 param="kv_transfer_params",

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmosaic.errors import InvalidPrompt
-from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.front.how import How
-from kvmosaic.integrations.vllm.strategy import choose_strategy
+from kvmosaic.integrations.vllm.contract import Composition, choose_strategy
+from kvmosaic.integrations.vllm.front.settings import How
 from kvmosaic.prompt import Prompt, SegmentKind
 
 

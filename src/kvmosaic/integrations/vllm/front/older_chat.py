@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvmosaic.integrations.vllm.front.error_replies import Refusal
+from kvmosaic.api.errors import ApiError
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "tools": (None, []),
@@ -25,11 +25,11 @@ def as_completion(body: Mapping[str, Any], token_ids: Sequence[int], max_positio
     """The body of /v1/completions that samples the same answer.
 
     Raises:
-        Refusal: 501, a field that only vLLM's chat route supports.
+        ApiError: 501, a field that only vLLM's chat route supports.
     """
     for name, allowed in _REFUSED.items():
         if body.get(name) not in allowed:
-            raise Refusal(
+            raise ApiError(
                 501,
                 f"with documents, this vLLM knows no {name} in a conversation; leave {name} out, or update vLLM (0.32 "
                 "knows them)",

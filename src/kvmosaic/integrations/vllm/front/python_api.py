@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvmosaic.errors import InvalidConfig, InvalidPrompt
+from kvmosaic.integrations.vllm.contract import trained_positions
 from kvmosaic.integrations.vllm.front.encoded_request import EncodedRequest, composed
-from kvmosaic.integrations.vllm.front.how import How
 from kvmosaic.integrations.vllm.front.served_model import ServedModel, template_tools
+from kvmosaic.integrations.vllm.front.settings import How
 from kvmosaic.integrations.vllm.plugin import NAME
-from kvmosaic.integrations.vllm.strategy import trained_positions
 from kvmosaic.prompt import Prompt, PromptEncoder, PromptOptions
 from kvmosaic.prompt.chat_request import known_roles
 

@@ -1,4 +1,4 @@
-"""State of one composed request, from arrival to finish."""
+"""Composed requests: the state of each from arrival to finish, and its report."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.operations import Move, RepairedRun
+from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import ChunkPrompt, PromptPiece
 from kvmosaic.integrations.vllm.scheduler.tier_side import LoadedChunk
 from kvmosaic.integrations.vllm.scheduler.trouble import Bypass
@@ -60,3 +61,25 @@ class ComposedRequest:
     def position_shift(self) -> int:
         """How many positions before its index a token of the question or the answer is."""
         return 0 if self.bypass else self.composition.end - self.composition.question_position
+
+
+def report_of(composed: ComposedRequest) -> ComposedReport:
+    """Reports what was reused, moved and computed, or why the request was bypassed."""
+    shape, num_tokens = composed.composition, composed.request.num_prompt_tokens
+    if composed.bypass is not None:
+        return ComposedReport(shape, num_tokens, prefix_tokens=composed.num_cached, bypass=composed.bypass.reason)
+    outcomes = []
+    seen: set[int] = set()
+    for piece in composed.pieces:
+        if piece.chunk is not None:
+            outcomes.append(ChunkOutcome("same") if piece.prompt in seen else _outcome(composed, piece.prompt))
+            seen.add(piece.prompt)
+    return ComposedReport(shape, num_tokens, tuple(outcomes), min(composed.num_cached, shape.end))
+
+
+def _outcome(composed: ComposedRequest, prompt: int) -> ChunkOutcome:
+    if prompt not in composed.asked:
+        return ChunkOutcome("cached")
+    if (loaded := composed.loaded.get(prompt)) is not None:
+        return ChunkOutcome("cached", loaded.tier, loaded.seconds)
+    return ChunkOutcome("computed" if composed.asked[prompt] else "awaited")

@@ -1,4 +1,4 @@
-"""Paged layout: keys and values as two views of a cache, token by token, with any strides."""
+"""Paged layouts: keys and values as two views of a cache, token by token, with any strides."""
 
 from __future__ import annotations
 
@@ -69,3 +69,71 @@ def checked(
         if not torch.equal(read_keys, keys) or not torch.equal(read_values, values):
             raise NotMovable(f"{layer_name}: keys and values that {backend} wrote are not found in its cache")
     return layout
+
+
+class StackedLayout:
+    """A cache with a dimension of two: keys, values.
+
+    cache [N, 2, P, G, D]    or, of other backends,    [2, N, P, G, D]
+    """
+
+    @classmethod
+    def of(cls, layer_name: str, layer: Any, kv_cache: Any) -> PagedLayout | None:
+        """The layout of such a cache; None for another one.
+
+        Raises:
+            NotMovable: the backend writes elsewhere, or quantized numbers.
+        """
+        if not isinstance(kv_cache, Tensor) or kv_cache.dim() != 5:
+            return None
+        if kv_cache.shape[1] == 2:
+            return checked(layer_name, layer, (kv_cache,), 0, lambda cache: (cache[:, 0], cache[:, 1]))
+        if kv_cache.shape[0] == 2:
+            return checked(layer_name, layer, (kv_cache,), 1, lambda cache: (cache[0], cache[1]))
+        return None
+
+
+class SeparateLayout:
+    """A pair of caches.
+
+    keys [N, P, G, D]    values [N, P, G, Dv]
+    """
+
+    @classmethod
+    def of(cls, layer_name: str, layer: Any, kv_cache: Any) -> PagedLayout | None:
+        """The layout of such a pair; None for another cache.
+
+        Raises:
+            NotMovable: the backend writes elsewhere, or quantized numbers.
+        """
+        if not isinstance(kv_cache, tuple | list) or len(kv_cache) != 2 or hasattr(layer, "kv_lora_rank"):
+            return None
+        if not all(isinstance(part, Tensor) and part.dim() == 4 for part in kv_cache):
+            return None
+        return checked(layer_name, layer, tuple(kv_cache), 0, lambda keys, values: (keys, values))
+
+
+class JoinedLayout:
+    """The cache that vLLM always shows as [blocks, heads, tokens, numbers], whatever the byte order.
+
+    cache [N, G, P, D + Dv]:    one row │ key │ value │
+    """
+
+    @classmethod
+    def of(cls, layer_name: str, layer: Any, kv_cache: Any) -> PagedLayout | None:
+        """The layout of such a cache; None for another one.
+
+        Raises:
+            NotMovable: the backend writes elsewhere, or quantized numbers.
+        """
+        num_heads, key_size, value_size = heads_of(layer)
+        if not isinstance(kv_cache, Tensor) or kv_cache.dim() != 4 or kv_cache.shape[1] != num_heads:
+            return None
+        if kv_cache.shape[3] != key_size + value_size:
+            return None
+
+        def views(cache: Tensor) -> tuple[Tensor, Tensor]:
+            rows = cache.transpose(1, 2)
+            return rows[..., :key_size], rows[..., key_size:]
+
+        return checked(layer_name, layer, (kv_cache,), 0, views)
