@@ -9,8 +9,7 @@ import torch
 from support.vllm.asking import documents
 
 from kvmosaic.integrations.vllm.operations import Move
-from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
-from kvmosaic.integrations.vllm.worker.mover import Mover
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, Mover
 
 CHUNK, SHORT, LONG = 150, 37, 301
 DTYPES = {"float32": 1e-6, "bfloat16": 2**-5}

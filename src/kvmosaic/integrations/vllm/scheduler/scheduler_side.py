@@ -13,11 +13,10 @@ from kvmosaic.errors import KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD, Composition, trained_positions
 from kvmosaic.integrations.vllm.operations import Move, Operations, RepairedRun, ShiftedTokens, WorkerFacts
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
-from kvmosaic.integrations.vllm.scheduler.block_hashes import ComposedHasher
 from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP, BlockStore, WriteLog
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import PromptPiece, repaired_runs, take_apart
 from kvmosaic.integrations.vllm.scheduler.chunk_requests import ChunkRequests
-from kvmosaic.integrations.vllm.scheduler.composed import ComposedRequest, SeenBlocks, report_of
+from kvmosaic.integrations.vllm.scheduler.composed import ComposedHasher, ComposedRequest, SeenBlocks, report_of
 from kvmosaic.integrations.vllm.scheduler.tier_side import LoadedChunk, Tiering
 from kvmosaic.integrations.vllm.scheduler.trouble import (
     Bypass,
