@@ -65,7 +65,7 @@ def look(engine: Any) -> dict[str, Any]:
         "root": type(places.root).__name__,
         "layouts": [type(place.layout).__name__ for place in places.layers],
         "turned": [place.rotation and [place.rotation.first, place.rotation.rotary_dim] for place in places.layers],
-        "interleaved": [place.rotation and place.rotation.is_interleaved for place in places.layers],
+        "interleaved": [place.rotation and place.rotation.layout == "interleaved" for place in places.layers],
         "shared": len({place.rotation for place in places.layers}),
     }
 

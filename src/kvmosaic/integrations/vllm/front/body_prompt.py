@@ -11,9 +11,9 @@ from kvmosaic.api.errors import read_body
 from kvmosaic.errors import InvalidMessages, InvalidPrompt
 from kvmosaic.integrations.vllm.front.served_model import ServedModel, template_tools
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
-from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
+from kvmosaic.prompt import Document, Prompt, read_messages
 from kvmosaic.prompt.breakpoints import take_marked
-from kvmosaic.prompt.chat_request import check_variables, known_roles, take_separated
+from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_separated
 from kvmosaic.prompt.separator import named_parts
 
 Body = Mapping[str, Any]
@@ -24,9 +24,7 @@ class Renderer:
 
     def __init__(self, model: ServedModel, settings: FrontSettings, resolve: Callable[[str], Document]) -> None:
         self.model = model
-        self.encoder = PromptEncoder(
-            model.tokenizer, settings, vocab_size=model.vocab_size, max_positions=model.max_positions
-        )
+        self.encoder = model.encoder(settings)
         self._settings = settings
         self._resolve = resolve
 
@@ -78,9 +76,7 @@ class Renderer:
             raise InvalidPrompt("documents go with one prompt of text; send a request for each prompt")
         if not documents:
             return self.encoder.encode(texts[0])
-        parts = named_parts(texts[0], separator)
-        system, bodies, question = (None, [], parts) if isinstance(parts, str) else parts
-        return self.encoder.encode(Prompt.from_documents((*documents, *map(Document, bodies)), question, system=system))
+        return self.encoder.encode(separated_prompt(texts[0], separator, documents))
 
     def warming(self, documents: Sequence[Document], system: str | None, endpoint: str | None) -> Prompt:
         """A prompt whose segments before the question equal those of later prompts with these documents.

@@ -11,10 +11,9 @@ from kvmosaic.api.errors import ApiError
 from kvmosaic.errors import InvalidPrompt, KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD, Composition
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
-from kvmosaic.integrations.vllm.front.encoded_request import composed
+from kvmosaic.integrations.vllm.front.encoded_request import FIELDS, How, composed
 from kvmosaic.integrations.vllm.front.internal_requests import api_error
 from kvmosaic.integrations.vllm.front.older_chat import as_completion
-from kvmosaic.integrations.vllm.front.settings import FIELDS, How
 from kvmosaic.prompt.breakpoints import MARKS
 
 Route = Literal["chat", "completion", "response"]

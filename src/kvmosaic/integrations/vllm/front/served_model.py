@@ -12,6 +12,8 @@ from typing import Any
 from kvmosaic.api.errors import ApiError
 from kvmosaic.integrations.vllm.contract import trained_positions
 from kvmosaic.integrations.vllm.plugin import NAME
+from kvmosaic.prompt import PromptEncoder
+from kvmosaic.prompt.settings import PromptSettings
 
 _PLACES = ("online_renderer", "openai_serving_render")
 """Attributes in which vLLM 0.32 and 0.23 keep the conversation renderer."""
@@ -40,6 +42,10 @@ class ServedModel:
     def trained_positions(self) -> int | None:
         """Max trained position of the model; None: unknown."""
         return self.max_positions if self.config is None else trained_positions(self.config)
+
+    def encoder(self, settings: PromptSettings) -> PromptEncoder:
+        """The encoder of its prompts."""
+        return PromptEncoder(self.tokenizer, settings, vocab_size=self.vocab_size, max_positions=self.max_positions)
 
     def template_for(self, wanted: str | None, tools: Any) -> str | None:
         """The template that vLLM would use; None: the tokenizer's own."""

@@ -129,5 +129,5 @@ def _rotation(place: LayerPlace) -> str:
     rotation = place.rotation
     if rotation is None:
         return "not turned"
-    pairs = "neighbours" if rotation.is_interleaved else "halves"
+    pairs = "neighbours" if rotation.layout == "interleaved" else "halves"
     return f"{rotation.rotary_dim} of {place.layout.key_size} numbers from {rotation.first} on, paired by {pairs}"

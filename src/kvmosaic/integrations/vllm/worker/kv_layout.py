@@ -72,7 +72,7 @@ class KVLayout:
                 at_end = layout.is_latent or int(getattr(rotary, "head_size", layout.key_size)) < layout.key_size
                 rotation = find_key_rotation(name, rotary, dtype, layout.key_size, at_end=at_end)
                 if getattr(layout, "is_sorted_apart", False):
-                    rotation = replace(rotation, is_interleaved=False)
+                    rotation = replace(rotation, layout="half")
                 rotation = turnings.setdefault((id(rotary), rotation.first), rotation)
             places.append(LayerPlace(name, layer, layout, rotation))
         if not turnings:

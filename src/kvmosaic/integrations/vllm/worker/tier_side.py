@@ -24,8 +24,7 @@ from kvmosaic.integrations.vllm.operations import (
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
 from kvmosaic.integrations.vllm.tier_settings import tier_config
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
-from kvmosaic.integrations.vllm.worker.stored_entries import Share, StoredEntries
-from kvmosaic.integrations.vllm.worker.weight_fingerprint import worker_fingerprint
+from kvmosaic.integrations.vllm.worker.stored_entries import Share, StoredEntries, worker_fingerprint
 from kvmosaic.memory import ChunkTensors
 from kvmosaic.memory.buffer import pinned_bytes
 from kvmosaic.metrics.family import Family

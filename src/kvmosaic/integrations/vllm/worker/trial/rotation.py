@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvmosaic.integrations.vllm.worker.key_rotation import KeyRotation, arithmetic
 from kvmosaic.integrations.vllm.worker.kv_layout import LayerPlace
+from kvmosaic.rope import paired
 
 _ARITHMETIC = 2.0**-20
 """Error of sums in float32, whatever the dtype of their terms."""
@@ -102,10 +103,10 @@ def _pair_size(rotation: KeyRotation | None, vectors: Tensor) -> Tensor:
     if rotation is None:
         return sizes
     part = sizes[..., rotation.first : rotation.first + rotation.rotary_dim]
-    half = rotation.rotary_dim // 2
-    pairs = part.view(*part.shape[:-1], *((half, 2) if rotation.is_interleaved else (2, half)))
-    dim = -1 if rotation.is_interleaved else -2
-    part.copy_(pairs.norm(dim=dim, keepdim=True).expand_as(pairs).flatten(-2))
+    one, other = paired(part, rotation.layout)
+    size = (one.square() + other.square()).sqrt()
+    one.copy_(size)
+    other.copy_(size)
     return sizes
 
 
