@@ -48,7 +48,7 @@ def test_every_request_is_counted_where_prometheus_looks(engine):
 
 
 def test_engines_of_one_process_have_series_of_their_own_and_names_are_registered_once():
-    from kvmosaic.integrations.vllm.metrics import ComposingPromMetrics, ComposingStats
+    from kvmosaic.integrations.vllm.connector import ComposingPromMetrics, ComposingStats
 
     kinds = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
     engines = {0: ["tiny", "0"], 1: ["tiny", "1"]}

@@ -1,4 +1,4 @@
-"""Request contract: the segments of a vLLM request, as fields of `kv_transfer_params`."""
+"""Request contract: segments as numbers in `kv_transfer_params`, since a request of vLLM carries token ids only."""
 
 from __future__ import annotations
 

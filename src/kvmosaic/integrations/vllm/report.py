@@ -1,4 +1,4 @@
-"""Reuse reports of composed requests inside vLLM, and the shelf on which they wait for their answer."""
+"""Reuse reports of composed requests: built by vLLM's scheduler, and shelved until another process answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tally: counters of the plugin between two steps, as plain data from the scheduler to the front end."""
+"""Counters between two steps, as plain data: vLLM's scheduler, its workers and its /metrics are several processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rendering of request bodies into segmented prompts: vLLM's own text, cut at document boundaries."""
+"""Rendering of request bodies into segmented prompts as vLLM renders them: its templates, variables and fields."""
 
 from __future__ import annotations
 

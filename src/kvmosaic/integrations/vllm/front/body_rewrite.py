@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,7 +13,6 @@ from kvmosaic.integrations.vllm.contract import FIELD, Composition
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
 from kvmosaic.integrations.vllm.front.encoded_request import FIELDS, How, composed
 from kvmosaic.integrations.vllm.front.internal_requests import api_error
-from kvmosaic.integrations.vllm.front.older_chat import as_completion
 from kvmosaic.prompt.breakpoints import MARKS
 
 Route = Literal["chat", "completion", "response"]
@@ -33,6 +32,19 @@ _OTHERWISE: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (None, False),
 }
 """Fields that would change the prompt again, and their neutral values."""
+
+_CHAT_ONLY: dict[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "prompt_logprobs": (None,),
+}
+_OF_CONVERSATIONS = {
+    "messages", "tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt", "continue_final_message",
+    "chat_template", "chat_template_kwargs", "reasoning_effort", "include_reasoning", "max_completion_tokens",
+    "logprobs", "top_logprobs", "echo", "add_special_tokens",
+}  # fmt: skip
+"""Fields of conversations, which a completion does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +121,7 @@ def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: 
     token_ids = list(ready.token_ids)
     changed = {name: value for name, value in body.items() if name not in ("documents", *FIELDS)}
     if is_elsewhere:
-        changed = as_completion(changed, token_ids, renderer.model.max_positions)
+        changed = _as_completion(changed, token_ids, renderer.model.max_positions)
     elif route == "completion":
         changed["prompt"] = token_ids
         changed.pop("add_special_tokens", None)
@@ -162,3 +174,26 @@ def _given_params(body: dict[str, Any]) -> dict[str, Any]:
                 param="kv_transfer_params",
             )
     return dict(params)
+
+
+def _as_completion(body: Mapping[str, Any], token_ids: Sequence[int], max_positions: int | None) -> dict[str, Any]:
+    """The body of /v1/completions that samples the same answer.
+
+    Raises:
+        ApiError: 501, a field that only vLLM's chat route supports.
+    """
+    for name, allowed in _CHAT_ONLY.items():
+        if body.get(name) not in allowed:
+            raise ApiError(
+                501,
+                f"with documents, this vLLM knows no {name} in a conversation; leave {name} out, or update vLLM (0.32 "
+                "knows them)",
+                param=name,
+            )
+    changed = {name: value for name, value in body.items() if name not in _OF_CONVERSATIONS}
+    most = body.get("max_completion_tokens") or body.get("max_tokens")
+    if most is None and max_positions is not None:
+        most = max(max_positions - len(token_ids), 1)
+    if most is not None:
+        changed["max_tokens"] = most
+    return {**changed, "prompt": list(token_ids)}

@@ -1,4 +1,4 @@
-"""Scheduler side of the tiers: what chunk prompts load instead of computing, and what is stored."""
+"""Scheduler side of the tiers, in another process than the bytes: what chunk prompts load, and what is stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Key rotation: moves keys to other positions with the model's own table of cosines and sines."""
+"""Key rotation by the model's own rounded table: `kvmosaic.rope` computes exact angles, which vLLM does not use."""
 
 from __future__ import annotations
 

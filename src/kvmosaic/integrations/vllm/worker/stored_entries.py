@@ -1,4 +1,4 @@
-"""Stored entries: the identity of a worker's share of the model, and its runs serialized for the tiers."""
+"""Stored entries of one worker's share of a model, which our own engine never splits: identity, serialization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker side of the tiers: moves runs of tokens between the paged cache, host memory and the tiers."""
+"""Worker side of the tiers: moves runs between the paged cache, which vLLM manages, host memory and the tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials of a worker's layers at startup: each layer alone, so that rounding does not accumulate.
+"""Trials of a worker's layers, which are modules of vLLM: each alone, so that rounding does not accumulate.
 
 text.py         the tokens of an ordinary text
 rotation.py     limits of rounding; keys against the pair they rotate in; a rotary embedding called directly
