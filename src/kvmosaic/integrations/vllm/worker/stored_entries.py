@@ -63,9 +63,10 @@ class StoredEntries:
         if all(layer.value_in_key for layer in layers):  # every tensor rank has the full latent row
             share = Share(share.pipeline_rank, share.pipeline_size)
         self._share, self._layers, self._config = share, tuple(layers), config
-        self.dtype = dtypes.pop()
-        self._bound = EntryBound(self._layers, self._dtype_name)
-        self.bytes_per_token = self.dtype.itemsize * sum(
+        dtype = dtypes.pop()
+        self._dtype = cast(DtypeName, str(dtype).removeprefix("torch."))
+        self._bound = EntryBound(self._layers, self._dtype)
+        self.bytes_per_token = dtype.itemsize * sum(
             layer.num_kv_heads * (layer.key_dim + (0 if layer.value_in_key else layer.value_dim)) for layer in layers
         )
 
@@ -79,36 +80,19 @@ class StoredEntries:
 
     def encode(self, run: StoredRun, compute_seconds: float) -> Callable[[ChunkTensors], Entry | None]:
         """Returns a function that serializes a run's tensors, on any thread."""
-        header = EntryHeader(
-            fingerprint=run.fingerprint,
-            key=self.key(run),
-            root=Key(run.root),
-            start=run.start,
-            tokens=run.tokens,
-            layers=self._layers,
-            dtype=self._dtype_name,
-            compression=self._config.compression,
-            compute_seconds=compute_seconds,
-            created=time.time(),
-        )
+        compression, identity = self._config.compression, self._identity(run)
+        header = EntryHeader(**identity, compression=compression, compute_seconds=compute_seconds, created=time.time())
         return lambda layers: encode_entry(header, layers, self._config.secret)
 
     def accept(self, run: StoredRun) -> Callable[[Entry], ChunkTensors]:
         """Returns a function that validates and reads an entry; InvalidEntry unless it is this run, bit for bit."""
-        expected = EntryExpectation(
-            fingerprint=run.fingerprint,
-            key=self.key(run),
-            root=Key(run.root),
-            start=run.start,
-            tokens=run.tokens,
-            layers=self._layers,
-            dtype=self._dtype_name,
-        )
+        expected = EntryExpectation(**self._identity(run))
         return lambda entry: decode_entry(entry, expected, self._config.secret).layers
 
-    @property
-    def _dtype_name(self) -> DtypeName:
-        return cast(DtypeName, str(self.dtype).removeprefix("torch."))
+    def _identity(self, run: StoredRun) -> dict[str, Any]:
+        """What the header of its entry says, and what an entry must match."""
+        place = {"key": self.key(run), "root": Key(run.root), "start": run.start, "tokens": run.tokens}
+        return {"fingerprint": run.fingerprint, **place, "layers": self._layers, "dtype": self._dtype}
 
 
 _PROBES = 4
