@@ -10,7 +10,7 @@ from kvmosaic.rope.detect import (
     relative_error,
     turned_error,
 )
-from kvmosaic.rope.rotation import Rotation, RotationLayout, RotationTables, TableCache, rotate
+from kvmosaic.rope.rotation import Rotation, RotationLayout, RotationTables, TableCache, paired, rotate
 
 __all__ = [
     "PROBE_POSITIONS",
@@ -23,6 +23,7 @@ __all__ = [
     "TableCache",
     "detect_rotation",
     "of_equal_length",
+    "paired",
     "relative_error",
     "rotate",
     "turned_error",
