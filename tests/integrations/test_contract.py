@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.strategy import choose_strategy
+from kvmosaic.integrations.vllm.contract import Composition, choose_strategy
 
 COMPOSITIONS = st.builds(
     lambda system, chunks, strategy, context, repair, named: Composition(

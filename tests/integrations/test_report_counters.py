@@ -6,10 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.families import FAMILIES
-from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
-from kvmosaic.integrations.vllm.report_counters import MAX_REASONS, MAX_REPORTS, ReportCounters, merged, summary
-from kvmosaic.integrations.vllm.reports import ReportShelf
+from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport, ReportShelf
+from kvmosaic.integrations.vllm.report_counters import (
+    FAMILIES,
+    MAX_REASONS,
+    MAX_REPORTS,
+    ReportCounters,
+    merged,
+    summary,
+)
 from kvmosaic.metrics import catalogue
 
 SHAPE = Composition(system=6, chunks=(4, 8, 5, 2), repair=3)

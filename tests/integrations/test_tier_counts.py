@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
-from kvmosaic.integrations.vllm.worker.tier_counts import TierCounts
+from kvmosaic.integrations.vllm.worker.tier_side import TierCounts
 from kvmosaic.tiers import Deadline, HostTier, TieredStore
 
 

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from kvmosaic.cli import app
 from kvmosaic.console.vllm.check import engine_table, finding_table, verdict, worker_table
-from kvmosaic.integrations.vllm.check import CheckResult, EngineCheck, _key_findings
-from kvmosaic.integrations.vllm.worker.diagnostics import KeyDifference, WorkerDiagnostics
+from kvmosaic.integrations.vllm.check import CheckResult, EngineCheck, KeyDifference, WorkerDiagnostics, _key_findings
 
 WORKER = WorkerDiagnostics(
     "0.1", "npu:1", 2, ("2 x ascend, blocks of 128",), ("2 x 64 of 64",), "", "no [metadata] here", ""

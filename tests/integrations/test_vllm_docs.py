@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.families import FAMILIES
 from kvmosaic.integrations.vllm.front import settings
 from kvmosaic.integrations.vllm.front.command import MIDDLEWARE, serving
+from kvmosaic.integrations.vllm.report_counters import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "vllm.md").read_text()

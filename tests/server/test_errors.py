@@ -8,8 +8,9 @@ import pytest
 from support.server import RunningServer
 
 from kvmosaic import ChunkCacheConfig, Prompt, errors
+from kvmosaic.api.errors import MAX_MESSAGE_CHARACTERS
 from kvmosaic.prompt import PromptEncoder
-from kvmosaic.server.errors import MAX_MESSAGE_CHARACTERS, ApiError, as_api_error
+from kvmosaic.server.errors import ApiError, as_api_error
 
 KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.KVMosaicError)]
 INSIDE = {"EngineError", "KVMosaicError", "ModelError", "CacheError", "DocumentError", "UnsupportedModel"}

@@ -7,7 +7,7 @@ import time
 import pytest
 from support.server import RunningServer
 
-from kvmosaic.server.documents.schemas import NewDocument
+from kvmosaic.api.documents import NewDocument
 from kvmosaic.server.lifetimes import lifetime_clock
 
 

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from support.server import RunningServer
 
-from kvmosaic.server.validation_message import ValidationMessage, validation_message
+from kvmosaic.api.validation_message import ValidationMessage, validation_message
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Where does the ferry go?"}]

@@ -6,7 +6,8 @@ from kvmosaic.cache import Allocation, SpanAllocation
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.layout import UNWEIGHTED, Layout
 from kvmosaic.prompt import Segment
-from kvmosaic.sampling import RepairUse, ReuseReport, SegmentAction, SegmentReuse
+from kvmosaic.sampling import RepairUse, ReuseReport, SegmentReuse
+from kvmosaic.sampling.reuse import segment_action
 
 
 def composition_of(layout: Layout) -> str:
@@ -45,7 +46,7 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
                 kind=str(span.segment.kind),
                 name=span.segment.name,
                 num_tokens=span.num_tokens,
-                action=_action(num_reused, span.num_tokens, distance),
+                action=segment_action(num_reused, span.num_tokens, distance),
                 distance=distance,
                 reused_tokens=num_reused,
                 num_blocks=len(allocated.table.block_ids),
@@ -77,14 +78,6 @@ def _repair_use(sequence: Sequence) -> RepairUse | None:
         seconds = sequence.span_seconds.get(index, 0.0)
         num_found = min(sequence.num_reused[index], request.layout.spans[index].num_tokens)
     return repair.use(request.layout, num_found, seconds)
-
-
-def _action(num_reused: int, num_tokens: int, distance: int) -> SegmentAction:
-    if num_reused == 0:
-        return "computed"
-    if num_reused < num_tokens:
-        return "partly reused"
-    return "moved" if distance else "reused"
 
 
 def _history_note(num_reused: int, num_tokens: int, num_history: int, sees_others: bool, max_found: int | None) -> str:

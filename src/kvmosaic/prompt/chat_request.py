@@ -9,6 +9,7 @@ from typing import Any
 from kvmosaic.errors import InvalidMessages
 from kvmosaic.prompt.document import Document
 from kvmosaic.prompt.message import is_system
+from kvmosaic.prompt.segment import Prompt
 from kvmosaic.prompt.separator import named_parts
 
 
@@ -40,6 +41,13 @@ def take_separated(
     if system:
         rest.insert(0, {"role": "system", "content": system})
     return rest, tuple(map(Document, texts))
+
+
+def separated_prompt(text: str, separator: str | None, documents: Sequence[Document], salt: str = "") -> Prompt:
+    """The prompt of a text over the given documents, followed by the parts of the text between its separators."""
+    parts = named_parts(text, separator)
+    system, bodies, question = (None, [], parts) if isinstance(parts, str) else parts
+    return Prompt.from_documents((*documents, *map(Document, bodies)), question, system=system, salt=salt)
 
 
 def content_parts(message: Mapping[str, Any]) -> list[Any]:

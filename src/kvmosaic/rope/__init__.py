@@ -10,7 +10,7 @@ from kvmosaic.rope.detect import (
     relative_error,
     turned_error,
 )
-from kvmosaic.rope.rotation import Rotation, RotationLayout, RotationTables, rotate
+from kvmosaic.rope.rotation import Rotation, RotationLayout, RotationTables, paired, rotate
 from kvmosaic.rope.table_cache import TableCache
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "TableCache",
     "detect_rotation",
     "of_equal_length",
+    "paired",
     "relative_error",
     "rotate",
     "turned_error",

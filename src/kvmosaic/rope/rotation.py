@@ -82,7 +82,8 @@ class Rotation:
         angles = distances.to(torch.float64)[:, None] * (self.sign * frequencies)
         cos = torch.ones(len(distances), self.head_dim, dtype=torch.float64, device=distances.device)
         sin = torch.zeros_like(cos)
-        first, second = self._pairs(distances.device)
+        rotary = torch.arange(self.offset, self.offset + self.rotary_dim, device=distances.device)
+        first, second = paired(rotary, self.layout)
         cos[:, first] = cos[:, second] = angles.cos()
         sin[:, first] = -angles.sin()
         sin[:, second] = angles.sin()
@@ -112,12 +113,15 @@ class Rotation:
             parts.append(x[..., last:])
         return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
-    def _pairs(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The two dimensions of every pair, [rotary_dim / 2] each."""
-        number = torch.arange(len(self.inv_freq), device=device)
-        if self.layout == "half":
-            return self.offset + number, self.offset + number + len(self.inv_freq)
-        return self.offset + 2 * number, self.offset + 2 * number + 1
+
+def paired(
+    rotary: Num[Tensor, "*rows R"], layout: RotationLayout
+) -> tuple[Num[Tensor, "*rows P"], Num[Tensor, "*rows P"]]:
+    """The first and the second number of every pair of rotary dimensions, as views: half as many each."""
+    if layout == "half":
+        first, second = rotary.chunk(2, dim=-1)
+        return first, second
+    return rotary[..., 0::2], rotary[..., 1::2]
 
 
 def rotate(x: Float[Tensor, "R H D"], tables: RotationTables) -> Float[Tensor, "R H D"]:

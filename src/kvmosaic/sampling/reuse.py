@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 SegmentAction = Literal["reused", "moved", "computed", "partly reused"]
@@ -39,6 +40,22 @@ class SegmentReuse:
         """Names and values, for JSON."""
         return {**asdict(self), "computed_tokens": self.computed_tokens}
 
+    def to_reply(self, prompt_index: int = 0, document_id: str | None = None, note: str = "") -> dict[str, Any]:
+        """Names and values as in replies of the HTTP API; `note` is added to its own."""
+        return {
+            "kind": self.kind,
+            "prompt_index": prompt_index,
+            "id": document_id,
+            "name": self.name,
+            "tokens": self.num_tokens,
+            "action": self.action,
+            "distance": self.distance,
+            "tier": self.tier,
+            "reused_tokens": self.reused_tokens,
+            "ms": round(self.milliseconds, 3),
+            "note": "; ".join(filter(None, (self.note, note))),
+        }
+
     def __str__(self) -> str:
         label = f"{self.kind} {self.name!r}" if self.name else self.kind
         moved = f" by {self.distance:+d}" if self.distance else ""
@@ -46,6 +63,15 @@ class SegmentReuse:
         note = f"  ({self.note})" if self.note else ""
         action = f"{self.action}{moved}{partly}"
         return f"{label:<28.28} {self.num_tokens:>7} tokens  {action:<28} {self.milliseconds:>9.2f} ms{note}"
+
+
+def segment_action(num_reused: int, num_tokens: int, distance: int) -> SegmentAction:
+    """What became of a segment of which so many tokens were reused, at a position that much further on."""
+    if num_reused == 0:
+        return "computed"
+    if num_reused < num_tokens:
+        return "partly reused"
+    return "moved" if distance else "reused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +144,14 @@ class ReuseReport:
     def reused_fraction(self) -> float:
         """Reused tokens relative to all tokens; 0 for an empty report."""
         return self.reused_tokens / self.num_tokens if self.num_tokens else 0.0
+
+    def renamed(self, rename: Callable[[str], str]) -> ReuseReport:
+        """A copy in which every name of a segment is replaced by that of `rename`."""
+        segments = (
+            segment if segment.name is None else replace(segment, name=rename(segment.name))
+            for segment in self.segments
+        )
+        return replace(self, segments=tuple(segments))
 
     def to_dict(self) -> dict[str, Any]:
         """Names and values, for JSON."""

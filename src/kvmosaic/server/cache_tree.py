@@ -10,10 +10,10 @@ from fastapi import APIRouter, Depends, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvmosaic.cache import PrefixTree, TreeLimits
+from kvmosaic.documents import shown_name
 from kvmosaic.engine import Engine
 from kvmosaic.errors import EngineError
 from kvmosaic.sampling import decode_all
-from kvmosaic.server.documents.names import shown_name
 from kvmosaic.server.openai.replies import error_replies
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant

@@ -6,13 +6,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
+from kvmosaic.documents import shown_name
 from kvmosaic.engine import AnswerDelta, RequestDelta
 from kvmosaic.engine.priorities import class_of
 from kvmosaic.errors import EngineAsleep, KVMosaicError
 from kvmosaic.layout import ChunkContext
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import RequestMetrics, ReuseReport, SamplingParams
-from kvmosaic.server.documents import with_shown_names
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.request_log import MAX_INTER_TOKEN_SECONDS, RequestRecord, RequestStatus
 from kvmosaic.server.services import Services
@@ -69,7 +69,7 @@ async def run(
             async with aclosing(deltas):
                 async for delta in deltas:
                     if delta.reuse is not None:
-                        delta = replace(delta, reuse=with_shown_names(delta.reuse))
+                        delta = replace(delta, reuse=delta.reuse.renamed(shown_name))
                     seen.add(delta)
                     services.metrics.observe_delta(delta)
                     yield delta

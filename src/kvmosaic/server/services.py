@@ -20,9 +20,9 @@ from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenants
 
 if TYPE_CHECKING:
+    from kvmosaic.documents import DocumentStore
     from kvmosaic.engine import AsyncEngine
     from kvmosaic.llm import LLM
-    from kvmosaic.server.documents import DocumentStore
     from kvmosaic.server.prometheus import ServerMetrics
 
 P = ParamSpec("P")
@@ -118,8 +118,8 @@ def build_services(settings: ServerSettings, llm: LLM, *, clock: Callable[[], fl
 
     `clock` returns unix seconds; by default the system's time, and for TTLs one that does not change with it.
     """
+    from kvmosaic.documents import DocumentStore, StoreLimits
     from kvmosaic.engine import AsyncEngine
-    from kvmosaic.server.documents import DocumentStore, StoreLimits
     from kvmosaic.server.prometheus import ServerMetrics
 
     engine = AsyncEngine(llm.engine)

@@ -16,18 +16,18 @@ from support.nasty import nasty_texts
 from support.tokenizers import CHATML, DEFAULT_SYSTEM, PLACING_TEMPLATES, make_tokenizer
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig
+from kvmosaic.api.documents import DocumentFields
+from kvmosaic.api.errors import ApiError
+from kvmosaic.documents import DocumentStore
 from kvmosaic.errors import UnknownDocument
 from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
 from kvmosaic.integrations.vllm.front.body_rewrite import may_have_documents, rewritten
-from kvmosaic.integrations.vllm.front.error_replies import Refusal
-from kvmosaic.integrations.vllm.front.how import How
+from kvmosaic.integrations.vllm.front.encoded_request import How
 from kvmosaic.integrations.vllm.front.served_model import ServedModel
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Document, Prompt
-from kvmosaic.server.documents import DocumentStore
-from kvmosaic.server.openai.documents import DocumentFields
 from kvmosaic.server.openai.prompts import Rendering, chat_prompt, text_prompt
 from kvmosaic.server.tenants import Tenant
 
@@ -63,8 +63,8 @@ def rewrite(front: Renderer, route: Any, how: How | None = None, **body: Any) ->
     return None if found is None else json.loads(found.content)
 
 
-def told(front: Renderer, route: Any, **body: Any) -> Refusal:
-    with pytest.raises(Refusal) as found:
+def told(front: Renderer, route: Any, **body: Any) -> ApiError:
+    with pytest.raises(ApiError) as found:
         rewrite(front, route, **body)
     return found.value
 
@@ -218,10 +218,10 @@ def test_what_is_left_to_the_engine_is_chosen_by_the_length_of_the_prompt() -> N
         ({"repair": {"first": 5000}}, "4096"),
         ({"repair": {"first": True}}, "4096"),
         ({"repair": "first(99999999999999999999)"}, "4096"),
-        ({"documents": "x"}, "must be a list"),
+        ({"documents": "x"}, "documents: must be a valid list"),
         ({"documents": ["x"] * 4097}, "at most 4096"),
-        ({"documents": [3]}, "document number 1"),
-        ({"documents": ["x", {"txt": "y"}]}, "no field 'txt'"),
+        ({"documents": [3]}, "documents.0: must be a JSON object"),
+        ({"documents": ["x", {"txt": "y"}]}, "unknown field 'documents.1.txt'"),
         ({"documents": ["x", {"title": "y"}]}, "neither a text nor the id"),
         ({"documents": ["x", " "]}, "document number 2"),
         ({"documents": [{"id": "a", "text": "x"}, {"id": "a", "text": "y"}]}, "same id"),
@@ -241,7 +241,7 @@ def test_what_is_left_to_the_engine_is_chosen_by_the_length_of_the_prompt() -> N
 def test_a_request_that_cannot_be_used_says_why(fields: dict[str, Any], words: str) -> None:
     error = told(renderer(CHATML), "chat", **{"messages": MESSAGES, "documents": ["x"], **fields})
     assert error.status == 400
-    with pytest.raises(Refusal, match=words):
+    with pytest.raises(ApiError, match=words):
         raise error
     assert set(error.body["error"]) == {"message", "type", "param", "code"}
 
@@ -338,13 +338,13 @@ def test_borders_of_a_sender_are_checked_and_passed_on_as_they_are(route: Any) -
     ],
 )
 def test_borders_that_cannot_be_right_are_refused(route: Any, tokens: Any, borders: Any, message: str) -> None:
-    with pytest.raises(Refusal, match=message) as caught:
+    with pytest.raises(ApiError, match=message) as caught:
         rewritten(own_borders(route, tokens, borders), route, lambda: renderer(CHATML), How())
     assert caught.value.status == 400
 
 
 def test_without_the_connector_documents_are_refused_instead_of_read_another_way() -> None:
     body = json.dumps({"messages": MESSAGES, "documents": DOCUMENTS}).encode()
-    with pytest.raises(Refusal, match="kv-transfer-config") as caught:
+    with pytest.raises(ApiError, match="kv-transfer-config") as caught:
         rewritten(body, "chat", lambda: renderer(CHATML, has_connector=False), How())
     assert caught.value.status == 501

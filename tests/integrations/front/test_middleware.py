@@ -11,8 +11,9 @@ from support.asking import DOCUMENTS, MESSAGES
 from support.vllm.front import REPORT, App
 
 from kvmosaic.errors import InvalidConfig, InvalidSeparator
-from kvmosaic.integrations.vllm import ComposedDocuments, reports
+from kvmosaic.integrations.vllm import ComposedDocuments
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
+from kvmosaic.integrations.vllm.report import SHELF
 
 CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 DOCUMENTED = {"messages": MESSAGES, "documents": DOCUMENTS}
@@ -55,15 +56,15 @@ def test_params_of_others_stay_in_the_answer() -> None:
 
 def test_a_report_that_the_answer_does_not_carry_is_taken_from_the_shelf() -> None:
     app = App(report=None)
-    reports.put("cmpl-7-0-0123abcd", REPORT)
+    SHELF.put("cmpl-7-0-0123abcd", REPORT)
     assert app.client().post(TEXT, json={"prompt": "x", "documents": ["y"]}).json()["kvmosaic"] == REPORT
-    assert reports.take("cmpl-7-0") is None
+    assert SHELF.take("cmpl-7-0") is None
 
 
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("options", [None, {"include_usage": True}])
 def test_the_last_chunk_of_a_stream_has_the_report(number: int, options: Any) -> None:
-    reports.put("cmpl-7-0123abcd", REPORT)
+    SHELF.put("cmpl-7-0123abcd", REPORT)
     chunks = events(App().client(), CHAT, **DOCUMENTED, n=number, stream_options=options)
     assert [chunk.get("kvmosaic") for chunk in chunks] == [None] * (len(chunks) - 1) + [REPORT]
     assert len(chunks) == 2 * number + (options is not None)
@@ -78,7 +79,7 @@ def test_a_report_that_comes_late_has_a_chunk_of_its_own(monkeypatch: pytest.Mon
         asked.append(name)
         return REPORT if len(asked) > 4 else None
 
-    monkeypatch.setattr(reports, "take", take)
+    monkeypatch.setattr(SHELF, "take", take)
     chunks = events(App().client(), CHAT, **DOCUMENTED)
     assert chunks[-1] == {"id": "cmpl-7", "object": "chunk", "created": 1, "model": "m", "choices": [],
                           "kvmosaic": REPORT}  # fmt: skip
@@ -215,7 +216,7 @@ def test_an_older_vllm_answers_conversations_on_completions() -> None:
 
 
 def test_an_older_vllm_streams_conversations() -> None:
-    reports.put("cmpl-7-0-0123abcd", REPORT)
+    SHELF.put("cmpl-7-0-0123abcd", REPORT)
     chunks = events(App(is_older=True).client(), CHAT, **DOCUMENTED)
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert [chunk["choices"][0]["delta"]["role"] for chunk in chunks] == ["assistant", "assistant"]

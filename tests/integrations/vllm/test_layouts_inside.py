@@ -9,8 +9,7 @@ import torch
 from support.vllm.asking import documents
 
 from kvmosaic.integrations.vllm.operations import Move
-from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
-from kvmosaic.integrations.vllm.worker.mover import Mover
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, Mover
 
 CHUNK, SHORT, LONG = 150, 37, 301
 DTYPES = {"float32": 1e-6, "bfloat16": 2**-5}
@@ -66,7 +65,7 @@ def look(engine: Any) -> dict[str, Any]:
         "root": type(places.root).__name__,
         "layouts": [type(place.layout).__name__ for place in places.layers],
         "turned": [place.rotation and [place.rotation.first, place.rotation.rotary_dim] for place in places.layers],
-        "interleaved": [place.rotation and place.rotation.is_interleaved for place in places.layers],
+        "interleaved": [place.rotation and place.rotation.layout == "interleaved" for place in places.layers],
         "shared": len({place.rotation for place in places.layers}),
     }
 

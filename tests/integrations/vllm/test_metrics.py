@@ -9,9 +9,8 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from support.vllm import metering
 from support.vllm.asking import compose, documents
 
-from kvmosaic.integrations.vllm import reports
 from kvmosaic.integrations.vllm.contract import FIELD, Composition
-from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
+from kvmosaic.integrations.vllm.report import SHELF, ChunkOutcome, ComposedReport
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
 
 SYSTEM, FIRST, SECOND, QUESTION = documents(7, 40, 70, 90, 11)
@@ -49,7 +48,7 @@ def test_every_request_is_counted_where_prometheus_looks(engine):
 
 
 def test_engines_of_one_process_have_series_of_their_own_and_names_are_registered_once():
-    from kvmosaic.integrations.vllm.metrics import ComposingPromMetrics, ComposingStats
+    from kvmosaic.integrations.vllm.connector import ComposingPromMetrics, ComposingStats
 
     kinds = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
     engines = {0: ["tiny", "0"], 1: ["tiny", "1"]}
@@ -68,6 +67,6 @@ def test_engines_of_one_process_have_series_of_their_own_and_names_are_registere
         return REGISTRY.get_sample_value("kvmosaic:chunk_lookups_total", {"model_name": "tiny", "engine": engine})
 
     assert (value("0"), value("1")) == (0, 2)
-    assert reports.take("seven") == report.to_json()
+    assert SHELF.take("seven") == report.to_json()
     assert ComposingStats().is_empty()
     assert ComposingStats.taken_from(tally) is None

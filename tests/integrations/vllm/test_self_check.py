@@ -102,14 +102,14 @@ def _turning(rotation: KeyRotation, kind: type[KeyRotation]) -> KeyRotation:
     return kind(**{field.name: getattr(rotation, field.name) for field in fields(rotation)})
 
 
+OTHER = {"half": "interleaved", "interleaved": "half"}
+
 MISTAKES: dict[str, Any] = {
     "taken for unturned": lambda place: replace(place, rotation=None),
     "backwards": lambda place: replace(place, rotation=_turning(place.rotation, Backwards)),
     "larger": lambda place: replace(place, rotation=_turning(place.rotation, Larger)),
     "slower": lambda place: replace(place, rotation=_turning(place.rotation, Slower)),
-    "other pairs": lambda place: replace(
-        place, rotation=replace(place.rotation, is_interleaved=not place.rotation.is_interleaved)
-    ),
+    "other pairs": lambda place: replace(place, rotation=replace(place.rotation, layout=OTHER[place.rotation.layout])),
     "only partly": lambda place: replace(place, rotation=_turning(place.rotation, Partly)),
     "flipped blocks": lambda place: replace(place, layout=Displaced(place.layout, flipped=True)),
     "written too far": lambda place: replace(place, layout=Displaced(place.layout, flipped=False)),

@@ -24,10 +24,9 @@ from kvmosaic.errors import NotMovable
 from kvmosaic.integrations.vllm.operations import Move
 from kvmosaic.integrations.vllm.worker import extra_forward, position_shift
 from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
-from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, Mover
 from kvmosaic.integrations.vllm.worker.layouts import find_layout
 from kvmosaic.integrations.vllm.worker.layouts.ascend import AscendLatentLayout, AscendLayout
-from kvmosaic.integrations.vllm.worker.mover import Mover
 
 BLOCKS, SIZE, HEADS, HEAD_SIZE, LATENT, TURNING = 6, 8, 2, 16, 24, 8
 DTYPES = [torch.float32, torch.bfloat16]

@@ -101,7 +101,7 @@ def test_of_short_and_long_rows_those_of_the_forward_are_taken(use_long_rope: bo
     )
     rotation = find_key_rotation("layer", rotary, torch.float32, KEY, at_end=False)
     assert torch.equal(rotation.table, long if use_long_rope else short)
-    assert not rotation.is_interleaved
+    assert rotation.layout == "half"
 
 
 @pytest.mark.parametrize("position", [-1, 256, 10**9])

@@ -49,7 +49,8 @@ def test_a_wrapper_between_the_layer_and_its_rotation_is_climbed_over() -> None:
     wrapper = AttentionModule(layer, None)
     model = Model(AttentionModule(wrapper, rotary))
     (place,) = places_of(model, layer, cache).layers
-    assert place.rotation is not None and place.rotation.first == LATENT and place.rotation.is_interleaved
+    assert place.rotation is not None
+    assert (place.rotation.first, place.rotation.layout) == (LATENT, "interleaved")
 
 
 def test_a_rotary_part_that_is_joined_to_the_rest_of_the_key_is_its_end() -> None:

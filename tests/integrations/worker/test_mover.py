@@ -24,8 +24,7 @@ from torch import Tensor
 
 from kvmosaic.errors import PromptTooLong
 from kvmosaic.integrations.vllm.operations import Move
-from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
-from kvmosaic.integrations.vllm.worker.mover import Mover
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, Mover
 
 
 class Share:

@@ -13,8 +13,15 @@ from integrations.worker.stand_ins import KEY, Rotary
 
 from kvmosaic.integrations.vllm.worker.key_rotation import KeyRotation, find_key_rotation
 from kvmosaic.integrations.vllm.worker.trial.plan import HEAD_TOKENS, MAX_CONTEXT, TrialPlan, far_positions
-from kvmosaic.integrations.vllm.worker.trial.rotation import allowed, apart, direct_trouble, turned
-from kvmosaic.integrations.vllm.worker.trial.rounding_limits import noise_ratio, perturbed, unit
+from kvmosaic.integrations.vllm.worker.trial.rotation import (
+    allowed,
+    apart,
+    direct_trouble,
+    noise_ratio,
+    perturbed,
+    turned,
+    unit,
+)
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 

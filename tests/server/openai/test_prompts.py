@@ -12,10 +12,10 @@ from support.nasty import nasty_texts
 from support.tokenizers import DEFAULT_SYSTEM, PLACING_TEMPLATES, make_tokenizer
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig
+from kvmosaic.api.documents import DocumentFields
+from kvmosaic.documents import DocumentStore
 from kvmosaic.errors import InvalidMessages
 from kvmosaic.model import LoadedModel
-from kvmosaic.server.documents import DocumentStore
-from kvmosaic.server.openai.documents import DocumentFields
 from kvmosaic.server.openai.prompts import Rendering, chat_prompt
 from kvmosaic.server.tenants import Tenant
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 
-from kvmosaic.integrations.vllm import reports
+from kvmosaic.integrations.vllm.report import SHELF
 
 
 def shown(engine: Any) -> dict[str, float]:
@@ -22,4 +22,4 @@ def shown(engine: Any) -> dict[str, float]:
 
 def taken(engine: Any, request_id: str) -> dict[str, Any] | None:
     """The report of a request; a second time there is none."""
-    return reports.take(request_id)
+    return SHELF.take(request_id)

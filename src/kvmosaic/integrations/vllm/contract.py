@@ -1,4 +1,4 @@
-"""Request contract: the segments of a vLLM request, as fields of `kv_transfer_params`."""
+"""Request contract: segments as numbers in `kv_transfer_params`, since a request of vLLM carries token ids only."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.integrations.vllm.strategy import choices, choose_strategy
-from kvmosaic.layout.strategies import STRATEGIES, PositionStrategy
+from kvmosaic.layout.strategies import AUTO, STRATEGIES, PositionStrategy, strategy_names
+from kvmosaic.layout.strategies import choose_strategy as choose_automatically
 
 FIELD = "kvmosaic"
 """The key inside `kv_transfer_params`, of requests and of answers."""
@@ -176,3 +176,31 @@ def check_choice(name: str, value: object, names: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in names:
         *others, last = map(repr, names)
         raise InvalidConfig(f"{name} is {value!r:.80}; inside vLLM choose {', '.join(others)} or {last}")
+
+
+def choices(*, auto: bool = True) -> tuple[str, ...]:
+    """Strategies inside vLLM: without the ones that need an offset per document."""
+    return strategy_names(auto=auto, offsets=False)
+
+
+def choose_strategy(strategy: str, num_tokens: int, trained_positions: int | None) -> str:
+    """Resolves "auto" (see `kvmosaic.layout.strategies`); returns any other strategy unchanged.
+
+    Args:
+        strategy: of the request or the settings.
+        num_tokens: length of the whole prompt.
+        trained_positions: max trained position of the model; None: unknown, or no limit.
+    """
+    if strategy != AUTO:
+        return strategy
+    return choose_automatically(num_tokens + 1, trained_positions)
+
+
+def trained_positions(model_config: Any) -> int | None:
+    """Max trained position of a vLLM model, from its configuration; None: not specified.
+
+    Not `max_model_len`, which vLLM computes: it may be lower, or higher with scaled angles.
+    """
+    text = getattr(model_config, "hf_text_config", None)
+    number = getattr(text, "max_position_embeddings", None)
+    return number if isinstance(number, int) and number > 0 else None

@@ -1,11 +1,25 @@
-"""Reuse report of one composed request inside vLLM, as JSON."""
+"""Reuse reports of composed requests: built by vLLM's scheduler, and shelved until another process answers."""
 
 from __future__ import annotations
 
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvmosaic.integrations.vllm.contract import Composition
+from kvmosaic.sampling import ReuseReport, SegmentReuse
+from kvmosaic.sampling.reuse import segment_action
+
+MAX_REPORTS = 4096
+MAX_SEGMENTS = 65_536
+"""Segments of all kept reports; one takes about half a kilobyte."""
+MAX_SECONDS = 600.0
+_ADDED = re.compile(r"-[0-9a-f]{8}\Z")
+"""Suffix that vLLM appends to request ids inside the engine."""
 
 Source = Literal["cached", "computed", "awaited", "same"]
 
@@ -70,36 +84,37 @@ class ComposedReport:
 
     def to_json(self) -> dict[str, Any]:
         """The value of the answer's field `kvmosaic`: that of our own server, plus `totals` and `bypass`."""
-        segments = self.segments()
-        reused = sum(segment["reused_tokens"] for segment in segments)
-        exact = reused
+        reuse = ReuseReport(self.segments(), composition=self._meaning())
+        segments = [
+            segment.to_reply(document_id=segment.name if segment.kind == "chunk" else None)
+            for segment in reuse.segments
+        ]
+        exact = reuse.reused_tokens
         if self.is_composed:
-            exact = sum(segment["reused_tokens"] for segment in segments if segment["kind"] == "system")
+            exact = sum(segment.reused_tokens for segment in reuse.segments if segment.kind == "system")
         return {
-            "composition": self._meaning(),
+            "composition": reuse.composition,
             "time_to_first_token_ms": None,  # unknown to the scheduler, which builds this
             "documents": [segment for segment in segments if segment["kind"] == "chunk"],
             "segments": segments,
             "totals": {
                 "prompt_tokens": self.num_tokens,
                 "cached_tokens": exact,
-                "composed_tokens": reused - exact,
-                "recomputed_tokens": self.num_tokens - reused,
-                "moved_tokens": sum(segment["reused_tokens"] for segment in segments if segment["distance"]),
+                "composed_tokens": reuse.reused_tokens - exact,
+                "recomputed_tokens": reuse.computed_tokens,
+                "moved_tokens": reuse.moved_tokens,
             },
             "repair": None,  # repaired tokens are among the recomputed tokens; their time is unknown here
             "bypass": self.bypass or None,
         }
 
-    def segments(self) -> list[dict[str, Any]]:
+    def segments(self) -> tuple[SegmentReuse, ...]:
         """System text, chunks and question, in prompt order; an empty system text is omitted."""
         shape = self.composition
-        rows = [_row("system", shape.system, self._system_reused())] if shape.system else []
-        for index, start in enumerate(shape.starts):
-            rows.append(self._chunk(index, start))
+        system = [_segment("system", shape.system, self._system_reused())] if shape.system else []
+        chunks = (self._chunk(index, start) for index, start in enumerate(shape.starts))
         question = self.num_tokens - shape.end
-        rows.append(_row("question", question, self._of_prefix(shape.end, question)))
-        return rows
+        return (*system, *chunks, _segment("question", question, self._of_prefix(shape.end, question)))
 
     def _of_prefix(self, start: int, length: int) -> int:
         """How many of `length` tokens from `start` on hit the prefix cache."""
@@ -113,17 +128,16 @@ class ComposedReport:
             return system
         return self._of_prefix(0, system)
 
-    def _chunk(self, index: int, start: int) -> dict[str, Any]:
+    def _chunk(self, index: int, start: int) -> SegmentReuse:
         shape = self.composition
         length = shape.chunks[index]
         name = shape.ids[index] if shape.ids else None
         of_prefix = self._of_prefix(start, length)
         if not self.is_composed:
-            return _row("chunk", length, of_prefix, name=name)
-        position = shape.position_at(start)
-        distance = position - (shape.system if shape.chunk_context == "system" else 0)
+            return _segment("chunk", length, of_prefix, name=name)
+        distance = shape.position_at(start) - (shape.system if shape.chunk_context == "system" else 0)
         if of_prefix == length:
-            return _row("chunk", length, length, name=name, distance=distance, note="composed here before")
+            return _segment("chunk", length, length, name=name, distance=distance, note="composed here before")
         outcome = self.chunks[index]
         again = shape.repaired(index)
         is_loaded = outcome.source == "cached" and outcome.tier != "device"
@@ -132,7 +146,7 @@ class ComposedReport:
             f"loaded from {outcome.tier}" if is_loaded else "",
             f"its first {again} tokens computed again" if again else "",
         )
-        return _row(
+        return _segment(
             *("chunk", length, of_prefix if outcome.source == "computed" else max(of_prefix, length - again)),
             name=name,
             distance=distance,
@@ -155,28 +169,68 @@ class ComposedReport:
         return "; ".join(meaning)
 
 
-def _row(
-    kind: str,
-    length: int,
-    reused: int,
-    *,
-    name: str | None = None,
-    distance: int = 0,
-    tier: str = "device",
-    seconds: float = 0.0,
-    note: str = "",
-) -> dict[str, Any]:
-    whole = "moved" if distance else "reused"
-    return {
-        "kind": kind,
-        "prompt_index": 0,
-        "id": name,
-        "name": name,
-        "tokens": length,
-        "action": "computed" if reused == 0 else whole if reused == length else "partly reused",
-        "distance": distance,
-        "tier": tier if reused else None,
-        "reused_tokens": reused,
-        "ms": round(seconds * 1e3, 3),
-        "note": note,
-    }
+def _segment(
+    kind: str, length: int, reused: int, *, distance: int = 0, tier: str = "device", seconds: float = 0.0, **other: Any
+) -> SegmentReuse:
+    action, milliseconds = segment_action(reused, length, distance), seconds * 1e3
+    found = {"distance": distance, "reused_tokens": reused, "tier": tier if reused else None}
+    return SegmentReuse(kind, length, action, milliseconds=milliseconds, **found, **other)  # type: ignore[arg-type]
+
+
+class ReportShelf:
+    """Reports by the id of their request: bounded by their number, by their segments and by age. Thread-safe.
+
+    put("chatcmpl-7-1a2b3c4d", report)    as the engine names the request
+    take("chatcmpl-7")                    as the front end does; the second time it is None
+    """
+
+    def __init__(
+        self,
+        max_reports: int = MAX_REPORTS,
+        max_segments: int = MAX_SEGMENTS,
+        max_seconds: float = MAX_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._kept: OrderedDict[str, tuple[float, dict[str, Any]]] = OrderedDict()
+        self._names: dict[str, str] = {}
+        self._num_segments = 0
+        self._limits = (max_reports, max_segments, max_seconds)
+        self._clock = clock
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, request_id: str, report: dict[str, Any]) -> None:
+        """Stores a report; replaces an earlier one of the same request."""
+        max_reports, max_segments, max_seconds = self._limits
+        with self._lock:
+            now = self._clock()
+            self._drop(request_id)
+            self._kept[request_id] = (now, report)
+            self._names[_ADDED.sub("", request_id)] = request_id
+            self._num_segments += len(report["segments"])
+            while self._kept and (
+                len(self._kept) > max_reports
+                or self._num_segments > max_segments
+                or next(iter(self._kept.values()))[0] < now - max_seconds
+            ):
+                self._drop(next(iter(self._kept)))
+
+    def take(self, request_id: str) -> dict[str, Any] | None:
+        """Removes and returns a report; None if there is none, or it was dropped."""
+        with self._lock:
+            return self._drop(request_id) or self._drop(self._names.get(request_id, ""))
+
+    def _drop(self, request_id: str) -> dict[str, Any] | None:
+        _, report = self._kept.pop(request_id, (0.0, None))
+        if report is not None:
+            self._num_segments -= len(report["segments"])
+            name = _ADDED.sub("", request_id)
+            if self._names.get(name) == request_id:
+                del self._names[name]
+        return report
+
+
+SHELF = ReportShelf()
+"""The shelf of this process: vLLM creates the receiver of the reports, and another part answers the requests."""

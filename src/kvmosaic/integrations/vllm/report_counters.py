@@ -1,20 +1,61 @@
-"""Tally: counters of the plugin between two steps, as plain data from the scheduler to the front end."""
+"""Counters between two steps, as plain data: vLLM's scheduler, its workers and its /metrics are several processes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from kvmosaic.integrations.vllm import families
 from kvmosaic.integrations.vllm.report import ComposedReport
-from kvmosaic.metrics import own_names
-from kvmosaic.metrics.family import Family
+from kvmosaic.metrics.family import Family, Kind
+from kvmosaic.metrics.own_names import (
+    ACTIONS,
+    CHUNK_HITS,
+    CHUNK_LOADED_TOKENS,
+    CHUNK_LOADS,
+    CHUNK_LOOKUPS,
+    CHUNK_MISSES,
+    CHUNK_TOKENS,
+    REPAIRED_TOKENS,
+    TIER_COUNTERS,
+    TIER_OUTCOMES,
+)
 
 MAX_REASONS = 32
 OTHER = "other"
 """The label of all further reasons, which bounds their number."""
 MAX_REPORTS = 256
 """max_reports between two steps; older ones are dropped."""
+
+
+def _family(name: str, kind: Kind, meaning: str, *labels: str) -> Family:
+    return Family(f"kvmosaic:{name}", kind, meaning, ("model_name", *labels))
+
+
+COMPOSED = _family("composed_requests", "counter", "Requests that were put together from chunks.")
+BYPASSED = _family(
+    "bypassed_requests",
+    "counter",
+    "Requests with documents that were answered as ordinary prompts, by `reason`.",
+    "reason",
+)
+CHUNK_WAITS = _family("chunk_waits", "counter", "Chunks that were found while they were computed for another request.")
+CHUNK_PROMPTS = _family("chunk_prompts", "counter", "Internal requests, each of which computes one missing chunk.")
+CHUNK_PROMPTS_RUNNING = _family("chunk_prompts_running", "gauge", "The ones of these that are not done.")
+MOVED_TOKENS = _family(
+    "moved_tokens", "counter", "Tokens copied into the blocks of requests, at the same position or at another."
+)
+MOVE_SECONDS = _family("move_seconds", "counter", "Time that the workers took to copy them, of all workers together.")
+
+FAMILIES = (
+    *(COMPOSED, BYPASSED, CHUNK_LOOKUPS, CHUNK_HITS, CHUNK_MISSES, CHUNK_TOKENS, CHUNK_WAITS),
+    *(CHUNK_PROMPTS, CHUNK_PROMPTS_RUNNING, CHUNK_LOADS, CHUNK_LOADED_TOKENS),
+    *(MOVED_TOKENS, MOVE_SECONDS, REPAIRED_TOKENS),
+    *TIER_COUNTERS,
+    *TIER_OUTCOMES,
+)
+BY_NAME = {family.name: family for family in FAMILIES}
+LABEL_VALUES = {CHUNK_TOKENS: ACTIONS}
+"""Label values that are exported from the start, at zero."""
 
 Counts = dict[str, dict[str, float]]
 """By name of a family, and by label value ("" if it has none)."""
@@ -38,21 +79,21 @@ class ReportCounters:
     def composed(self, report: ComposedReport, request_id: str | None = None) -> None:
         """Counts a composed request; with its id, the front end can take the report."""
         told = report.to_json()
-        self._add(families.COMPOSED, 1)
+        self._add(COMPOSED, 1)
         for row in told["documents"]:
-            self._add(own_names.CHUNK_TOKENS, row["tokens"] - row["reused_tokens"], "computed")
-            self._add(own_names.CHUNK_TOKENS, row["reused_tokens"], "moved" if row["distance"] else "reused")
+            self._add(CHUNK_TOKENS, row["tokens"] - row["reused_tokens"], "computed")
+            self._add(CHUNK_TOKENS, row["reused_tokens"], "moved" if row["distance"] else "reused")
         num_chunks = len(report.chunks)
         num_computed = sum(chunk.source == "computed" for chunk in report.chunks)
-        self._add(own_names.CHUNK_LOOKUPS, num_chunks)
-        self._add(own_names.CHUNK_MISSES, num_computed)
-        self._add(own_names.CHUNK_HITS, num_chunks - num_computed)
-        self._add(families.CHUNK_WAITS, sum(chunk.source == "awaited" for chunk in report.chunks))
-        self._add(own_names.REPAIRED_TOKENS, report.repaired_tokens, "computed")
+        self._add(CHUNK_LOOKUPS, num_chunks)
+        self._add(CHUNK_MISSES, num_computed)
+        self._add(CHUNK_HITS, num_chunks - num_computed)
+        self._add(CHUNK_WAITS, sum(chunk.source == "awaited" for chunk in report.chunks))
+        self._add(REPAIRED_TOKENS, report.repaired_tokens, "computed")
         for chunk, length in zip(report.chunks, report.composition.chunks, strict=True):
             if chunk.source == "cached" and chunk.tier != "device":
-                self._add(own_names.CHUNK_LOADS, 1)
-                self._add(own_names.CHUNK_LOADED_TOKENS, length)
+                self._add(CHUNK_LOADS, 1)
+                self._add(CHUNK_LOADED_TOKENS, length)
         self._keep(request_id, told)
 
     def bypassed(self, code: str, report: ComposedReport | None = None, request_id: str | None = None) -> None:
@@ -62,21 +103,21 @@ class ReportCounters:
                 self._reasons.add(code)
             else:
                 code = OTHER
-        self._add(families.BYPASSED, 1, code)
+        self._add(BYPASSED, 1, code)
         if report is not None:
             self._keep(request_id, report.to_json())
 
     def chunk_prompts(self, num_started: int, num_running: int) -> None:
         """Records started and running internal requests; called after every step."""
-        self._add(families.CHUNK_PROMPTS, num_started)
+        self._add(CHUNK_PROMPTS, num_started)
         if num_running != self._num_running:
             self._num_running = num_running
-            self._counts[families.CHUNK_PROMPTS_RUNNING.name] = {"": num_running}
+            self._counts[CHUNK_PROMPTS_RUNNING.name] = {"": num_running}
 
     def moved(self, num_tokens: int, seconds: float = 0.0) -> None:
         """Counts moved tokens and a worker's seconds; the scheduler counts tokens once, each worker its seconds."""
-        self._add(families.MOVED_TOKENS, num_tokens)
-        self._add(families.MOVE_SECONDS, seconds)
+        self._add(MOVED_TOKENS, num_tokens)
+        self._add(MOVE_SECONDS, seconds)
 
     def counted(self, family: Family, number: float, label: str = "") -> None:
         """Adds a count from elsewhere."""
@@ -124,5 +165,5 @@ def summary(data: Mapping[str, Any]) -> dict[str, int | float]:
 
 
 def _is_gauge(name: str) -> bool:
-    family = families.BY_NAME.get(name)
+    family = BY_NAME.get(name)
     return family is not None and family.kind == "gauge"

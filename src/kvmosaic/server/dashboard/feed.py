@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from kvmosaic.cache import TenantUsage
+from kvmosaic.documents import StoredDocument
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.server.dashboard.examples import example_questions
 from kvmosaic.server.dashboard.snapshot import EngineSnapshot, take_snapshot
@@ -24,7 +25,6 @@ from kvmosaic.server.dashboard.views import (
     tier_view,
     usage_view,
 )
-from kvmosaic.server.documents import StoredDocument
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.request_log import MAX_RECORDS, RequestRecord
 from kvmosaic.server.services import Services

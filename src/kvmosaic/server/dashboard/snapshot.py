@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvmosaic.cache import BlockId, BlockMap, Chunk
+from kvmosaic.documents import label_in
 from kvmosaic.engine import Engine
 from kvmosaic.errors import UnknownChunk
-from kvmosaic.server.documents.names import label_in
 
 
 @dataclass(frozen=True, slots=True)

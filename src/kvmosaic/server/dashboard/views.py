@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvmosaic.cache import BlockMap, BlockState, ChunkCacheStats, TenantUsage
+from kvmosaic.documents import StoredDocument, shown_name
 from kvmosaic.engine import EngineFigures
 from kvmosaic.sampling import SegmentAction, SegmentReuse
 from kvmosaic.sampling.reuse import RepairUse
 from kvmosaic.server.dashboard.snapshot import CachedText
-from kvmosaic.server.documents import StoredDocument, shown_name
 from kvmosaic.server.request_log import RequestRecord
 from kvmosaic.server.tier_gauges import TierMoment
 

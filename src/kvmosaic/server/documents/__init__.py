@@ -4,29 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvmosaic.server.documents.names import shown_name, with_shown_names
-from kvmosaic.server.documents.store import DocumentStore, StoreLimits, StoreUsage
-from kvmosaic.server.documents.stored import DocumentDraft, Match, StoredDocument, StoredText
-from kvmosaic.server.documents.tenant_documents import DocumentPage
-
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from kvmosaic.server.services import Services
 
-__all__ = [
-    "DocumentDraft",
-    "DocumentPage",
-    "DocumentStore",
-    "Match",
-    "StoreLimits",
-    "StoreUsage",
-    "StoredDocument",
-    "StoredText",
-    "router",
-    "shown_name",
-    "with_shown_names",
-]
+__all__ = ["router"]
 
 
 def router(services: Services) -> APIRouter:

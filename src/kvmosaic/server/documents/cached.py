@@ -10,10 +10,9 @@ from typing import Literal
 
 from kvmosaic.cache import Chunk
 from kvmosaic.cache.keys import Key
+from kvmosaic.documents import StoredDocument, label_in
 from kvmosaic.engine import Engine
 from kvmosaic.errors import EngineError, QuotaExceeded, UnknownChunk
-from kvmosaic.server.documents.names import label_in
-from kvmosaic.server.documents.stored import StoredDocument
 from kvmosaic.server.services import Services
 
 Change = Literal["delete", "pin", "unpin"]

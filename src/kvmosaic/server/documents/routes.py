@@ -9,9 +9,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Request, Response
 
-from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS
-from kvmosaic.server.documents.cached import CachedChunk, drop_superseded, find_cached, pin_cached, set_cached_priority
-from kvmosaic.server.documents.schemas import (
+from kvmosaic.api.documents import (
     MAX_LIST,
     ChunkObject,
     DeletedDocument,
@@ -20,7 +18,9 @@ from kvmosaic.server.documents.schemas import (
     DocumentObject,
     NewDocument,
 )
-from kvmosaic.server.documents.stored import DocumentDraft, Match, StoredDocument
+from kvmosaic.documents import DocumentDraft, Match, StoredDocument, shown_name
+from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS
+from kvmosaic.server.documents.cached import CachedChunk, drop_superseded, find_cached, pin_cached, set_cached_priority
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.openai.replies import ErrorReply, error_replies
 from kvmosaic.server.parsed import ParsedRoute
@@ -164,7 +164,24 @@ async def _stored(
 
 
 def _chunk_objects(chunks: Sequence[CachedChunk]) -> list[ChunkObject]:
-    return [ChunkObject.of(chunk) for chunk in chunks]
+    return [_chunk_object(chunk) for chunk in chunks]
+
+
+def _chunk_object(chunk: CachedChunk) -> ChunkObject:
+    _, _, part = shown_name(chunk.name).partition(" ")
+    return ChunkObject(
+        tier="device",
+        state="ready" if chunk.is_ready else "computing",
+        part=part.strip("()") or None,
+        tokens=chunk.num_tokens,
+        blocks=chunk.num_blocks,
+        bytes=chunk.num_bytes,
+        hits=chunk.hits,
+        in_use=chunk.num_users,
+        pinned=chunk.pinned,
+        salted=chunk.is_salted,
+        compute_ms=round(chunk.compute_ms, 3),
+    )
 
 
 def _chunks_of(document: StoredDocument, found: Mapping[str, Sequence[CachedChunk]]) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
+from kvmosaic.api.documents import WarmedObject, WarmOneRequest, WarmOptions, WarmRequest, WarmSummary
 from kvmosaic.prompt import Document
 from kvmosaic.server.documents.routes import ROUTE, IdInPath
-from kvmosaic.server.documents.schemas import WarmedObject, WarmOneRequest, WarmOptions, WarmRequest, WarmSummary
 from kvmosaic.server.documents.warmup import WarmJob, check_warmable, warm
 from kvmosaic.server.errors import ApiError, request_id_of
 from kvmosaic.server.openai.replies import error_replies, streamed
@@ -64,7 +64,7 @@ def router(services: Services) -> APIRouter:
 
 
 async def _events(services: Services, tenant: Tenant, job: WarmJob, request_id: str) -> AsyncGenerator[str, None]:
-    started, summary = time.monotonic(), _empty_summary()
+    started, summary = time.monotonic(), WarmSummary.empty()
     async with aclosing(warm(services, tenant, job, request_id)) as ends:
         async for warmed in ends:
             summary.add(warmed)
@@ -75,7 +75,7 @@ async def _events(services: Services, tenant: Tenant, job: WarmJob, request_id: 
 
 async def _whole(services: Services, tenant: Tenant, job: WarmJob, request_id: str) -> WarmSummary:
     """Returns one reply for all; raises the first error if none could be warmed."""
-    started, summary = time.monotonic(), _empty_summary()
+    started, summary = time.monotonic(), WarmSummary.empty()
     ended: list[WarmedObject] = []
     errors: dict[int, ApiError] = {}
     async with aclosing(warm(services, tenant, job, request_id)) as ends:
@@ -113,12 +113,6 @@ def _documents_of(services: Services, tenant: Tenant, body: WarmRequest) -> tupl
         if isinstance(document_id, str):
             services.documents.get(tenant.name, document_id)
     return tuple(chosen)
-
-
-def _empty_summary() -> WarmSummary:
-    return WarmSummary(
-        object="documents.warmed", num_documents=0, num_computed=0, num_cached=0, num_failed=0, tokens=0, ms=0.0
-    )
 
 
 def _milliseconds(started: float) -> float:

@@ -8,11 +8,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from kvmosaic.api.documents import WarmedDocument
 from kvmosaic.engine import Request
 from kvmosaic.errors import ChunkCacheOff
 from kvmosaic.layout import ChunkContext
 from kvmosaic.prompt import Document, Prompt, Segment, SegmentKind
-from kvmosaic.server.errors import ApiError, as_api_error
+from kvmosaic.server.errors import as_api_error
 from kvmosaic.server.execution import check_engine
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
@@ -34,19 +35,6 @@ class WarmJob:
     """Whether the later prompts are conversations; None: if the model has a chat template."""
     chunk_context: ChunkContext | None = None
     """`chunk_context` of the later requests; None: not set, and the server's setting applies."""
-
-
-@dataclass(frozen=True, slots=True)
-class WarmedDocument:
-    """Result of warming one document."""
-
-    index: int
-    id: str | None
-    num_tokens: int = 0
-    num_chunks: int = 0
-    was_cached: bool = False
-    milliseconds: float = 0.0
-    error: ApiError | None = None
 
 
 def check_warmable(services: Services, tenant: Tenant) -> None:

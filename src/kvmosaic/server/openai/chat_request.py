@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from kvmosaic.api.fields import INTEGRAL, Body, Ignored, NumTokens, Only, Variables, example
 from kvmosaic.errors import InvalidSampling
 from kvmosaic.sampling import SamplingParams, StructuredOutputs
-from kvmosaic.server.openai.fields import INTEGRAL, Body, Ignored, NumTokens, Only, Variables, example
 from kvmosaic.server.openai.formats import ResponseFormat, structure_of
 from kvmosaic.server.openai.messages import Messages
 from kvmosaic.server.openai.prompts import Rendering

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag
 
+from kvmosaic.api.fields import INTEGRAL, NumTokens, Only, Text, TokenIds, example
 from kvmosaic.sampling import SamplingParams, StructuredOutputs
 from kvmosaic.server.errors import ApiError
-from kvmosaic.server.openai.fields import INTEGRAL, NumTokens, Only, Text, TokenIds, example
 from kvmosaic.server.openai.formats import ResponseFormat, structure_of
 from kvmosaic.server.openai.sampling_fields import (
     MAX_CHOICES,

@@ -4,55 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Annotated
+from functools import partial
 
-from pydantic import Field
-
-from kvmosaic.errors import InvalidDocument, InvalidPrompt, UnknownDocument
+from kvmosaic.api.documents import DocumentFields, document_texts
+from kvmosaic.api.errors import known_error
+from kvmosaic.api.fields import MAX_NAME
+from kvmosaic.errors import InvalidPrompt, UnknownDocument
 from kvmosaic.prompt import Document, Prompt
-from kvmosaic.prompt.segment import MAX_SALT_CHARACTERS
-from kvmosaic.server.errors import as_api_error
-from kvmosaic.server.openai.fields import INTEGRAL, MAX_DOCUMENTS, MAX_NAME, Body, Name, Plain, Text
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
-
-DocumentPriority = Annotated[
-    float,
-    Field(ge=0, le=1, description="How much it should stay in a full cache: 0 leaves first, 1 last. Default: 0.5."),
-]
-
-
-class DocumentPart(Body):
-    """A document that the answer may read, or the id of a stored one.
-
-    `id`, `title` and `text` are what chat templates, Cohere and vLLM use. `doc_id` is another name of `id`; `metadata`
-    is the caller's and never shown to the model.
-    """
-
-    id: Name | Annotated[int, Field(ge=0, le=2**63 - 1), INTEGRAL] | None = None
-    doc_id: Name | Annotated[int, Field(ge=0, le=2**63 - 1), INTEGRAL] | None = None
-    title: Name | None = None
-    text: Text | None = None
-    priority: DocumentPriority | None = None
-    metadata: Plain | None = None
-
-
-class DocumentFields(Body):
-    """Documents and who may share them."""
-
-    documents: Annotated[
-        list[DocumentPart | Text] | None,
-        Field(
-            max_length=MAX_DOCUMENTS,
-            description="Documents to answer from: texts, {id?, title?, text}, or {id} of a stored document.",
-            examples=[[{"id": "ferry", "text": "The ferry goes to Oak Island."}]],
-        ),
-    ] = None
-    cache_salt: Annotated[
-        str | None,
-        Field(max_length=MAX_SALT_CHARACTERS, description="Requests with different salts share nothing in the cache."),
-    ] = None
 
 
 def read_documents(services: Services, tenant: Tenant, body: DocumentFields) -> tuple[Document, ...]:
@@ -62,26 +22,7 @@ def read_documents(services: Services, tenant: Tenant, body: DocumentFields) -> 
         UnknownDocument: an id that this tenant has not stored.
         InvalidDocument: no text and no id, or a text that is empty.
     """
-    return tuple(_read(services, tenant, part, index) for index, part in enumerate(body.documents or ()))
-
-
-def _read(services: Services, tenant: Tenant, part: DocumentPart | str, index: int) -> Document:
-    if isinstance(part, str):
-        part = DocumentPart(text=part)
-    name = part.id if part.id is not None else part.doc_id
-    name = None if name is None else str(name)
-    if part.text is not None:
-        try:
-            return Document(part.text, part.title, name, part.priority)
-        except InvalidDocument as error:
-            raise InvalidDocument(f"document number {index + 1}: {error}", document=index) from None
-    if name is None:
-        raise InvalidDocument(
-            f"document number {index + 1} has neither a text nor the id of a stored document; give one of them",
-            document=index,
-        )
-    stored = services.documents.resolve(tenant.name, name)
-    return stored if part.priority is None else replace(stored, priority=part.priority)
+    return document_texts(body.documents or (), partial(services.documents.resolve, tenant.name))
 
 
 @contextmanager
@@ -94,10 +35,9 @@ def told_by_place(body: DocumentFields) -> Iterator[None]:
     try:
         yield
     except InvalidPrompt as error:
-        if error.document is None or error.document >= len(body.documents or ()):
+        told = known_error(error, body.documents)
+        if told is None or told.param is None:
             raise
-        told = as_api_error(error)
-        told.param = f"documents.{error.document}"
         raise told from error
 
 

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from kvmosaic.api.fields import MAX_NAME, Body, Only, Plain
 from kvmosaic.errors import InvalidSampling
 from kvmosaic.sampling import StructuredOutputs
-from kvmosaic.server.openai.fields import MAX_NAME, Body, Only, Plain
 
 MAX_GRAMMAR = 2**17
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from kvmosaic.api.fields import Reply
 from kvmosaic.sampling import Logprob
-from kvmosaic.server.openai.fields import Reply
 
 LOWEST = -9999.0
 """OpenAI's value for a token with a probability near zero; JSON has no infinity."""

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from kvmosaic.api.fields import Body, Ignored, Name, Only, Plain, Text
 from kvmosaic.prompt.message import MAX_MESSAGES
-from kvmosaic.server.openai.fields import Body, Ignored, Name, Only, Plain, Text
 
 Mark = bool | Plain | None
 

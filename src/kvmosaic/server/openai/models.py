@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Path
 
+from kvmosaic.api.fields import Reply
 from kvmosaic.server.errors import ApiError
-from kvmosaic.server.openai.fields import Reply
 from kvmosaic.server.openai.replies import error_replies
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import current_tenant

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvmosaic.api.documents import DocumentFields
 from kvmosaic.errors import InvalidMessages, InvalidPrompt
 from kvmosaic.llm import LLM
 from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.breakpoints import take_marked
-from kvmosaic.prompt.chat_request import check_variables, known_roles, take_separated
-from kvmosaic.prompt.separator import named_parts
-from kvmosaic.server.openai.documents import DocumentFields, notes_of, read_documents, told_by_place
+from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_separated
+from kvmosaic.server.openai.documents import notes_of, read_documents, told_by_place
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
 
@@ -81,9 +81,7 @@ def text_prompt(services: Services, tenant: Tenant, body: DocumentFields, text: 
         return _told(services.llm, encoder.encode(prompt, salt=salt), ())
     if not isinstance(text, str):
         raise InvalidPrompt("documents go with a prompt of text; this one is a list of token ids")
-    parts = named_parts(text, services.settings.chunk_separator)
-    system, bodies, question = (None, [], parts) if isinstance(parts, str) else parts
-    prompt = Prompt.from_documents((*documents, *map(Document, bodies)), question, system=system, salt=salt)
+    prompt = separated_prompt(text, services.settings.chunk_separator, documents, salt)
     with told_by_place(body):
         prompt = encoder.encode(prompt)
     composed = _told(services.llm, prompt, documents)

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from kvmosaic.server.openai.fields import Reply
+from kvmosaic.api.errors import ErrorDetail
+from kvmosaic.api.fields import Reply
 from kvmosaic.server.openai.generation import Ending
 from kvmosaic.server.openai.logprobs import ChatLogprobs, TextLogprobs
 from kvmosaic.server.openai.usage import ReplyReport, Usage
-
-
-class ErrorDetail(Reply):
-    """What went wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
 
 
 class ErrorReply(Reply):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from kvmosaic.server.openai.fields import Reply
+from kvmosaic.api.fields import Reply
 from kvmosaic.server.openai.logprobs import TokenLogprob
 from kvmosaic.server.openai.usage import ReplyReport, Usage
 

@@ -6,10 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from kvmosaic.prompt.chat_request import content_parts
-from kvmosaic.prompt.message import MAX_MESSAGES
-from kvmosaic.sampling import SamplingParams, StructuredOutputs
-from kvmosaic.server.openai.fields import (
+from kvmosaic.api.fields import (
     INTEGRAL,
     MAX_NAME,
     Body,
@@ -22,6 +19,9 @@ from kvmosaic.server.openai.fields import (
     Variables,
     example,
 )
+from kvmosaic.prompt.chat_request import content_parts
+from kvmosaic.prompt.message import MAX_MESSAGES
+from kvmosaic.sampling import SamplingParams, StructuredOutputs
 from kvmosaic.server.openai.formats import JsonObjectFormat, TextFormat
 from kvmosaic.server.openai.messages import Content
 from kvmosaic.server.openai.prompts import Rendering

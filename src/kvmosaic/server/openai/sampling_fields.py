@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from kvmosaic.api.documents import DocumentFields
+from kvmosaic.api.fields import INTEGRAL, Body, Ignored, Only, StopText, TokenId
 from kvmosaic.engine.priorities import MAX_PRIORITY
 from kvmosaic.errors import InvalidRepair, InvalidSampling
 from kvmosaic.layout.strategies import strategy_names
@@ -17,8 +19,6 @@ from kvmosaic.sampling import DEFAULT_SINK_TOKENS, MAX_WINDOW_TOKENS, SamplingPa
 from kvmosaic.sampling.defaults import FOLLOWED
 from kvmosaic.server.choices import Choices
 from kvmosaic.server.errors import ApiError, as_api_error
-from kvmosaic.server.openai.documents import DocumentFields
-from kvmosaic.server.openai.fields import INTEGRAL, Body, Ignored, Only, StopText, TokenId
 from kvmosaic.server.openai.formats import StructuredFields
 from kvmosaic.server.services import Services
 

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Discriminator, Field, Tag
 
+from kvmosaic.api.documents import DocumentFields
+from kvmosaic.api.fields import MAX_PROMPT_TOKENS, Body, Reply, Text, TokenId, example
+from kvmosaic.documents import shown_name
 from kvmosaic.errors import InvalidPrompt
 from kvmosaic.prompt import check_token_ids
 from kvmosaic.sampling import decode_all
-from kvmosaic.server.documents import shown_name
 from kvmosaic.server.openai.chat_request import ChatFields
-from kvmosaic.server.openai.documents import DocumentFields
-from kvmosaic.server.openai.fields import MAX_PROMPT_TOKENS, Body, Reply, Text, TokenId, example
 from kvmosaic.server.openai.models import served_model
 from kvmosaic.server.openai.prompts import EncodedPrompt, chat_prompt, text_prompt
 from kvmosaic.server.openai.replies import error_replies

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from kvmosaic.api.fields import Reply
 from kvmosaic.engine import RequestDelta
 from kvmosaic.sampling import ReuseReport, SegmentReuse
 from kvmosaic.sampling.reuse import RepairUse
-from kvmosaic.server.openai.fields import Reply
 
 _EXACT = ("system", "plain")
 """Segment kinds whose reuse is that of an exact prefix."""
@@ -136,19 +136,8 @@ class UsageTotals:
 
     def _segment(self, prompt_index: int, segment: SegmentReuse, note: str) -> SegmentReport:
         whole = re.sub(r" \(\d+/\d+\)\Z", "", segment.name or "")
-        return SegmentReport(
-            kind=segment.kind,  # type: ignore[arg-type]
-            prompt_index=prompt_index,
-            id=next((name for name in (segment.name, whole) if name in self._document_ids), None),
-            name=segment.name,
-            tokens=segment.num_tokens,
-            action=segment.action,
-            distance=segment.distance,
-            tier=segment.tier,
-            reused_tokens=segment.reused_tokens,
-            ms=round(segment.milliseconds, 3),
-            note="; ".join(filter(None, (segment.note, note))),
-        )
+        document_id = next((name for name in (segment.name, whole) if name in self._document_ids), None)
+        return SegmentReport(**segment.to_reply(prompt_index, document_id, note))
 
 
 def _repair(uses: Sequence[RepairUse]) -> RepairReport | None:

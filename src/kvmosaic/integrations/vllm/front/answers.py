@@ -1,14 +1,13 @@
-"""Reuse reports in vLLM's answers: the field `kvmosaic`, as in answers of our own server."""
+"""Reuse reports in answers of vLLM, whose bytes pass through; and its completions as chat answers, for vLLM 0.23."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from kvmosaic.integrations.vllm.contract import FIELD
 from kvmosaic.integrations.vllm.front.body_rewrite import Rewritten
-from kvmosaic.integrations.vllm.front.older_chat import as_chunk, as_conversation
 
 Report = dict[str, Any]
 TakeReport = Callable[[str], Report | None]
@@ -71,7 +70,7 @@ class JSONAnswer:
             return content
         with_report(answer, self._take)
         if self._is_elsewhere:
-            as_conversation(answer)
+            _as_conversation(answer)
         return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 
@@ -106,7 +105,7 @@ class StreamAnswer:
 
     def _written(self, event: bytes) -> bytes:
         changed = self._changed(event)
-        return as_chunk(changed) if self._is_elsewhere else changed
+        return _as_chunk(changed) if self._is_elsewhere else changed
 
     def _changed(self, event: bytes) -> bytes:
         if self._is_told:
@@ -151,3 +150,41 @@ def _head_of(event: bytes) -> dict[str, Any] | None:
         return None
     names = ("id", "object", "created", "model")
     return {name: chunk[name] for name in names if name in chunk} if isinstance(chunk, dict) else None
+
+
+def _as_conversation(answer: dict[str, Any]) -> None:
+    """Converts a whole answer of /v1/completions to the chat format."""
+    if "choices" not in answer:
+        return
+    answer["object"] = "chat.completion"
+    answer["choices"] = [
+        {**_ending(choice), "message": {"role": "assistant", "content": choice.get("text", "")}}
+        for choice in answer["choices"]
+    ]
+
+
+def _as_chunk(event: bytes) -> bytes:
+    """Converts one stream event of /v1/completions to the chat format."""
+    if not event.startswith(b"data: {"):
+        return event
+    try:
+        chunk = json.loads(event.removeprefix(b"data: "))
+    except ValueError:
+        return event
+    if "choices" not in chunk:
+        return event
+    chunk["object"] = "chat.completion.chunk"
+    chunk["choices"] = [
+        {**_ending(choice), "delta": {"role": "assistant", "content": choice.get("text", "")}}
+        for choice in chunk["choices"]
+    ]
+    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+
+
+def _ending(choice: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "index": choice.get("index", 0),
+        "logprobs": None,
+        "finish_reason": choice.get("finish_reason"),
+        "stop_reason": choice.get("stop_reason"),
+    }

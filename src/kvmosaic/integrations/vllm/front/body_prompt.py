@@ -1,18 +1,19 @@
-"""Rendering of request bodies into segmented prompts: vLLM's own text, cut at document boundaries."""
+"""Rendering of request bodies into segmented prompts as vLLM renders them: its templates, variables and fields."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvmosaic.api.documents import DocumentFields, document_texts
+from kvmosaic.api.errors import read_body
 from kvmosaic.errors import InvalidMessages, InvalidPrompt
-from kvmosaic.integrations.vllm.front.document_fields import Resolve, read_documents
 from kvmosaic.integrations.vllm.front.served_model import ServedModel, template_tools
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
-from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
+from kvmosaic.prompt import Document, Prompt, read_messages
 from kvmosaic.prompt.breakpoints import take_marked
-from kvmosaic.prompt.chat_request import check_variables, known_roles, take_separated
+from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_separated
 from kvmosaic.prompt.separator import named_parts
 
 Body = Mapping[str, Any]
@@ -21,11 +22,9 @@ Body = Mapping[str, Any]
 class Renderer:
     """Renders the prompts of one served model; None is a prompt without documents, which vLLM renders itself."""
 
-    def __init__(self, model: ServedModel, settings: FrontSettings, resolve: Resolve) -> None:
+    def __init__(self, model: ServedModel, settings: FrontSettings, resolve: Callable[[str], Document]) -> None:
         self.model = model
-        self.encoder = PromptEncoder(
-            model.tokenizer, settings, vocab_size=model.vocab_size, max_positions=model.max_positions
-        )
+        self.encoder = model.encoder(settings)
         self._settings = settings
         self._resolve = resolve
 
@@ -68,7 +67,7 @@ class Renderer:
             InvalidPrompt: documents together with several prompts or token ids; see also its subclasses.
             UnknownDocument: an id that is not stored.
         """
-        documents = read_documents(body.get("documents"), self._resolve, self._settings.max_prompt_chunks)
+        documents = self._documents(body)
         given, separator = body.get("prompt"), self._settings.separator
         texts = [given] if isinstance(given, str) else given if isinstance(given, list) else []
         if not documents and not any(_is_split(text, separator) for text in texts):
@@ -77,9 +76,7 @@ class Renderer:
             raise InvalidPrompt("documents go with one prompt of text; send a request for each prompt")
         if not documents:
             return self.encoder.encode(texts[0])
-        parts = named_parts(texts[0], separator)
-        system, bodies, question = (None, [], parts) if isinstance(parts, str) else parts
-        return self.encoder.encode(Prompt.from_documents((*documents, *map(Document, bodies)), question, system=system))
+        return self.encoder.encode(separated_prompt(texts[0], separator, documents))
 
     def warming(self, documents: Sequence[Document], system: str | None, endpoint: str | None) -> Prompt:
         """A prompt whose segments before the question equal those of later prompts with these documents.
@@ -96,7 +93,7 @@ class Renderer:
         return self.encoder.encode_documents(documents, system, **options)
 
     def _conversation(self, body: Body, messages: Any, options: dict[str, Any]) -> Prompt | None:
-        documents = read_documents(body.get("documents"), self._resolve, self._settings.max_prompt_chunks)
+        documents = self._documents(body)
         if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
             if not documents:
                 return None  # vLLM reports the error best
@@ -111,6 +108,10 @@ class Renderer:
         if not (documents or marked or separated):
             return None
         return self._encoded(body, kept, (*documents, *separated, *marked), options)
+
+    def _documents(self, body: Body) -> tuple[Document, ...]:
+        fields = read_body(DocumentFields, {"documents": body.get("documents")})
+        return document_texts(fields.documents or (), self._resolve)
 
     def _encoded(
         self,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from kvmosaic.api.errors import ApiError
 from kvmosaic.errors import InvalidPrompt, KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD, Composition
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
-from kvmosaic.integrations.vllm.front.encoded_request import composed
-from kvmosaic.integrations.vllm.front.error_replies import Refusal, refusal_of
-from kvmosaic.integrations.vllm.front.how import FIELDS, How
-from kvmosaic.integrations.vllm.front.older_chat import as_completion
+from kvmosaic.integrations.vllm.front.encoded_request import FIELDS, How, composed
+from kvmosaic.integrations.vllm.front.internal_requests import api_error
 from kvmosaic.prompt.breakpoints import MARKS
 
 Route = Literal["chat", "completion", "response"]
@@ -33,6 +32,19 @@ _OTHERWISE: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (None, False),
 }
 """Fields that would change the prompt again, and their neutral values."""
+
+_CHAT_ONLY: dict[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "prompt_logprobs": (None,),
+}
+_OF_CONVERSATIONS = {
+    "messages", "tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt", "continue_final_message",
+    "chat_template", "chat_template_kwargs", "reasoning_effort", "include_reasoning", "max_completion_tokens",
+    "logprobs", "top_logprobs", "echo", "add_special_tokens",
+}  # fmt: skip
+"""Fields of conversations, which a completion does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +75,7 @@ def rewritten(content: bytes, route: Route, renderer: Callable[[], Renderer], de
     A body that already has segment boundaries is checked and stays as it is.
 
     Raises:
-        Refusal: invalid documents, or fields that do not go with them.
+        ApiError: invalid documents, or fields that do not go with them.
     """
     try:
         body = json.loads(content)
@@ -75,7 +87,7 @@ def rewritten(content: bytes, route: Route, renderer: Callable[[], Renderer], de
         ready = _rewritten(body, route, renderer(), default)
         return replace(ready, content=content) if ready is not None and not ready.content else ready
     except KVMosaicError as error:
-        raise refusal_of(error, body) from error
+        raise api_error(error, body.get("documents")) from error
 
 
 def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: How) -> Rewritten | None:
@@ -84,7 +96,7 @@ def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: 
     if prompt is None and (not isinstance(params, dict) or params.get(FIELD) is None):
         return None
     if not renderer.model.has_connector:
-        raise Refusal(
+        raise ApiError(
             501,
             "this vLLM runs without the connector that composes documents; start it with kvmosaic vllm serve, or with "
             """--kv-transfer-config '{"kv_connector": "kvmosaic", "kv_role": "kv_both"}'""",
@@ -95,7 +107,7 @@ def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: 
         return _as_it_is(b"", body)
     is_elsewhere = route != "completion" and not renderer.model.takes_chat_tokens
     if is_elsewhere and (route == "response" or renderer.model.reasons):
-        raise Refusal(
+        raise ApiError(
             501,
             "this vLLM takes no token ids here, so documents cannot be composed; send the prompt to /v1/completions, "
             "or update vLLM (0.32 takes them)",
@@ -109,7 +121,7 @@ def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: 
     token_ids = list(ready.token_ids)
     changed = {name: value for name, value in body.items() if name not in ("documents", *FIELDS)}
     if is_elsewhere:
-        changed = as_completion(changed, token_ids, renderer.model.max_positions)
+        changed = _as_completion(changed, token_ids, renderer.model.max_positions)
     elif route == "completion":
         changed["prompt"] = token_ids
         changed.pop("add_special_tokens", None)
@@ -134,7 +146,7 @@ def _check_borders(body: dict[str, Any], route: Route, params: dict[str, Any]) -
     token_ids = body.get("prompt") if route == "completion" else params.get(_TOKENS)
     if not isinstance(token_ids, list) or not all(type(token) is int for token in token_ids):
         place = "prompt" if route == "completion" else f"kv_transfer_params.{_TOKENS}"
-        raise Refusal(
+        raise ApiError(
             400,
             f"kv_transfer_params.{FIELD} counts token ids; send {place} as a list of them, or documents as text",
             param="kv_transfer_params",
@@ -147,7 +159,7 @@ def _check_others(body: dict[str, Any], route: Route) -> None:
         value = body.get(name)
         is_fine = value in allowed or (name == "add_special_tokens" and route == "completion" and value is True)
         if not is_fine:
-            raise Refusal(400, f"{name} is {value!r:.80}, which does not go with documents; leave it out", param=name)
+            raise ApiError(400, f"{name} is {value!r:.80}, which does not go with documents; leave it out", param=name)
 
 
 def _given_params(body: dict[str, Any]) -> dict[str, Any]:
@@ -156,9 +168,32 @@ def _given_params(body: dict[str, Any]) -> dict[str, Any]:
         raise InvalidPrompt(f"kv_transfer_params is {params!r:.80}; send an object, or leave it out")
     for name in (FIELD, _TOKENS):
         if name in params:
-            raise Refusal(
+            raise ApiError(
                 400,
                 f"kv_transfer_params has {name}, and there are documents too; send one of them",
                 param="kv_transfer_params",
             )
     return dict(params)
+
+
+def _as_completion(body: Mapping[str, Any], token_ids: Sequence[int], max_positions: int | None) -> dict[str, Any]:
+    """The body of /v1/completions that samples the same answer.
+
+    Raises:
+        ApiError: 501, a field that only vLLM's chat route supports.
+    """
+    for name, allowed in _CHAT_ONLY.items():
+        if body.get(name) not in allowed:
+            raise ApiError(
+                501,
+                f"with documents, this vLLM knows no {name} in a conversation; leave {name} out, or update vLLM (0.32 "
+                "knows them)",
+                param=name,
+            )
+    changed = {name: value for name, value in body.items() if name not in _OF_CONVERSATIONS}
+    most = body.get("max_completion_tokens") or body.get("max_tokens")
+    if most is None and max_positions is not None:
+        most = max(max_positions - len(token_ids), 1)
+    if most is not None:
+        changed["max_tokens"] = most
+    return {**changed, "prompt": list(token_ids)}

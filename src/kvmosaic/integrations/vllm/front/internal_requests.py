@@ -1,48 +1,28 @@
-"""Internal requests to the wrapped app, with the headers of the client's request."""
+"""Requests to the wrapped app with the headers of the client's request, bodies of requests, and their errors."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
-from kvmosaic.integrations.vllm.front.error_replies import Refusal
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from kvmosaic.api.errors import ApiError, known_error
+from kvmosaic.prompt.ways_out import for_clients
 
 
-@dataclass(frozen=True, slots=True)
-class HTTPReply:
-    """A complete HTTP reply."""
-
-    status: int
-    headers: list[tuple[bytes, bytes]]
-    content: bytes
-
-    async def send(self, send: Send) -> None:
-        """Sends it through another `send`."""
-        await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
-        await send({"type": "http.response.body", "body": self.content})
-
-
-def json_reply(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> HTTPReply:
-    """Builds a JSON reply."""
-    content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-    said = {"content-type": "application/json", "content-length": str(len(content)), **(headers or {})}
-    return HTTPReply(status, [(name.encode(), value.encode()) for name, value in said.items()], content)
+def api_error(error: Exception, documents: object = None) -> ApiError:
+    """The error that a client sees; one about a document names its position in the `documents` of the body."""
+    return known_error(error, documents) or ApiError(500, for_clients(str(error)))
 
 
 async def whole_body(receive: Receive, max_bytes: int, way_out: str) -> bytes | None:
     """Reads the body of a request; None if the client disconnected before its end.
 
     Raises:
-        Refusal: 413, it is longer than `max_bytes`; the message ends with `way_out`.
+        ApiError: 413, it is longer than `max_bytes`; the message ends with `way_out`.
     """
     content = bytearray()
     while True:
@@ -51,12 +31,12 @@ async def whole_body(receive: Receive, max_bytes: int, way_out: str) -> bytes | 
             return None
         content += message.get("body", b"")
         if len(content) > max_bytes:
-            raise Refusal(413, f"the body is longer than {max_bytes} bytes{way_out}", code="body_too_large")
+            raise ApiError(413, f"the body is longer than {max_bytes} bytes{way_out}", code="body_too_large")
         if not message.get("more_body", False):
             return bytes(content)
 
 
-async def ask(app: App, scope: Scope, method: str, path: str, body: Any = None) -> HTTPReply:
+async def ask(app: ASGIApp, scope: Scope, method: str, path: str, body: Any = None) -> Response:
     """Sends a request with the same headers to another path of the app, and returns its reply."""
     content = b"" if body is None else json.dumps(body).encode()
     kept = [pair for pair in scope["headers"] if pair[0].lower() not in (b"content-length", b"content-type")]
@@ -86,4 +66,6 @@ async def ask(app: App, scope: Scope, method: str, path: str, body: Any = None) 
     await app(other, receive, send)
     start = next(message for message in replied if message["type"] == "http.response.start")
     content = b"".join(message.get("body", b"") for message in replied if message["type"] == "http.response.body")
-    return HTTPReply(start["status"], list(start.get("headers", [])), content)
+    reply = Response(content, start["status"])
+    reply.raw_headers = list(start.get("headers", []))
+    return reply

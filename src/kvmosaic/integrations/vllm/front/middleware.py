@@ -9,7 +9,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from kvmosaic.integrations.vllm import reports
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvmosaic.api.errors import ApiError
 from kvmosaic.integrations.vllm.front.answers import JSONAnswer, Report, StreamAnswer
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
 from kvmosaic.integrations.vllm.front.body_rewrite import (
@@ -20,21 +22,12 @@ from kvmosaic.integrations.vllm.front.body_rewrite import (
     may_have_documents,
     rewritten,
 )
-from kvmosaic.integrations.vllm.front.document_routes import ROUTE as DOCUMENTS
-from kvmosaic.integrations.vllm.front.document_routes import DocumentRoutes
-from kvmosaic.integrations.vllm.front.error_replies import Refusal
-from kvmosaic.integrations.vllm.front.handles import Handles
-from kvmosaic.integrations.vllm.front.internal_requests import (
-    App,
-    Message,
-    Receive,
-    Scope,
-    Send,
-    json_reply,
-    whole_body,
-)
+from kvmosaic.integrations.vllm.front.documents import ROUTE as DOCUMENTS
+from kvmosaic.integrations.vllm.front.documents import TENANT, DocumentRoutes, open_documents
+from kvmosaic.integrations.vllm.front.internal_requests import whole_body
 from kvmosaic.integrations.vllm.front.served_model import find_model
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
+from kvmosaic.integrations.vllm.report import SHELF
 
 _SEND_LESS = " (KVMOSAIC_MAX_BODY_BYTES); send less at once, or store documents with PUT /v1/documents/{id}"
 
@@ -50,7 +43,7 @@ class ComposedDocuments:
     Requests without documents pass unchanged, and so do their answers.
     """
 
-    def __init__(self, app: App, settings: FrontSettings | None = None) -> None:
+    def __init__(self, app: ASGIApp, settings: FrontSettings | None = None) -> None:
         """Wraps an app; without settings, reads them from the environment.
 
         Raises:
@@ -58,7 +51,7 @@ class ComposedDocuments:
         """
         self.app = app
         self.settings = settings or FrontSettings.from_environment(os.environ)
-        self.handles = Handles.opened(self.settings)
+        self.documents = open_documents(self.settings)
         self._routes = DocumentRoutes(self)
         self._renderer: Renderer | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="kvmosaic-front")
@@ -79,7 +72,7 @@ class ComposedDocuments:
         """Composes the documents of a body; None if it has none.
 
         Raises:
-            Refusal: the body is invalid.
+            ApiError: the body is invalid.
         """
         renderer = partial(self.renderer, scope)
         return await self.in_thread(rewritten, content, route, renderer, self.settings.how)  # type: ignore[no-any-return]
@@ -88,11 +81,11 @@ class ComposedDocuments:
         """The prompt renderer of the served model; created on first use, since vLLM loads the model later.
 
         Raises:
-            Refusal: the model is not loaded yet, or its prompts cannot be rendered here.
+            ApiError: the model is not loaded yet, or its prompts cannot be rendered here.
         """
         if self._renderer is None:
             model = find_model(scope["app"].state)
-            self._renderer = Renderer(model, self.settings, self.handles.resolve)
+            self._renderer = Renderer(model, self.settings, partial(self.documents.resolve, TENANT))
         return self._renderer
 
     async def in_thread(self, work: Any, *arguments: Any) -> Any:
@@ -114,7 +107,7 @@ class _Exchange:
         self._receive = receive
         self._send = send
         self._is_read = False
-        self._refusal: Refusal | None = None
+        self._refusal: ApiError | None = None
         self._asked: Rewritten | None = None
         self._answer: JSONAnswer | StreamAnswer | None = None
         self._has_begun = False
@@ -123,12 +116,12 @@ class _Exchange:
     async def run(self) -> None:
         """Lets vLLM answer; if the body is invalid, sends the refusal instead of vLLM's reply."""
         before = {**self._scope, "state": dict(self._scope.get("state") or {})}
-        with suppress(Refusal, _Elsewhere):  # our own, unless a middleware in between converted them
+        with suppress(ApiError, _Elsewhere):  # our own, unless a middleware in between converted them
             await self._front.app(self._scope, self.receive, self.send)
         if self._asked is not None and self._asked.is_elsewhere:
             await self._ask_elsewhere(before, self._asked.content)
         if self._refusal is not None and not self._has_begun:
-            await json_reply(self._refusal.body, self._refusal.status).send(self._send)
+            await self._refusal.reply()(self._scope, self._receive, self._send)
 
     async def receive(self) -> Message:
         """The whole body, rewritten if it has documents; afterwards, the client's messages."""
@@ -141,7 +134,7 @@ class _Exchange:
                 return {"type": "http.disconnect"}
             if may_have_documents(content, self._front.settings.separator):
                 self._asked = await self._front.rewritten(content, self._route, self._scope)
-        except Refusal as refusal:
+        except ApiError as refusal:
             self._refusal = refusal
             raise
         if self._asked is not None and self._asked.is_elsewhere:
@@ -187,4 +180,4 @@ def take_report(request_id: str) -> Report | None:
     Inside the engine a prompt of /v1/completions is called `cmpl-7-0`, and the first of several answers `0_chatcmpl-7`.
     """
     names = (request_id, f"{request_id}-0", f"0_{request_id}", f"0_{request_id}-0")
-    return next((report for name in names if (report := reports.take(name)) is not None), None)
+    return next((report for name in names if (report := SHELF.take(name)) is not None), None)

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvmosaic.errors import InvalidConfig, InvalidPrompt
-from kvmosaic.integrations.vllm.front.encoded_request import EncodedRequest, composed
-from kvmosaic.integrations.vllm.front.how import How
+from kvmosaic.integrations.vllm.contract import trained_positions
+from kvmosaic.integrations.vllm.front.encoded_request import EncodedRequest, How, composed
 from kvmosaic.integrations.vllm.front.served_model import ServedModel, template_tools
 from kvmosaic.integrations.vllm.plugin import NAME
-from kvmosaic.integrations.vllm.strategy import trained_positions
-from kvmosaic.prompt import Prompt, PromptEncoder, PromptOptions
+from kvmosaic.prompt import Prompt, PromptOptions
 from kvmosaic.prompt.chat_request import known_roles
 
 MAX_PROMPTS = 2**20
@@ -64,7 +63,7 @@ def generate(
         InvalidConfig: a choice that vLLM does not support.
     """
     how = _how(position_strategy, chunk_context, repair)
-    encoder = _encoder(_model_of(llm), separator)
+    encoder = _model_of(llm).encoder(PromptOptions(separator=separator))
     listed = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
     if len(listed) > MAX_PROMPTS:
         raise InvalidPrompt(f"{len(listed)} prompts in one call; at most {MAX_PROMPTS} are allowed")
@@ -108,7 +107,7 @@ def chat(
         InvalidPrompt, InvalidConfig: as for `generate`.
     """
     how, model = _how(position_strategy, chunk_context, repair), _model_of(llm)
-    encoder = _encoder(model, None)
+    encoder = model.encoder(PromptOptions())
     variables: dict[str, Any] = dict(chat_template_kwargs or {})
     if tools:
         variables["tools"] = template_tools(tools)
@@ -168,8 +167,3 @@ def _model_of(llm: Any) -> ServedModel:
             "documents; give token ids (Prompt.from_tokens)"
         )
     return ServedModel(tokenizer, config.get_vocab_size(), config.max_model_len, config=config)
-
-
-def _encoder(model: ServedModel, separator: str | None) -> PromptEncoder:
-    settings = PromptOptions(separator=separator)
-    return PromptEncoder(model.tokenizer, settings, vocab_size=model.vocab_size, max_positions=model.max_positions)

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmosaic.integrations.vllm.front.error_replies import Refusal
+from kvmosaic.api.errors import ApiError
+from kvmosaic.integrations.vllm.contract import trained_positions
 from kvmosaic.integrations.vllm.plugin import NAME
-from kvmosaic.integrations.vllm.strategy import trained_positions
+from kvmosaic.prompt import PromptEncoder
+from kvmosaic.prompt.settings import PromptSettings
 
 _PLACES = ("online_renderer", "openai_serving_render")
 """Attributes in which vLLM 0.32 and 0.23 keep the conversation renderer."""
@@ -41,6 +43,10 @@ class ServedModel:
         """Max trained position of the model; None: unknown."""
         return self.max_positions if self.config is None else trained_positions(self.config)
 
+    def encoder(self, settings: PromptSettings) -> PromptEncoder:
+        """The encoder of its prompts."""
+        return PromptEncoder(self.tokenizer, settings, vocab_size=self.vocab_size, max_positions=self.max_positions)
+
     def template_for(self, wanted: str | None, tools: Any) -> str | None:
         """The template that vLLM would use; None: the tokenizer's own."""
         wanted = wanted or self.chat_template
@@ -59,14 +65,14 @@ def find_model(state: Any) -> ServedModel:
     """Reads the served model from the state of vLLM's app.
 
     Raises:
-        Refusal: 503, before the app is up; 501, a model whose prompts only vLLM itself can render.
+        ApiError: 503, before the app is up; 501, a model whose prompts only vLLM itself can render.
     """
     door = next((found for name in _PLACES if (found := getattr(state, name, None)) is not None), None)
     if door is None:
-        raise Refusal(503, "this server does not answer prompts yet, or not at all; ask again, or another server")
+        raise ApiError(503, "this server does not answer prompts yet, or not at all; ask again, or another server")
     tokenizer = getattr(door.renderer, "tokenizer", None)
     if getattr(door, "use_harmony", False) or not hasattr(tokenizer, "added_tokens_decoder"):
-        raise Refusal(
+        raise ApiError(
             501, "the prompts of this model are written by vLLM alone; send the documents as text of a message"
         )
     config = door.model_config

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.integrations.vllm.front.how import FIELDS, How
-from kvmosaic.prompt.lead_in import LEAD_IN
+from kvmosaic.integrations.vllm.front.encoded_request import FIELDS, How
+from kvmosaic.prompt import PromptOptions
 from kvmosaic.prompt.separator import read_separator
 
 PREFIX = "KVMOSAIC_"
@@ -17,14 +17,9 @@ PREFIX = "KVMOSAIC_"
 
 
 @dataclass(frozen=True, slots=True)
-class FrontSettings:
-    """Limits and defaults of the front end; the first four are those of a `PromptEncoder`."""
+class FrontSettings(PromptOptions):
+    """Limits and defaults of the front end, those of a `PromptEncoder` included."""
 
-    separator: str | None = None
-    """Text that splits a prompt into documents; None or "": prompts are never split."""
-    max_chunk_tokens: int = 32_768
-    max_prompt_chunks: int = 4_096
-    long_chunks: Literal["error", "split"] = "error"
     how: How = field(default_factory=How)
     max_body_bytes: int = 2**26
     documents_dir: Path | None = None
@@ -33,11 +28,6 @@ class FrontSettings:
     max_documents_bytes: int = 2**28
     document_ttl: int | None = 3_600
     """Default TTL of a stored document, in seconds; None: no expiry."""
-
-    @property
-    def lead_in(self) -> str:
-        """Empty, read by `PromptEncoder`: inside vLLM no document has a lead-in."""
-        return LEAD_IN
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "separator", read_separator(self.separator))

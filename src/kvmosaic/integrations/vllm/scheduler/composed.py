@@ -1,13 +1,17 @@
-"""State of one composed request, from arrival to finish."""
+"""Composed requests: the state of each from arrival to finish, its block hashes, and its report."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
+
 from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.operations import Move, RepairedRun
-from kvmosaic.integrations.vllm.scheduler.chunk_prompts import ChunkPrompt, PromptPiece
+from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
+from kvmosaic.integrations.vllm.scheduler.chunk_prompts import ChunkPrompt, PromptPiece, first_private_block
 from kvmosaic.integrations.vllm.scheduler.tier_side import LoadedChunk
 from kvmosaic.integrations.vllm.scheduler.trouble import Bypass
 
@@ -60,3 +64,67 @@ class ComposedRequest:
     def position_shift(self) -> int:
         """How many positions before its index a token of the question or the answer is."""
         return 0 if self.bypass else self.composition.end - self.composition.question_position
+
+
+def report_of(composed: ComposedRequest) -> ComposedReport:
+    """Reports what was reused, moved and computed, or why the request was bypassed."""
+    shape, num_tokens = composed.composition, composed.request.num_prompt_tokens
+    if composed.bypass is not None:
+        return ComposedReport(shape, num_tokens, prefix_tokens=composed.num_cached, bypass=composed.bypass.reason)
+    outcomes = []
+    seen: set[int] = set()
+    for piece in composed.pieces:
+        if piece.chunk is not None:
+            outcomes.append(ChunkOutcome("same") if piece.prompt in seen else _outcome(composed, piece.prompt))
+            seen.add(piece.prompt)
+    return ComposedReport(shape, num_tokens, tuple(outcomes), min(composed.num_cached, shape.end))
+
+
+def _outcome(composed: ComposedRequest, prompt: int) -> ChunkOutcome:
+    if prompt not in composed.asked:
+        return ChunkOutcome("cached")
+    if (loaded := composed.loaded.get(prompt)) is not None:
+        return ChunkOutcome("cached", loaded.tier, loaded.seconds)
+    return ChunkOutcome("computed" if composed.asked[prompt] else "awaited")
+
+
+_SPACE = "kvmosaic-1"
+
+
+class ComposedHasher:
+    """Hashes the blocks of one composed request, as vLLM's own hasher does for an ordinary one.
+
+        block          0       1       2       3       4
+                   │ s s s │ s a a │ a b b │ b b q │ q q q │
+        hash           of an ordinary     private, each with the segments that begin in it
+                       prompt's
+
+    A block's hash covers its tokens, all blocks before it, and (from the first private one on) how it was composed, the
+    length of the system text, and where chunks and the question begin in it. So an ordinary prompt never hits
+    approximate keys, and two composed prompts share their blocks as long as they begin alike.
+    """
+
+    def __init__(self, composition: Composition, block_size: int, digest: Callable[[Any], bytes]) -> None:
+        self._block_size, self._digest = block_size, digest
+        self._first_private = first_private_block(composition, block_size)
+        self._method = (
+            *(_SPACE, composition.position_strategy, composition.chunk_context),
+            *(composition.repair, composition.system),
+        )
+        self._chunks, self._question = composition.starts, composition.end
+
+    def __call__(self, request: Any) -> list[BlockHash]:
+        """Computes the missing hashes of full blocks."""
+        hashes: list[BlockHash] = []
+        size = self._block_size
+        before = request.block_hashes[-1] if request.block_hashes else None
+        for block in range(len(request.block_hashes), request.num_tokens // size):
+            start, stop = block * size, (block + 1) * size
+            extra, _ = generate_block_hash_extra_keys(request, start, stop, 0)
+            if block >= self._first_private:
+                extra = (*(extra or ()), *self._method, *(at - start for at in self._chunks if start <= at < stop))
+                if start <= self._question < stop:  # it sees everything, unlike a chunk at its position
+                    extra = (*extra, "question", self._question - start)
+            before = hash_block_tokens(self._digest, before, request.all_token_ids[start:stop], extra)
+            hashes.append(before)
+        return hashes

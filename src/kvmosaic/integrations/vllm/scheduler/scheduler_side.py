@@ -10,15 +10,13 @@ from typing import Any
 from vllm.utils.hashing import get_hash_fn_by_name
 
 from kvmosaic.errors import KVMosaicError
-from kvmosaic.integrations.vllm.contract import FIELD, Composition
+from kvmosaic.integrations.vllm.contract import FIELD, Composition, trained_positions
 from kvmosaic.integrations.vllm.operations import Move, Operations, RepairedRun, ShiftedTokens, WorkerFacts
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
-from kvmosaic.integrations.vllm.scheduler.block_hashes import ComposedHasher
-from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP, BlockStore
+from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP, BlockStore, WriteLog
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import PromptPiece, repaired_runs, take_apart
 from kvmosaic.integrations.vllm.scheduler.chunk_requests import ChunkRequests
-from kvmosaic.integrations.vllm.scheduler.composed import ComposedRequest, SeenBlocks
-from kvmosaic.integrations.vllm.scheduler.request_report import report_of
+from kvmosaic.integrations.vllm.scheduler.composed import ComposedHasher, ComposedRequest, SeenBlocks, report_of
 from kvmosaic.integrations.vllm.scheduler.tier_side import LoadedChunk, Tiering
 from kvmosaic.integrations.vllm.scheduler.trouble import (
     Bypass,
@@ -27,8 +25,6 @@ from kvmosaic.integrations.vllm.scheduler.trouble import (
     request_trouble,
     workers_trouble,
 )
-from kvmosaic.integrations.vllm.scheduler.write_log import WriteLog
-from kvmosaic.integrations.vllm.strategy import trained_positions
 
 _MAX_ASKED = 8
 """max_retries of a chunk for one request, if it is evicted each time before all others are there."""

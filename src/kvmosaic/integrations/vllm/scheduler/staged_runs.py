@@ -1,4 +1,4 @@
-"""Staging: runs fetched from tiers into the workers' host memory, for waiting chunk prompts. No torch, no vLLM."""
+"""Staging of runs over all workers of an engine; `kvmosaic.engine` stages in one process. No torch, no vLLM."""
 
 from __future__ import annotations
 

@@ -10,12 +10,10 @@ from kvmosaic.errors import KVMosaicError
 from kvmosaic.integrations.vllm.operations import Operations, WorkerFacts
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
 from kvmosaic.integrations.vllm.worker import position_shift
-from kvmosaic.integrations.vllm.worker.extra_forward import find_nested
-from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
+from kvmosaic.integrations.vllm.worker.extra_forward import Repairer, find_nested
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, Mover
 from kvmosaic.integrations.vllm.worker.layouts.ascend import is_npu
-from kvmosaic.integrations.vllm.worker.mover import Mover
 from kvmosaic.integrations.vllm.worker.position_shift import PositionShift
-from kvmosaic.integrations.vllm.worker.repairer import Repairer
 from kvmosaic.integrations.vllm.worker.self_check import check, check_rotations
 
 _log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Key rotation: moves keys to other positions with the model's own table of cosines and sines."""
+"""Key rotation by the model's own rounded table: `kvmosaic.rope` computes exact angles, which vLLM does not use."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvmosaic.errors import NotMovable, PromptTooLong
+from kvmosaic.rope import RotationLayout, paired
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class KeyRotation:
     """Dtype of the model's activations, to which vLLM casts the table."""
     first: int
     rotary_dim: int
-    is_interleaved: bool
+    layout: RotationLayout
 
     @property
     def table(self) -> Tensor:
@@ -91,10 +92,7 @@ class KeyRotation:
             factors: factors of T keys. The arithmetic uses their dtype and is rounded once, to that of the keys.
         """
         part = keys[..., self.first : self.first + self.rotary_dim]
-        if self.is_interleaved:
-            one, other = part[..., 0::2], part[..., 1::2]
-        else:
-            one, other = part[..., : self.rotary_dim // 2], part[..., self.rotary_dim // 2 :]
+        one, other = paired(part, self.layout)
         x, y = one.to(factors.cos.dtype), other.to(factors.cos.dtype)
         turned_x = x * factors.cos - y * factors.sin
         other.copy_(torch.addcmul(y * factors.cos, x, factors.sin))
@@ -137,5 +135,5 @@ def find_key_rotation(layer_name: str, rotary: Any, dtype: torch.dtype, key_size
         dtype,
         first=key_size - rotary_dim if at_end else 0,
         rotary_dim=rotary_dim,
-        is_interleaved=not getattr(rotary, "is_neox_style", True),
+        layout="half" if getattr(rotary, "is_neox_style", True) else "interleaved",
     )

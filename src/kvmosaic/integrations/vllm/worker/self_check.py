@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from kvmosaic.integrations.vllm.operations import RepairedRun
 from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward
-from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
-from kvmosaic.integrations.vllm.worker.trial.model_trial import ModelTrial
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
+from kvmosaic.integrations.vllm.worker.trial.attention import AttentionRecorder
+from kvmosaic.integrations.vllm.worker.trial.layer_trial import LayerTrial, RecordedCall, outputs
 from kvmosaic.integrations.vllm.worker.trial.plan import HEAD_TOKENS, NUM_TOKENS, TrialPlan, far_positions
-from kvmosaic.integrations.vllm.worker.trial.rotation import direct_trouble
+from kvmosaic.integrations.vllm.worker.trial.rotation import direct_trouble, noise_ratio, perturbed, unit, wide
 from kvmosaic.integrations.vllm.worker.trial.text import ordinary_tokens
 
 _log = logging.getLogger(__name__)
@@ -67,3 +74,144 @@ def _clear(places: KVLayout, blocks: tuple[int, ...]) -> None:
     for place in places.layers:
         keys, values = place.layout.read(slots)
         place.layout.write(slots, torch.zeros_like(keys), None if values is None else torch.zeros_like(values))
+
+
+NOISE = 4.0
+"""Max error of the model's hidden states, in multiples of the noise of one rounding before every layer."""
+
+
+class ModelTrial:
+    """Hooks on the model's layers, each of which is checked directly after its call.
+
+    the model's forward over the text       layer 0 ──▶ layer 1 ──▶ … ──▶ hidden states
+                                               │           │
+    each layer again, with its inputs       └ trial     └ trial
+    """
+
+    def __init__(self, places: KVLayout, nested: ExtraForward, plan: TrialPlan) -> None:
+        self._places, self._nested, self._plan = places, nested, plan
+        self._recorder = AttentionRecorder(places.layers)
+        self._trial = LayerTrial(places, nested, plan, self._recorder)
+        self._units = _units(places)
+        self._open: dict[str, RecordedCall] = {}
+        """Calls in progress, by the attention layer in them."""
+        self._found: dict[str, str] = {}
+        self._inputs: list[Tensor] = []
+        """Inputs of the layer that was called first."""
+        self._is_busy = False
+
+    def trouble(self) -> str:
+        """The defect of the first defective layer, or of all layers together."""
+        plan = self._plan
+        with self._recorder.watching(), self._hooked(self._before, self._after):
+            hidden = outputs(self._nested.forward([plan.text_run], compiled=False), len(plan.tokens))
+        for place in self._places.layers:
+            if found := self._found.get(place.name, f"{place.name}: it was not called with positions, or not at all"):
+                return found
+        return self._whole(plan.tail_run, hidden, slice(plan.tail, None)) or self._whole(
+            RepairedRun(plan.first_blocks, 0, plan.tokens[: plan.head], plan.positions[-1]), hidden, slice(plan.head)
+        )
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], positions: Tensor) -> None:
+        names = [name for name in self._units[module] if name not in self._open and name not in self._found]
+        if self._is_busy or not names or (call := RecordedCall.of(module, args, kwargs, positions)) is None:
+            return
+        if not self._inputs:
+            self._inputs = call.inputs
+        self._open.update(dict.fromkeys(names, call))
+
+    def _after(self, module: nn.Module, output: Any) -> None:
+        names = tuple(name for name, call in self._open.items() if call.module is module)
+        if self._is_busy or not names:
+            return
+        call = self._open[names[0]]
+        self._is_busy = True
+        try:
+            found = self._trial.trouble(call, outputs(output, len(call.positions)), names)
+        finally:
+            self._is_busy = False
+        self._nested.resume([self._plan.text_run])
+        for name in names:
+            del self._open[name]
+            self._found[name] = found if found.startswith(name) else ""
+        if found and not any(self._found[name] for name in names):
+            self._found[names[0]] = found
+
+    @contextmanager
+    def _hooked(self, before: Any, after: Any = None) -> Iterator[None]:
+        """Calls `before(module, args, kwargs, positions)` and `after(module, output)` around every layer."""
+        given: list[Tensor] = []
+        root = self._places.root
+        hooks = [
+            root.register_forward_pre_hook(lambda _, __, named: given.append(named["positions"]), with_kwargs=True)
+        ]
+        for module in self._units:
+            hooks.append(
+                module.register_forward_pre_hook(
+                    lambda module, args, kwargs: before(module, args, kwargs, given[-1]), with_kwargs=True
+                )
+            )
+            if after is not None:
+                hooks.append(module.register_forward_hook(lambda module, _, output: after(module, output)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    # The whole model
+
+    def _whole(self, run: RepairedRun, hidden: list[Tensor], tokens: slice) -> str:
+        """Recomputes a part of the text in another forward: compares the first layer's inputs and hidden states."""
+        num_tokens, seen = len(run.token_ids), list[Tensor]()
+
+        def look(module: nn.Module, args: Any, kwargs: Any, positions: Tensor) -> None:
+            if not seen and (call := RecordedCall.of(module, args, kwargs, positions)) is not None:
+                seen.extend(call.inputs)
+
+        with self._hooked(look):
+            found = outputs(self._nested.forward([run], compiled=False), num_tokens)
+        with self._hooked(_add_noise):
+            noisy = outputs(self._nested.forward([run], compiled=False), num_tokens)
+        where = f"tokens {run.start} to {run.start + num_tokens - 1} at position {run.position}"
+        for one, other in zip(seen, self._inputs, strict=False):
+            error = (wide(one) - wide(other[tokens])).abs()
+            if not error.le(8 * unit(one.dtype) * wide(one).abs().amax(-1, keepdim=True)).all():
+                return (
+                    f"{where}: the first layer is given something else than for the same tokens in one forward from "
+                    "position 0 on: the model does not only see distances"
+                )
+        far = noise_ratio(found, [each[tokens] for each in hidden], noisy)
+        if not far <= NOISE:
+            return (
+                f"{where}: hidden states are {far:.2g} times as far from those of the same tokens in one forward from "
+                "position 0 on as one rounding before every layer explains: the model does not only see distances"
+            )
+        return ""
+
+
+def _add_noise(module: nn.Module, args: Any, kwargs: Any, positions: Tensor) -> tuple[Any, Any]:
+    def noisy(each: Any) -> Any:
+        is_row = isinstance(each, Tensor) and each.is_floating_point() and each.dim() and len(each) == len(positions)
+        return perturbed(each) if is_row else each
+
+    args, kwargs = tree_map(noisy, (args, kwargs))
+    return args, kwargs
+
+
+def _units(places: KVLayout) -> dict[nn.Module, tuple[str, ...]]:
+    """The modules around each attention layer, from the model's decoder layer down to its direct parent."""
+    modules = dict(places.root.named_modules())
+    names = {id(module): name for name, module in modules.items()}
+    found: dict[nn.Module, list[str]] = {}
+    for place in places.layers:
+        for module in _around(place, modules, names):
+            found.setdefault(module, []).append(place.name)
+    return {module: tuple(inside) for module, inside in found.items()}
+
+
+def _around(place: LayerPlace, modules: dict[str, nn.Module], names: dict[int, str]) -> Sequence[nn.Module]:
+    parts = names.get(id(place.layer), "").split(".")
+    above = [modules[".".join(parts[:end])] for end in range(1, len(parts))]
+    lists = [number for number, module in enumerate(above) if isinstance(module, nn.ModuleList)]
+    return [module for module in above[lists[0] + 1 :] if not isinstance(module, nn.ModuleList)] if lists else []

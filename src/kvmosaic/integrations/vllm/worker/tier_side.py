@@ -1,4 +1,4 @@
-"""Worker side of the tiers: moves runs of tokens between the paged cache, host memory and the tiers."""
+"""Worker side of the tiers: moves runs between the paged cache, which vLLM manages, host memory and the tiers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvmosaic.config import TierConfig, parse_bytes
 from kvmosaic.errors import NotMovable
@@ -25,11 +24,11 @@ from kvmosaic.integrations.vllm.operations import (
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
 from kvmosaic.integrations.vllm.tier_settings import tier_config
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
-from kvmosaic.integrations.vllm.worker.stored_entries import Share, StoredEntries
-from kvmosaic.integrations.vllm.worker.tier_counts import TierCounts
-from kvmosaic.integrations.vllm.worker.weight_fingerprint import worker_fingerprint
+from kvmosaic.integrations.vllm.worker.stored_entries import Share, StoredEntries, worker_fingerprint
 from kvmosaic.memory import ChunkTensors
 from kvmosaic.memory.buffer import pinned_bytes
+from kvmosaic.metrics.family import Family
+from kvmosaic.metrics.own_names import TIER_COUNTERS, TIER_OUTCOMES
 from kvmosaic.tiers import Fetch as TierFetch
 from kvmosaic.tiers import TieredStore, open_tiers
 
@@ -208,6 +207,8 @@ def open_worker_tiers(vllm_config: Any, places: KVLayout | None) -> WorkerTiers 
     Raises:
         InvalidConfig: a tier that cannot be opened.
     """
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
     config = tier_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
     if config is None or places is None:
         return None
@@ -220,3 +221,30 @@ def open_worker_tiers(vllm_config: Any, places: KVLayout | None) -> WorkerTiers 
     except NotMovable as error:
         _log.warning("kvmosaic: tiers are not used: %s", error)
         return None
+
+
+_EVERY_SECONDS = 1.0
+
+
+class TierCounts:
+    """Adds the growth of a tiered store's counters to a tally."""
+
+    def __init__(self, tiered_store: TieredStore[Any], clock: Callable[[], float] = time.monotonic) -> None:
+        self._tiered_store, self._clock = tiered_store, clock
+        self._before: dict[tuple[Family, str], float] = {}
+        self._next = 0.0
+
+    def add_to(self, tally: ReportCounters) -> None:
+        """Adds the growth since the last call; at most once a second, since every step calls it."""
+        if self._clock() < self._next:
+            return
+        self._next = self._clock() + _EVERY_SECONDS
+        now: dict[tuple[Family, str], float] = {}
+        for stat in self._tiered_store.tier_stats():
+            for family, name in TIER_COUNTERS.items():
+                now[family, stat.name] = now.get((family, stat.name), 0) + getattr(stat, name)
+        for family, outcomes in TIER_OUTCOMES.items():
+            now |= {(family, outcome): getattr(self._tiered_store.stats, outcome) for outcome in outcomes}
+        for (family, label), number in now.items():
+            tally.counted(family, number - self._before.get((family, label), 0), label)
+        self._before = now

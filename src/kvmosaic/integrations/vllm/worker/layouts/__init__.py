@@ -7,11 +7,8 @@ from typing import Any
 from kvmosaic.errors import NotMovable
 from kvmosaic.integrations.vllm.worker.layouts.ascend import AscendLatentLayout, AscendLayout
 from kvmosaic.integrations.vllm.worker.layouts.cpu import CpuLayout
-from kvmosaic.integrations.vllm.worker.layouts.joined import JoinedLayout
-from kvmosaic.integrations.vllm.worker.layouts.latent import LatentLayout
 from kvmosaic.integrations.vllm.worker.layouts.layout import KeyValueLayout, require_plain
-from kvmosaic.integrations.vllm.worker.layouts.separate import SeparateLayout
-from kvmosaic.integrations.vllm.worker.layouts.stacked import StackedLayout
+from kvmosaic.integrations.vllm.worker.layouts.paged import JoinedLayout, LatentLayout, SeparateLayout, StackedLayout
 
 __all__ = ["LAYOUTS", "KeyValueLayout", "find_layout"]
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvmosaic.errors import NotMovable
-from kvmosaic.integrations.vllm.worker.layouts.layout import heads_of, numbered, require_plain, stand_in
+from kvmosaic.integrations.vllm.worker.layouts.layout import heads_of, is_read_back, numbered, require_plain, stand_in
+from kvmosaic.integrations.vllm.worker.layouts.paged import PagedLayout
 
 _PACKAGE = "vllm_ascend."
 
@@ -24,19 +25,16 @@ def is_npu(vllm_config: Any) -> bool:
     return getattr(getattr(vllm_config, "device_config", None), "device_type", "") == "npu"
 
 
-class AscendLayout:
+class AscendLayout(PagedLayout):
     """Keys and values in two tensors, token by token.
 
     keys [N, P, G, D]    values [N, P, G, Dv]        the cache of a layer is the pair of them
     """
 
-    is_latent = False
-
     def __init__(self, layer: Any, impl: Any, keys: Tensor, values: Tensor) -> None:
         """Takes the implementation that writes: the layer's own, or a copy for a trial."""
-        self.layer, self.impl, self.keys, self.values = layer, impl, keys, values
-        num_blocks, self.block_size, _, self.key_size = keys.shape
-        self.num_slots = num_blocks * self.block_size
+        super().__init__(keys, values)
+        self.layer, self.impl = layer, impl
 
     @classmethod
     def of(cls, layer_name: str, layer: Any, kv_cache: Any) -> AscendLayout | None:
@@ -56,24 +54,18 @@ class AscendLayout:
         # the implementation keeps the first cache that it is given, so the trial uses a copy
         trying = copy.copy(layer.impl)
         trying.key_cache = trying.value_cache = None
-        _confirm(layer_name, cls(layer, trying, stand_in(keys, 0), stand_in(values, 0)))
+        if not is_read_back(cls(layer, trying, stand_in(keys, 0), stand_in(values, 0)), num_heads, value_size, keys):
+            raise NotMovable(f"{layer_name}: keys and values that the kernel wrote are not found in its cache")
         return cls(layer, layer.impl, keys, values)
-
-    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """See `KeyValueLayout.read`."""
-        blocks, offsets = slots // self.block_size, slots % self.block_size
-        return self.keys[blocks, offsets], self.values[blocks, offsets]
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
         """See `KeyValueLayout.write`."""
-        assert values is not None
         update = getattr(self.impl, "do_kv_cache_update", None)
-        if update is not None:  # its kernel takes 32-bit slots only
-            cache = (self.keys, self.values)
-            update(self.layer, keys.contiguous(), values.contiguous(), cache, slots.to(torch.int32))
-            return
-        blocks, offsets = slots // self.block_size, slots % self.block_size
-        self.keys[blocks, offsets], self.values[blocks, offsets] = keys, values
+        if update is None:
+            return super().write(slots, keys, values)
+        assert values is not None
+        cache = (self.keys, self.values)  # its kernel takes 32-bit slots only
+        return update(self.layer, keys.contiguous(), values.contiguous(), cache, slots.to(torch.int32))  # type: ignore[no-any-return]
 
 
 class AscendLatentLayout:
@@ -153,17 +145,6 @@ def _require_shape(layer_name: str, what: str, cache: Tensor, row: tuple[int, in
             f"{layer_name} has a cache of {what} of shape {tuple(cache.shape)}; expected "
             f"[blocks, block size, {row[0]}, {row[1]}] (the order of the Atlas 300I is not known here)"
         )
-
-
-def _confirm(layer_name: str, layout: AscendLayout) -> None:
-    """Checks with a small cache that the kernel writes numbers where this layout reads them."""
-    slots = torch.arange(layout.num_slots, device=layout.keys.device).flip(0)
-    keys = numbered(len(slots), *layout.keys.shape[2:], like=layout.keys)
-    values = numbered(len(slots), *layout.values.shape[2:], like=layout.values, first=7)
-    layout.write(slots, keys, values)
-    read_keys, read_values = layout.read(slots)
-    if not torch.equal(read_keys, keys) or not torch.equal(read_values, values):
-        raise NotMovable(f"{layer_name}: keys and values that the kernel wrote are not found in its cache")
 
 
 def _confirm_rows(layer_name: str, impl: Any, layout: AscendLatentLayout) -> None:

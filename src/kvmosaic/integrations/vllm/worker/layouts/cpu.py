@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvmosaic.errors import NotMovable
-from kvmosaic.integrations.vllm.worker.layouts.layout import heads_of, numbered, require_plain, stand_in
+from kvmosaic.integrations.vllm.worker.layouts.layout import heads_of, is_read_back, require_plain, stand_in
 
 
 class CpuWriter:
@@ -154,12 +154,6 @@ def _places(layer_name: str, cache: Tensor, writer: CpuWriter, key_size: int, va
 
 
 def _is_found(layout: CpuVectorLayout | CpuTiledLayout) -> bool:
-    """Whether numbers that the kernel wrote to a small cache, in another order of tokens, are read back."""
-    slots = torch.arange(layout.num_slots).flip(0)
-    num_heads = layout.cache.shape[1]
-    keys = numbered(len(slots), num_heads, layout.key_size, like=layout.cache)
-    value_size = layout.cache.shape[3] - layout.key_size
-    values = numbered(len(slots), num_heads, value_size, like=layout.cache, first=7)
-    layout.write(slots, keys, values)
-    read_keys, read_values = layout.read(slots)
-    return torch.equal(read_keys, keys) and torch.equal(read_values, values)
+    """Whether the kernel writes numbers where this layout reads them."""
+    _, num_heads, _, size = layout.cache.shape
+    return is_read_back(layout, num_heads, size - layout.key_size, layout.cache)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -64,3 +65,23 @@ def numbered(num_tokens: int, num_heads: int, size: int, *, like: Tensor, first:
     shape = (num_tokens, num_heads, size)
     numbers = torch.arange(num_tokens * num_heads * size, dtype=torch.int64).reshape(shape)
     return ((numbers * 31 + first) % 251).to(device=like.device, dtype=like.dtype)
+
+
+def is_read_back(
+    layout: KeyValueLayout, num_heads: int, value_size: int, like: Tensor, write: Callable[..., object] | None = None
+) -> bool:
+    """Whether keys and values that were written to all slots of a small cache, in reverse order, are read back.
+
+    Args:
+        layout: the layout of the small cache.
+        num_heads: G.
+        value_size: Dv.
+        like: a tensor of the cache's dtype, on its device.
+        write: the kernel that writes, called with slots, keys and values; None: that of the layout.
+    """
+    slots = torch.arange(layout.num_slots, device=like.device).flip(0)
+    keys = numbered(len(slots), num_heads, layout.key_size, like=like)
+    values = numbered(len(slots), num_heads, value_size, like=like, first=7)
+    (write or layout.write)(slots, keys, values)
+    read_keys, read_values = layout.read(slots)
+    return torch.equal(read_keys, keys) and read_values is not None and torch.equal(read_values, values)

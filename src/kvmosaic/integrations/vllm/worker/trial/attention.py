@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvmosaic.integrations.vllm.operations import RepairedRun
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
-from kvmosaic.integrations.vllm.worker.trial.rounding_limits import unit, wide
+from kvmosaic.integrations.vllm.worker.trial.rotation import unit, wide
 
 ROUNDINGS = 3
 """To the dtype of its queries, of scores, weights or sums: the max number in any kernel."""
@@ -96,7 +96,6 @@ def attention_error(places: KVLayout, place: LayerPlace, run: RepairedRun, seen:
 
     The allowed error follows from the numbers: weights and values rounded once, and scores that are off by the
     rounding of their products. So it holds however large queries and keys are.
-    their products. So it holds however large queries and keys are.
     """
     num_tokens = len(run.token_ids)
     end = run.start + num_tokens

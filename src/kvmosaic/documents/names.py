@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from kvmosaic.sampling import ReuseReport
 
 _LABEL = re.compile(r"(([A-Za-z0-9._:-]{1,256}) \[stored [0-9]+\])((?: \([0-9]+/[0-9]+\))?)")
 
@@ -32,12 +27,3 @@ def label_in(name: str) -> tuple[str, str]:
     """Returns label and id from the name of a chunk or of a part of a document; two empty texts if it has none."""
     found = _LABEL.fullmatch(name)
     return (found[1], found[2]) if found else ("", "")
-
-
-def with_shown_names(reuse: ReuseReport) -> ReuseReport:
-    """Returns a report that names stored documents by their ids."""
-    segments = tuple(
-        segment if segment.name is None else replace(segment, name=shown_name(segment.name))
-        for segment in reuse.segments
-    )
-    return replace(reuse, segments=segments)

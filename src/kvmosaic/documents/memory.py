@@ -1,4 +1,4 @@
-"""Tenant documents: the stored documents of one tenant, by id and in order of creation."""
+"""In-memory documents of one tenant, by id and in order of creation."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
+from threading import RLock
 from typing import Literal
 
+from kvmosaic.documents.stored import StoredDocument
 from kvmosaic.errors import UnknownDocument
-from kvmosaic.server.documents.stored import StoredDocument
 
 Order = Literal["asc", "desc"]
 MAX_REMEMBERED = 10_000
@@ -31,7 +32,7 @@ class DocumentPage:
 
 
 @dataclass(slots=True)
-class TenantDocuments:
+class MemoryDocuments:
     """Documents by id, and their sorted numbers, so that bisection finds a page of a long list.
 
         documents   id -> document
@@ -50,6 +51,20 @@ class TenantDocuments:
     remembered: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Number and version of recently deleted ids, oldest first."""
     line: list[tuple[float, int]] = field(default_factory=list)
+    max_remembered: int = MAX_REMEMBERED
+    lock: RLock = field(default_factory=RLock, repr=False)
+
+    def read_lock(self) -> RLock:
+        """A context in which no other thread changes anything; reentrant, as is `write_lock`."""
+        return self.lock
+
+    def write_lock(self) -> RLock:
+        """See `read_lock`."""
+        return self.lock
+
+    def get(self, document_id: str) -> StoredDocument | None:
+        """Returns a document; None: there is none."""
+        return self.documents.get(document_id)
 
     def put(self, document: StoredDocument) -> None:
         """Adds a document with a higher number than any before, or replaces the one with its id and number."""
@@ -69,8 +84,16 @@ class TenantDocuments:
         self.num_bytes -= document.num_bytes
         self.remembered.pop(document.id, None)
         self.remembered[document.id] = (document.number, document.version)
-        if len(self.remembered) > MAX_REMEMBERED:
+        if len(self.remembered) > self.max_remembered:
             del self.remembered[next(iter(self.remembered))]
+
+    def hit(self, document: StoredDocument, now: float) -> None:
+        """Counts a hit of a document; restarts its TTL if it was created so."""
+        document.hit(now)
+
+    def change(self, document: StoredDocument) -> None:
+        """Stores a change of the pin or the priority of a document."""
+        self.push(document)
 
     def push(self, document: StoredDocument) -> None:
         """Queues the expiry of a document; call it whenever the expiry may be earlier than before."""
@@ -96,6 +119,14 @@ class TenantDocuments:
             else:
                 self.push(document)
         return expired
+
+    def alive(self, now: float) -> tuple[MemoryDocuments, list[StoredDocument]]:
+        """Removes expired documents; returns all others, which are this object, and the removed ones."""
+        return self, self.take_expired(now)
+
+    def next_number(self, listed: MemoryDocuments, now: float) -> int:
+        """Returns the number of the next new document."""
+        return next(self.new_numbers)
 
     def next_version(self, document_id: str) -> int:
         """Returns the version of the next text under an id: an ETag of a deleted document must not match a new one."""

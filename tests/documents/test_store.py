@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmosaic.documents import DocumentDraft, DocumentStore, Match, StoreLimits, StoreUsage, shown_name
 from kvmosaic.errors import (
     DocumentChanged,
     DocumentExists,
@@ -19,7 +20,6 @@ from kvmosaic.errors import (
 )
 from kvmosaic.prompt import read_documents
 from kvmosaic.prompt.document_id import REFUSED_ID_PATTERN, VERBS, check_id
-from kvmosaic.server.documents import DocumentDraft, DocumentStore, Match, StoreLimits, StoreUsage, shown_name
 
 
 class Clock:
@@ -393,7 +393,7 @@ def test_refused_ids_are_the_same_in_code_and_in_the_published_pattern() -> None
 
 def test_store_needs_neither_torch_nor_fastapi() -> None:
     code = (
-        "import sys, kvmosaic.server.documents\n"
+        "import sys, kvmosaic.documents\n"
         "assert not {'torch', 'fastapi', 'starlette', 'pydantic'} & set(sys.modules), 'imported too much'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,27 +1,21 @@
-"""Request bodies and replies of /v1/documents."""
+"""Documents in bodies of prompts, and bodies and replies of /v1/documents."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from kvmosaic.api.errors import ApiError, ErrorDetail
+from kvmosaic.api.fields import INTEGRAL, MAX_DOCUMENTS, Body, Name, Plain, Reply, Text
+from kvmosaic.documents import DocumentDraft, DocumentPage, DocumentStore, StoredDocument
+from kvmosaic.documents.stored import MAX_METADATA_KEY, MAX_METADATA_PAIRS, MAX_METADATA_VALUE, MAX_TTL_SECONDS
+from kvmosaic.errors import InvalidDocument
+from kvmosaic.prompt import Document
 from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS, REFUSED_ID_PATTERN
-from kvmosaic.server.documents.cached import CachedChunk
-from kvmosaic.server.documents.names import shown_name
-from kvmosaic.server.documents.store import DocumentStore
-from kvmosaic.server.documents.stored import (
-    MAX_METADATA_KEY,
-    MAX_METADATA_PAIRS,
-    MAX_METADATA_VALUE,
-    MAX_TTL_SECONDS,
-    DocumentDraft,
-    StoredDocument,
-)
-from kvmosaic.server.documents.tenant_documents import DocumentPage
-from kvmosaic.server.documents.warmup import WarmedDocument
-from kvmosaic.server.openai.documents import DocumentFields
-from kvmosaic.server.openai.fields import Body, Name, Reply, Text
+from kvmosaic.prompt.segment import MAX_SALT_CHARACTERS
 
 MAX_WARM_IDS = 10_000
 MAX_LIST = 1_000
@@ -40,6 +34,77 @@ MetadataKey = Annotated[str, Field(min_length=1, max_length=MAX_METADATA_KEY)]
 MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
 SystemText = Annotated[Text, Field(min_length=1, json_schema_extra={"pattern": r"\S"})]
 Endpoint = Literal["/v1/chat/completions", "/v1/responses", "/v1/completions"]
+
+
+DocumentPriority = Annotated[
+    float,
+    Field(ge=0, le=1, description="How much it should stay in a full cache: 0 leaves first, 1 last. Default: 0.5."),
+]
+
+
+class DocumentPart(Body):
+    """A document that the answer may read, or the id of a stored one.
+
+    `id`, `title` and `text` are what chat templates, Cohere and vLLM use. `doc_id` is another name of `id`; `metadata`
+    is the caller's and never shown to the model.
+    """
+
+    id: Name | Annotated[int, Field(ge=0, le=2**63 - 1), INTEGRAL] | None = None
+    doc_id: Name | Annotated[int, Field(ge=0, le=2**63 - 1), INTEGRAL] | None = None
+    title: Name | None = None
+    text: Text | None = None
+    priority: DocumentPriority | None = None
+    metadata: Plain | None = None
+
+
+class DocumentFields(Body):
+    """Documents and who may share them."""
+
+    documents: Annotated[
+        list[DocumentPart | Text] | None,
+        Field(
+            max_length=MAX_DOCUMENTS,
+            description="Documents to answer from: texts, {id?, title?, text}, or {id} of a stored document.",
+            examples=[[{"id": "ferry", "text": "The ferry goes to Oak Island."}]],
+        ),
+    ] = None
+    cache_salt: Annotated[
+        str | None,
+        Field(max_length=MAX_SALT_CHARACTERS, description="Requests with different salts share nothing in the cache."),
+    ] = None
+
+
+def document_texts(parts: Sequence[DocumentPart | str], resolve: Callable[[str], Document]) -> tuple[Document, ...]:
+    """Returns the documents of a body, with the texts of stored ones.
+
+    Args:
+        parts: documents, or ids of stored ones.
+        resolve: returns the stored document of an id.
+
+    Raises:
+        UnknownDocument: an id that is not stored.
+        InvalidDocument: no text and no id, or a text that is empty.
+    """
+    return tuple(_document_text(part, index, resolve) for index, part in enumerate(parts))
+
+
+def _document_text(part: DocumentPart | str, index: int, resolve: Callable[[str], Document]) -> Document:
+    if isinstance(part, str):
+        part = DocumentPart(text=part)
+    name = part.id if part.id is not None else part.doc_id
+    name = None if name is None else str(name)
+    if part.text is not None:
+        try:
+            return Document(part.text, part.title, name, part.priority)
+        except InvalidDocument as error:
+            raise InvalidDocument(f"document number {index + 1}: {error}", document=index) from None
+    if name is None:
+        raise InvalidDocument(
+            f"document number {index + 1} has neither a text nor the id of a stored document; give one of them",
+            document=index,
+        )
+    stored = resolve(name)
+    return stored if part.priority is None else replace(stored, priority=part.priority)
 
 
 class DocumentContent(Body):
@@ -120,24 +185,6 @@ class ChunkObject(Reply):
     salted: Annotated[bool, Field(description="Whether it belongs to requests with a cache_salt.")]
     compute_ms: float
 
-    @classmethod
-    def of(cls, chunk: CachedChunk) -> ChunkObject:
-        """Describes one chunk."""
-        _, _, part = shown_name(chunk.name).partition(" ")
-        return cls(
-            tier="device",
-            state="ready" if chunk.is_ready else "computing",
-            part=part.strip("()") or None,
-            tokens=chunk.num_tokens,
-            blocks=chunk.num_blocks,
-            bytes=chunk.num_bytes,
-            hits=chunk.hits,
-            in_use=chunk.num_users,
-            pinned=chunk.pinned,
-            salted=chunk.is_salted,
-            compute_ms=round(chunk.compute_ms, 3),
-        )
-
 
 class DocumentObject(Reply):
     """A stored document. Its text is sent only where one document is asked for."""
@@ -172,7 +219,7 @@ class DocumentObject(Reply):
             title=document.content.title,
             metadata=dict(document.metadata),
             version=document.version,
-            characters=len(document.content.text),
+            characters=document.num_characters,
             bytes=document.num_bytes,
             created_at=int(document.created_at),
             updated_at=int(document.updated_at),
@@ -261,13 +308,17 @@ class WarmRequest(WarmOptions, DocumentFields):
     ids: Annotated[list[DocumentId] | None, Field(max_length=MAX_WARM_IDS)] = None
 
 
-class ErrorDetail(Reply):
-    """A failure in OpenAI's shape."""
+@dataclass(frozen=True, slots=True)
+class WarmedDocument:
+    """Result of warming one document."""
 
-    message: str
-    type: str
-    param: str | None
-    code: str | None
+    index: int
+    id: str | None
+    num_tokens: int = 0
+    num_chunks: int = 0
+    was_cached: bool = False
+    milliseconds: float = 0.0
+    error: ApiError | None = None
 
 
 class WarmedObject(Reply):
@@ -310,6 +361,13 @@ class WarmSummary(Reply):
     tokens: int = 0
     ms: Annotated[float, Field(description="From the first to the last.")] = 0.0
     data: Annotated[list[WarmedObject] | None, Field(description="By index; only without `stream`.")] = None
+
+    @classmethod
+    def empty(cls) -> WarmSummary:
+        """The summary before the first result."""
+        return cls(
+            object="documents.warmed", num_documents=0, num_computed=0, num_cached=0, num_failed=0, tokens=0, ms=0.0
+        )
 
     def add(self, warmed: WarmedDocument) -> None:
         """Adds one result to the counts."""

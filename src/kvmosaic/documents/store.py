@@ -10,6 +10,10 @@ from dataclasses import dataclass, replace
 from itertools import count
 from threading import RLock
 
+from kvmosaic.documents.backend import DocumentBackend
+from kvmosaic.documents.memory import DocumentPage, MemoryDocuments, Order
+from kvmosaic.documents.names import label_in, label_of
+from kvmosaic.documents.stored import DocumentDraft, Match, StoredDocument, StoredText
 from kvmosaic.errors import (
     DocumentChanged,
     DocumentExists,
@@ -19,9 +23,6 @@ from kvmosaic.errors import (
 )
 from kvmosaic.prompt.document import MAX_DOCUMENT_CHARACTERS
 from kvmosaic.prompt.document_id import check_id
-from kvmosaic.server.documents.names import label_in, label_of
-from kvmosaic.server.documents.stored import DocumentDraft, Match, StoredDocument, StoredText
-from kvmosaic.server.documents.tenant_documents import DocumentPage, Order, TenantDocuments
 
 MAX_SUPERSEDED = 100_000
 """Maximum number of texts whose chunks wait to be dropped; chunks of further ones stay until they are evicted."""
@@ -58,13 +59,13 @@ class SupersededText:
 
 
 class DocumentStore:
-    """The stored documents of all tenants, in memory.
+    """The stored documents of all tenants, in memory or in another backend.
 
     Holds texts only. Their KV cache is in the chunk cache under the `label` of each text; texts that are replaced,
     deleted or expired are listed by `take_superseded`, whose caller drops their chunks.
 
-    Every call is atomic on any thread: bodies with long lists are read beside the event loop. A replaced text is gone
-    from the store before `put` returns: `resolve` can only find the new one.
+    Every call about one tenant is atomic on any thread: bodies with long lists are read beside the event loop. A
+    replaced text is gone from the store before `put` returns: `resolve` can only find the new one.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class DocumentStore:
         limits: StoreLimits | None = None,
         clock: Callable[[], float] = time.time,
         make_id: Callable[[], str] = lambda: f"doc-{secrets.token_hex(12)}",
+        open_backend: Callable[[str], DocumentBackend] = lambda tenant: MemoryDocuments(),
+        has_labels: bool = True,
     ) -> None:
         """Creates an empty store.
 
@@ -82,13 +85,18 @@ class DocumentStore:
             limits: how much one tenant may store.
             clock: unix seconds.
             make_id: returns an id for a document created without one.
+            open_backend: opens the documents of a tenant.
+            has_labels: whether texts get labels; False where chunks are not found by their names.
         """
         self.default_ttl_seconds = round(default_ttl_seconds) if default_ttl_seconds else None
         self.limits = limits or StoreLimits()
         self._clock = clock
         self._make_id = make_id
+        self._open_backend = open_backend
+        self._has_labels = has_labels
         self._lock = RLock()
-        self._by_tenant: dict[str, TenantDocuments] = {}
+        """Guards what follows; documents are guarded by the lock of their tenant, which is acquired first."""
+        self._by_tenant: dict[str, DocumentBackend] = {}
         self._text_numbers = count(1)
         self._superseded: deque[SupersededText] = deque(maxlen=MAX_SUPERSEDED)
         self._in_grace_period: deque[tuple[float, SupersededText]] = deque(maxlen=MAX_IN_GRACE_PERIOD)
@@ -101,8 +109,8 @@ class DocumentStore:
             DocumentExists: the id is taken; `put` replaces.
             DocumentTooLarge, DocumentStoreFull: see `StoreLimits`.
         """
-        with self._lock:
-            document_id = self._make_id() if document_id is None else check_id(document_id)
+        document_id = self._make_id() if document_id is None else check_id(document_id)
+        with self._documents(tenant).write_lock():
             if self._find(tenant, document_id) is not None:
                 raise DocumentExists(
                     f"there is a document {document_id!r} already; replace it with PUT, or choose another id"
@@ -120,8 +128,8 @@ class DocumentStore:
             DocumentChanged: the stored version does not match `match`.
             InvalidDocument, DocumentTooLarge, DocumentStoreFull: as for `create`; the old document stays.
         """
-        with self._lock:
-            check_id(document_id)
+        check_id(document_id)
+        with self._documents(tenant).write_lock():
             before = self._find(tenant, document_id)
             _check_match(document_id, before, match)
             return self._put(tenant, document_id, draft), before is None
@@ -132,13 +140,12 @@ class DocumentStore:
         Raises:
             UnknownDocument: this tenant has none with this id, or it has expired.
         """
-        with self._lock:
-            document = self._find(tenant, document_id)
-            if document is None:
-                raise UnknownDocument(
-                    f"there is no document {document_id!r:.300}; it may be deleted or have expired: store it again"
-                )
-            return document
+        document = self._find(tenant, document_id)
+        if document is None:
+            raise UnknownDocument(
+                f"there is no document {document_id!r:.300}; it may be deleted or have expired: store it again"
+            )
+        return document
 
     def resolve(self, tenant: str, document_id: str) -> StoredText:
         """Returns the text of a document for a prompt; counts a hit and restarts its TTL if it was created so.
@@ -146,34 +153,32 @@ class DocumentStore:
         Raises:
             UnknownDocument: see `get`.
         """
-        with self._lock:
+        with self._documents(tenant).read_lock():
             document = self.get(tenant, document_id)
-            document.hit(self._clock())
+            self._documents(tenant).hit(document, self._clock())
             return document.content
 
     def touched(self, tenant: str, document_ids: Iterable[str]) -> None:
         """Counts a hit for documents whose text was read by other means; ignores unknown ids."""
-        with self._lock:
+        with self._documents(tenant).read_lock():
             for document_id in document_ids:
                 if (document := self._find(tenant, document_id)) is not None:
-                    document.hit(self._clock())
+                    self._documents(tenant).hit(document, self._clock())
 
     def documents(self, tenant: str) -> list[StoredDocument]:
-        """Returns all documents of a tenant, oldest first."""
-        with self._lock:
-            self.expire(tenant)
-            documents = self._documents(tenant)
+        """Returns all documents of a tenant, oldest first; those in a folder without their texts."""
+        with self._documents(tenant).read_lock():
+            documents = self._alive(tenant)
             return [documents.documents[documents.ids[number]] for number in documents.numbers]
 
     def page(self, tenant: str, *, limit: int = 20, after: str | None = None, order: Order = "desc") -> DocumentPage:
-        """Returns some documents of a tenant in order of creation; see `TenantDocuments.part`.
+        """Returns some documents of a tenant in order of creation; see `MemoryDocuments.part`.
 
         Raises:
             UnknownDocument: `after` is not in this list.
         """
-        with self._lock:
-            self.expire(tenant)
-            return self._documents(tenant).part(limit, after, order)
+        with self._documents(tenant).read_lock():
+            return self._alive(tenant).part(limit, after, order)
 
     def delete(self, tenant: str, document_id: str, match: Match | None = None) -> None:
         """Deletes a document.
@@ -182,7 +187,7 @@ class DocumentStore:
             UnknownDocument: see `get`.
             DocumentChanged: the stored version does not match `match`.
         """
-        with self._lock:
+        with self._documents(tenant).write_lock():
             document = self.get(tenant, document_id)
             _check_match(document_id, document, match)
             self._drop(tenant, document)
@@ -193,12 +198,12 @@ class DocumentStore:
         Raises:
             UnknownDocument: see `get`.
         """
-        with self._lock:
+        with self._documents(tenant).write_lock():
             document = self.get(tenant, document_id)
             if document.pinned and not pinned:
                 document.ttl_started_at = self._clock()
             document.pinned = pinned
-            self._documents(tenant).push(document)
+            self._documents(tenant).change(document)
             return document
 
     def set_priority(
@@ -211,36 +216,35 @@ class DocumentStore:
             DocumentChanged: the stored version does not match `match`.
             InvalidDocument: a priority outside its range.
         """
-        with self._lock:
+        with self._documents(tenant).write_lock():
             document = self.get(tenant, document_id)
             _check_match(document_id, document, match)
             document.content = replace(document.content, priority=priority)
+            self._documents(tenant).change(document)
             return document
 
     def expire(self, tenant: str | None = None) -> int:
         """Deletes expired documents, of one tenant or of all; returns their number."""
-        with self._lock:
-            now, num_dropped = self._clock(), 0
-            for name in [tenant] if tenant is not None else list(self._by_tenant):
-                for document in self._documents(name).take_expired(now):
+        num_dropped = 0
+        for name in [tenant] if tenant is not None else list(self._by_tenant):
+            with self._documents(name).read_lock():
+                _, expired = self._documents(name).alive(self._clock())
+                for document in expired:
                     self._retire(name, document)
-                    num_dropped += 1
-            return num_dropped
+                num_dropped += len(expired)
+        return num_dropped
 
     def usage(self, tenant: str | None = None) -> StoreUsage:
         """Returns how much a tenant stores, or (None) all tenants together."""
-        with self._lock:
-            self.expire(tenant)
-            tenant_documents = self._by_tenant.values() if tenant is None else (self._documents(tenant),)
-            num_documents = sum(len(documents.documents) for documents in tenant_documents)
-            return StoreUsage(num_documents, sum(documents.num_bytes for documents in tenant_documents))
+        listed = [self._alive(name) for name in (list(self._by_tenant) if tenant is None else [tenant])]
+        num_documents = sum(len(documents.numbers) for documents in listed)
+        return StoreUsage(num_documents, sum(documents.num_bytes for documents in listed))
 
     def owner(self, tenant: str, chunk_name: str) -> StoredDocument | None:
         """Returns the document whose current text has this label, if there is one."""
-        with self._lock:
-            label, document_id = label_in(chunk_name)
-            document = self._documents(tenant).documents.get(document_id)
-            return document if document is not None and document.content.label == label else None
+        label, document_id = label_in(chunk_name)
+        document = self._documents(tenant).get(document_id) if document_id else None
+        return document if document is not None and document.content.label == label else None
 
     def take_superseded(self) -> list[SupersededText]:
         """Returns texts that were replaced, deleted or expired since the last call."""
@@ -259,45 +263,62 @@ class DocumentStore:
 
     def check_invariants(self) -> None:
         """Checks the documents of every tenant (for tests)."""
-        for documents in self._by_tenant.values():
+        for tenant in self._by_tenant:
+            documents = self._alive(tenant)
             documents.check_invariants()
-            assert (
-                len(documents.documents) <= self.limits.max_documents and documents.num_bytes <= self.limits.max_bytes
-            )
+            assert len(documents.numbers) <= self.limits.max_documents and documents.num_bytes <= self.limits.max_bytes
 
-    def _documents(self, tenant: str) -> TenantDocuments:
-        return self._by_tenant.get(tenant) or self._by_tenant.setdefault(tenant, TenantDocuments())
+    def _documents(self, tenant: str) -> DocumentBackend:
+        with self._lock:
+            if tenant not in self._by_tenant:
+                self._by_tenant[tenant] = self._open_backend(tenant)
+            return self._by_tenant[tenant]
+
+    def _alive(self, tenant: str) -> MemoryDocuments:
+        """Removes expired documents; returns all others."""
+        with self._documents(tenant).read_lock():
+            documents, expired = self._documents(tenant).alive(self._clock())
+            for document in expired:
+                self._retire(tenant, document)
+            return documents
 
     def _find(self, tenant: str, document_id: str) -> StoredDocument | None:
-        document = self._documents(tenant).documents.get(document_id)
-        if document is not None and document.has_expired(self._clock()):
-            self._drop(tenant, document)
-            return None
-        return document
+        documents = self._documents(tenant)
+        document = documents.get(document_id)
+        if document is None or not document.has_expired(self._clock()):
+            return document
+        with documents.write_lock():
+            document = documents.get(document_id)  # another process may have replaced it
+            if document is not None and document.has_expired(self._clock()):
+                self._drop(tenant, document)
+                return None
+            return document
 
     def _drop(self, tenant: str, document: StoredDocument) -> None:
         self._documents(tenant).remove(document)
         self._retire(tenant, document)
 
     def _retire(self, tenant: str, document: StoredDocument) -> None:
-        self._superseded.append(SupersededText(tenant, document.content.label))
+        if document.content.label:
+            with self._lock:
+                self._superseded.append(SupersededText(tenant, document.content.label))
 
     def _put(self, tenant: str, document_id: str, draft: DocumentDraft) -> StoredDocument:
-        documents, now = self._documents(tenant), self._clock()
-        before = documents.documents.get(document_id)
+        documents, listed, now = self._documents(tenant), self._alive(tenant), self._clock()
+        before = documents.get(document_id)
         priority = before.content.priority if draft.priority is None and before is not None else draft.priority
         content = StoredText(draft.text, draft.title, document_id, priority)
         num_bytes = content.count_bytes()
-        self._check_room(tenant, content, num_bytes, before)
+        self._check_room(listed, content, num_bytes, before)
         if before is not None and before.content.reads_like(content):
             same = before.content  # its chunks stay valid
             content = same if same.priority == priority else replace(same, priority=priority)
-        else:
+        elif self._has_labels:
             content = replace(content, label=label_of(document_id, next(self._text_numbers)))
         was_pinned = before is not None and before.pinned
         document = StoredDocument(
             id=document_id,
-            number=before.number if before else next(documents.new_numbers),
+            number=before.number if before else documents.next_number(listed, now),
             version=documents.next_version(document_id),
             content=content,
             metadata=dict(draft.metadata),
@@ -307,6 +328,7 @@ class DocumentStore:
             refresh_ttl_on_hit=draft.refresh_ttl_on_hit,
             pinned=was_pinned if draft.pinned is None else draft.pinned,
             ttl_started_at=now,
+            num_characters=len(content.text),
             num_bytes=num_bytes,
             hits=before.hits if before else 0,
             last_used_at=before.last_used_at if before else None,
@@ -316,7 +338,9 @@ class DocumentStore:
             self._retire(tenant, before)
         return document
 
-    def _check_room(self, tenant: str, content: StoredText, num_bytes: int, before: StoredDocument | None) -> None:
+    def _check_room(
+        self, listed: MemoryDocuments, content: StoredText, num_bytes: int, before: StoredDocument | None
+    ) -> None:
         limits = self.limits
         if len(content.text) > limits.max_characters:
             raise DocumentTooLarge(
@@ -326,12 +350,12 @@ class DocumentStore:
             raise DocumentTooLarge(
                 f"title and text have {num_bytes} bytes; a tenant may store {limits.max_bytes} in all: split it"
             )
-        usage = self.usage(tenant)
-        if before is None and usage.num_documents >= limits.max_documents:
+        num_documents = len(listed.numbers)
+        if before is None and num_documents >= limits.max_documents:
             raise DocumentStoreFull(
-                f"{usage.num_documents} documents are stored, which is the limit; delete some, or let them expire"
+                f"{num_documents} documents are stored, which is the limit; delete some, or let them expire"
             )
-        total = usage.num_bytes + num_bytes - (before.num_bytes if before else 0)
+        total = listed.num_bytes + num_bytes - (before.num_bytes if before else 0)
         if total > limits.max_bytes:
             raise DocumentStoreFull(
                 f"{num_bytes} bytes more make {total} bytes of stored text, the limit is {limits.max_bytes}; delete "

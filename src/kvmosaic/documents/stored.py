@@ -35,6 +35,15 @@ class StoredText(Document):
         return (self.title, self.text) == (other.title, other.text)
 
 
+class TextHead(StoredText):
+    """A stored text without its text, as in lists of documents whose texts are on a disk."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        """Checks nothing: the whole text was checked when it was stored."""
+
+
 @dataclass(frozen=True, slots=True)
 class DocumentDraft:
     """Content that a client wants to store, stripped of white space around text and title.
@@ -88,6 +97,8 @@ class StoredDocument:
     refresh_ttl_on_hit: bool
     pinned: bool
     ttl_started_at: float
+    num_characters: int
+    """Characters of the text."""
     num_bytes: int
     """Bytes of title and text in UTF-8."""
     hits: int = 0

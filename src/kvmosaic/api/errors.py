@@ -1,0 +1,144 @@
+"""API errors: every failure in OpenAI's shape, and one table from error types to statuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from kvmosaic import errors
+from kvmosaic.api.fields import Reply
+from kvmosaic.api.validation_message import validation_message
+from kvmosaic.prompt.ways_out import for_clients
+
+if TYPE_CHECKING:
+    from starlette.responses import JSONResponse
+
+B = TypeVar("B", bound=BaseModel)
+
+INVALID_REQUEST = "invalid_request_error"
+QUOTA = "insufficient_quota"
+MAX_MESSAGE_CHARACTERS = 2_000
+"""Maximum length of a message: messages quote the request, but must not send all of it back."""
+MAX_PARAM_CHARACTERS = 200
+RETRY_SECONDS = 1
+
+
+class ErrorDetail(Reply):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ApiError(Exception):
+    """An error shown to the client: `{"error": {"message", "type", "param", "code"}}` with a status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = INVALID_REQUEST,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = _printable(message)
+        self.type = type
+        self.code = code
+        self.param = None if param is None else _printable(param[:MAX_PARAM_CHARACTERS])
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of the reply, or of an error event in the middle of a stream."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def reply(self) -> JSONResponse:
+        """Returns the whole reply."""
+        from starlette.responses import JSONResponse
+
+        return JSONResponse(self.body, self.status, headers=self.headers)
+
+
+# The first matching row decides, so subclasses come before their base classes.
+_ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
+    (errors.TooMuchWork, 422, INVALID_REQUEST, "too_much_work"),
+    (errors.PromptTooLong, 400, INVALID_REQUEST, "context_length_exceeded"),
+    (errors.InvalidPrompt, 400, INVALID_REQUEST, None),
+    (errors.InvalidSampling, 400, INVALID_REQUEST, None),
+    (errors.InvalidRepair, 400, INVALID_REQUEST, "invalid_repair"),
+    (errors.InvalidConfig, 400, INVALID_REQUEST, None),
+    (errors.UnknownDocument, 404, INVALID_REQUEST, "document_not_found"),
+    (errors.DocumentExists, 409, INVALID_REQUEST, "document_exists"),
+    (errors.DocumentChanged, 412, INVALID_REQUEST, "document_changed"),
+    (errors.DocumentTooLarge, 413, INVALID_REQUEST, "document_too_large"),
+    (errors.DocumentStoreFull, 429, QUOTA, "document_store_full"),
+    (errors.UnknownChunk, 404, INVALID_REQUEST, "chunk_not_found"),
+    (errors.UnknownRequest, 404, INVALID_REQUEST, "request_not_found"),
+    (errors.ChunkInUse, 409, INVALID_REQUEST, "chunk_in_use"),
+    (errors.ChunkCacheOff, 409, INVALID_REQUEST, "chunk_cache_off"),
+    (errors.QuotaExceeded, 429, QUOTA, "quota_exceeded"),
+    (errors.ChunkCacheFull, 400, INVALID_REQUEST, "chunk_cache_full"),
+    (errors.NotMovable, 400, INVALID_REQUEST, "not_movable"),
+    (errors.QueueFull, 429, "rate_limit_error", "queue_full"),
+    (errors.RequestTooLarge, 400, INVALID_REQUEST, "request_too_large"),
+    (errors.EngineFailing, 503, "service_unavailable", "engine_failing"),
+    (errors.EngineAsleep, 503, "service_unavailable", "engine_asleep"),
+    (errors.EngineStopped, 503, "service_unavailable", "engine_stopped"),
+)
+
+
+def known_error(error: BaseException, documents: object = None) -> ApiError | None:
+    """Returns the error that a client sees for one of ours, whose message is about the request; None for another one.
+
+    Args:
+        error: any error.
+        documents: the documents of the body, which come before all others of its prompt: an error about one of them
+            names its position there.
+    """
+    if isinstance(error, ApiError):
+        return error
+    for known, status, kind, code in _ROWS:
+        if isinstance(error, known):
+            headers = {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else {}
+            if kind == QUOTA:  # nothing changes on its own: clients with automatic retries should not retry
+                headers = {"X-Should-Retry": "false"}
+            place = error.document if isinstance(error, errors.InvalidPrompt) else None
+            is_listed = place is not None and isinstance(documents, Sequence) and place < len(documents)
+            param = f"documents.{place}" if is_listed else None
+            return ApiError(status, for_clients(str(error)), type=kind, code=code, param=param, headers=headers)
+    return None
+
+
+def invalid_body(faults: Sequence[Mapping[str, Any]], body: Any = None) -> ApiError:
+    """Returns the error for all that pydantic found wrong with a body."""
+    if faults and faults[0]["type"] == "json_invalid":
+        return ApiError(400, "the body is not JSON", code="invalid_json")
+    fault = validation_message(faults, body)
+    return ApiError(400, fault.told, param=fault.where or None)
+
+
+def read_body(kind: type[B], body: Any, place: str = "body") -> B:
+    """Returns a body, or the parameters of a query, as its type.
+
+    Raises:
+        ApiError: 400, what is wrong with it.
+    """
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise invalid_body([{**fault, "loc": (place, *fault["loc"])} for fault in error.errors()], body) from None
+
+
+def _printable(message: str) -> str:
+    """Returns the message, truncated, and without characters that UTF-8 cannot encode."""
+    if len(message) > MAX_MESSAGE_CHARACTERS:
+        message = message[: MAX_MESSAGE_CHARACTERS - 1] + "…"
+    return message.encode("utf-8", "replace").decode("utf-8")

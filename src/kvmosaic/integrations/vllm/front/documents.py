@@ -1,0 +1,256 @@
+"""/v1/documents next to vLLM's own routes: stored texts that prompts name by id, and warming through vLLM itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from kvmosaic.api.documents import (
+    MAX_LIST,
+    DocumentList,
+    DocumentObject,
+    DocumentPart,
+    NewDocument,
+    WarmedDocument,
+    WarmedObject,
+    WarmRequest,
+    WarmSummary,
+    document_texts,
+)
+from kvmosaic.api.errors import ApiError, read_body
+from kvmosaic.api.fields import Name, Reply
+from kvmosaic.documents import DocumentStore, FolderDocuments, Match, MemoryDocuments, StoredDocument, StoreLimits
+from kvmosaic.errors import InvalidDocument, KVMosaicError
+from kvmosaic.integrations.vllm.contract import FIELD
+from kvmosaic.integrations.vllm.front.encoded_request import EncodedRequest, composed
+from kvmosaic.integrations.vllm.front.internal_requests import api_error, ask, whole_body
+from kvmosaic.integrations.vllm.front.settings import FrontSettings
+from kvmosaic.prompt.document_id import VERBS
+
+if TYPE_CHECKING:
+    from kvmosaic.integrations.vllm.front.middleware import ComposedDocuments
+
+ROUTE = "/v1/documents"
+TENANT = ""
+"""vLLM's API keys do not tell clients apart."""
+MAX_WARM = 10_000
+AT_ONCE = 4
+_VERB = re.compile(rf"(.*):({'|'.join(VERBS)})", re.DOTALL)
+
+
+class _ListQuery(BaseModel):
+    """Which part of the list is read."""
+
+    limit: Annotated[int, Field(ge=1, le=MAX_LIST)] = 20
+    after: str | None = None
+    order: Literal["asc", "desc"] = "desc"
+
+
+class _WarmBody(WarmRequest):
+    """What to warm, and for which of vLLM's models."""
+
+    model: Name | None = None
+
+
+def open_documents(settings: FrontSettings, clock: Callable[[], float] = time.time) -> DocumentStore:
+    """Opens the stored documents in the configured folder, or in memory.
+
+    Raises:
+        InvalidConfig: a folder that cannot be written to.
+    """
+    folder = settings.documents_dir
+    documents = MemoryDocuments(max_remembered=0) if folder is None else FolderDocuments(folder)
+    return DocumentStore(
+        default_ttl_seconds=settings.document_ttl,
+        limits=StoreLimits(settings.max_documents, settings.max_documents_bytes),
+        clock=clock,
+        open_backend=lambda tenant: documents,
+        has_labels=False,
+    )
+
+
+class DocumentRoutes:
+    """Creates, replaces, reads, lists, deletes and warms documents, as our own server does.
+
+    Requires the same API key as vLLM's /v1/models: vLLM itself checks it.
+    """
+
+    def __init__(self, front: ComposedDocuments) -> None:
+        self._front = front
+
+    async def __call__(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        try:
+            reply = await self._reply(path, scope, receive)
+        except (ApiError, KVMosaicError) as error:
+            reply = api_error(error).reply()
+        await reply(scope, receive, send)
+
+    async def _reply(self, path: str, scope: Scope, receive: Receive) -> Response:
+        models = await ask(self._front.app, scope, "GET", "/v1/models")
+        if models.status_code >= 400:
+            return models
+        request, name, verb = Request(scope), path.removeprefix(ROUTE).removeprefix("/"), None
+        if found := _VERB.fullmatch(name):
+            name, verb = found[1], found[2]
+        body = await self._body(receive) if request.method in ("POST", "PUT") else {}
+        if verb is None:
+            return await self._front.in_thread(self._changed, request, name, body)  # type: ignore[no-any-return]
+        if verb != "warm":
+            raise ApiError(404, f"inside vLLM there is no {verb!r} of documents; vLLM's cache decides what stays")
+        _check_method(request.method, "POST")
+        return await self._warmed(name, read_body(_WarmBody, body), scope)
+
+    def _changed(self, request: Request, name: str, body: dict[str, Any]) -> Response:
+        method, store = request.method, self._front.documents
+        _check_method(method, *(("GET", "PUT", "DELETE") if name else ("GET", "POST")))
+        if method == "POST":
+            new = new_document(body)
+            return _described(store.create(TENANT, new.draft(store), new.id), 201)
+        if not name:
+            query = read_body(_ListQuery, dict(request.query_params), "query")
+            page = store.page(TENANT, limit=query.limit, after=query.after, order=query.order)
+            return _json(DocumentList.of(page, [DocumentObject.of(document) for document in page.documents]))
+        header = request.headers.get("if-match")
+        match = None if header is None else Match.from_header(header)
+        if method == "PUT":
+            new = new_document(body)
+            if new.id not in (None, name):
+                message = f"the address names the document {name!r:.300}, the body {new.id!r}; leave it out"
+                raise ApiError(400, message, param="id")
+            document, is_new = store.put(TENANT, name, new.draft(store), match)
+            return _described(document, 201 if is_new else 200)
+        if method == "DELETE":
+            store.delete(TENANT, name, match)
+            return JSONResponse({"id": name, "object": "document.deleted", "deleted": True})
+        document = store.get(TENANT, name)
+        return _described(document, text=document.content.text)
+
+    async def _body(self, receive: Receive) -> dict[str, Any]:
+        content = await whole_body(receive, self._front.settings.max_body_bytes, "; send less at once")
+        if content is None:
+            raise ApiError(400, "the client went away before the end of the body")
+        try:
+            body = json.loads(content) if content.strip() else {}
+        except (ValueError, RecursionError):
+            raise ApiError(400, "the body is not JSON", code="invalid_json") from None
+        if not isinstance(body, dict):
+            raise ApiError(400, f"the body is {body!r:.80}; send an object")
+        return body
+
+    async def _warmed(self, name: str, body: _WarmBody, scope: Scope) -> Response:
+        """Prefills documents separately, a few concurrently. A failed one does not stop others."""
+        if body.stream:
+            raise ApiError(400, "inside vLLM warming sends no events; leave stream out", param="stream")
+        parts: list[DocumentPart | str] = [read_body(DocumentPart, {"id": name})] if name else [*(body.documents or ())]
+        if not name:
+            ids: Sequence[str] = body.ids or ()
+            if body.ids is None and body.documents is None:
+                stored = await self._front.in_thread(self._front.documents.documents, TENANT)
+                ids = [document.id for document in stored]
+            parts = [*(DocumentPart(id=each) for each in ids), *parts]
+        if len(parts) > MAX_WARM:
+            raise ApiError(400, f"{len(parts)} documents at once; at most {MAX_WARM} can be warmed: send fewer")
+        begun, running = time.monotonic(), asyncio.Semaphore(AT_ONCE)
+
+        async def one(index: int, part: DocumentPart | str) -> WarmedDocument:
+            document_id = None if isinstance(part, str) or part.id is None else str(part.id)
+            async with running:
+                try:
+                    return await self._warm_one(index, document_id, part, body, scope)
+                except ApiError as error:
+                    return WarmedDocument(index, document_id, error=error)
+
+        warmed = await asyncio.gather(*(one(index, part) for index, part in enumerate(parts)))
+        errors = [each.error for each in warmed if each.error is not None]
+        if errors and len(errors) == len(warmed):
+            raise errors[0]
+        summary = WarmSummary.empty()
+        for each in warmed:
+            summary.add(each)
+        summary.ms, summary.data = (
+            round((time.monotonic() - begun) * 1e3, 3),
+            [WarmedObject.of(each) for each in warmed],
+        )
+        return _json(summary)
+
+    async def _warm_one(
+        self, index: int, document_id: str | None, part: DocumentPart | str, body: _WarmBody, scope: Scope
+    ) -> WarmedDocument:
+        """Computes one document by a request of one token."""
+        begun = time.monotonic()
+        ready = await self._front.in_thread(self._prompt_of, part, body, scope)
+        composition = ready.composition
+        request = {
+            "prompt": list(ready.token_ids),
+            "max_tokens": 1,
+            "temperature": 0,
+            "kv_transfer_params": composition.to_params(),
+            **body.model_dump(include={"model", "cache_salt"}, exclude_none=True),
+        }
+        reply = await ask(self._front.app, scope, "POST", "/v1/completions", request)
+        try:
+            answer = json.loads(bytes(reply.body))
+        except ValueError:
+            answer = {}
+        if reply.status_code != 200:
+            error = answer.get("error") if isinstance(answer, dict) else None
+            told = error.get("message") if isinstance(error, dict) else error
+            raise ApiError(reply.status_code, f"vLLM refuses it: {told!s:.1000}")
+        report = (answer.get("kv_transfer_params") or {}).get(FIELD) or {}
+        actions = [each.get("action") for each in report.get("documents", ())]
+        return WarmedDocument(
+            index,
+            document_id,
+            num_tokens=sum(composition.chunks),
+            num_chunks=len(composition.chunks),
+            was_cached=bool(actions) and all(action in ("reused", "moved") for action in actions),
+            milliseconds=(time.monotonic() - begun) * 1e3,
+        )
+
+    def _prompt_of(self, part: DocumentPart | str, body: _WarmBody, scope: Scope) -> EncodedRequest:
+        """The prompt of a request with this document alone."""
+        store, renderer = self._front.documents, self._front.renderer(scope)
+        try:
+            documents = document_texts([part], lambda document_id: store.get(TENANT, document_id).content)
+            prompt = renderer.warming(documents, body.system, body.endpoint)
+            how = self._front.settings.how.updated({"chunk_context": body.chunk_context})
+            return composed(prompt, how, renderer.model.trained_positions)
+        except KVMosaicError as error:
+            raise api_error(error) from error
+
+
+def new_document(body: dict[str, Any]) -> NewDocument:
+    """Reads the body of a document.
+
+    Raises:
+        InvalidDocument: a field that is not supported inside vLLM. ApiError: anything else that is wrong.
+    """
+    if body.get("pinned") or body.get("priority") is not None:
+        name = "pinned" if body.get("pinned") else "priority"
+        raise InvalidDocument(
+            f"{name} is {body[name]!r:.80}; vLLM's cache alone decides what stays in it: leave {name} out"
+        )
+    return read_body(NewDocument, body)
+
+
+def _described(document: StoredDocument, status: int = 200, **details: Any) -> Response:
+    return _json(DocumentObject.of(document, **details), status, {"etag": f'"{document.version}"'})
+
+
+def _json(reply: Reply, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse(reply.model_dump(exclude_unset=True), status, headers=headers)
+
+
+def _check_method(method: str, *allowed: str) -> None:
+    if method not in allowed:
+        raise ApiError(405, f"this address takes {', '.join(allowed)} only", code="method_not_allowed")
