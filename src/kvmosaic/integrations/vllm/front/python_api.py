@@ -132,18 +132,19 @@ def _generated(
         raise InvalidPrompt(f"{len(each)} sampling_params for {len(prompts)} prompts; give one each, or one for all")
     trained = trained_positions(llm.llm_engine.model_config)
     ready = [composed(prompt, how, trained) for prompt in prompts]
-    inputs = [_input(one, prompt.salt) for one, prompt in zip(ready, prompts, strict=True)]
-    params = [_with_borders(one, own) for one, own in zip(ready, each, strict=True)]
+    inputs = [vllm_input(one, prompt.salt) for one, prompt in zip(ready, prompts, strict=True)]
+    params = [with_boundaries(one, own) for one, own in zip(ready, each, strict=True)]
     answers: list[Any] = llm.generate(inputs, params, **options)
     return answers
 
 
-def _input(ready: EncodedRequest, salt: str) -> dict[str, Any]:
+def vllm_input(ready: EncodedRequest, salt: str) -> dict[str, Any]:
+    """A prompt in vLLM's form."""
     prompt: dict[str, Any] = {"prompt_token_ids": list(ready.token_ids)}
     return {**prompt, "cache_salt": salt} if salt else prompt
 
 
-def _with_borders(ready: EncodedRequest, params: Any) -> Any:
+def with_boundaries(ready: EncodedRequest, params: Any) -> Any:
     """A copy of sampling parameters with the segment boundaries of a prompt."""
     if ready.composition is None:
         return params
