@@ -243,8 +243,8 @@ def pinned(kv_cache: KVCache, number: int) -> None:
     kv_cache.unpin(f"document-{number}")
 
 
-def lru_index(n: int) -> Costs:
-    """The ledger of a tier."""
+def entry_index(n: int) -> Costs:
+    """The entry index of a tier."""
     meter, book = Meter(), EntryIndex()
     keys = KeyChain("model")
 
@@ -333,7 +333,7 @@ PARTS: dict[str, Callable[[int], Costs]] = {
     "prefix cache, priority": lambda n: prefix(n, Priority()),
     "chunks": chunks,
     "chunks, priority": lambda n: chunks(n, "priority"),
-    "ledger": lru_index,
+    "ledger": entry_index,
     "kept keys": kept_keys,
     "disk": disk,
     "hashing": hashing,

@@ -1,4 +1,4 @@
-"""vLLM as an inference engine: a `vllm.LLM` of this process behind the engine protocol."""
+"""vLLM as an inference engine: the engine protocol over a `vllm.LLM` of this process."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class VLLMRequest:
 
 
 class VLLMEngine(InferenceEngine):
-    """Runs prompts in a `vllm.LLM` that was created with `engine_arguments()`; whoever made it shuts it down.
+    """Runs prompts in a `vllm.LLM` that was created with `engine_arguments()`; its owner shuts it down.
 
     Steps of vLLM's are steps of this engine; vLLM's own methods must not be called in between. Documents and their
     positions are those of the plugin: see `kvmosaic.integrations.vllm`.
