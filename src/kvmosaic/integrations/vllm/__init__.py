@@ -3,7 +3,7 @@
     contract.py     segments of a request, in `kv_transfer_params`
     scheduler/      in the engine process: finds cached chunks, plans moves, requests missing chunks
     worker/         in every worker: locates keys and values, rotates and moves them
-    front/          in the API process: documents in a chat body, separators, handles; the Python `LLM`
+    front/          in the API process: documents in a body, separators, stored documents; the Python `LLM`
     connector.py    scheduler side and worker side as one vLLM connector
     plugin.py       entry point that vLLM loads at startup
 

@@ -28,7 +28,7 @@ from kvmosaic.metrics.family import Family
 
 
 class ComposingStats(KVConnectorStats):
-    """Counts of a `Tally`, from the scheduler or a worker to the front end."""
+    """Counts of `ReportCounters`, from the scheduler or a worker to the front end."""
 
     @classmethod
     def taken_from(cls, tally: ReportCounters) -> ComposingStats | None:
