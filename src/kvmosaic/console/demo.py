@@ -136,7 +136,7 @@ def without_cache(llm: LLM) -> LLM:
     from kvmosaic.config import EngineConfig
     from kvmosaic.llm import LLM
 
-    engine_config = EngineConfig(enable_prefix_caching=False, request_cache="64MiB")
+    engine_config = EngineConfig(enable_prefix_caching=False, request_cache_size="64MiB")
     return LLM(llm.model, enable_chunk_cache=False, engine_config=engine_config)
 
 

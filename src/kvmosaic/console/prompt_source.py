@@ -61,7 +61,7 @@ class PromptSource:
                 prompt = compose(llm, question, documents, self.system)
                 yield one_line(question), replace(prompt, tenant=self.tenant)
             return
-        separator = llm.chunk_cache_config.separator
+        separator = llm.chunk_cache_config.chunk_separator
         for text in split_input(_standard_input(), separator) if self.prompt == "-" else [self.prompt]:
             parts, prompt = named_parts(text, separator), llm.encoder.encode(text)
             yield one_line(text if isinstance(parts, str) else parts[-1]), replace(prompt, tenant=self.tenant)

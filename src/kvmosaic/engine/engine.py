@@ -71,8 +71,10 @@ class Engine:
     ) -> None:
         self.runner = runner
         self.kv_cache = kv_cache
-        max_tokens = min(config.max_batched_tokens, runner.model.max_forward_tokens or config.max_batched_tokens)
-        self.scheduler = Scheduler(kv_cache, replace(config, max_batched_tokens=max_tokens), clock)
+        max_tokens = min(
+            config.max_num_batched_tokens, runner.model.max_forward_tokens or config.max_num_batched_tokens
+        )
+        self.scheduler = Scheduler(kv_cache, replace(config, max_num_batched_tokens=max_tokens), clock)
         if config.preemption != "recompute" and config.swap_bytes:
             self.scheduler.preemption.swap = SwapSpace(runner.storages["request"], kv_cache, config, clock)
         self.chunk_config = chunk_config
@@ -371,7 +373,7 @@ class Engine:
         begin = self.clock()
         try:
             if "deviation" in repair.signals:
-                max_tokens = self.scheduler.config.max_batched_tokens
+                max_tokens = self.scheduler.config.max_num_batched_tokens
                 repair.deviations = measure_deviations(sequence, self.runner, max_tokens)
             request.layout = repair.repaired_layout()
             if request.scoring is not None:

@@ -101,8 +101,8 @@ class Scheduler:
     @property
     def num_free_seats(self) -> int:
         """Sequences that may still be admitted. Answers leave a quarter of every step to prompts."""
-        max_tokens = self.config.max_batched_tokens
-        return min(self.config.max_running, max(max_tokens - max_tokens // 4, 1)) - len(self.running)
+        max_tokens = self.config.max_num_batched_tokens
+        return min(self.config.max_num_seqs, max(max_tokens - max_tokens // 4, 1)) - len(self.running)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence after those of the same priority."""
@@ -229,7 +229,7 @@ class Scheduler:
 
         It takes about `SHARED_STEP_SECONDS`, or twice as long as an empty one: shorter ones would cost too much.
         """
-        most = self.config.max_batched_tokens
+        most = self.config.max_num_batched_tokens
         if len(self._seen) < 2 or not self._token_seconds:
             return most
         least = self._least_seconds or 0.0

@@ -171,5 +171,5 @@ def _model_of(llm: Any) -> ServedModel:
 
 
 def _encoder(model: ServedModel, separator: str | None) -> PromptEncoder:
-    settings = PromptOptions(separator=separator)
+    settings = PromptOptions(chunk_separator=separator)
     return PromptEncoder(model.tokenizer, settings, vocab_size=model.vocab_size, max_positions=model.max_positions)

@@ -20,7 +20,7 @@ PREFIX = "KVMOSAIC_"
 class FrontSettings:
     """Limits and defaults of the front end; the first four are those of a `PromptEncoder`."""
 
-    separator: str | None = None
+    chunk_separator: str | None = None
     """Text that splits a prompt into documents; None or "": prompts are never split."""
     max_chunk_tokens: int = 32_768
     max_prompt_chunks: int = 4_096
@@ -40,7 +40,7 @@ class FrontSettings:
         return LEAD_IN
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "separator", read_separator(self.separator))
+        object.__setattr__(self, "chunk_separator", read_separator(self.chunk_separator))
         if self.long_chunks not in ("error", "split"):
             raise InvalidConfig(f"long_chunks is {self.long_chunks!r:.80}; choose 'error' or 'split'")
 
@@ -54,7 +54,7 @@ class FrontSettings:
         said = {name.removeprefix(PREFIX).lower(): value for name, value in environ.items() if value}
         given: dict[str, Any] = {"how": How().updated({name: said[name] for name in FIELDS if name in said})}
         if "chunk_separator" in said:
-            given["separator"] = said["chunk_separator"]
+            given["chunk_separator"] = said["chunk_separator"]
         if "long_chunks" in said:
             given["long_chunks"] = cast(Literal["error", "split"], said["long_chunks"])
         if "documents_dir" in said:

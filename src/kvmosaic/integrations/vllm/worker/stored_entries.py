@@ -47,7 +47,7 @@ class StoredEntries:
         Raises:
             InvalidConfig: zstandard is requested and not installed. NotMovable: layers of several dtypes.
         """
-        if config.compression == "zstd" and find_spec("zstandard") is None:
+        if config.chunk_compression == "zstd" and find_spec("zstandard") is None:
             raise InvalidConfig("compression is 'zstd' and zstandard is not installed; pip install 'kvmosaic[tiers]'")
         layers, dtypes = [], set()
         for index, place in enumerate(places.layers):
@@ -84,11 +84,11 @@ class StoredEntries:
             tokens=run.tokens,
             layers=self._layers,
             dtype=self._dtype_name,
-            compression=self._config.compression,
+            compression=self._config.chunk_compression,
             compute_seconds=compute_seconds,
             created=time.time(),
         )
-        return lambda layers: encode_entry(header, layers, self._config.secret)
+        return lambda layers: encode_entry(header, layers, self._config.chunk_secret)
 
     def accept(self, run: StoredRun) -> Callable[[Entry], ChunkTensors]:
         """Returns a function that validates and reads an entry; InvalidEntry unless it is this run, bit for bit."""
@@ -101,7 +101,7 @@ class StoredEntries:
             layers=self._layers,
             dtype=self._dtype_name,
         )
-        return lambda entry: decode_entry(entry, expected, self._config.secret).layers
+        return lambda entry: decode_entry(entry, expected, self._config.chunk_secret).layers
 
     @property
     def _dtype_name(self) -> DtypeName:
