@@ -78,7 +78,9 @@ def test_every_face_offers_it(gapped: str) -> None:
 
 
 def test_commands_offer_it(gapped: str) -> None:
-    result = CliRunner().invoke(app, ["plan", "reader", "a##b##c", "--separator", "##", "--position-strategy", gapped])
+    result = CliRunner().invoke(
+        app, ["plan", "reader", "a##b##c", "--chunk-separator", "##", "--position-strategy", gapped]
+    )
     assert result.exit_code == 0, result.output
 
 

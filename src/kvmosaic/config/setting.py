@@ -52,7 +52,7 @@ class Setting:
     check: Callable[[Any], object] | None = None
     """A function that raises InvalidConfig for a wrong value."""
     metavar: str = ""
-    """What stands for the value in help texts: SIZE, URL, FILE, …"""
+    """Placeholder of the value in help texts: SIZE, URL, FILE, …"""
     off: str = ""
     """What happens with None, which is 0 as a flag."""
     unset: str = ""

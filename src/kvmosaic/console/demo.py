@@ -118,7 +118,7 @@ def demo_heading(opening: ModelOptions, documents: dict[str, dict[str, str]]) ->
 
     words = sum(len(document["text"].split()) for document in documents.values())
     parts = [f"{len(documents)} documents", f"{words:,} words", f"model {opening.model}"]
-    parts.append(f"{opening.position_strategy or 'shared'} positions")
+    parts.append(f"{opening.values.get('position_strategy') or 'shared'} positions")
     return printable(", ".join([*parts, "no network"] if opening.model == BUNDLED_READER else parts))
 
 

@@ -1,13 +1,20 @@
 """Prompts: segments from text, chat messages, documents or tokens."""
 
-from kvmosaic.prompt.document import Document, read_documents
-from kvmosaic.prompt.encoder import PromptEncoder
-from kvmosaic.prompt.message import read_messages
-from kvmosaic.prompt.sees import seen_chunks
-from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind
-from kvmosaic.prompt.separator import escape_separator
-from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_length, check_token_ids
-from kvmosaic.prompt.tokenizer import Tokenizer
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvmosaic.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kvmosaic.prompt.document import Document, read_documents
+    from kvmosaic.prompt.encoder import PromptEncoder
+    from kvmosaic.prompt.message import read_messages
+    from kvmosaic.prompt.sees import seen_chunks
+    from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind
+    from kvmosaic.prompt.separator import escape_separator
+    from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_length, check_token_ids
+    from kvmosaic.prompt.tokenizer import Tokenizer
 
 __all__ = [
     "Document",
@@ -25,3 +32,16 @@ __all__ = [
     "read_messages",
     "seen_chunks",
 ]
+
+# Names are imported on first use: settings read limits of prompts, and the help of the commands needs no more.
+_HOMES = {
+    "document": ("Document", "read_documents"),
+    "encoder": ("PromptEncoder",),
+    "message": ("read_messages",),
+    "sees": ("seen_chunks",),
+    "segment": ("Prompt", "Segment", "SegmentKind"),
+    "separator": ("escape_separator",),
+    "settings": ("PromptOptions", "PromptSettings", "check_length", "check_token_ids"),
+    "tokenizer": ("Tokenizer",),
+}
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
