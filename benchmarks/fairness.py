@@ -114,8 +114,8 @@ class World:
         self._bytes_per_token = model.bytes_per_token()
         self.engine: Engine = build_engine(
             model,
-            ChunkCacheConfig(capacity=per_block * 128),
-            EngineConfig(request_cache=per_block * 96, max_running=16, max_batched_tokens=256, **options),
+            ChunkCacheConfig(chunk_cache_size=per_block * 128),
+            EngineConfig(request_cache_size=per_block * 96, max_num_seqs=16, max_num_batched_tokens=256, **options),
         )
         for part in (self.engine, self.engine.scheduler, self.engine.scheduler.preemption):
             for name in ("clock", "_clock"):

@@ -85,7 +85,7 @@ class Bench:
             chunk_cache_config=ChunkCacheConfig(
                 position_strategy=arguments.strategy, repair="none", max_chunk_tokens=8_192
             ),
-            engine_config=EngineConfig(max_batched_tokens=arguments.batched_tokens),
+            engine_config=EngineConfig(max_num_batched_tokens=arguments.batched_tokens),
         )
         self.clock = time.process_time if arguments.threads == 1 else time.perf_counter
         self.random = random.Random(0)

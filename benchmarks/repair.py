@@ -64,7 +64,7 @@ def build_llm(arguments: argparse.Namespace) -> LLM:
     return LLM(
         LoadedModel.from_module(module),
         chunk_cache_config=ChunkCacheConfig(position_strategy="sequential"),
-        engine_config=EngineConfig(max_batched_tokens=4_096),
+        engine_config=EngineConfig(max_num_batched_tokens=4_096),
     )
 
 

@@ -59,8 +59,8 @@ def measure(size: str, lengths: list[int], rounds: int) -> list[dict[str, Any]]:
     model = build_model(size, torch.bfloat16)
     blocks = 2 * sum(-(-length // 16) for length in lengths)
     request_cache = model.bytes_per_token() * 16 * (blocks + 16)
-    config = EngineConfig(request_cache=request_cache, enable_prefix_caching=False)
-    engine, chance, rows = build_engine(model, ChunkCacheConfig(capacity="16MiB"), config), random.Random(1), []
+    config = EngineConfig(request_cache_size=request_cache, enable_prefix_caching=False)
+    engine, chance, rows = build_engine(model, ChunkCacheConfig(chunk_cache_size="16MiB"), config), random.Random(1), []
     for length in lengths:
         computed(engine, length, chance), moved(engine, length)
         pairs = [(computed(engine, length, chance), moved(engine, length)) for _ in range(rounds)]

@@ -109,9 +109,11 @@ def open_llm(model: LoadedModel, tiers: Sequence[str], codec: str = "none", *, b
     """An engine over the model; with `believes_tiers` it never finds that computing is faster."""
     llm = LLM(
         model,
-        chunk_cache_config=ChunkCacheConfig(capacity=MAX_BYTES, max_chunk_tokens=8_192, repair="none"),
-        engine_config=EngineConfig(request_cache="256MiB", num_threads=1),
-        tier_config=TierConfig(tuple(tiers), codec=codec, pending=MAX_BYTES, staged=MAX_BYTES) if tiers else None,
+        chunk_cache_config=ChunkCacheConfig(chunk_cache_size=MAX_BYTES, max_chunk_tokens=8_192, repair="none"),
+        engine_config=EngineConfig(request_cache_size="256MiB", num_threads=1),
+        tier_config=TierConfig(tuple(tiers), chunk_codec=codec, chunk_pending=MAX_BYTES, chunk_staged=MAX_BYTES)
+        if tiers
+        else None,
     )
     if believes_tiers and llm.engine.offloader is not None:
         llm.engine.offloader._compute.estimate = lambda num_tokens: 3_600.0

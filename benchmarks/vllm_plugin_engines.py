@@ -132,8 +132,12 @@ class Own:
         self._llm = LLM(
             folder,
             dtype=dtype,
-            chunk_cache_config=ChunkCacheConfig(capacity=room // 2, position_strategy="sequential", repair="none"),
-            engine_config=EngineConfig(request_cache=room // 2, max_batched_tokens=MAX_POSITIONS, num_threads=1),
+            chunk_cache_config=ChunkCacheConfig(
+                chunk_cache_size=room // 2, position_strategy="sequential", repair="none"
+            ),
+            engine_config=EngineConfig(
+                request_cache_size=room // 2, max_num_batched_tokens=MAX_POSITIONS, num_threads=1
+            ),
         )
 
     def answer(self, prompts: list[Asked], num_answer: int) -> Taken:

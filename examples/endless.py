@@ -22,7 +22,7 @@ parser.add_argument("--tokens", type=int, default=400, help="how many tokens to 
 options, _ = parser.parse_known_args()
 
 # the type is named because it says how many bytes a block has: 96 KiB in float32, half of that in bfloat16
-llm = LLM("reader", dtype="float32", engine_config=EngineConfig(request_cache="4032KiB"))
+llm = LLM("reader", dtype="float32", engine_config=EngineConfig(request_cache_size="4032KiB"))
 params = SamplingParams(
     temperature=1.0, seed=1, ignore_eos=True, max_tokens=options.tokens, sink_tokens=4, window_tokens=252
 )

@@ -12,7 +12,9 @@ prompts = [
 ]
 
 greedy = SamplingParams(temperature=0, max_tokens=16)
-with LLM("reader", chunk_cache_config=ChunkCacheConfig(separator="##")) as llm:  # without it, a text is never split
+with LLM(
+    "reader", chunk_cache_config=ChunkCacheConfig(chunk_separator="##")
+) as llm:  # without it, a text is never split
     for output in llm.generate(prompts, greedy):
         print(output.outputs[0].text.strip(), f"({output.num_cached_tokens} tokens from the cache)")
     prompt = Prompt.from_text(

@@ -34,7 +34,7 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command does
     model = sys.argv[1] if len(sys.argv) > 1 else "reader"
     console = Console(record=True, width=100, force_terminal=True, color_system="truecolor", file=io.StringIO())
-    run_demo(ModelOptions(model, position_strategy="sequential"), bundled_documents(), VISITS[:3], console)
+    run_demo(ModelOptions(model, {"position_strategy": "sequential"}), bundled_documents(), VISITS[:3], console)
     console.save_svg(str(OUTPUT), title="kvmosaic demo", code_format=FORMAT, theme=THEME, unique_id="demo")
 
 

@@ -42,11 +42,11 @@ def model_of(name: str) -> LoadedModel:
 
 def make(name: str, **options: Any) -> LLM:
     options = {"position_strategy": "shared", "repair": "none", **options}
-    config = ChunkCacheConfig(capacity="4MiB", **options)
+    config = ChunkCacheConfig(chunk_cache_size="4MiB", **options)
     return LLM(
         model_of(name),
         chunk_cache_config=config,
-        engine_config=EngineConfig(request_cache="4MiB", max_batched_tokens=256),
+        engine_config=EngineConfig(request_cache_size="4MiB", max_num_batched_tokens=256),
         self_check=False,
     )
 

@@ -14,13 +14,13 @@ from kvmosaic.model import LoadedModel
 from kvmosaic.repair import DEFAULT_REPAIR
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-SMALL = EngineConfig(request_cache="1MiB")
+SMALL = EngineConfig(request_cache_size="1MiB")
 DOCUMENTS = [list(range(10, 30)), list(range(30, 55)), list(range(60, 80))]
 PROMPT = Prompt.from_tokens([3, 4, 5], DOCUMENTS, [6, 7, 8])
 
 
 def open_llm(family: str = "llama", max_model_len: int | None = None, **chunk_options: object) -> LLM:
-    config = ChunkCacheConfig(**{"capacity": "1MiB", "block_size": 4, **chunk_options})
+    config = ChunkCacheConfig(**{"chunk_cache_size": "1MiB", "block_size": 4, **chunk_options})
     model = LoadedModel.from_module(build(family, torch.float32))
     return LLM(model, chunk_cache_config=config, engine_config=replace(SMALL, max_model_len=max_model_len))
 

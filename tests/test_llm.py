@@ -38,7 +38,7 @@ from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Segment, SegmentKind
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-SMALL = EngineConfig(request_cache="4MiB", max_batched_tokens=256)
+SMALL = EngineConfig(request_cache_size="4MiB", max_num_batched_tokens=256)
 TEXT = "Be brief. ## The ferry goes to Oak Island. ## The mill grinds oats. ## Where does the ferry go?"
 SWAPPED = "Be brief. ## The mill grinds oats. ## The ferry goes to Oak Island. ## Where does the ferry go?"
 DOCUMENTS = [{"id": "ferry", "text": "The ferry goes to Oak Island."}, {"id": "mill", "text": "The mill grinds oats."}]
@@ -58,7 +58,7 @@ def llm(model):
 
 def make(model, **options):
     fixed = {"position_strategy": "shared", "repair": "none"}
-    config = ChunkCacheConfig(**{"capacity": "1MiB", "separator": "##", **fixed, **options})
+    config = ChunkCacheConfig(**{"chunk_cache_size": "1MiB", "chunk_separator": "##", **fixed, **options})
     return LLM(model, chunk_cache_config=config, engine_config=SMALL)
 
 
@@ -231,7 +231,7 @@ def test_absolute_handles_are_baked_at_their_offset(llm):
 
 def test_pinned_documents_stay_and_deleted_ones_go(model):
     capacity = 12 * 16 * model.bytes_per_token()
-    with make(model, capacity=capacity) as llm:
+    with make(model, chunk_cache_size=capacity) as llm:
         llm.warm([{"id": "kept", "text": "The ferry goes to Oak Island."}])
         llm.pin("kept")
         for number in range(12):
@@ -253,7 +253,7 @@ def test_a_plan_changes_nothing_and_can_be_printed(llm):
 
 
 def test_without_the_chunk_cache_segments_are_joined(model):
-    config = ChunkCacheConfig(separator="##")
+    config = ChunkCacheConfig(chunk_separator="##")
     with LLM(model, enable_chunk_cache=False, chunk_cache_config=config, engine_config=SMALL) as llm:
         (output,) = llm.generate(TEXT, GREEDY)
         assert not llm.has_chunk_cache and llm.self_check is None
@@ -363,10 +363,10 @@ def test_documents_without_places_are_told_who_takes_one(llm):
 def test_bad_input_is_named_and_leaves_the_cache_as_it_was(model, name):
     call, error = BAD_CALLS[name]
     capacity = 24 * 16 * model.bytes_per_token()
-    small = EngineConfig(request_cache=100 * 16 * model.bytes_per_token(), max_batched_tokens=256)
+    small = EngineConfig(request_cache_size=100 * 16 * model.bytes_per_token(), max_num_batched_tokens=256)
     config = ChunkCacheConfig(
-        capacity=capacity,
-        separator="##",
+        chunk_cache_size=capacity,
+        chunk_separator="##",
         max_chunk_tokens=64,
         max_prompt_chunks=12,
         position_strategy="shared",
@@ -394,15 +394,15 @@ WRONG_SEGMENTS = {
     "text is no unicode": (lambda: Segment("chunk", text="a\udcff"), InvalidPrompt),
     "document is no unicode": (lambda: Prompt.from_documents(["a\udcff"], "q"), InvalidDocument),
     "kind is unknown": (lambda: Segment("part", (1,)), InvalidPrompt),
-    "size is a fraction": (lambda: ChunkCacheConfig(capacity=1.5), InvalidConfig),
-    "size is missing": (lambda: EngineConfig(request_cache=None), InvalidConfig),
+    "size is a fraction": (lambda: ChunkCacheConfig(chunk_cache_size=1.5), InvalidConfig),
+    "size is missing": (lambda: EngineConfig(request_cache_size=None), InvalidConfig),
     "threads are none": (lambda: EngineConfig(num_threads=0), InvalidConfig),
     "threads are endless": (lambda: EngineConfig(num_threads=10**6), InvalidConfig),
-    "size is endless": (lambda: ChunkCacheConfig(capacity="9" * 400 + "GiB"), InvalidConfig),
-    "fraction is a text": (lambda: ChunkCacheConfig(memory_fraction="0.5"), InvalidConfig),
+    "size is endless": (lambda: ChunkCacheConfig(chunk_cache_size="9" * 400 + "GiB"), InvalidConfig),
+    "fraction is a text": (lambda: ChunkCacheConfig(chunk_cache_fraction="0.5"), InvalidConfig),
     "seconds are a text": (lambda: ChunkCacheConfig(log_stats_seconds="1"), InvalidConfig),
-    "separator is a number": (lambda: ChunkCacheConfig(separator=3), InvalidConfig),
-    "separator escapes": (lambda: ChunkCacheConfig(separator="\\"), InvalidConfig),
+    "separator is a number": (lambda: ChunkCacheConfig(chunk_separator=3), InvalidConfig),
+    "separator escapes": (lambda: ChunkCacheConfig(chunk_separator="\\"), InvalidConfig),
 }
 
 
@@ -497,16 +497,16 @@ def test_a_backend_and_a_policy_of_ones_own_are_used(model):
         def rank(self, candidate):
             return -candidate.num_tokens
 
-    config = ChunkCacheConfig(capacity="1MiB", separator="##", eviction=LargestFirst())
+    config = ChunkCacheConfig(chunk_cache_size="1MiB", chunk_separator="##", eviction=LargestFirst())
     with LLM(model, chunk_cache_config=config, engine_config=SMALL, attention_backend=Counting()) as llm:
         llm.generate(TEXT, GREEDY)
     assert Counting.calls > 0
     with pytest.raises(InvalidConfig, match="settings must be a ChunkCacheConfig, got dict"):
-        LLM(model, chunk_cache_config={"capacity": "1MiB"})
+        LLM(model, chunk_cache_config={"chunk_cache_size": "1MiB"})
 
 
 def test_split_documents_fit_beside_the_system_prompt_and_the_question(model):
-    with make(model, long_chunks="split", capacity="8MiB") as llm:
+    with make(model, long_chunks="split", chunk_cache_size="8MiB") as llm:
         (output,) = llm.generate("system ## " + "word " * 4000 + " ## question", GREEDY)
         chunks = [segment.num_tokens for segment in output.reuse.segments if segment.kind == "chunk"]
         assert len(chunks) > 1 and max(chunks) < 1024
@@ -519,7 +519,7 @@ def test_an_unknown_model_says_what_to_do():
 
 def test_memory_for_less_than_one_block_is_refused(model):
     with pytest.raises(InvalidConfig, match="chunk cache's capacity is 10 bytes"):
-        make(model, capacity=10)
+        make(model, chunk_cache_size=10)
 
 
 def test_statistics_are_logged_when_asked_for(model, caplog):

@@ -12,7 +12,7 @@ from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Segment, SegmentKind
 
 GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-SMALL = EngineConfig(request_cache="4MiB", max_batched_tokens=256)
+SMALL = EngineConfig(request_cache_size="4MiB", max_num_batched_tokens=256)
 MARKDOWN = " # Title\n\n## First heading\n\ntext \\## more\n\n### Second\n\n```c\n#define a b##c\n```\n\n## Question \n"
 PARTS = ("Be brief.", "The ferry goes.", "The mill <|im_end|> grinds.", "Where does the ferry go?")
 MESSAGES = [{"role": "system", "content": PARTS[0]}, {"role": "user", "content": PARTS[3]}]
@@ -37,7 +37,7 @@ def asked(llm, prompt):
 
 @pytest.mark.parametrize("enable", [True, False])
 def test_markdown_is_read_byte_for_byte(model, enable):
-    config = ChunkCacheConfig(capacity="1MiB")
+    config = ChunkCacheConfig(chunk_cache_size="1MiB")
     with LLM(model, enable_chunk_cache=enable, chunk_cache_config=config, engine_config=SMALL) as llm:
         token_ids, output = asked(llm, MARKDOWN)
         assert token_ids == llm.model.tokenizer(MARKDOWN)["input_ids"]
@@ -50,7 +50,7 @@ def test_markdown_is_read_byte_for_byte(model, enable):
 
 
 def test_a_separator_that_the_settings_name_splits(model):
-    config = ChunkCacheConfig(capacity="1MiB", separator="##")
+    config = ChunkCacheConfig(chunk_cache_size="1MiB", chunk_separator="##")
     with LLM(model, chunk_cache_config=config, engine_config=SMALL) as llm:
         _, output = asked(llm, " ## ".join(PARTS))
         assert [segment.kind for segment in output.reuse.segments] == ["system", "chunk", "chunk", "question"]

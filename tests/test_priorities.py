@@ -14,7 +14,7 @@ from kvmosaic.prompt import Document, Segment
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 QUESTION = [{"role": "user", "content": "Where?"}]
-SMALL = EngineConfig(request_cache="4MiB", max_batched_tokens=256, max_running=1)
+SMALL = EngineConfig(request_cache_size="4MiB", max_num_batched_tokens=256, max_num_seqs=1)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def model() -> LoadedModel:
 
 @pytest.fixture
 def llm(model):
-    config = ChunkCacheConfig(capacity="1MiB", max_chunks=2, eviction="priority")
+    config = ChunkCacheConfig(chunk_cache_size="1MiB", max_chunks=2, eviction="priority")
     with LLM(model, chunk_cache_config=config, engine_config=SMALL, self_check=False) as face:
         yield face
 
@@ -94,7 +94,7 @@ def test_priorities_reach_chunks_without_a_template_warmed_by_hand_and_by_name(l
 
 
 def test_all_parts_of_a_split_document_have_its_priority(model):
-    config = ChunkCacheConfig(capacity="1MiB", max_chunk_tokens=8, long_chunks="split")
+    config = ChunkCacheConfig(chunk_cache_size="1MiB", max_chunk_tokens=8, long_chunks="split")
     with LLM(model, chunk_cache_config=config, engine_config=SMALL, self_check=False) as llm:
         long = {"id": "log", "text": "The ferry is late. " * 8, "priority": 0.75}
         llm.chat(QUESTION, GREEDY, documents=[document("mill", 0.25), long])

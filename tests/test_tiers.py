@@ -25,8 +25,10 @@ MESSAGES = [{"role": "user", "content": "When does ferry 3 go?"}]
 
 
 def open_llm(*tiers: str, capacity: int | str = "64MiB", **options: object) -> LLM:
-    config = TierConfig(tiers=tiers, **{"loading": "always", **options})  # however fast this machine computes
-    return LLM(tier_config=config, chunk_cache_config=ChunkCacheConfig(capacity=capacity), self_check=False)
+    config = TierConfig(
+        chunk_tier=tiers, **{"chunk_loading": "always", **options}
+    )  # however fast this machine computes
+    return LLM(tier_config=config, chunk_cache_config=ChunkCacheConfig(chunk_cache_size=capacity), self_check=False)
 
 
 def ask(llm: LLM, documents: list[dict[str, str]] = DOCUMENTS):
@@ -41,9 +43,9 @@ def loaded(llm: LLM) -> int:
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_another_process_answers_from_the_same_folder(tmp_path, codec, compression) -> None:
     url = f"disk:{tmp_path}?quota=1GiB"
-    with open_llm(url, codec=codec, compression=compression) as first:
+    with open_llm(url, chunk_codec=codec, chunk_compression=compression) as first:
         expected = ask(first)
-    with open_llm(url, codec=codec, compression=compression) as second:
+    with open_llm(url, chunk_codec=codec, chunk_compression=compression) as second:
         found = ask(second, DOCUMENTS[::-1])
         notes = [segment.note for segment in found.reuse.segments if segment.kind == "chunk"]
         assert set(notes) == {"loaded from disk" if codec == "none" else f"loaded from disk, {codec}"}
@@ -55,8 +57,8 @@ def test_another_process_answers_from_the_same_folder(tmp_path, codec, compressi
 
 
 def test_chunks_with_keys_of_another_hash_are_found_in_the_same_folder(tmp_path) -> None:
-    config = ChunkCacheConfig(capacity="64MiB", hash_algorithm="xxh3_128")
-    tiers = TierConfig((f"disk:{tmp_path}?quota=1GiB",), loading="always")
+    config = ChunkCacheConfig(chunk_cache_size="64MiB", hash_algorithm="xxh3_128")
+    tiers = TierConfig((f"disk:{tmp_path}?quota=1GiB",), chunk_loading="always")
     with LLM(chunk_cache_config=config, tier_config=tiers, self_check=False) as first:
         expected = ask(first)
         assert {len(chunk.key) for chunk in first.chunks.entries()} == {16}
@@ -110,8 +112,8 @@ def test_novel_orders_without_end_neither_grow_nor_slow_down(tmp_path) -> None:
     model = LoadedModel.from_module(build("llama"))
     documents = [[chance.randrange(3, 128) for _ in range(64)] for _ in range(12)]
     url = f"disk:{tmp_path}?quota=1GiB"
-    config = ChunkCacheConfig(capacity="2MiB")
-    tiers = TierConfig((url,), loading="always")
+    config = ChunkCacheConfig(chunk_cache_size="2MiB")
+    tiers = TierConfig((url,), chunk_loading="always")
     with LLM(model, tier_config=tiers, chunk_cache_config=config, self_check=False) as llm:
         offloader = llm.engine.offloader
         assert offloader is not None
@@ -140,15 +142,15 @@ def test_novel_orders_without_end_neither_grow_nor_slow_down(tmp_path) -> None:
 
 def test_a_secret_keeps_others_out(tmp_path) -> None:
     url = f"disk:{tmp_path}?quota=1GiB"
-    with open_llm(url, secret="correct horse") as first:
+    with open_llm(url, chunk_secret="correct horse") as first:
         ask(first)
-    with open_llm(url, secret="battery staple") as second:
+    with open_llm(url, chunk_secret="battery staple") as second:
         ask(second)
         assert loaded(second) == 0 and second.engine.offloader.tiered_store.stats.invalid == 6
     with open_llm(url) as third:
         ask(third)
         assert loaded(third) == 0
-    with open_llm(url, secret="correct horse") as fourth:
+    with open_llm(url, chunk_secret="correct horse") as fourth:
         ask(fourth)
         assert loaded(fourth) == 6, "nobody has put them aside"
 
@@ -191,10 +193,10 @@ def test_cold_chunks_move_to_the_tiers_and_come_back(tmp_path) -> None:
         (("tape:/dev/st0",), {}, "no tier of kind 'tape'"),
         ((3,), {}, "a tier is a URL"),
         (("host:1MiB",) * 9, {}, "at most 8"),
-        (("host:1MiB",), {"codec": "int3"}, "'fp8'"),
-        (("host:1MiB",), {"loading": "never"}, "'auto' or 'always'"),
-        (("host:1MiB",), {"secret": "short"}, "8 to 1024"),
-        (("host:1MiB",), {"pending": "much"}, "is not a size"),
+        (("host:1MiB",), {"chunk_codec": "int3"}, "'fp8'"),
+        (("host:1MiB",), {"chunk_loading": "never"}, "'auto' or 'always'"),
+        (("host:1MiB",), {"chunk_secret": "short"}, "8 to 1024"),
+        (("host:1MiB",), {"chunk_pending": "much"}, "is not a size"),
     ],
 )
 def test_wrong_settings_are_named(tiers, options, words) -> None:

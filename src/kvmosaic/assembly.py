@@ -49,9 +49,9 @@ def check_tiers(config: TierConfig, enable_chunk_cache: bool) -> None:
     Raises:
         InvalidConfig: an invalid URL, or tiers without a chunk cache.
     """
-    if config.tiers and not enable_chunk_cache:
+    if config.chunk_tier and not enable_chunk_cache:
         raise InvalidConfig("tiers keep what is in the chunk cache, which is switched off; leave out one of the two")
-    for place in config.tiers:
+    for place in config.chunk_tier:
         if isinstance(place, str):
             parse_tier_url(place)
 
@@ -139,10 +139,10 @@ def build_engine(
         InvalidConfig: a setting that cannot work, a tier that cannot be opened among them.
     """
     bytes_per_block = model.bytes_per_token() * config.block_size
-    request_blocks = blocks_within(parse_bytes(engine_config.request_cache), bytes_per_block, "request_cache")
+    request_blocks = blocks_within(parse_bytes(engine_config.request_cache_size), bytes_per_block, "request_cache_size")
     capacity = config.capacity_bytes
-    if config.memory_fraction is not None:
-        capacity = int(config.memory_fraction * device_memory_bytes(model.device))
+    if config.chunk_cache_fraction is not None:
+        capacity = int(config.chunk_cache_fraction * device_memory_bytes(model.device))
     chunk_blocks = blocks_within(capacity, bytes_per_block, "the chunk cache's capacity") if has_chunk_cache else 1
     check_fits((request_blocks + chunk_blocks) * bytes_per_block, model.device)
     kv_cache = KVCache(
@@ -155,7 +155,7 @@ def build_engine(
     )
     runner = Runner(model, {"request": request_blocks, "chunk_cache": chunk_blocks}, config.block_size, backend)
     offloader = None
-    if tier_config is not None and tier_config.tiers and has_chunk_cache:
+    if tier_config is not None and tier_config.chunk_tier and has_chunk_cache:
         offloader = _build_offloader(model, runner.storages["chunk_cache"], kv_cache, tier_config)
     return Engine(runner, kv_cache, config, engine_config, offloader=offloader)
 
@@ -169,10 +169,10 @@ def _build_offloader(
         kv_cache,
         storage,
         TieredStore(
-            open_tiers(config.tiers, allocate=allocate),
-            max_pending_bytes=parse_bytes(config.pending),
-            loading=config.loading,
+            open_tiers(config.chunk_tier, allocate=allocate),
+            max_pending_bytes=parse_bytes(config.chunk_pending),
+            loading=config.chunk_loading,
         ),
         entries,
-        max_staged_bytes=parse_bytes(config.staged),
+        max_staged_bytes=parse_bytes(config.chunk_staged),
     )

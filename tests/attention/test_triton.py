@@ -205,7 +205,7 @@ def test_a_model_answers_as_with_torch():
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     answers = []
     for name in ("torch", "triton"):
-        with LLM(model, chunk_cache_config=ChunkCacheConfig(capacity="1MiB"), attention_backend=name) as llm:
+        with LLM(model, chunk_cache_config=ChunkCacheConfig(chunk_cache_size="1MiB"), attention_backend=name) as llm:
             assert llm.attention.name == name and llm.has_chunk_cache
             answers.append([tuple(result.outputs[0].token_ids) for result in llm.generate(prompts, params)])
     assert answers[0] == answers[1]

@@ -18,7 +18,7 @@ from kvmosaic.cli import app
 QUICK = (
     "bench",
     "--quick",
-    "--threads",
+    "--num-threads",
     "1",
     "--rounds",
     "2",
@@ -32,7 +32,7 @@ QUICK = (
 
 
 def test_quick_run_measures_every_workload_and_writes_its_files(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, [*QUICK, "--sharers", "2", "-o", str(tmp_path)], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, [*QUICK, "--max-sharers", "2", "-o", str(tmp_path)], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     content = json.loads((tmp_path / "bench-reader-quick.json").read_text())
     names = {row["workload"] for row in content["rows"]}

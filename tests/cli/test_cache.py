@@ -34,8 +34,8 @@ def fields(result: Result) -> dict:
 
 
 def fill(model: Path, url: str, *, system: str = SYSTEM, tenant: str = "", **options: object) -> None:
-    config = TierConfig(tiers=(url,), **options)
-    with LLM(str(model), tier_config=config, chunk_cache_config=ChunkCacheConfig(capacity="8MiB")) as llm:
+    config = TierConfig(chunk_tier=(url,), **options)
+    with LLM(str(model), tier_config=config, chunk_cache_config=ChunkCacheConfig(chunk_cache_size="8MiB")) as llm:
         llm.warm([{"id": name, "text": text} for name, text in TEXTS.items()], system=system)
 
 
@@ -118,7 +118,7 @@ def test_ls_shows_what_cannot_be_read(tier: Path) -> None:
 
 
 def test_names_in_a_list_cannot_steer_the_terminal(tiny_model: Path, tmp_path: Path) -> None:
-    config = TierConfig(tiers=(f"disk:{tmp_path}/tier?quota=1GiB",))
+    config = TierConfig(chunk_tier=(f"disk:{tmp_path}/tier?quota=1GiB",))
     with LLM(str(tiny_model), tier_config=config, self_check=False) as llm:
         llm.warm([{"id": "\x1b[2Jboo [red]", "text": "Text."}], system=SYSTEM)
     result = run("cache", "ls", f"disk:{tmp_path}/tier", COLUMNS="120")
@@ -193,7 +193,7 @@ def test_one_spot_that_cannot_be_read_is_damage_and_not_the_end(tier: Path, monk
 
 def test_secrets_come_from_the_environment(tiny_model: Path, tmp_path: Path) -> None:
     url = f"disk:{tmp_path}/tier"
-    fill(tiny_model, f"{url}?quota=1GiB", secret="a long secret")
+    fill(tiny_model, f"{url}?quota=1GiB", chunk_secret="a long secret")
     assert fields(run("cache", "verify", url, "--json", KVMOSAIC_CHUNK_SECRET="a long secret"))["good"] == 3
     assert fields(run("cache", "verify", url, "--json", "--secret-env", "MINE", MINE="a long secret"))["good"] == 3
     for environment in ({}, {"KVMOSAIC_CHUNK_SECRET": "another secret"}):
@@ -393,7 +393,7 @@ def test_explain_says_why_a_document_is_found_or_not(tiny_model: Path, tier: Pat
 def test_explain_knows_entries_of_others_and_entries_that_were_renamed(
     tiny_model: Path, documents: Path, tmp_path: Path
 ) -> None:
-    config = TierConfig(tiers=(f"disk:{tmp_path}/tier?quota=1GiB",))
+    config = TierConfig(chunk_tier=(f"disk:{tmp_path}/tier?quota=1GiB",))
     with LLM(str(tiny_model), tier_config=config, self_check=False) as llm:
         prompt = llm.encoder.encode_documents([{"id": "ferry", "text": TEXTS["ferry"]}], SYSTEM)
         llm.chunks.warm([replace(prompt, tenant="acme")])

@@ -34,7 +34,7 @@ def test_run_answers_every_question_about_the_folder(tiny_model: Path, notes: Pa
 
 def test_run_prints_one_json_object_per_line(tiny_model: Path) -> None:
     lines = "Answer. ## A red kiln. ## Why?\nAnswer. ## A red kiln. ## How?\n"
-    result = run("run", tiny_model, "-", "--separator", "##", "--json", "--max-tokens", "2", text=lines)
+    result = run("run", tiny_model, "-", "--chunk-separator", "##", "--json", "--max-tokens", "2", text=lines)
     cold, warm = (json.loads(line) for line in result.stdout.splitlines())
     assert [cold["question"], warm["question"]] == ["Why?", "How?"]
     assert [segment["action"] for segment in cold["reuse"]["segments"]] == ["computed"] * 3
@@ -52,13 +52,15 @@ def test_sequential_documents_are_moved(tiny_model: Path, notes: Path) -> None:
 
 
 def test_run_without_chunk_cache_says_so(tiny_model: Path, notes: Path) -> None:
-    result = run("run", tiny_model, "--documents", notes, "-q", "Where?", "--no-chunk-cache", "--max-tokens", "1")
+    result = run(
+        "run", tiny_model, "--documents", notes, "-q", "Where?", "--no-enable-chunk-cache", "--max-tokens", "1"
+    )
     assert result.exit_code == 0
     assert "not composed: switched off" in " ".join(result.stdout.split())
 
 
 def test_other_separators_split_the_prompt(tiny_model: Path) -> None:
-    result = run("run", tiny_model, "a # # b # # c", "--separator", " # # ", "--max-tokens", "1", "--json")
+    result = run("run", tiny_model, "a # # b # # c", "--chunk-separator", " # # ", "--max-tokens", "1", "--json")
     assert len(json.loads(result.stdout)["reuse"]["segments"]) == 3
 
 
@@ -123,7 +125,7 @@ def test_empty_question_is_refused_before_the_model_loads() -> None:
     assert result.exit_code == 2 and "--question is empty" in result.stderr
 
 
-@pytest.mark.parametrize("options", [(), ("--separator", "")])
+@pytest.mark.parametrize("options", [(), ("--chunk-separator", "")])
 def test_text_is_an_ordinary_prompt_byte_for_byte_unless_a_separator_is_named(
     tiny_model: Path, options: tuple[str, ...]
 ) -> None:
@@ -136,8 +138,8 @@ def test_text_is_an_ordinary_prompt_byte_for_byte_unless_a_separator_is_named(
 
 
 def test_separator_of_white_space_is_refused_in_words_of_the_command_line() -> None:
-    result = run("run", "no-such-model", "a ## b ## c", "--separator", " ")
-    assert "kvmosaic: --separator is white space; give a text such as '##', or '' to never split" in result.stderr
+    result = run("run", "no-such-model", "a ## b ## c", "--chunk-separator", " ")
+    assert "kvmosaic: --chunk-separator is white space; give a text such as '##', or '' to never split" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["run", "plan"])
@@ -159,9 +161,11 @@ def test_long_documents_are_refused_or_split(tiny_model: Path, tmp_path: Path) -
 
 
 def test_capacity_is_the_memory_for_documents(tiny_model: Path, notes: Path) -> None:
-    result = run("run", tiny_model, "--documents", notes, "-q", "Why?", "--capacity", "9 apples")
+    result = run("run", tiny_model, "--documents", notes, "-q", "Why?", "--chunk-cache-size", "9 apples")
     assert result.exit_code == 2 and "'9 apples' is not a size" in result.stderr
-    result = run("run", tiny_model, "--documents", notes, "-q", "Why?", "--capacity", "8KiB", "--max-tokens", "1")
+    result = run(
+        "run", tiny_model, "--documents", notes, "-q", "Why?", "--chunk-cache-size", "8KiB", "--max-tokens", "1"
+    )
     assert result.exit_code == 2 and "chunk" in result.stderr
 
 

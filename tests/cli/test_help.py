@@ -9,8 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvmosaic import __version__
-from kvmosaic.cli import ContextKind, LongChunks, app
+from kvmosaic.cli import app
 from kvmosaic.config import ChunkCacheConfig
+from kvmosaic.console.setting_options import option_type
 from kvmosaic.layout import ChunkContext
 
 COMMANDS = ("run", "plan", "check", "demo", "warm", "cache", "serve", "vllm", "sleep", "wake")
@@ -61,8 +62,8 @@ def test_unknown_strategy_is_refused_with_the_choices() -> None:
 
 
 def test_choices_are_those_of_the_settings() -> None:
-    assert get_args(LongChunks)[0] == get_type_hints(ChunkCacheConfig)["long_chunks"]
-    assert choices_of(get_args(ContextKind)[0]) == set(get_args(ChunkContext))
+    assert get_args(option_type("long_chunks"))[0] == get_type_hints(ChunkCacheConfig)["long_chunks"]
+    assert choices_of(get_args(option_type("chunk_context"))[0]) == set(get_args(ChunkContext))
 
 
 def choices_of(annotation: Any) -> set[str]:

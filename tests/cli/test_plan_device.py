@@ -120,7 +120,7 @@ def test_a_machine_that_is_measured_is_planned_in_the_type_it_would_load() -> No
             (*ASKED, "-q", "Why?"),
             "--question belongs to the plan of a prompt, and --device-memory asks for the plan of a",
         ),
-        ((*ASKED, "--capacity", "1GiB"), "--capacity belongs to the plan of a prompt"),
+        ((*ASKED, "--chunk-cache-size", "1GiB"), "--chunk-cache-size belongs to the plan of a prompt"),
         (("reader", "a ## b ## c", *ASKED), "PROMPT belongs to the plan of a prompt"),
         (("reader", "--model", "llama", *ASKED), "the model is given twice"),
         (

@@ -99,7 +99,7 @@ def test_tiers_become_a_configuration_and_passwords_variables_that_are_not_shown
     assert extra == {"tiers": ["host:1GiB", "env:KVMOSAIC_VLLM_TIER_2"], "compression": "zstd"}
     config = tier_config(extra, launch.variables)
     assert config is not None
-    assert config.tiers == ("host:1GiB", "redis://:hidden-word@cache:6379/0")
+    assert config.chunk_tier == ("host:1GiB", "redis://:hidden-word@cache:6379/0")
 
 
 @pytest.mark.parametrize(

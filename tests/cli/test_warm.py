@@ -102,7 +102,7 @@ def test_only_what_is_new_is_computed(tiny_model: Path, tmp_path: Path, url: str
 
 def test_a_small_pool_is_enough_for_a_large_folder(tiny_model: Path, tmp_path: Path, url: str) -> None:
     folder = write(tmp_path / "texts", 40)  # 256 bytes per token and 250 tokens each: 2.5 MiB
-    done = warm(tiny_model, folder, "--chunk-tier", url, "--capacity", "300KiB")
+    done = warm(tiny_model, folder, "--chunk-tier", url, "--chunk-cache-size", "300KiB")
     assert (done["computed"], done["not_stored"], done["failed"]) == (40, 0, 0)
     assert len(files(tmp_path / "tier")) == 40
     assert run("cache", "verify", url).exit_code == 0
@@ -123,7 +123,7 @@ def test_documents_that_cannot_be_computed_do_not_stop_the_others(tiny_model: Pa
     (folder / "empty.txt").write_text(" ")
     (folder / "huge.txt").write_text("The kiln burns lime. " * 60)  # fits the model, but not into the pool
     (folder / "long.txt").write_text("The kiln burns lime. " * 120)
-    result = run("warm", tiny_model, folder, "--chunk-tier", url, "--capacity", "200KiB", "--json")
+    result = run("warm", tiny_model, folder, "--chunk-tier", url, "--chunk-cache-size", "200KiB", "--json")
     done = json.loads(result.stdout)
     assert result.exit_code == 1 and (done["computed"], done["failed"], done["left"]) == (3, 4, 0)
     for name, why in {"broken": "not UTF-8", "empty": "is empty", "huge": "", "long": "2048"}.items():

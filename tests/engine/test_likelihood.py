@@ -174,8 +174,10 @@ def test_a_policy_that_fails_ends_its_score_and_no_other():
 
 @pytest.fixture
 def llm():
-    config = ChunkCacheConfig(capacity="1MiB")
-    with LLM(chatting_llama(), chunk_cache_config=config, engine_config=EngineConfig(request_cache="4MiB")) as face:
+    config = ChunkCacheConfig(chunk_cache_size="1MiB")
+    with LLM(
+        chatting_llama(), chunk_cache_config=config, engine_config=EngineConfig(request_cache_size="4MiB")
+    ) as face:
         yield face
 
 

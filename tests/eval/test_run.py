@@ -33,7 +33,7 @@ def reader() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def llm(reader: LoadedModel) -> Iterator[LLM]:
-    with LLM(reader, chunk_cache_config=ChunkCacheConfig(capacity="64MiB"), self_check=False) as made:
+    with LLM(reader, chunk_cache_config=ChunkCacheConfig(chunk_cache_size="64MiB"), self_check=False) as made:
         yield made
 
 

@@ -82,7 +82,7 @@ def test_a_model_is_asked_and_opened_as_its_profile_says(
         for case in cases:
             (output,) = llm.generate(prompt_of(llm, case), params)
             assert output.outputs[0].text.strip() == case.answers[0]
-    asked = ("run", str(folder), "House 1 is red. ## House 2 is blue. ## What? ## Why?", "--separator", "##")
+    asked = ("run", str(folder), "House 1 is red. ## House 2 is blue. ## What? ## Why?", "--chunk-separator", "##")
     asked += ("--max-tokens", "1")
     shown = CliRunner().invoke(app, [*asked, "--dtype", "float32"])
     assert "kvmosaic_profile.json of" in shown.stderr and "full:" in shown.stdout, shown.output

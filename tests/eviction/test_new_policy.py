@@ -30,7 +30,7 @@ def policy(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_configuration_and_server_offer_it(policy: str) -> None:
     assert ChunkCacheConfig(eviction=policy).eviction == policy
-    assert read_settings({"eviction": policy}).chunk_cache_config().eviction == policy
+    assert read_settings({"eviction": policy}).llm_config().chunk_cache.eviction == policy
     for refused in (lambda: ChunkCacheConfig(eviction="fifo"), lambda: read_settings({"eviction": "fifo"})):
         with pytest.raises(InvalidConfig, match="gdsf"):
             refused()

@@ -170,8 +170,8 @@ def test_urls_with_passwords_come_from_variables_and_so_does_the_secret():
     said = {"tiers": ["host:1MiB", "env:PLACE"], "loading": "always", "staged": "1MiB"}
     config = tier_config(said, {"PLACE": "redis://:pass@host/0 ", "KVMOSAIC_CHUNK_SECRET": "something"})
     assert config is not None
-    assert config.tiers == ("host:1MiB", "redis://:pass@host/0")
-    assert (config.loading, config.staged, config.secret) == ("always", "1MiB", "something")
+    assert config.chunk_tier == ("host:1MiB", "redis://:pass@host/0")
+    assert (config.chunk_loading, config.chunk_staged, config.chunk_secret) == ("always", "1MiB", "something")
     assert tier_config({}, {}) is None
     assert tier_config({"tiers": []}, {}) is None
 

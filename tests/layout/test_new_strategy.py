@@ -68,7 +68,7 @@ def test_a_model_that_cannot_be_moved_refuses_it(gapped: str) -> None:
 
 def test_every_face_offers_it(gapped: str) -> None:
     assert ChunkCacheConfig(position_strategy=gapped).position_strategy == gapped
-    assert read_settings({"position_strategy": gapped}).chunk_cache_config().position_strategy == gapped
+    assert read_settings({"position_strategy": gapped}).llm_config().chunk_cache.position_strategy == gapped
     body = {"model": "m", "messages": [{"role": "user", "content": "?"}], "position_strategy": gapped}
     assert ChatRequest.model_validate(body).position_strategy == gapped
     assert gapped in {variant.strategy for variant in variants(["none"])}
@@ -78,7 +78,9 @@ def test_every_face_offers_it(gapped: str) -> None:
 
 
 def test_commands_offer_it(gapped: str) -> None:
-    result = CliRunner().invoke(app, ["plan", "reader", "a##b##c", "--separator", "##", "--position-strategy", gapped])
+    result = CliRunner().invoke(
+        app, ["plan", "reader", "a##b##c", "--chunk-separator", "##", "--position-strategy", gapped]
+    )
     assert result.exit_code == 0, result.output
 
 

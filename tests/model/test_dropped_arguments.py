@@ -68,9 +68,9 @@ def test_a_refused_model_is_left_as_it_was():
 
 def test_a_layer_that_does_not_call_our_attention_fails_the_step_and_the_cache_is_as_before():
     module = build("llama", torch.float32)
-    config = ChunkCacheConfig(capacity="1MiB", block_size=4)
+    config = ChunkCacheConfig(chunk_cache_size="1MiB", block_size=4)
     prompt = Prompt.from_tokens([3, 4], [[5, 6, 7, 8, 9], [10, 11, 12]], [13, 14])
-    engine_config = EngineConfig(request_cache="1MiB")
+    engine_config = EngineConfig(request_cache_size="1MiB")
     with LLM(LoadedModel.from_module(module), chunk_cache_config=config, engine_config=engine_config) as llm:
         (sound,) = llm.generate(prompt, GREEDY)
         module.set_attn_implementation("eager")

@@ -86,9 +86,9 @@ def test_a_model_from_a_file_answers_as_the_folder(from_file: LoadedModel) -> No
     answers = []
     for model in (from_file, load_model(bundled_reader(), device="cpu", dtype="float32")):
         config = ChunkCacheConfig(
-            capacity="8MiB", position_strategy="sequential", chunk_context="system", repair="none"
+            chunk_cache_size="8MiB", position_strategy="sequential", chunk_context="system", repair="none"
         )
-        with LLM(model, chunk_cache_config=config, engine_config=EngineConfig(request_cache="8MiB")) as llm:
+        with LLM(model, chunk_cache_config=config, engine_config=EngineConfig(request_cache_size="8MiB")) as llm:
             output = llm.chat(MESSAGES, SamplingParams(max_tokens=12, temperature=0.0), documents=documents)[0]
         answers.append(output.outputs[0].token_ids)
     assert answers[0] == answers[1]

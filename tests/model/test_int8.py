@@ -108,7 +108,7 @@ def test_fingerprint_is_the_same_every_time(tmp_path: Path) -> None:
 @fast
 def test_documents_of_an_8_bit_model_are_found_again(tmp_path: Path) -> None:
     build("llama", BFLOAT16).save_pretrained(tmp_path)
-    small: Any = {"engine_config": EngineConfig(request_cache="4MiB"), "chunk_cache_config": SHARED}
+    small: Any = {"engine_config": EngineConfig(request_cache_size="4MiB"), "chunk_cache_config": SHARED}
     prompts = [Prompt.from_tokens([1, 2], documents, [9, 8]) for documents in ([[3, 4], [6, 7]], [[6, 7], [3, 4]])]
     with LLM(tmp_path, device="cpu", dtype="bfloat16", quantization="int8", **small) as llm:
         assert llm.has_chunk_cache, llm.chunk_cache_off_reason

@@ -171,5 +171,5 @@ def test_a_model_that_counts_tokens_has_a_limit() -> None:
     model = LoadedModel.from_module(build("llama4", floor_scale=16))
     assert model.max_forward_tokens == model.max_positions == 15
     tokens = torch.full((16,), 5)
-    with pytest.raises(UnsupportedModel, match="max_batched_tokens"):
+    with pytest.raises(UnsupportedModel, match="max_num_batched_tokens"):
         model.forward(tokens, torch.arange(16), torch.tensor([15]), lambda call: call.query)

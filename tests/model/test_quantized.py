@@ -67,8 +67,10 @@ def check_composes(folder: Path) -> None:
     """It loads, is checked, composes, and is the same model each time."""
     model = load_model(folder, device="cpu")
     assert load_model(folder, device="cpu").fingerprint == model.fingerprint
-    config = ChunkCacheConfig(capacity="1MiB", position_strategy="shared", chunk_context="system", repair="none")
-    with LLM(model, chunk_cache_config=config, engine_config=EngineConfig(request_cache="1MiB")) as llm:
+    config = ChunkCacheConfig(
+        chunk_cache_size="1MiB", position_strategy="shared", chunk_context="system", repair="none"
+    )
+    with LLM(model, chunk_cache_config=config, engine_config=EngineConfig(request_cache_size="1MiB")) as llm:
         assert llm.has_chunk_cache
 
 

@@ -103,15 +103,15 @@ def test_a_lead_in_that_has_no_room_is_left_out():
 
 
 def test_documents_are_kept_in_tiers_as_they_were_computed(tmp_path):
-    config = ChunkCacheConfig(capacity="1MiB", chunk_context="lead_in", lead_in="The sea is wide.")
-    tiers = TierConfig(tiers=(f"file://{tmp_path / 'tier'}",))
+    config = ChunkCacheConfig(chunk_cache_size="1MiB", chunk_context="lead_in", lead_in="The sea is wide.")
+    tiers = TierConfig(chunk_tier=(f"file://{tmp_path / 'tier'}",))
     documents = ["The ferry goes to Oak Island.", "The mill grinds oats."]
     answers = []
     for _ in range(2):
         with LLM(
             chatting_llama(),
             chunk_cache_config=config,
-            engine_config=EngineConfig(request_cache="4MiB"),
+            engine_config=EngineConfig(request_cache_size="4MiB"),
             tier_config=tiers,
         ) as llm:
             prompt = llm.compose([{"role": "user", "content": "Where?"}], documents=documents)

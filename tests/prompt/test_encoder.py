@@ -63,10 +63,10 @@ def test_documents_without_a_system_text_stand_behind_the_token_that_begins_a_pr
 
 
 def test_the_separator_comes_from_the_settings():
-    encoder = make_encoder(settings=ChunkCacheConfig(separator=" # # "))
+    encoder = make_encoder(settings=ChunkCacheConfig(chunk_separator=" # # "))
     assert len(encoder.encode("a # # b ## c # # d").chunks) == 1
     for never in (None, ""):
-        assert make_encoder(settings=ChunkCacheConfig(separator=never)).encode("a ## b ## c").is_plain
+        assert make_encoder(settings=ChunkCacheConfig(chunk_separator=never)).encode("a ## b ## c").is_plain
     assert make_encoder().encode("a ## b ## c").is_plain
 
 
@@ -232,7 +232,7 @@ def test_a_segment_that_can_never_fit_is_refused_at_once():
 
 def test_settings_of_their_own_agree_with_the_cache_configuration():
     own, cache = PromptOptions(), ChunkCacheConfig()
-    for name in ("separator", "max_chunk_tokens", "max_prompt_chunks", "long_chunks"):
+    for name in ("chunk_separator", "max_chunk_tokens", "max_prompt_chunks", "long_chunks"):
         assert getattr(own, name) == getattr(cache, name)
 
 
@@ -293,7 +293,7 @@ def counting_encoder(settings=None, max_positions=None):
     ],
 )
 def test_a_text_that_can_never_fit_is_refused_before_all_of_it_is_tokenized(ask, error, words):
-    encoder = counting_encoder(ChunkCacheConfig(max_chunk_tokens=900, separator=None), max_positions=1_000)
+    encoder = counting_encoder(ChunkCacheConfig(max_chunk_tokens=900, chunk_separator=None), max_positions=1_000)
     text = "What is it? " * 500_000
     with pytest.raises(
         error, match=rf"has 60000\d\d characters, far more than the limit of (900|1000) tokens; .*{words}"

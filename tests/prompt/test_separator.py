@@ -65,7 +65,7 @@ def test_an_empty_separator_and_none_never_split(separator):
     assert texts(Prompt.from_text(text, separator)) == [text]
     assert split_text(text, separator) == [text]
     assert escape_separator(text, separator) == text
-    assert ChunkCacheConfig(separator=separator).separator is None
+    assert ChunkCacheConfig(chunk_separator=separator).chunk_separator is None
 
 
 @pytest.mark.parametrize("separator", [" \n", "\\##", "#" * 257, 7])

@@ -20,10 +20,10 @@ def opened(loaded, *tiers: str) -> LLM:
     return LLM(
         loaded,
         chunk_cache_config=ChunkCacheConfig(
-            capacity="64MiB", position_strategy="sequential", chunk_context="system", repair="none"
+            chunk_cache_size="64MiB", position_strategy="sequential", chunk_context="system", repair="none"
         ),
-        engine_config=EngineConfig(request_cache="64MiB"),
-        tier_config=TierConfig(tiers=tiers, loading="always"),
+        engine_config=EngineConfig(request_cache_size="64MiB"),
+        tier_config=TierConfig(chunk_tier=tiers, chunk_loading="always"),
         self_check=False,
     )
 

@@ -33,9 +33,9 @@ def expected(loaded, disk: str) -> str:
     """What our engine answers in this process, which leaves its documents on the disk."""
     with LLM(
         loaded,
-        chunk_cache_config=ChunkCacheConfig(capacity="32MiB", **HOW),
-        engine_config=EngineConfig(request_cache="32MiB"),
-        tier_config=TierConfig(tiers=(disk,)),
+        chunk_cache_config=ChunkCacheConfig(chunk_cache_size="32MiB", **HOW),
+        engine_config=EngineConfig(request_cache_size="32MiB"),
+        tier_config=TierConfig(chunk_tier=(disk,)),
         self_check=False,
     ) as llm:
         (output,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=24), documents=NAMED)

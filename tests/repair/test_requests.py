@@ -284,7 +284,7 @@ TEXTS = [
     {"id": "zoo", "text": "It has three owls."},
 ]
 MESSAGES = [{"role": "user", "content": "Where does it go?"}]
-SMALL = EngineConfig(request_cache="4MiB", max_batched_tokens=64)
+SMALL = EngineConfig(request_cache_size="4MiB", max_num_batched_tokens=64)
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +293,7 @@ def chatting():
 
 
 def open_llm(model, **options):
-    return LLM(model, chunk_cache_config=ChunkCacheConfig(capacity="1MiB", **options), engine_config=SMALL)
+    return LLM(model, chunk_cache_config=ChunkCacheConfig(chunk_cache_size="1MiB", **options), engine_config=SMALL)
 
 
 @pytest.mark.parametrize("repair", ["first(4)", "query(0.2)", "full"])

@@ -151,7 +151,7 @@ def test_answers_in_a_form_survive_preemption_and_company(llm):
         else SamplingParams(seed=seed, max_tokens=40, ignore_eos=True)
         for seed in range(6)
     ]
-    tight = EngineConfig(request_cache=52 * llm.model.bytes_per_token(), max_batched_tokens=256)
+    tight = EngineConfig(request_cache_size=52 * llm.model.bytes_per_token(), max_num_batched_tokens=256)
     config = ChunkCacheConfig(block_size=4)
     with LLM(llm.model, engine_config=tight, chunk_cache_config=config, self_check=False) as small:
         outputs = small.generate([QUESTION] * len(params), params)

@@ -67,15 +67,19 @@ def test_the_settings_reach_the_engine() -> None:
         "preemption": "recompute",
         "swap_space": "1MiB",
     }
-    config = read_settings(given).engine_config()
+    config = read_settings(given).llm_config().engine
     assert (config.priority_aging_seconds, config.preemption_gap, config.time_slice_seconds) == (5.0, 3, 9.0)
     assert (config.preemption, config.swap_bytes) == ("recompute", 2**20)
-    off = read_settings(
-        {"priority_aging_seconds": "0", "preemption_gap": "0", "time_slice_seconds": "0", "swap_space": "0"}
-    ).engine_config()
+    off = (
+        read_settings(
+            {"priority_aging_seconds": "0", "preemption_gap": "0", "time_slice_seconds": "0", "swap_space": "0"}
+        )
+        .llm_config()
+        .engine
+    )
     assert (off.priority_aging_seconds, off.preemption_gap, off.time_slice_seconds) == (None, None, None)
     assert off.swap_bytes == 0
-    defaults, known = read_settings({}).engine_config(), EngineConfig()
+    defaults, known = read_settings({}).llm_config().engine, EngineConfig()
     for name in ("priority_aging_seconds", "preemption_gap", "time_slice_seconds", "preemption", "swap_bytes"):
         assert getattr(defaults, name) == getattr(known, name)
 

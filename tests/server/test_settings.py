@@ -70,7 +70,7 @@ def test_variable_holds_several_values_between_commas(monkeypatch: pytest.Monkey
         ({"port": "99999"}, "--port is '99999'; it must be at most 65535"),
         ({"port": "http"}, "--port is 'http'; it must be a whole number"),
         ({"max_num_seqs": "0"}, "--max-num-seqs is '0'; it must be at least 1"),
-        ({"gpu_memory_utilization": "1"}, "--gpu-memory-utilization is '1'; it must be below 1"),
+        ({"chunk_cache_fraction": "1"}, "--chunk-cache-fraction is '1'; it must be below 1"),
         ({"drain_seconds": "nan"}, "--drain-seconds is 'nan'; it must be"),
         ({"dtype": "int8"}, "--dtype is 'int8'; it must be 'auto'"),
         ({"prepack": "yes"}, "--prepack is 'yes'; it must be 'auto', 'always' or 'never'"),
@@ -179,18 +179,18 @@ def test_every_numeric_setting_is_among_those_with_limits() -> None:
     optional = {
         name for name, field in ServerSettings.model_fields.items() if field.annotation in (int | None, float | None)
     }
-    assert numeric | optional == {*NUMBERS, "gpu_memory_utilization"}
+    assert numeric | optional == {*NUMBERS, "chunk_cache_fraction"}
 
 
 def test_settings_become_those_of_the_cache_and_the_engine() -> None:
-    settings = read_settings({"gpu_memory_utilization": "0.5", "chunk_separator": "##", "max_num_seqs": "7"})
-    assert settings.chunk_cache_config().memory_fraction == 0.5
-    assert settings.chunk_cache_config().separator == "##"
-    assert settings.engine_config().max_running == 7
-    assert ServerSettings().chunk_cache_config().separator is None
-    assert read_settings({"chunk_separator": ""}).chunk_cache_config().separator is None
-    assert ServerSettings().engine_config().num_threads is None
-    assert read_settings({"num_threads": "3"}).engine_config().num_threads == 3
+    settings = read_settings({"chunk_cache_fraction": "0.5", "chunk_separator": "##", "max_num_seqs": "7"})
+    assert settings.llm_config().chunk_cache.chunk_cache_fraction == 0.5
+    assert settings.llm_config().chunk_cache.chunk_separator == "##"
+    assert settings.llm_config().engine.max_num_seqs == 7
+    assert ServerSettings().llm_config().chunk_cache.chunk_separator is None
+    assert read_settings({"chunk_separator": ""}).llm_config().chunk_cache.chunk_separator is None
+    assert ServerSettings().llm_config().engine.num_threads is None
+    assert read_settings({"num_threads": "3"}).llm_config().engine.num_threads == 3
 
 
 def test_an_empty_separator_switches_one_off_that_was_configured(
@@ -206,15 +206,20 @@ def test_an_empty_separator_switches_one_off_that_was_configured(
 def test_tiers_are_urls_in_order_with_their_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     urls = ["host:1GiB", f"disk:{tmp_path}?quota=1GiB", "redis://user:pass-word@cache:6379/0"]
     monkeypatch.setenv("KVMOSAIC_CHUNK_SECRET", SECRET)
-    config = read_settings({"chunk_tier": urls, "chunk_codec": "int8", "chunk_pending": "1MiB"}).tier_config()
-    assert config.tiers == tuple(urls)
-    assert (config.codec, config.compression, config.secret, config.pending) == ("int8", "none", SECRET, "1MiB")
+    config = read_settings({"chunk_tier": urls, "chunk_codec": "int8", "chunk_pending": "1MiB"}).llm_config().tiers
+    assert config.chunk_tier == tuple(urls)
+    assert (config.chunk_codec, config.chunk_compression, config.chunk_secret, config.chunk_pending) == (
+        "int8",
+        "none",
+        SECRET,
+        "1MiB",
+    )
     listed = "".join(f"\n- '{url}'" for url in urls)
     assert read_settings(file(tmp_path, f"chunk_tier:{listed}")).tier_urls == tuple(urls)
     monkeypatch.setenv("KVMOSAIC_CHUNK_TIER", ",".join(urls))
     assert read_settings().tier_urls == tuple(urls)
     monkeypatch.delenv("KVMOSAIC_CHUNK_TIER")
-    assert read_settings().tier_config().tiers == ()
+    assert read_settings().llm_config().tiers.chunk_tier == ()
 
 
 def test_secret_of_the_tiers_is_a_variable_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -269,11 +274,11 @@ def test_tiers_that_cannot_be_are_refused_in_words_of_the_flag(flags: dict[str, 
 def test_every_setting_is_an_option_and_is_passed_on() -> None:
     seen: list[ServerSettings] = []
     arguments = ["folder", "--port", "1", "--no-enable-chunk-cache", "--served-model-name", "a,b"]
-    arguments += ["--served-model-name", "c", "--gpu-memory-utilization", "0.25"]
+    arguments += ["--served-model-name", "c", "--chunk-cache-fraction", "0.25"]
     result = CliRunner().invoke(serve_app(seen.append), arguments)
     assert result.exit_code == 0, result.output
     assert (seen[0].model, seen[0].port, seen[0].enable_chunk_cache) == ("folder", 1, False)
-    assert seen[0].model_names == ("a,b", "c") and seen[0].gpu_memory_utilization == 0.25
+    assert seen[0].model_names == ("a,b", "c") and seen[0].chunk_cache_fraction == 0.25
 
 
 def test_help_lists_every_setting_in_its_group_without_torch_and_fastapi() -> None:
@@ -310,17 +315,17 @@ def default_text(default: object) -> str:
 
 def test_what_is_not_said_of_documents_is_left_to_the_profile_of_the_model() -> None:
     fields = ("position_strategy", "chunk_context", "repair")
-    config = read_settings().chunk_cache_config()
-    assert (config, [name for name in fields if config.says(name)]) == (ChunkCacheConfig(separator=None), [])
+    config = read_settings().llm_config().chunk_cache
+    assert (config, [name for name in fields if config.says(name)]) == (ChunkCacheConfig(chunk_separator=None), [])
     said = {"position_strategy": "shared", "chunk_context": "system", "repair": "none"}
-    assert all(read_settings(said).chunk_cache_config().says(name) for name in fields)
-    assert read_settings({"repair": "query(0.15)"}).chunk_cache_config().repair == "query(0.15)"
+    assert all(read_settings(said).llm_config().chunk_cache.says(name) for name in fields)
+    assert read_settings({"repair": "query(0.15)"}).llm_config().chunk_cache.repair == "query(0.15)"
 
 
 @pytest.mark.parametrize(("text", "choice"), [("auto", True), ("none", False), ("a/none", "a/none")])
 def test_profile_is_that_of_the_model_or_none_or_a_file(text: str, choice: object) -> None:
-    assert read_settings({"profile": text}).profile_choice() == choice
-    assert read_settings().profile_choice() is True
+    assert read_settings({"profile": text}).llm_config().model.profile == choice
+    assert read_settings().llm_config().model.profile is True
 
 
 def test_repair_that_does_not_exist_is_refused_with_what_there_is() -> None:

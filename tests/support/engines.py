@@ -65,7 +65,7 @@ def build_engine(
     )
     sizes = {"request": request_blocks, "chunk_cache": chunk_blocks}
     engine_config = EngineConfig(
-        max_batched_tokens=max_batched_tokens, max_running=max_running, **(engine_options or {})
+        max_num_batched_tokens=max_batched_tokens, max_num_seqs=max_running, **(engine_options or {})
     )
     return Engine(runner(model, sizes, config.block_size, backend), kv_cache, config, engine_config, clock=clock)
 

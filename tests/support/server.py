@@ -105,11 +105,7 @@ class RunningServer:
         settings = self.settings
         self.llm = LLM(
             self._loaded or loaded_reader(settings.dtype),
-            enable_chunk_cache=settings.enable_chunk_cache,
-            chunk_cache_config=settings.chunk_cache_config(),
-            engine_config=settings.engine_config(),
-            tier_config=settings.tier_config(self._tiers),
-            profile=settings.profile_choice(),
+            **settings.llm_config(self._tiers).keywords(),
             self_check=self._self_check,
         )
         self.services: Services = build_services(settings, self.llm)

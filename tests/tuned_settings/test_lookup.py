@@ -17,7 +17,7 @@ from kvmosaic.errors import InvalidConfig, InvalidProfile
 from kvmosaic.repair import DEFAULT_REPAIR
 from kvmosaic.tuned_settings import PROFILE_NAME, Goal, Profile, ProfileChoice, TaskResult, write_profile
 
-SMALL = EngineConfig(request_cache="1MiB")
+SMALL = EngineConfig(request_cache_size="1MiB")
 FIELDS = ("position_strategy", "chunk_context", "repair")
 DEFAULTS = ("auto", "system", DEFAULT_REPAIR)
 MEASURED = ("sequential", "none", "query(0.15)")
@@ -53,7 +53,7 @@ def profile(folder: Path, measured: Profile) -> Iterator[Path]:
 
 
 def opened(folder: Path, profile: ProfileChoice = True, dtype: str = "float32", **said: str) -> LLM:
-    config = ChunkCacheConfig(capacity="1MiB", **said)
+    config = ChunkCacheConfig(chunk_cache_size="1MiB", **said)
     return LLM(folder, dtype=dtype, chunk_cache_config=config, engine_config=SMALL, profile=profile, self_check=False)
 
 
@@ -76,7 +76,7 @@ def test_the_profile_next_to_a_model_sets_what_nobody_said(
     with caplog.at_level(logging.INFO, "kvmosaic"):
         llm = opened(folder)
     assert settings_of(llm) == MEASURED
-    assert llm.profile == measured and llm.chunk_cache_config.capacity == "1MiB"
+    assert llm.profile == measured and llm.chunk_cache_config.chunk_cache_size == "1MiB"
     assert [record.getMessage() for record in caplog.records] == [llm.profile_note]
     assert llm.profile_note == (
         "kvmosaic_profile.json of 2026-03-31 is followed: sequential positions, documents saw: none, "
@@ -109,7 +109,11 @@ def test_false_turns_it_off_and_a_path_names_another_file(
 
 def test_a_model_that_is_loaded_already_has_no_folder_but_may_be_given_a_file(folder: Path, profile: Path) -> None:
     loaded = opened(folder, profile=False).model
-    options = {"chunk_cache_config": ChunkCacheConfig(capacity="1MiB"), "engine_config": SMALL, "self_check": False}
+    options = {
+        "chunk_cache_config": ChunkCacheConfig(chunk_cache_size="1MiB"),
+        "engine_config": SMALL,
+        "self_check": False,
+    }
     assert settings_of(LLM(loaded, **options)) == DEFAULTS
     assert settings_of(LLM(loaded, **options, profile=profile)) == MEASURED
 
@@ -163,7 +167,7 @@ def test_a_config_knows_which_of_its_fields_somebody_said_also_when_it_is_change
     names: set[str], values: tuple[str, ...]
 ) -> None:
     said = {name: value for name, value in zip(FIELDS, values, strict=True) if name in names}
-    config = replace(ChunkCacheConfig(**said), capacity="1MiB")
+    config = replace(ChunkCacheConfig(**said), chunk_cache_size="1MiB")
     assert {name for name in FIELDS if config.says(name)} == names
     defaults = dict(zip(FIELDS, DEFAULTS, strict=True))
-    assert config == ChunkCacheConfig(capacity="1MiB", **{**defaults, **said})
+    assert config == ChunkCacheConfig(chunk_cache_size="1MiB", **{**defaults, **said})

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvmosaic.errors import InvalidConfig
 
-_LIMITS = {
+LIMITS = {
     "system": 100_000,
     "documents": 1_000,
     "document_tokens": 100_000,
@@ -22,37 +23,29 @@ _LIMITS = {
 }
 
 
+def _size(default: int, help_text: str) -> Any:
+    return field(default=default, metadata={"help": help_text})
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """How large the workloads are; tokens and counts."""
 
-    system: int = 64
-    """Tokens of the system prompt."""
-    documents: int = 8
-    """Documents of one prompt."""
-    document_tokens: int = 512
-    """Tokens of each document."""
-    question: int = 32
-    """Tokens of a question."""
-    answer: int = 16
-    """Tokens of an answer, where answers are measured."""
-    plain_tokens: int = 1_024
-    """Tokens of a prompt without documents."""
-    rounds: int = 5
-    """Prompts per workload and engine."""
-    zipf_documents: int = 5
-    """Documents of one prompt whose documents are drawn by popularity."""
-    zipf_prompts: int = 12
-    """Prompts per expected reuse."""
-    catalogue: int = 200
-    """Documents to draw from."""
-    orders: int = 500
-    """Prompts with known documents in orders not seen before."""
-    max_sharers: int = 32
-    """Maximum number of prompts that share their documents at once."""
+    system: int = _size(64, "Tokens of the system prompt.")
+    documents: int = _size(8, "Documents of one prompt.")
+    document_tokens: int = _size(512, "Tokens of each document.")
+    question: int = _size(32, "Tokens of a question.")
+    answer: int = _size(16, "Tokens of an answer, where answers are measured.")
+    plain_tokens: int = _size(1_024, "Tokens of a prompt without documents.")
+    rounds: int = _size(5, "Prompts per workload and engine.")
+    zipf_documents: int = _size(5, "Documents of one prompt whose documents are drawn by popularity.")
+    zipf_prompts: int = _size(12, "Prompts per expected reuse of the workload zipf.")
+    catalogue: int = _size(200, "Documents to draw from.")
+    orders: int = _size(500, "Prompts of the workload orders: known documents in orders not seen before.")
+    max_sharers: int = _size(32, "Maximum number of prompts that share their documents at once.")
 
     def __post_init__(self) -> None:
-        for name, limit in _LIMITS.items():
+        for name, limit in LIMITS.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
                 raise InvalidConfig(f"{name} must be a whole number between 1 and {limit}, got {value!r}")

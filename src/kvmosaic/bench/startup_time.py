@@ -10,7 +10,7 @@ _COMMANDS = {
     "help": ("--help",),
     "answer": (
         *("run", "reader", "Be brief. ## The ferry goes to Oak Island. ## Where does it go?"),
-        *("--separator", "##", "--max-tokens", "1"),
+        *("--chunk-separator", "##", "--max-tokens", "1"),
     ),
 }
 _MAX_SECONDS = 300

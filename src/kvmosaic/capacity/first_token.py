@@ -16,7 +16,7 @@ from kvmosaic.capacity.facts import ModelFacts
 from kvmosaic.capacity.speed import Speed
 from kvmosaic.config import EngineConfig
 
-STEP_TOKENS = EngineConfig().max_batched_tokens
+STEP_TOKENS = EngineConfig().max_num_batched_tokens
 """Maximum tokens of one forward."""
 
 

@@ -118,7 +118,7 @@ def demo_heading(opening: ModelOptions, documents: dict[str, dict[str, str]]) ->
 
     words = sum(len(document["text"].split()) for document in documents.values())
     parts = [f"{len(documents)} documents", f"{words:,} words", f"model {opening.model}"]
-    parts.append(f"{opening.position_strategy or 'shared'} positions")
+    parts.append(f"{opening.values.get('position_strategy') or 'shared'} positions")
     return printable(", ".join([*parts, "no network"] if opening.model == BUNDLED_READER else parts))
 
 
@@ -136,7 +136,7 @@ def without_cache(llm: LLM) -> LLM:
     from kvmosaic.config import EngineConfig
     from kvmosaic.llm import LLM
 
-    engine_config = EngineConfig(enable_prefix_caching=False, request_cache="64MiB")
+    engine_config = EngineConfig(enable_prefix_caching=False, request_cache_size="64MiB")
     return LLM(llm.model, enable_chunk_cache=False, engine_config=engine_config)
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from kvmosaic.console.text import printable
+from kvmosaic.config import LLMConfig
 
 if TYPE_CHECKING:
-    from kvmosaic.layout import ChunkContext
+    from rich.console import Console
+
     from kvmosaic.llm import LLM
 
 
@@ -21,36 +21,31 @@ class ModelOptions:
     """Which model a command loads, and how."""
 
     model: str = "reader"
-    dtype: str = "auto"
-    device: str = "auto"
-    position_strategy: str | None = None
-    """None, here and below: as in the model's profile, or the default."""
-    chunk_context: ChunkContext | None = None
-    separator: str | None = None
-    long_chunks: Literal["error", "split"] = "error"
-    capacity: str = "2GiB"
-    enable_chunk_cache: bool = True
-    num_threads: int | None = None
-    prepack: Literal["auto", "always", "never"] = "auto"
-    quantization: Literal["none", "int8"] = "none"
-    chunk_tiers: tuple[str, ...] = ()
-    chunk_codec: Literal["none", "fp8", "int8", "int4"] = "none"
-    chunk_compression: Literal["none", "zstd"] = "none"
-    chunk_loading: Literal["auto", "always"] = "auto"
-    chunk_pending: str = "512MiB"
-    """Maximum memory for chunks that wait to be offloaded."""
-    repair: str | None = None
-    profile: str = "auto"
-    """Which profile of the model to use: auto, none, or a file."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Settings by name, as options give them; the others have their defaults."""
 
-    def said(self) -> dict[str, Any]:
-        """Settings that a profile must not change."""
-        settings = {
-            "position_strategy": self.position_strategy,
-            "chunk_context": self.chunk_context,
-            "repair": self.repair,
-        }
-        return {name: value for name, value in settings.items() if value is not None}
+    def config(self) -> LLMConfig:
+        """The settings of the model.
+
+        Raises:
+            InvalidConfig: one of them cannot work.
+        """
+        from kvmosaic.console.cache.place import secret_from
+        from kvmosaic.tuned_settings import profile_choice
+
+        tiers = tuple(self.values.get("chunk_tier") or ())
+        return LLMConfig.from_values(
+            {
+                **self.values,
+                "chunk_tier": tiers,
+                "chunk_secret": secret_from() if tiers else None,
+                "profile": profile_choice(self.values.get("profile", "auto")),
+            }
+        )
+
+    def changed(self, **values: Any) -> ModelOptions:
+        """The same with other values."""
+        return ModelOptions(self.model, {**self.values, **values})
 
 
 def loading_text(model: str) -> str:
@@ -59,6 +54,8 @@ def loading_text(model: str) -> str:
         num_bytes = file.stat().st_size if (file := Path(model).expanduser()).is_file() else 0
     except (OSError, ValueError, RuntimeError):  # an invalid file name
         num_bytes = 0
+    from kvmosaic.console.text import printable
+
     size = f", dequantizing {num_bytes / 1e6:,.1f} MB" if num_bytes else ""
     return printable(f"loading {model}{size}")
 
@@ -70,42 +67,17 @@ def open_llm(opening: ModelOptions, notices: Console) -> LLM:
         KVMosaicError: the model cannot be loaded, or a setting cannot work.
     """
     with notices.status(loading_text(opening.model)), warnings.catch_warnings():
-        from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
-        from kvmosaic.console.cache.place import secret_from
         from kvmosaic.llm import LLM
         from kvmosaic.model.quiet import quiet_libraries
-        from kvmosaic.tuned_settings import profile_choice
 
         quiet_libraries()
         warnings.filterwarnings("ignore", "the chunk cache is off")  # reported below, in one line
-        llm = LLM(
-            opening.model,
-            dtype=opening.dtype,
-            device=opening.device,
-            prepack=opening.prepack,
-            quantization=opening.quantization,
-            enable_chunk_cache=opening.enable_chunk_cache,
-            chunk_cache_config=ChunkCacheConfig(
-                separator=opening.separator,
-                long_chunks=opening.long_chunks,
-                capacity=opening.capacity,
-                **opening.said(),
-            ),
-            engine_config=EngineConfig(num_threads=opening.num_threads),
-            tier_config=TierConfig(
-                tiers=opening.chunk_tiers,
-                codec=opening.chunk_codec,
-                compression=opening.chunk_compression,
-                secret=secret_from() if opening.chunk_tiers else None,
-                pending=opening.chunk_pending,
-                loading=opening.chunk_loading,
-            ),
-            profile=profile_choice(opening.profile),
-        )
+        config = opening.config()
+        llm = LLM(opening.model, **config.keywords())
     if llm.model.weights_note:
         notices.print(llm.model.weights_note, style="dim", markup=False, highlight=False)
     if llm.profile is not None:
         notices.print(llm.profile_note, style="dim", markup=False, highlight=False)
-    if opening.enable_chunk_cache and not llm.has_chunk_cache:
+    if config.model.enable_chunk_cache and not llm.has_chunk_cache:
         notices.print(f"the chunk cache is off: {llm.chunk_cache_off_reason}", style="yellow", markup=False)
     return llm

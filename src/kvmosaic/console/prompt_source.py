@@ -61,7 +61,7 @@ class PromptSource:
                 prompt = compose(llm, question, documents, self.system)
                 yield one_line(question), replace(prompt, tenant=self.tenant)
             return
-        separator = llm.chunk_cache_config.separator
+        separator = llm.chunk_cache_config.chunk_separator
         for text in split_input(_standard_input(), separator) if self.prompt == "-" else [self.prompt]:
             parts, prompt = named_parts(text, separator), llm.encoder.encode(text)
             yield one_line(text if isinstance(parts, str) else parts[-1]), replace(prompt, tenant=self.tenant)
@@ -75,7 +75,7 @@ def check_model_is_not_a_prompt(command: str, model: str, separator: str | None,
         InvalidSeparator: text cannot be split at this separator.
     """
     if separator and not separator.strip():
-        raise InvalidSeparator("--separator is white space; give a text such as '##', or '' to never split")
+        raise InvalidSeparator("--chunk-separator is white space; give a text such as '##', or '' to never split")
     has_borders = _has_two_borders(model, separator or _USUAL_SEPARATOR)
     looks_like_prompt = has_borders or (not is_asked and len(model.split()) > 1)
     if looks_like_prompt and not (len(model) < _LONGEST_PATH and Path(model).exists()):

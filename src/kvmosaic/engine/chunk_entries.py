@@ -65,8 +65,8 @@ class ChunkEntries:
         Raises:
             InvalidConfig: the codec does not allow the model's dtype, or zstandard is not installed.
         """
-        choose_codec(config.codec, storage.dtype)
-        if config.compression == "zstd" and find_spec("zstandard") is None:
+        choose_codec(config.chunk_codec, storage.dtype)
+        if config.chunk_compression == "zstd" and find_spec("zstandard") is None:
             raise InvalidConfig("compression is 'zstd' and zstandard is not installed; pip install 'kvmosaic[tiers]'")
         self._fingerprint = fingerprint
         self._layers = geometry_of(storage.layers)
@@ -77,7 +77,7 @@ class ChunkEntries:
     @property
     def lossy_codec(self) -> str:
         """The codec, if it is lossy."""
-        return "" if self._config.codec == "none" else self._config.codec
+        return "" if self._config.chunk_codec == "none" else self._config.chunk_codec
 
     def max_bytes(self, num_tokens: int) -> int:
         """Max size of an entry with `num_tokens` tokens; larger ones are not read."""
@@ -93,8 +93,8 @@ class ChunkEntries:
             tokens=chunk.tokens,
             layers=self._layers,
             dtype=self._dtype,
-            codec=self._config.codec,
-            compression=self._config.compression,
+            codec=self._config.chunk_codec,
+            compression=self._config.chunk_compression,
             names=tuple(chunk.names),
             tenant=chunk.tenant,
             compute_seconds=chunk.compute_ms / 1e3,
@@ -103,7 +103,7 @@ class ChunkEntries:
 
         def encode(source: ChunkSource) -> Entry | None:
             layers = source.tensors()
-            return None if layers is None else encode_entry(header, layers, self._config.secret)
+            return None if layers is None else encode_entry(header, layers, self._config.chunk_secret)
 
         return encode
 
@@ -124,11 +124,11 @@ class ChunkEntries:
             tokens=span.tokens,
             layers=self._layers,
             dtype=self._dtype,
-            codec=self._config.codec,
+            codec=self._config.chunk_codec,
         )
 
         def accept(entry: Entry) -> ChunkSource:
-            decoded = decode_entry(entry, expected, self._config.secret)
+            decoded = decode_entry(entry, expected, self._config.chunk_secret)
             tell(span.num_tokens, decoded.header.compute_seconds)
             return ChunkSource(lambda: decoded.layers)
 

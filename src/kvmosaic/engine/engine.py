@@ -72,7 +72,7 @@ class Engine(InferenceEngine):
         """
         model = runner.model
         limits = [limit for limit in (config.max_model_len, model.max_positions) if limit]
-        max_tokens = min(config.max_batched_tokens, model.max_forward_tokens or config.max_batched_tokens)
+        max_tokens = min(config.max_num_batched_tokens, model.max_forward_tokens or config.max_num_batched_tokens)
         swap = None
         if config.preemption != "recompute" and config.swap_bytes:
             swap = SwapSpace(runner.storages["request"], kv_cache, config, clock)
@@ -87,7 +87,7 @@ class Engine(InferenceEngine):
         self.placer = Placer(model, chunk_config, self.max_positions)
         """Places prompts."""
         self.scheduler = Scheduler(
-            kv_cache, replace(config, max_batched_tokens=max_tokens), clock, offloader=offloader, swap=swap
+            kv_cache, replace(config, max_num_batched_tokens=max_tokens), clock, offloader=offloader, swap=swap
         )
         self.grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
         """Compiles structured outputs, from any thread; requests with a compiled grammar are queued at once."""

@@ -118,7 +118,7 @@ class EngineCore:
         """Chooses what to repair, once everything is measured, and plans the request again."""
         begin = self._clock()
         try:
-            choose_repair(sequence, self.runner, self._scheduler.config.max_batched_tokens)
+            choose_repair(sequence, self.runner, self._scheduler.config.max_num_batched_tokens)
         except KVMosaicError as error:
             self._fail(sequence.request, error, news)
             return

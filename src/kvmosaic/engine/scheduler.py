@@ -187,7 +187,7 @@ class Scheduler:
     @property
     def _max_tokens(self) -> int:
         """Token budget of the next step: smaller with more than one tenant, so that none waits long for its end."""
-        most = self.config.max_batched_tokens
+        most = self.config.max_num_batched_tokens
         return most if len(self._seen) < 2 else self._times.max_tokens(most)
 
     def _ahead(self) -> tuple[set[str], set[str]]:

@@ -286,8 +286,8 @@ class RunningSequences:
     @property
     def num_free(self) -> int:
         """Sequences that may still be admitted. Answers leave a quarter of every step to prompts."""
-        max_tokens = self._config.max_batched_tokens
-        return min(self._config.max_running, max(max_tokens - max_tokens // 4, 1)) - len(self._sequences)
+        max_tokens = self._config.max_num_batched_tokens
+        return min(self._config.max_num_seqs, max(max_tokens - max_tokens // 4, 1)) - len(self._sequences)
 
     def add(self, sequence: Sequence) -> None:
         """Adds a sequence that holds its blocks."""

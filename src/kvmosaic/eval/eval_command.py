@@ -2,69 +2,46 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvmosaic.console.options import Device, DType, Model, Rounding, Threads
+from kvmosaic.console.option_groups import grouped
+from kvmosaic.console.options import AsReport, Output
 from kvmosaic.eval.options import (
     ALL_STRATEGIES,
+    CASES_HELP,
+    TASKS_HELP,
     Capacity,
     Contexts,
-    Data,
-    DataFormat,
-    Documents,
-    DocumentsPerPrompt,
-    Questions,
+    OpenedModel,
+    QuestionOptions,
     Resume,
-    Seed,
     Strategies,
+    eval_model,
 )
+from kvmosaic.repair.parser import FORMS
 
 
+@grouped
 def eval_command(
-    model: Model = "reader",
-    tasks: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="one-hop(documents), two-hop, story, order, needle(documents), long(tokens), parted by commas. "
-            "Default: all; none with --data or --questions.",
-        ),
-    ] = None,
+    opening: OpenedModel,
+    asked: QuestionOptions,
+    tasks: Annotated[str | None, typer.Option(metavar="NAMES", help=TASKS_HELP.format("all"))] = None,
     repair: Annotated[
         str,
         typer.Option(
             metavar="POLICIES",
-            help="none, first(k), deviation(fraction), query(fraction), combined(fraction), temperature(t, scale), "
-            "full, parted by commas.",
+            help=f"{FORMS}, parted by commas.",
         ),
     ] = "none,first(8),query(0.15),full",
     strategies: Strategies = ALL_STRATEGIES,
     contexts: Contexts = "system",
-    cases: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=100_000, help="Questions of each task, and at most of each file. Default: 16; all of a file."
-        ),
-    ] = None,
-    seed: Seed = 0,
-    data: Data = None,
-    data_format: DataFormat = None,
-    documents: Documents = None,
-    questions: Questions = None,
-    documents_per_prompt: DocumentsPerPrompt = 3,
-    dtype: DType = "auto",
-    device: Device = "auto",
-    num_threads: Threads = None,
-    quantization: Rounding = "none",
+    cases: Annotated[int | None, typer.Option(min=1, max=100_000, help=CASES_HELP.format("16"))] = None,
     capacity: Capacity = "1GiB",
     resume: Resume = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write JSON, Markdown and a plot here.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
+    output: Output = None,
+    as_json: AsReport = False,
 ) -> None:
     """Compare answers from cached documents with full attention on the same model: divergence, accuracy, work, time.
 
@@ -72,27 +49,15 @@ def eval_command(
 
     kvmosaic eval reader --tasks two-hop,story --repair "none,first(8),query(0.05),query(0.15)" --cases 100 -o results
     """
-    from kvmosaic.eval.cases import gather, own_questions, parts_of
+    from kvmosaic.eval.cases import parts_of
     from kvmosaic.eval.tasks import TASKS
     from kvmosaic.eval.variants import variants
 
     chosen = variants(
         parts_of("--repair", repair), parts_of("--strategies", strategies), parts_of("--contexts", contexts)
     )
-    own = own_questions(documents, questions)
-    names = parts_of("--tasks", tasks) if tasks is not None else () if data or own else tuple(TASKS)
-    asked = gather(
-        names,
-        tuple(data or ()),
-        count=cases,
-        seed=seed,
-        form=data_format,
-        documents=documents_per_prompt,
-        own=own,
-    )
+    found = asked.cases(tasks, tuple(TASKS), cases)
 
     from kvmosaic.eval.command import run_evaluation
-    from kvmosaic.eval.measure import EvalModel
 
-    opening = EvalModel(model, dtype, device, num_threads, quantization, capacity)
-    run_evaluation(opening, asked, chosen, seed, output, as_json=as_json, log=resume)
+    run_evaluation(eval_model(opening, capacity), found, chosen, asked.seed, output, as_json=as_json, log=resume)

@@ -210,10 +210,10 @@ class _Run:
 
 
 def _open(model: LoadedModel, way: Variant, capacity: int | str) -> LLM:
-    config = ChunkCacheConfig(capacity=capacity, chunk_context=way.context, long_chunks="split")
+    config = ChunkCacheConfig(chunk_cache_size=capacity, chunk_context=way.context, long_chunks="split")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the chunk cache is off")  # reported below
-        engine_config = EngineConfig(request_cache=capacity)
+        engine_config = EngineConfig(request_cache_size=capacity)
         llm = LLM(model, chunk_cache_config=config, engine_config=engine_config, profile=False)
     if not llm.has_chunk_cache:
         raise ChunkCacheOff(f"nothing can be compared with full attention: {llm.chunk_cache_off_reason}")

@@ -169,7 +169,7 @@ class LoadedModel:
         if self.max_forward_tokens is not None and token_ids.shape[0] > self.max_forward_tokens:
             raise UnsupportedModel(
                 f"{type(self.module).__name__} counts the tokens of a forward and is exact up to "
-                f"{self.max_forward_tokens}, got {token_ids.shape[0]}; lower max_batched_tokens"
+                f"{self.max_forward_tokens}, got {token_ids.shape[0]}; lower max_num_batched_tokens"
             )
         arguments = {"logits_to_keep": logit_rows} if self.keeps_rows else {}
         with torch.inference_mode(), attention_scope(receiver):

@@ -91,7 +91,7 @@ class PromptEncoder:
             InvalidPrompt: and its subclasses, naming the value, the limit and the fix.
         """
         if isinstance(prompt, str):
-            prompt = Prompt.from_text(prompt, self.settings.separator, salt=salt)
+            prompt = Prompt.from_text(prompt, self.settings.chunk_separator, salt=salt)
         elif not isinstance(prompt, Prompt):
             prompt = Prompt.plain(prompt, salt=salt)
         self._check_count(prompt.segments)

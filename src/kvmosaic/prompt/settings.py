@@ -14,7 +14,7 @@ class PromptSettings(Protocol):
     """Settings that a `PromptEncoder` needs; `ChunkCacheConfig` has all of them."""
 
     @property
-    def separator(self) -> str | None:
+    def chunk_separator(self) -> str | None:
         """Text that splits a prompt string; None never splits."""
 
     @property
@@ -38,7 +38,7 @@ class PromptSettings(Protocol):
 class PromptOptions:
     """Standalone prompt settings, for use without a cache; the same defaults as `ChunkCacheConfig`."""
 
-    separator: str | None = None
+    chunk_separator: str | None = None
     max_chunk_tokens: int = 32_768
     max_prompt_chunks: int = 4_096
     long_chunks: Literal["error", "split"] = "error"

@@ -135,10 +135,10 @@ class _Launch:
     def _describe(self, services: Services) -> None:
         llm, settings = services.llm, self._settings
         dtype = str(llm.model.dtype).removeprefix("torch.")
-        size = settings.chunk_cache_size
-        if settings.gpu_memory_utilization is not None:
-            size = f"{settings.gpu_memory_utilization:.0%} of the device's memory"
         config = llm.chunk_cache_config
+        size = str(config.chunk_cache_size)
+        if config.chunk_cache_fraction is not None:
+            size = f"{config.chunk_cache_fraction:.0%} of the device's memory"
         cache = f"{size}, {config.position_strategy} positions, documents saw: {config.chunk_context}"
         self._say(f"model      {', '.join(settings.model_names)} ({dtype}, {llm.model.device})")
         if llm.model.weights_note:

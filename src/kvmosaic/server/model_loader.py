@@ -58,19 +58,7 @@ def load_llm(settings: ServerSettings, tiers: Sequence[Tier] | None = None) -> L
     quiet_libraries()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the chunk cache is off")  # shown when the server is ready
-        llm = LLM(
-            settings.model,
-            dtype=settings.dtype,
-            device=settings.device,
-            prepack=settings.prepack,
-            quantization=settings.quantization,
-            enable_chunk_cache=settings.enable_chunk_cache,
-            chunk_cache_config=settings.chunk_cache_config(),
-            engine_config=settings.engine_config(),
-            tier_config=settings.tier_config(tiers),
-            profile=settings.profile_choice(),
-            trust_remote_code=settings.trust_remote_code,
-        )
+        llm = LLM(settings.model, **settings.llm_config(tiers).keywords())
     if llm.engine.offloader is None and tiers:  # the model has no chunks that could be offloaded
         close_places(tiers)
     return llm

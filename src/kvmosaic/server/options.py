@@ -11,11 +11,11 @@ import typer
 from pydantic.fields import FieldInfo
 
 from kvmosaic.server.choices import Choices
+from kvmosaic.server.config_fields import METAVAR
 from kvmosaic.server.read import flag_of, read_settings
 from kvmosaic.server.settings import ServerSettings, is_variable_only
 
 _METAVARS: dict[Any, str] = {int: "NUMBER", float: "NUMBER", str: "TEXT", tuple: "TEXT"}
-_SIZES = ("chunk_cache_size", "request_cache_size", "chunk_pending", "chunk_staged", "swap_space")
 
 
 def serve_app(launch: Callable[[ServerSettings], None]) -> typer.Typer:
@@ -56,7 +56,7 @@ def _parameter(name: str, field: FieldInfo) -> Parameter:
         about = typer.Option(
             f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
             help=_text(field),
-            metavar=None if kind is bool else _metavar(name, field),
+            metavar=None if kind is bool else _metavar(field),
             show_default=False,
             rich_help_panel=panel_of(field),
         )
@@ -83,13 +83,12 @@ def _kind(field: FieldInfo) -> Any:
     return origin or annotation
 
 
-def _metavar(name: str, field: FieldInfo) -> str:
+def _metavar(field: FieldInfo) -> str:
     kind = _kind(field)
     if isinstance(kind, tuple):
         return "[" + "|".join(kind) + "]"
-    if name == "chunk_tier":
-        return "URL"
-    return "SIZE" if name in _SIZES else _METAVARS.get(kind, "FILE")
+    assert isinstance(field.json_schema_extra, dict)
+    return str(field.json_schema_extra.get(METAVAR) or _METAVARS.get(kind, "FILE"))
 
 
 def _text(field: FieldInfo) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from kvmosaic import config
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.server.config_file import nearest
 from kvmosaic.server.settings import ENV_PREFIX, ServerSettings
@@ -48,7 +49,7 @@ def read_settings(flags: Mapping[str, Any] | None = None) -> ServerSettings:
 
 def flag_of(name: str) -> str:
     """Returns the flag of a setting."""
-    return "MODEL" if name == "model" else "--" + name.replace("_", "-")
+    return "MODEL" if name == "model" else config.flag_of(name)
 
 
 def variable_of(name: str) -> str:

@@ -39,8 +39,8 @@ def own_server(template: str | None, separator: str | None) -> Any:
     module = build("llama", torch.float32, vocab_size=len(tokenizer), max_position_embeddings=4096)
     llm = LLM(
         LoadedModel.from_module(module, tokenizer),
-        chunk_cache_config=ChunkCacheConfig(capacity="1MiB"),
-        engine_config=EngineConfig(request_cache="4MiB"),
+        chunk_cache_config=ChunkCacheConfig(chunk_cache_size="1MiB"),
+        engine_config=EngineConfig(request_cache_size="4MiB"),
         self_check=False,
     )
     return SimpleNamespace(llm=llm, settings=SimpleNamespace(chunk_separator=separator), documents=DocumentStore())
@@ -55,7 +55,7 @@ def resolve(document_id: str) -> Document:
 def renderer(template: str | None, separator: str | None = None, **fields: Any) -> Renderer:
     tokenizer = make_tokenizer(template)
     model = ServedModel(tokenizer, len(tokenizer), 4096, **fields)
-    return Renderer(model, FrontSettings(separator=separator), resolve)
+    return Renderer(model, FrontSettings(chunk_separator=separator), resolve)
 
 
 def rewrite(front: Renderer, route: Any, how: How | None = None, **body: Any) -> dict[str, Any] | None:

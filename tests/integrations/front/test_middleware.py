@@ -187,10 +187,10 @@ def test_the_environment_says_what_requests_leave_out() -> None:
         "KVMOSAIC_DOCUMENT_TTL": "0", "KVMOSAIC_MAX_DOCUMENTS": "3", "KVMOSAIC_UNRELATED": "x",
     }  # fmt: skip
     settings = FrontSettings.from_environment(said)
-    assert (settings.separator, settings.how.repair, settings.how.position_strategy) == ("@@", 8, "shared")
+    assert (settings.chunk_separator, settings.how.repair, settings.how.position_strategy) == ("@@", 8, "shared")
     assert (settings.document_ttl, settings.max_documents) == (None, 3)
-    assert FrontSettings.from_environment({"KVMOSAIC_CHUNK_SEPARATOR": ""}).separator is None
-    assert FrontSettings(separator="").separator is None
+    assert FrontSettings.from_environment({"KVMOSAIC_CHUNK_SEPARATOR": ""}).chunk_separator is None
+    assert FrontSettings(chunk_separator="").chunk_separator is None
     for name, value in [("REPAIR", "8"), ("MAX_BODY_BYTES", "-1"), ("LONG_CHUNKS", "no"), ("CHUNK_SEPARATOR", " ")]:
         with pytest.raises((InvalidConfig, InvalidSeparator)):
             FrontSettings.from_environment({f"KVMOSAIC_{name}": value})

@@ -65,8 +65,8 @@ def own_engine(vllm_model: Callable[[str], Path]) -> Callable[..., LLM]:
                 vllm_model(name),
                 dtype="float32",
                 # small: every engine of vLLM is a fork of this process
-                chunk_cache_config=ChunkCacheConfig(**{"capacity": "64MiB", "repair": "none", **options}),
-                engine_config=EngineConfig(request_cache="64MiB"),
+                chunk_cache_config=ChunkCacheConfig(**{"chunk_cache_size": "64MiB", "repair": "none", **options}),
+                engine_config=EngineConfig(request_cache_size="64MiB"),
             )
         return made[key]
 

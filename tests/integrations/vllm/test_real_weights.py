@@ -85,8 +85,8 @@ def test_answers_are_those_of_our_engine(folder, strategy):
     own = LLM(
         folder,
         dtype="float32",
-        chunk_cache_config=ChunkCacheConfig(capacity="64MiB", repair="none"),
-        engine_config=EngineConfig(request_cache="64MiB"),
+        chunk_cache_config=ChunkCacheConfig(chunk_cache_size="64MiB", repair="none"),
+        engine_config=EngineConfig(request_cache_size="64MiB"),
     )
     ours = own_answer(own, ask)
     assert theirs.tokens == ours.tokens

@@ -34,10 +34,10 @@ def own(model_folder: Path, engine: ForkedEngine):
 
     def make(context: str) -> LLM:
         config = ChunkCacheConfig(
-            capacity="64MiB", position_strategy="sequential", chunk_context=context, repair="none"
+            chunk_cache_size="64MiB", position_strategy="sequential", chunk_context=context, repair="none"
         )
         return LLM(
-            model, chunk_cache_config=config, engine_config=EngineConfig(request_cache="64MiB"), self_check=False
+            model, chunk_cache_config=config, engine_config=EngineConfig(request_cache_size="64MiB"), self_check=False
         )
 
     made = {context: make(context) for context in ("system", "none")}

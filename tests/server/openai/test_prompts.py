@@ -27,8 +27,8 @@ def services_over(template, separator=None):
     module = build("llama", torch.float32, vocab_size=len(tokenizer), max_position_embeddings=4096)
     llm = LLM(
         LoadedModel.from_module(module, tokenizer),
-        chunk_cache_config=ChunkCacheConfig(capacity="1MiB"),
-        engine_config=EngineConfig(request_cache="4MiB"),
+        chunk_cache_config=ChunkCacheConfig(chunk_cache_size="1MiB"),
+        engine_config=EngineConfig(request_cache_size="4MiB"),
         self_check=False,
     )
     return SimpleNamespace(llm=llm, settings=SimpleNamespace(chunk_separator=separator), documents=DocumentStore())

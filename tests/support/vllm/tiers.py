@@ -122,7 +122,9 @@ def stored_and_loaded(engine: Any) -> list[bool]:
         (report,) = reports
         return str(report.tier)
 
-    tiers = WorkerTiers(places, Share(0, 1, 1, 2), TierConfig(("host:64MiB",), loading="always"), 0, lambda: "weights")
+    tiers = WorkerTiers(
+        places, Share(0, 1, 1, 2), TierConfig(("host:64MiB",), chunk_loading="always"), 0, lambda: "weights"
+    )
     tiers.save([Store(run, source, 0.1)])
     assert tiers.tiered_store.flush(60)
     found = fetched(1, run)

@@ -27,8 +27,8 @@ class OwnPeer:
         self.llm = LLM(
             model,
             enable_chunk_cache=enable_chunk_cache,
-            chunk_cache_config=ChunkCacheConfig(capacity=capacity, position_strategy=strategy, repair="none"),
-            engine_config=EngineConfig(request_cache=capacity),
+            chunk_cache_config=ChunkCacheConfig(chunk_cache_size=capacity, position_strategy=strategy, repair="none"),
+            engine_config=EngineConfig(request_cache_size=capacity),
         )
 
     def reset(self) -> None:

@@ -7,32 +7,24 @@ from typing import Annotated
 
 import typer
 
+from kvmosaic.console.model_options import ModelOptions
+from kvmosaic.console.option_groups import Takes, grouped
 from kvmosaic.console.options import (
     AsFields,
     AsJSON,
-    Capacity,
-    ChunkCodec,
-    ContextKind,
-    Device,
-    Documents,
-    DType,
-    LongChunks,
-    Model,
+    ChunkTiers,
     ModelDigits,
     Name,
-    ProfileFile,
-    PromptText,
-    Questions,
-    Rounding,
     SecretVariable,
-    Separator,
     ServerURL,
-    Strategy,
-    System,
     TenantName,
     Tier,
     Timeout,
 )
+from kvmosaic.console.prompt_arguments import PromptArguments
+
+EXPLAIN = """chunk_separator position_strategy chunk_context profile long_chunks chunk_codec chunk_cache_size dtype
+device quantization"""
 
 cache = typer.Typer(
     no_args_is_help=True,
@@ -164,55 +156,24 @@ def import_bundle(file: BundleFile, tier: Tier, secret_env: SecretVariable = Non
 
 
 @cache.command()
+@grouped
 def explain(
-    model: Model = "reader",
-    prompt: PromptText = None,
-    chunk_tier: Annotated[
-        list[str] | None, typer.Option("--chunk-tier", metavar="URL", help="A tier; several times for several.")
-    ] = None,
-    documents: Documents = None,
-    question: Questions = None,
-    system: System = None,
+    prompts: PromptArguments,
+    opening: Annotated[ModelOptions, Takes(EXPLAIN)],
+    chunk_tier: ChunkTiers = None,
     tenant: TenantName = "",
-    separator: Separator = None,
-    position_strategy: Strategy = None,
-    chunk_context: ContextKind = None,
-    profile: ProfileFile = "auto",
-    long_chunks: LongChunks = "error",
-    chunk_codec: ChunkCodec = "none",
-    capacity: Capacity = "2GiB",
-    dtype: DType = "auto",
-    device: Device = "auto",
-    quantization: Rounding = "none",
     as_json: AsJSON = False,
 ) -> None:
     """Say for every segment of a prompt whether a tier has it, and if not, why.
 
     kvmosaic cache explain reader --documents notes --question "Where?" --chunk-tier disk:/var/cache/kvmosaic
     """
-    from kvmosaic.console.prompt_source import PromptSource, check_model_is_not_a_prompt
     from kvmosaic.errors import InvalidConfig
 
-    model, prompt = ("reader", "-") if model == "-" else (model, prompt)
-    check_model_is_not_a_prompt("cache explain", model, separator, is_asked=bool(prompt or question))
-    asking = PromptSource(prompt, documents, tuple(question or ()), system, tenant)
+    opening, asking = prompts.read("cache explain", opening, tenant)
     if not chunk_tier:
         raise InvalidConfig("no tier is asked; give --chunk-tier URL, such as disk:/var/cache/kvmosaic")
 
     from kvmosaic.console.cache.explain import explain
-    from kvmosaic.console.model_options import ModelOptions
 
-    opening = ModelOptions(
-        model,
-        dtype,
-        device,
-        position_strategy,
-        chunk_context,
-        separator,
-        long_chunks,
-        capacity,
-        quantization=quantization,
-        chunk_codec=chunk_codec,
-        profile=profile,
-    )
     explain(opening, asking, chunk_tier, as_json)

@@ -58,7 +58,7 @@ def explain(opening: ModelOptions, asking: PromptSource, urls: list[str], as_jso
         from kvmosaic.config import TierConfig
         from kvmosaic.engine import ChunkEntries
 
-        config = TierConfig(codec=opening.chunk_codec, secret=secret)
+        config = TierConfig(chunk_codec=opening.values["chunk_codec"], chunk_secret=secret)
         entries = ChunkEntries(llm.model.fingerprint, llm.engine.runner.storages["chunk_cache"], config)
         for heading, prompt in asking.prompts(llm, documents):
             explainer = _Explainer(llm, prompt, entries, tiers, headers)

@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from kvmosaic.console.options import (
-    Capacity,
-    ContextKind,
-    Device,
-    DType,
-    LongChunks,
-    Model,
-    PromptText,
-    Questions,
-    Separator,
-    Strategy,
-    System,
-)
+from kvmosaic.console.model_options import ModelOptions
+from kvmosaic.console.option_groups import Takes, grouped
+from kvmosaic.console.options import PromptText, Questions, System
+from kvmosaic.console.plan.device_options import DeviceOptions, device_option, whole_number
+from kvmosaic.console.prompt_arguments import PromptArguments
 from kvmosaic.errors import InvalidConfig, InvalidDocument
 
-_device_option = partial(typer.Option, rich_help_panel="The plan of a device (with --device-memory)")
 _OF_PROMPT = (
-    *("prompt", "question", "system", "separator", "position_strategy", "chunk_context", "long_chunks", "capacity"),
-    "device",
+    *("prompt", "question", "system", "chunk_separator", "position_strategy", "chunk_context", "long_chunks"),
+    *("chunk_cache_size", "device"),
 )
-_OF_DEVICE = (
-    *("config", "device_memory", "tokens_per_document", "concurrency", "documents_per_prompt", "system_tokens"),
-    *("question_tokens", "answer_tokens", "zipf", "block_size", "headroom", "weights", "quantization", "hardware"),
-    *("flops", "bandwidth", "measure", "chunk_tier", "tier_speed", "chunk_codec", "as_json", "plot"),
-)
+_OF_DEVICE = (*(each.name for each in fields(DeviceOptions)), "as_json")
 _FLAGS = {"prompt": "PROMPT", "config": "--model", "as_json": "--json"}
+PLANNED = "dtype chunk_separator position_strategy chunk_context long_chunks chunk_cache_size device"
 
 
+@grouped
 def plan(
     context: typer.Context,
-    model: Model = "reader",
+    opening: Annotated[ModelOptions, Takes(PLANNED)],
+    device: DeviceOptions,
     prompt: PromptText = None,
     documents: Annotated[
         str | None,
@@ -47,97 +37,9 @@ def plan(
             help="A folder of .txt and .md files for a prompt; with --device-memory, how many documents there are.",
         ),
     ] = None,
-    dtype: DType = "auto",
     question: Questions = None,
     system: System = None,
-    separator: Separator = None,
-    position_strategy: Strategy = None,
-    chunk_context: ContextKind = None,
-    long_chunks: LongChunks = "error",
-    capacity: Capacity = "2GiB",
-    device: Device = "auto",
-    device_memory: Annotated[
-        str | None,
-        _device_option(metavar="SIZE", help="Plan a device with so much memory, such as 80GiB."),
-    ] = None,
-    config: Annotated[
-        str | None,
-        _device_option(
-            "--model",
-            metavar="CONFIG",
-            help="The same as MODEL; a config.json or a family of transformers, such as llama, will do.",
-        ),
-    ] = None,
-    tokens_per_document: Annotated[
-        int | None, _device_option(metavar="NUMBER", help="Tokens of each document.")
-    ] = None,
-    concurrency: Annotated[int, _device_option(metavar="NUMBER", help="Prompts that run at once.")] = 1,
-    documents_per_prompt: Annotated[int, _device_option(metavar="NUMBER", help="Documents of a prompt.")] = 5,
-    system_tokens: Annotated[int, _device_option(metavar="NUMBER", help="Tokens of the system text.")] = 256,
-    question_tokens: Annotated[int, _device_option(metavar="NUMBER", help="Tokens of a question.")] = 64,
-    answer_tokens: Annotated[int, _device_option(metavar="NUMBER", help="Tokens of an answer.")] = 256,
-    zipf: Annotated[
-        float,
-        _device_option(
-            metavar="EXPONENT",
-            help="Popularity: rank r is drawn as 1 / r ** EXPONENT; 0: all alike.",
-        ),
-    ] = 1.0,
-    block_size: Annotated[int, _device_option(metavar="NUMBER", help="Token slots of a block.")] = 16,
-    headroom: Annotated[
-        str,
-        _device_option(metavar="SIZE", help="For activations and the driver: a size, or 10%."),
-    ] = "10%",
-    weights: Annotated[
-        str | None,
-        _device_option(metavar="SIZE", help="What the weights take, if you know better."),
-    ] = None,
-    quantization: Annotated[
-        Literal["none", "int8"],
-        _device_option(help="int8: linear layers in 8-bit integers, for bfloat16 on a CPU."),
-    ] = "none",
-    hardware: Annotated[
-        str | None,
-        _device_option(
-            metavar="NAME",
-            help="Speed by data sheet: a100, h100, h200, l4, l40s, rtx4090, mi300x. Half of it is counted.",
-        ),
-    ] = None,
-    flops: Annotated[
-        str | None,
-        _device_option(metavar="RATE", help="Operations per second that are reached: 400T."),
-    ] = None,
-    bandwidth: Annotated[
-        str | None,
-        _device_option(metavar="RATE", help="Bytes of its memory per second: 2TB/s."),
-    ] = None,
-    measure: Annotated[
-        bool,
-        _device_option("--measure", help="Measure this machine and the tiers named, a few seconds."),
-    ] = False,
-    chunk_tier: Annotated[
-        list[str] | None,
-        _device_option(
-            metavar="URL",
-            help="A tier below the device, as for serve: host:64GiB, disk:FOLDER?quota=1TiB, redis://…, s3://….",
-        ),
-    ] = None,
-    tier_speed: Annotated[
-        list[str] | None,
-        _device_option(
-            metavar="KIND=RATE,TIME",
-            help="How fast host, disk, redis or object is: disk=3GB/s,0.2ms.",
-        ),
-    ] = None,
-    chunk_codec: Annotated[
-        Literal["none", "fp8", "int8", "int4"],
-        _device_option(help="How tiers store numbers: as they are, or in fewer bits."),
-    ] = "none",
-    plot: Annotated[
-        Path | None,
-        _device_option(metavar="FILE", help="Draw hit rate and first token by memory (PNG)."),
-    ] = None,
-    as_json: Annotated[bool, _device_option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, device_option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what one prompt takes; or, with --device-memory, what a device holds and what to expect of it.
 
@@ -148,49 +50,18 @@ def plan(
     The first composes a prompt without answering it. The second reads a configuration, and no weights: how many
     documents stay in memory, how often one is found, the time to the first token, and what each tier is worth.
     """
-    if not _is_of_device(context, device_memory):
-        from kvmosaic.console.prompt_source import PromptSource, check_model_is_not_a_prompt
+    if not _is_of_device(context, device.device_memory):
+        opening, asking = PromptArguments(prompt, _folder(documents), question, system).read("plan", opening)
 
-        model, prompt = ("reader", "-") if model == "-" else (model, prompt)
-        check_model_is_not_a_prompt("plan", model, separator, is_asked=bool(prompt or question))
-        asking = PromptSource(prompt, _folder(documents), tuple(question or ()), system)
-
-        from kvmosaic.console.model_options import ModelOptions
         from kvmosaic.console.plan.prompt import show_plans
 
-        opening = ModelOptions(model, dtype, device, position_strategy, chunk_context, separator, long_chunks, capacity)
         show_plans(opening, asking)
         return
-    from kvmosaic.capacity import Demand
-    from kvmosaic.console.plan.device import CapacityRequest, show_capacity
-    from kvmosaic.console.plan.device_speed import SpeedAsked
+    from kvmosaic.console.plan.device import show_capacity
 
-    number = _number("--documents", documents)
-    demand = Demand(
-        number,
-        _number("--tokens-per-document", tokens_per_document),
-        concurrency,
-        documents_per_prompt if _given(context, ("documents_per_prompt",)) else min(documents_per_prompt, number),
-        system_tokens,
-        question_tokens,
-        answer_tokens,
-        zipf,
-    )
-    asked = CapacityRequest(
-        config or model,
-        dtype,
-        quantization,
-        device_memory or "",
-        demand,
-        block_size,
-        headroom,
-        weights,
-        SpeedAsked(hardware, flops, bandwidth, measure),
-        tuple(chunk_tier or ()),
-        tuple(tier_speed or ()),
-        chunk_codec,
-    )
-    show_capacity(asked, as_json=as_json, plot=plot)
+    number = whole_number("--documents", documents)
+    demand = device.demand(number, is_capped=not _given(context, ("documents_per_prompt",)))
+    show_capacity(device.request(opening.model, opening.values["dtype"], demand), as_json=as_json, plot=device.plot)
 
 
 def _is_of_device(context: typer.Context, device_memory: str | None) -> bool:
@@ -228,12 +99,3 @@ def _folder(documents: str | None) -> Path | None:
             "many documents add --device-memory SIZE"
         )
     return None if documents is None else Path(documents)
-
-
-def _number(flag: str, given: str | int | None) -> int:
-    """Returns a number of documents or tokens that a plan of a device requires."""
-    text = "" if given is None else str(given).replace(",", "").replace("_", "")
-    if not text.isdecimal() or len(text) > 18:
-        what = "is missing" if given is None else f"is {str(given)[:40]!r}"
-        raise InvalidConfig(f"{flag} {what}; the plan of a device needs a whole number there")
-    return int(text)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kvmosaic.console.options import ChunkTiers
+from kvmosaic.console.setting_options import option
 
 vllm = typer.Typer(
     no_args_is_help=True,
@@ -30,14 +31,12 @@ def _options() -> None:
 )
 def serve(
     context: typer.Context,
-    chunk_separator: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Text that splits a prompt into documents. Default, '': never.")
-    ] = None,
+    chunk_separator: Annotated[str | None, option("chunk_separator")] = None,
     position_strategy: Annotated[
         str | None, typer.Option(metavar="NAME", help="Of requests that say nothing of it: auto, sequential or shared.")
     ] = None,
     chunk_context: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What a document saw when it was computed: system or none.")
+        str | None, typer.Option(metavar="NAME", help="system, or none: what documents saw when they were computed.")
     ] = None,
     repair: Annotated[
         str | None,
@@ -46,20 +45,13 @@ def serve(
             help="none, or first(16): so many tokens of each document are computed again. Default: first(8).",
         ),
     ] = None,
-    long_chunks: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A document that is too long for one chunk: error or split.")
-    ] = None,
+    long_chunks: Annotated[str | None, option("long_chunks")] = None,
     documents_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where stored documents are kept, for several servers.")
     ] = None,
     chunk_tier: ChunkTiers = None,
-    chunk_compression: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of what tiers keep: none or zstd.")
-    ] = None,
-    chunk_loading: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="From tiers: auto, where that is faster than computing; or always."),
-    ] = None,
+    chunk_compression: Annotated[str | None, option("chunk_compression")] = None,
+    chunk_loading: Annotated[str | None, option("chunk_loading")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the command line, and run nothing.")] = False,
 ) -> None:
     """Run `vllm serve` with documents: all of its own options may be given, and ours are added where they are missing.

@@ -77,7 +77,7 @@ def warm_folder(opening: ModelOptions, warming: Warming, as_json: bool) -> int:
         KVMosaicError: the model, the folder, a setting or a tier cannot work.
     """
     notices = Console(stderr=True)
-    if not opening.chunk_tiers:
+    if not opening.values.get("chunk_tier"):
         raise InvalidConfig(
             "warmed documents are kept in tiers; give --chunk-tier 'disk:/var/cache/kvmosaic?quota=10GiB'"
         )
@@ -87,7 +87,7 @@ def warm_folder(opening: ModelOptions, warming: Warming, as_json: bool) -> int:
         if not llm.has_chunk_cache:
             raise ChunkCacheOff(f"no document can be kept, the chunk cache is off: {llm.chunk_cache_off_reason}")
         began = time.perf_counter()
-        counts, stored = WarmCounts(documents=len(paths)), StoredKeys(llm, opening, seal)
+        counts, stored = WarmCounts(documents=len(paths)), StoredKeys(llm, seal)
         with Stop() as stop, WarmingBar(notices, paths) as bar:
             warmer = _Warmer(llm, stored, counts, bar, stop, warming.tenant)
             try:

@@ -12,7 +12,6 @@ from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
 from kvmosaic.console.cache.place import CALL_SECONDS, SECRET_VARIABLE, claims_of, whole_entry
 from kvmosaic.console.cache.verify import VerifyResult, good_entries
-from kvmosaic.console.model_options import ModelOptions
 from kvmosaic.entries import Checksum, check_entry
 from kvmosaic.entries.checksum import NO_LABEL
 from kvmosaic.errors import InvalidConfig, InvalidEntry
@@ -32,16 +31,16 @@ _LOOK_SECONDS = 0.2
 class StoredKeys:
     """The tiers of an engine as one store in which every tier must have every chunk."""
 
-    def __init__(self, llm: LLM, opening: ModelOptions, seal: Checksum) -> None:
+    def __init__(self, llm: LLM, seal: Checksum) -> None:
         """Raises InvalidConfig if a tier does not outlive this process."""
         assert llm.engine.offloader is not None, "an engine with a chunk cache and tiers has an offloader"
         self._tiered_store = llm.engine.offloader.tiered_store
         for tier in self._tiered_store.tiers:
             if not tier.is_persistent:
                 raise InvalidConfig(f"what a {tier.name} tier has is gone with this process; leave it out")
-        self._codecs = ("none", opening.chunk_codec)
+        self._codecs = ("none", llm.tier_config.chunk_codec)
         self._seal = seal
-        self._max_pending = parse_bytes(opening.chunk_pending)
+        self._max_pending = parse_bytes(llm.tier_config.chunk_pending)
 
     @property
     def tiers(self) -> Sequence[Tier]:

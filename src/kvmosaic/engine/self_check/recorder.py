@@ -112,7 +112,7 @@ class RecordingEngine(Engine):
             position_strategy=strategy, chunk_context=context, block_size=BLOCK_SIZE, repair="none"
         )
         kv_cache = KVCache(model.fingerprint, config, request_blocks=_NUM_BLOCKS, chunk_blocks=_NUM_BLOCKS)
-        super().__init__(RecordingRunner(model, backend), kv_cache, config, EngineConfig(max_batched_tokens=512))
+        super().__init__(RecordingRunner(model, backend), kv_cache, config, EngineConfig(max_num_batched_tokens=512))
 
     def answer(self, prompts: Sequence[Prompt]) -> list[Request]:
         """Answers prompts in one batch, greedily, with `NUM_ANSWER` tokens each.

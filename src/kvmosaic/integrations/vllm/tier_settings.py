@@ -39,11 +39,11 @@ def tier_config(extra: Mapping[str, Any], environment: Mapping[str, str] = os.en
             f"codec is {extra['codec']!r:.80}; inside vLLM entries must be exact, since ordinary prompts use them, "
             "too: leave it out, and use compression 'zstd' to save room"
         )
-    options = {name: extra[name] for name in _OPTIONS if name in extra}
+    options = {f"chunk_{name}": extra[name] for name in _OPTIONS if name in extra}
     urls = tuple(_read(place, environment) for place in places)
     for url in urls:
         parse_tier_url(url)
-    return TierConfig(tiers=urls, secret=environment.get(SECRET_VARIABLE) or None, **options)
+    return TierConfig(chunk_tier=urls, chunk_secret=environment.get(SECRET_VARIABLE) or None, **options)
 
 
 def _read(place: str, environment: Mapping[str, str]) -> str:

@@ -67,7 +67,7 @@ class Renderer:
             UnknownDocument: an id that is not stored.
         """
         documents = self._documents(body)
-        given, separator = body.get("prompt"), self._settings.separator
+        given, separator = body.get("prompt"), self._settings.chunk_separator
         texts = [given] if isinstance(given, str) else given if isinstance(given, list) else []
         if not documents and not any(_is_split(text, separator) for text in texts):
             return None
@@ -99,7 +99,7 @@ class Renderer:
             raise InvalidMessages('documents go with a list of messages {"role": ..., "content": ...} of text')
         try:
             kept, marked = take_marked(messages)
-            kept, separated = take_separated(read_messages(_with_read_arguments(kept)), self._settings.separator)
+            kept, separated = take_separated(read_messages(_with_read_arguments(kept)), self._settings.chunk_separator)
         except InvalidMessages:
             if not documents:
                 return None  # images, audio and the like, which vLLM may support

@@ -132,7 +132,7 @@ class _Exchange:
             content = await whole_body(self._receive, self._front.settings.max_body_bytes, _SEND_LESS)
             if content is None:
                 return {"type": "http.disconnect"}
-            if may_have_documents(content, self._front.settings.separator):
+            if may_have_documents(content, self._front.settings.chunk_separator):
                 self._asked = await self._front.rewritten(content, self._route, self._scope)
         except ApiError as refusal:
             self._refusal = refusal

@@ -63,7 +63,7 @@ def generate(
         InvalidConfig: a choice that vLLM does not support.
     """
     how = _how(position_strategy, chunk_context, repair)
-    encoder = _model_of(llm).encoder(PromptOptions(separator=separator))
+    encoder = _model_of(llm).encoder(PromptOptions(chunk_separator=separator))
     listed = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
     if len(listed) > MAX_PROMPTS:
         raise InvalidPrompt(f"{len(listed)} prompts in one call; at most {MAX_PROMPTS} are allowed")

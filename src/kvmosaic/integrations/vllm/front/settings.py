@@ -30,7 +30,7 @@ class FrontSettings(PromptOptions):
     """Default TTL of a stored document, in seconds; None: no expiry."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "separator", read_separator(self.separator))
+        object.__setattr__(self, "chunk_separator", read_separator(self.chunk_separator))
         if self.long_chunks not in ("error", "split"):
             raise InvalidConfig(f"long_chunks is {self.long_chunks!r:.80}; choose 'error' or 'split'")
 
@@ -44,7 +44,7 @@ class FrontSettings(PromptOptions):
         said = {name.removeprefix(PREFIX).lower(): value for name, value in environ.items() if value}
         given: dict[str, Any] = {"how": How().updated({name: said[name] for name in FIELDS if name in said})}
         if "chunk_separator" in said:
-            given["separator"] = said["chunk_separator"]
+            given["chunk_separator"] = said["chunk_separator"]
         if "long_chunks" in said:
             given["long_chunks"] = cast(Literal["error", "split"], said["long_chunks"])
         if "documents_dir" in said:

@@ -147,7 +147,7 @@ class Tiering:
         (group, *_) = kv_cache_config.kv_cache_groups
         block_size = int(group.kv_cache_spec.block_size)
         bytes_per_token = group.kv_cache_spec.page_size_bytes * len(group.layer_names) // block_size
-        return cls(num_workers, block_size, bytes_per_token, parse_bytes(tiers.staged), find_store)
+        return cls(num_workers, block_size, bytes_per_token, parse_bytes(tiers.chunk_staged), find_store)
 
     def on_handshake(self, fingerprints: Mapping[int, str]) -> None:
         """Sets the workers' fingerprints, by rank; without all of them nothing is stored or loaded."""

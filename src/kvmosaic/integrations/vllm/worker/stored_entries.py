@@ -50,7 +50,7 @@ class StoredEntries:
         Raises:
             InvalidConfig: zstandard is requested and not installed. NotMovable: layers of several dtypes.
         """
-        if config.compression == "zstd" and find_spec("zstandard") is None:
+        if config.chunk_compression == "zstd" and find_spec("zstandard") is None:
             raise InvalidConfig("compression is 'zstd' and zstandard is not installed; pip install 'kvmosaic[tiers]'")
         layers, dtypes = [], set()
         for index, place in enumerate(places.layers):
@@ -80,14 +80,14 @@ class StoredEntries:
 
     def encode(self, run: StoredRun, compute_seconds: float) -> Callable[[ChunkTensors], Entry | None]:
         """Returns a function that serializes a run's tensors, on any thread."""
-        compression, identity = self._config.compression, self._identity(run)
+        compression, identity = self._config.chunk_compression, self._identity(run)
         header = EntryHeader(**identity, compression=compression, compute_seconds=compute_seconds, created=time.time())
-        return lambda layers: encode_entry(header, layers, self._config.secret)
+        return lambda layers: encode_entry(header, layers, self._config.chunk_secret)
 
     def accept(self, run: StoredRun) -> Callable[[Entry], ChunkTensors]:
         """Returns a function that validates and reads an entry; InvalidEntry unless it is this run, bit for bit."""
         expected = EntryExpectation(**self._identity(run))
-        return lambda entry: decode_entry(entry, expected, self._config.secret).layers
+        return lambda entry: decode_entry(entry, expected, self._config.chunk_secret).layers
 
     def _identity(self, run: StoredRun) -> dict[str, Any]:
         """What the header of its entry says, and what an entry must match."""

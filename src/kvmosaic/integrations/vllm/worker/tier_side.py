@@ -77,9 +77,9 @@ class WorkerTiers:
         self._entries = StoredEntries(places, share, config)
         allocate = pinned_bytes if places.device.type == "cuda" else None
         self.tiered_store: TieredStore[ChunkTensors] = TieredStore(
-            open_tiers(config.tiers, allocate=allocate),
-            max_pending_bytes=parse_bytes(config.pending),
-            loading=config.loading,
+            open_tiers(config.chunk_tier, allocate=allocate),
+            max_pending_bytes=parse_bytes(config.chunk_pending),
+            loading=config.chunk_loading,
         )
         self._staged: dict[int, _Staged] = {}
         self._reports: list[FetchReport | FingerprintReport] = []

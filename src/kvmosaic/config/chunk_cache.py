@@ -1,0 +1,127 @@
+"""Settings of the chunk cache: its size, and how documents are split, placed and repaired."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from kvmosaic.config.setting import Unset, setting, validate_settings
+from kvmosaic.config.sizes import parse_bytes
+from kvmosaic.errors import InvalidConfig, InvalidSeparator
+from kvmosaic.eviction import POLICIES, EvictionPolicy, choose
+from kvmosaic.layout import ChunkContext
+from kvmosaic.layout.strategies import describe_strategies, strategy_names
+from kvmosaic.prompt.lead_in import LEAD_IN, MAX_LEAD_IN_CHARACTERS
+from kvmosaic.prompt.separator import read_separator
+from kvmosaic.repair import DEFAULT_REPAIR, FORMS, RepairPolicy, repair_policy
+from kvmosaic.repair.parser import MAX_POLICY_CHARACTERS
+
+_AUTO: Any = Unset("auto")
+_SYSTEM: Any = Unset("system")
+_REPAIR: Any = Unset(DEFAULT_REPAIR)
+
+
+def _check_lead_in(text: Any) -> None:
+    if not isinstance(text, str) or not 1 <= len(text.strip()) <= MAX_LEAD_IN_CHARACTERS:
+        raise InvalidConfig(f"lead_in must be a text of 1 to {MAX_LEAD_IN_CHARACTERS} characters, got {text!r:.80}")
+
+
+_cache = partial(setting, panel="Chunk cache")
+_python_only = partial(_cache, is_flag=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCacheConfig:
+    """What the chunk cache keeps, how large it may grow, and how documents are placed."""
+
+    chunk_cache_size: int | str = _cache(
+        "2GiB",
+        check=parse_bytes,
+        max_length=32,
+        metavar="SIZE",
+        help="Memory for cached documents, such as 512MiB.",
+    )
+    chunk_cache_fraction: float | None = _cache(
+        None,
+        above=0,
+        below=1,
+        help="Instead of `chunk_cache_size`: this fraction of the device's memory, for cached documents only; the "
+        "model and the request cache come on top of it.",
+    )
+    block_size: int = _cache(16, low=1, high=4096, panel="Engine", help="Token slots per block of memory.")
+    max_chunks: int = _python_only(100_000, low=1, high=10**8, help="Maximum of cached chunks.")
+    max_chunk_tokens: int = _python_only(
+        32_768, low=1, high=10**7, help="Maximum tokens of a chunk; see `long_chunks`."
+    )
+    max_prompt_chunks: int = _python_only(4_096, low=1, high=10**6, help="Maximum documents of one prompt.")
+    long_chunks: Literal["error", "split"] = _cache(
+        "error", help="A document that is too long for one chunk: refuse it, or split it."
+    )
+    chunk_separator: str | None = _cache(
+        None,
+        metavar="TEXT",
+        unset="prompts are never split, as with ''",
+        help="Text that splits a prompt into documents, such as ##.",
+    )
+    hash_algorithm: Literal["sha256", "xxh3_128"] = _python_only(
+        "sha256",
+        help="Hash of the keys by which blocks and chunks are looked up; xxh3_128 is faster and always compares "
+        "tokens. Processes that share tiers choose the same.",
+    )
+    position_strategy: str = _cache(
+        _AUTO,
+        choices=partial(strategy_names, auto=True),
+        flag_choices=partial(strategy_names, auto=True, offsets=False),
+        unset="as the model's profile says, or auto",
+        help=f"Documents {describe_strategies(offsets=False)}, or the first where the prompt fits the model's "
+        "positions, else the second (auto).",
+    )
+    chunk_context: ChunkContext = _cache(
+        _SYSTEM,
+        unset="as the model's profile says, or system",
+        help="What a document saw when it was computed: the system text, that and a lead-in (a text that is not in the "
+        "prompt), or nothing.",
+    )
+    lead_in: str = _python_only(
+        LEAD_IN,
+        check=_check_lead_in,
+        help="The text in front of documents when they are computed with chunk_context lead_in; no prompt contains it. "
+        "About a paragraph, best in the language of the documents.",
+    )
+    repair: str | RepairPolicy = _cache(
+        _REPAIR,
+        check=repair_policy,
+        max_length=MAX_POLICY_CHARACTERS,
+        metavar="POLICY",
+        unset=f"as the model's profile says, or {DEFAULT_REPAIR} where the model can",
+        help=f"Which tokens of cached documents requests compute again: {FORMS}.",
+    )
+    eviction: str | EvictionPolicy = _cache(
+        "lru", check=choose, flag_choices=lambda: tuple(POLICIES), help="Eviction policy of the chunk cache."
+    )
+    verify_tokens: bool = _python_only(
+        True, help="Compare the tokens of a hit with those asked for, whatever the hash."
+    )
+    log_stats_seconds: float | None = _python_only(
+        None, above=0, high=86_400, unset="never", help="Log the statistics this often."
+    )
+
+    def __post_init__(self) -> None:
+        validate_settings(self)
+        try:
+            object.__setattr__(self, "chunk_separator", read_separator(self.chunk_separator))
+        except InvalidSeparator as error:
+            raise InvalidConfig(str(error)) from None
+
+    def says(self, name: str) -> bool:
+        """Whether the caller set `position_strategy`, `chunk_context` or `repair`, even if as the default.
+
+        An unset value may come from the model's profile.
+        """
+        return not isinstance(getattr(self, name), Unset)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """`chunk_cache_size` in bytes."""
+        return parse_bytes(self.chunk_cache_size)
