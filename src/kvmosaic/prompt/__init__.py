@@ -1,4 +1,6 @@
-"""Prompts: segments from __future__ import annotations
+"""Prompts: segments from text, chat messages, documents or tokens."""
+
+from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
