@@ -48,7 +48,7 @@ def test_the_command_is_one_that_our_command_takes(where: str) -> None:
     transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
     assert transfer["kv_connector"] == NAME and transfer["kv_role"] == "kv_both"
     tiers = tier_config(transfer["kv_connector_extra_config"], {})
-    assert tiers is not None and [url.split(":")[0] for url in tiers.tiers] == ["host", "redis"]
+    assert tiers is not None and [url.split(":")[0] for url in tiers.chunk_tier] == ["host", "redis"]
 
 
 def test_replicas_differ_in_their_gpu_only() -> None:

@@ -302,7 +302,7 @@ def test_documentation_lists_every_setting_as_it_is() -> None:
     for name, field in ServerSettings.model_fields.items():
         flag = "" if is_variable_only(field) else f"`{flag_of(name)}`"
         row = f"| {flag} | `{variable_of(name)}` | {default_text(field.default)} | {field.description} |"
-        assert row in text, f"put this row into docs/server/running.md:\n{row}"
+        assert row in text, f"run python scripts/settings_tables.py, which writes this row:\n{row}"
 
 
 def default_text(default: object) -> str:

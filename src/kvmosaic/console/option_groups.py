@@ -1,4 +1,4 @@
-"""Option groups: parameters of a command that hold several options."""
+"""Option groups: one parameter of a command for several options."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class PromptArguments:
         """Returns the model and the prompts; a lone "-" is the prompt, not the model.
 
         Raises:
-            InvalidPrompt: nothing is asked, or the prompt was given as the model.
+            InvalidPrompt: nothing is asked, or a prompt is given as the model.
         """
         from kvmosaic.console.prompt_source import PromptSource, check_model_is_not_a_prompt
 

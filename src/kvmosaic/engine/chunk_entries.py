@@ -67,7 +67,9 @@ class ChunkEntries:
         """
         choose_codec(config.chunk_codec, storage.dtype)
         if config.chunk_compression == "zstd" and find_spec("zstandard") is None:
-            raise InvalidConfig("compression is 'zstd' and zstandard is not installed; pip install 'kvmosaic[tiers]'")
+            raise InvalidConfig(
+                "chunk_compression is 'zstd' and zstandard is not installed; pip install 'kvmosaic[tiers]'"
+            )
         self._fingerprint = fingerprint
         self._layers = geometry_of(storage.layers)
         self._dtype = cast(DtypeName, str(storage.dtype).removeprefix("torch."))
