@@ -14,7 +14,7 @@ import httpx
 import pytest
 from support.server import ServeCommand
 
-from kvmosaic.server.watchdog import Watchdog
+from kvmosaic.server.process.watchdog import Watchdog
 
 OLD_FAULT = r"""
 import re, sys

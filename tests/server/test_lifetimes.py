@@ -8,7 +8,7 @@ import pytest
 from support.server import RunningServer
 
 from kvmosaic.server.documents.schemas import NewDocument
-from kvmosaic.server.lifetimes import lifetime_clock
+from kvmosaic.server.services import lifetime_clock
 
 
 def test_setting_the_clock_moves_no_lifetime(monkeypatch: pytest.MonkeyPatch) -> None:

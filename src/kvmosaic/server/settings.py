@@ -25,7 +25,7 @@ from kvmosaic.repair import DEFAULT_REPAIR, FORMS, repair_policy
 from kvmosaic.repair.parser import MAX_POLICY_CHARACTERS
 from kvmosaic.server.choices import Choices
 from kvmosaic.server.config_file import read_config_file
-from kvmosaic.server.key_text import KEY_RULE, is_key_text
+from kvmosaic.server.tenants.key_text import KEY_RULE, is_key_text
 from kvmosaic.tiers import Tier, parse_tier_url
 from kvmosaic.tuned_settings import ProfileChoice, profile_choice
 
@@ -442,7 +442,7 @@ class ServerSettings(BaseSettings):
         Raises:
             InvalidConfig: the keys file cannot be used.
         """
-        from kvmosaic.server.keys import keys_of, read_keys_file
+        from kvmosaic.server.tenants.keys import keys_of, read_keys_file
 
         mine = keys_of(key.get_secret_value() for key in self.api_key)
         return mine if self.keys_file is None else read_keys_file(self.keys_file, mine)

@@ -22,8 +22,8 @@ from kvmosaic.server.documents.schemas import (
 )
 from kvmosaic.server.documents.stored import DocumentDraft, Match, StoredDocument
 from kvmosaic.server.errors import ApiError
+from kvmosaic.server.json_body import ParsedRoute
 from kvmosaic.server.openai.replies import ErrorReply, error_replies
-from kvmosaic.server.parsed import ParsedRoute
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
 

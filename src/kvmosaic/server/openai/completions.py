@@ -11,6 +11,9 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from kvmosaic.engine import AnswerDelta
 from kvmosaic.sampling import Logprob, SamplingParams
+from kvmosaic.server.admission import RequestThreads
+from kvmosaic.server.execution import PromptRunner
+from kvmosaic.server.json_body import ParsedRoute
 from kvmosaic.server.openai.completion_request import CompletionRequest
 from kvmosaic.server.openai.generation import (
     GenerationRequest,
@@ -23,24 +26,21 @@ from kvmosaic.server.openai.generation import (
 )
 from kvmosaic.server.openai.logprobs import TextLogprobs, text_logprobs
 from kvmosaic.server.openai.models import served_model
-from kvmosaic.server.openai.prompts import EncodedPrompt, text_prompt
+from kvmosaic.server.openai.prompts import EncodedPrompt, PromptSources, text_prompt
 from kvmosaic.server.openai.replies import Completion, TextChoice, error_replies, streamed
 from kvmosaic.server.openai.sampling_fields import (
     StreamOptions,
-    defaults_of,
     prepared,
 )
 from kvmosaic.server.openai.sse import DONE, event, open_stream
 from kvmosaic.server.openai.usage import UsageTotals
-from kvmosaic.server.parsed import ParsedRoute
-from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
 
 ROUTE = "/v1/completions"
 
 
-def router(services: Services) -> APIRouter:
-    """Returns the route over one set of services."""
+def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads) -> APIRouter:
+    """Returns the route."""
     routes = APIRouter(route_class=ParsedRoute, tags=["answers"])
 
     @routes.post(
@@ -53,11 +53,11 @@ def router(services: Services) -> APIRouter:
         request: Request, body: CompletionRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
     ) -> Completion | Response:
         """Continues texts or token ids, in one reply or in chunks (`stream`)."""
-        model = served_model(services, body.model)
-        body.check(services.admission.max_at_once)
-        services.admission.check(tenant)
-        read = await services.in_thread(tenant.name, _read, services, tenant, body)
-        asked = GenerationRequest.by(services, tenant, ROUTE, request, body, read)
+        model = served_model(sources, body.model)
+        body.check(runner.admission.max_at_once)
+        runner.admission.check(tenant)
+        read = await threads.run(tenant.name, _read, sources, tenant, body)
+        asked = GenerationRequest.by(runner, tenant, ROUTE, request, body, read)
         writer = CompletionWriter(asked, model, [str(text) for text in body.prompts] if body.echo else [])
         if body.stream:
             return await open_stream(request, writer.chunks(body.stream_options or StreamOptions()))
@@ -67,9 +67,11 @@ def router(services: Services) -> APIRouter:
     return routes
 
 
-def _read(services: Services, tenant: Tenant, body: CompletionRequest) -> tuple[list[EncodedPrompt], SamplingParams]:
-    params = prepared(services, body.sampling_params(defaults_of(services)), len(body.prompts))
-    return [text_prompt(services, tenant, body, prompt) for prompt in body.prompts], params
+def _read(
+    sources: PromptSources, tenant: Tenant, body: CompletionRequest
+) -> tuple[list[EncodedPrompt], SamplingParams]:
+    params = prepared(sources.llm, body.sampling_params(sources.sampling_defaults()), len(body.prompts))
+    return [text_prompt(sources, tenant, body, prompt) for prompt in body.prompts], params
 
 
 class CompletionWriter:
@@ -82,7 +84,7 @@ class CompletionWriter:
         self._head: dict[str, Any] = {
             "id": f"cmpl-{asked.request_id}",
             "object": "text_completion",
-            "created": int(asked.services.clock()),
+            "created": asked.created,
             "model": model,
         }
 

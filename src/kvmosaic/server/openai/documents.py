@@ -12,9 +12,9 @@ from pydantic import Field
 from kvmosaic.errors import InvalidDocument, InvalidPrompt, UnknownDocument
 from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.segment import MAX_SALT_CHARACTERS
+from kvmosaic.server.documents.store import DocumentStore
 from kvmosaic.server.errors import as_api_error
 from kvmosaic.server.openai.fields import INTEGRAL, MAX_DOCUMENTS, MAX_NAME, Body, Name, Plain, Text
-from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
 
 DocumentPriority = Annotated[
@@ -55,17 +55,17 @@ class DocumentFields(Body):
     ] = None
 
 
-def read_documents(services: Services, tenant: Tenant, body: DocumentFields) -> tuple[Document, ...]:
+def read_documents(store: DocumentStore, tenant: Tenant, body: DocumentFields) -> tuple[Document, ...]:
     """Returns the documents of a body, with the texts of stored ones.
 
     Raises:
         UnknownDocument: an id that this tenant has not stored.
         InvalidDocument: no text and no id, or a text that is empty.
     """
-    return tuple(_read(services, tenant, part, index) for index, part in enumerate(body.documents or ()))
+    return tuple(_read(store, tenant, part, index) for index, part in enumerate(body.documents or ()))
 
 
-def _read(services: Services, tenant: Tenant, part: DocumentPart | str, index: int) -> Document:
+def _read(store: DocumentStore, tenant: Tenant, part: DocumentPart | str, index: int) -> Document:
     if isinstance(part, str):
         part = DocumentPart(text=part)
     name = part.id if part.id is not None else part.doc_id
@@ -80,7 +80,7 @@ def _read(services: Services, tenant: Tenant, part: DocumentPart | str, index: i
             f"document number {index + 1} has neither a text nor the id of a stored document; give one of them",
             document=index,
         )
-    stored = services.documents.resolve(tenant.name, name)
+    stored = store.resolve(tenant.name, name)
     return stored if part.priority is None else replace(stored, priority=part.priority)
 
 
@@ -101,22 +101,22 @@ def told_by_place(body: DocumentFields) -> Iterator[None]:
         raise told from error
 
 
-def notes_of(services: Services, tenant: Tenant, documents: Sequence[Document], prompt: Prompt) -> dict[int, str]:
+def notes_of(store: DocumentStore, tenant: Tenant, documents: Sequence[Document], prompt: Prompt) -> dict[int, str]:
     """Returns notes on segments of a prompt, by number: texts that were probably meant as ids."""
     meant = {
         index: f'this is a text; to use the stored document write {{"id": "{document.text}"}}'
         for index, document in enumerate(documents)
-        if document.name is None and _is_stored(services, tenant, document.text)
+        if document.name is None and _is_stored(store, tenant, document.text)
     }
     places = enumerate(segment.document for segment in prompt.segments)
     return {place: meant[index] for place, index in places if index in meant} if meant else {}
 
 
-def _is_stored(services: Services, tenant: Tenant, text: str) -> bool:
+def _is_stored(store: DocumentStore, tenant: Tenant, text: str) -> bool:
     if len(text) > MAX_NAME:
         return False
     try:
-        services.documents.get(tenant.name, text)
+        store.get(tenant.name, text)
     except UnknownDocument:
         return False
     return True

@@ -11,16 +11,15 @@ from pydantic import AfterValidator, Field
 from kvmosaic.engine.priorities import MAX_PRIORITY
 from kvmosaic.errors import InvalidRepair, InvalidSampling
 from kvmosaic.layout.strategies import strategy_names
+from kvmosaic.llm import LLM
 from kvmosaic.repair import FORMS, repair_policy
 from kvmosaic.repair.parser import MAX_POLICY_CHARACTERS
 from kvmosaic.sampling import DEFAULT_SINK_TOKENS, MAX_WINDOW_TOKENS, SamplingParams
-from kvmosaic.sampling.defaults import FOLLOWED
 from kvmosaic.server.choices import Choices
 from kvmosaic.server.errors import ApiError, as_api_error
 from kvmosaic.server.openai.documents import DocumentFields
 from kvmosaic.server.openai.fields import INTEGRAL, Body, Ignored, Only, StopText, TokenId
 from kvmosaic.server.openai.formats import StructuredFields
-from kvmosaic.server.services import Services
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -177,15 +176,7 @@ def _check_repair(repair: str) -> None:
         raise told from error
 
 
-def defaults_of(services: Services) -> Defaults:
-    """Returns the defaults for omitted fields: the model's generation configuration, if the settings enable it."""
-    if services.settings.generation_config == "none":
-        return {}
-    advised = services.llm.get_default_sampling_params()
-    return {name: getattr(advised, name) for name in FOLLOWED}
-
-
-def prepared(services: Services, params: SamplingParams, num_prompts: int = 1) -> SamplingParams:
+def prepared(llm: LLM, params: SamplingParams, num_prompts: int = 1) -> SamplingParams:
     """Returns the same parameters, with the response format compiled beside the engine.
 
     Without an explicit limit, an answer with a window is at most as long as one without: only an explicit request
@@ -194,7 +185,7 @@ def prepared(services: Services, params: SamplingParams, num_prompts: int = 1) -
     Raises:
         InvalidSampling: an unusable part of the format, or log probabilities that would exhaust the memory.
     """
-    room = services.llm.engine.max_positions
+    room = llm.engine.max_positions
     if params.window_tokens is not None:
         params = replace(params, max_tokens=params.max_tokens or min(room or MAX_ENDLESS_ANSWER, MAX_ENDLESS_ANSWER))
         room = None
@@ -207,5 +198,6 @@ def prepared(services: Services, params: SamplingParams, num_prompts: int = 1) -
                 "tokens (max_tokens), answers (n), or most likely tokens"
             )
     if params.structured_outputs is not None:
-        services.llm.engine.grammars.compile(params.structured_outputs)
+        grammars = llm.engine.grammars
+        grammars.compile(params.structured_outputs)
     return params

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from kvmosaic.server.logs import NoProbes
+from kvmosaic.server.process.logs import NoProbes
 
 
 def line(address: str) -> logging.LogRecord:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvmosaic.server.errors import ApiError
-from kvmosaic.server.tenants import Tenant
+from kvmosaic.server.tenants.access import Tenant
 
 MAX_RETRY_SECONDS = 60
 DRAIN_CHECK_SECONDS = 0.02

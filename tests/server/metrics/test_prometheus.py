@@ -19,7 +19,7 @@ from kvmosaic.errors import TierUnavailable
 from kvmosaic.metrics import catalogue
 from kvmosaic.sampling import ReuseReport
 from kvmosaic.sampling.reuse import RepairUse
-from kvmosaic.server.gauges import MAX_TENANTS, OTHERS
+from kvmosaic.server.metrics.gauges import MAX_TENANTS, OTHERS
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
 CHAT = "/v1/chat/completions"

@@ -1,21 +1,26 @@
-"""Gauges of a running server: fill levels and the engine's counters, as metrics."""
+"""Gauges of a running server: fill levels of pools, tiers and stores, and the engine's counters."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from kvmosaic import __version__
 from kvmosaic.metrics import Sample, own_names, vllm_names
-from kvmosaic.server.tier_gauges import tier_readings
+from kvmosaic.tiers import TierStat
+from kvmosaic.tiers.breaker import Breaker, BreakerStat, BreakerState
 from kvmosaic.tuned_settings import SETTINGS
 
 if TYPE_CHECKING:
     from kvmosaic.cache import ChunkCacheStats
-    from kvmosaic.engine import EngineFigures
-    from kvmosaic.server.services import Services
+    from kvmosaic.engine import AsyncEngine, ChunkOffloader, EngineFigures
+    from kvmosaic.llm import LLM
+    from kvmosaic.server.admission import Admission
+    from kvmosaic.server.documents.store import DocumentStore
+    from kvmosaic.server.tenants.access import Tenants
 
 MAX_TENANTS = 32
 OTHERS = "(others)"
@@ -26,10 +31,14 @@ TIER = {"tier": "device"}
 class ServerReadings:
     """Collector of all values that are read on a scrape; the engine's figures are as of its last step."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._tenants = list(services.tenants)
-        llm = services.llm
+    def __init__(
+        self, llm: LLM, engine: AsyncEngine, tenants: Tenants, documents: DocumentStore, admission: Admission
+    ) -> None:
+        self._llm = llm
+        self._engine = engine
+        self._tenants = list(tenants)
+        self._document_store = documents
+        self._admission = admission
         self._composition = {
             **{name: str(getattr(llm.chunk_cache_config, name)) for name in SETTINGS},
             "profile": "" if llm.profile is None else llm.profile.date,
@@ -43,20 +52,20 @@ class ServerReadings:
 
     def __call__(self) -> Iterator[Sample]:
         """Returns all values at this moment."""
-        services, figures = self._services, self._services.engine.figures
-        yield Sample(vllm_names.REQUESTS_RUNNING, services.engine.num_running)
-        yield Sample(vllm_names.REQUESTS_WAITING, services.engine.num_waiting)
+        engine, figures = self._engine, self._engine.figures
+        yield Sample(vllm_names.REQUESTS_RUNNING, engine.num_running)
+        yield Sample(vllm_names.REQUESTS_WAITING, engine.num_waiting)
         yield from _engine(figures)
         yield from _chunks(figures.caches)
         yield from _pools(figures)
-        yield from tier_readings(services.llm.engine.offloader)
+        yield from tier_readings(self._llm.engine.offloader)
         yield from self._tenant_readings(figures)
         yield from self._documents()
-        yield Sample(own_names.REJECTIONS, services.admission.num_refused)
-        yield Sample(own_names.ENGINE_UP, float(services.engine.is_healthy))
-        yield Sample(own_names.ENGINE_ASLEEP, float(services.engine.is_asleep))
-        yield Sample(own_names.DRAINING, float(services.admission.is_draining))
-        yield Sample(own_names.SNAPSHOT_AGE, services.engine.figures_age_seconds)
+        yield Sample(own_names.REJECTIONS, self._admission.num_refused)
+        yield Sample(own_names.ENGINE_UP, float(engine.is_healthy))
+        yield Sample(own_names.ENGINE_ASLEEP, float(engine.is_asleep))
+        yield Sample(own_names.DRAINING, float(self._admission.is_draining))
+        yield Sample(own_names.SNAPSHOT_AGE, engine.figures_age_seconds)
         yield Sample(own_names.COMPOSITION, 1, self._composition)
         yield Sample(own_names.BUILD, 1, self._versions)
 
@@ -74,7 +83,7 @@ class ServerReadings:
                 yield Sample(own_names.TENANT_QUOTA, owner.quota_bytes, {"tenant": owner.name})
 
     def _documents(self) -> Iterator[Sample]:
-        usage = self._services.documents.usage()
+        usage = self._document_store.usage()
         yield Sample(own_names.DOCUMENTS, usage.num_documents)
         yield Sample(own_names.DOCUMENT_BYTES, usage.num_bytes)
 
@@ -126,6 +135,66 @@ def _pools(figures: EngineFigures) -> Iterator[Sample]:
     shared = {"request": caches.request_shared_blocks, "chunk_cache": caches.shared_blocks}
     for pool, count in shared.items():
         yield Sample(own_names.POOL_SHARED_BLOCKS, count, {"pool": pool, **TIER})
+
+
+@dataclass(frozen=True, slots=True)
+class TierMoment:
+    """State of one tier at one moment."""
+
+    label: str
+    """Its name, with a number if several tiers have it."""
+    stat: TierStat
+    breaker: BreakerStat | None
+    is_up: bool
+    """Whether it is read: no breaker is open for reads."""
+    bytes_per_second: float | None
+    """Measured read bandwidth; None before the first hit."""
+
+
+def look_at_tiers(offloader: ChunkOffloader | None) -> list[TierMoment]:
+    """Returns the state of all tiers, fastest first, without waiting for any. On any thread."""
+    if offloader is None:
+        return []
+    tiered_store, moments, num_named = offloader.tiered_store, list[TierMoment](), dict[str, int]()
+    for tier in tiered_store.tiers:
+        number = num_named[tier.name] = num_named.get(tier.name, 0) + 1
+        label = tier.name if number == 1 else f"{tier.name}-{number}"
+        breaker = tier.breaker_stat if isinstance(tier, Breaker) else None
+        is_up = not isinstance(tier, Breaker) or tier.read_stat.state is BreakerState.CLOSED
+        moments.append(TierMoment(label, tier.stat(), breaker, is_up, tiered_store.bytes_per_second(tier)))
+    return moments
+
+
+def tier_readings(offloader: ChunkOffloader | None) -> Iterator[Sample]:
+    """Returns all gauges of the tiers; nothing without tiers."""
+    if offloader is None:
+        return
+    for moment in look_at_tiers(offloader):
+        yield from _readings_of(moment)
+    stats = offloader.tiered_store.stats
+    for family, outcomes in own_names.TIER_OUTCOMES.items():
+        for outcome in outcomes:
+            yield Sample(family, getattr(stats, outcome), {"outcome": outcome})
+    yield Sample(own_names.TIER_PENDING_BYTES, offloader.tiered_store.pending_bytes)
+
+
+def _readings_of(moment: TierMoment) -> Iterator[Sample]:
+    stat, labels = moment.stat, {"tier": moment.label}
+    values = {
+        own_names.TIER_ENTRIES: stat.num_entries,
+        own_names.TIER_BYTES: stat.num_bytes,
+        own_names.TIER_UP: float(moment.is_up),
+        **{family: getattr(stat, field) for family, field in own_names.TIER_COUNTERS.items()},
+    }
+    for family, value in values.items():
+        yield Sample(family, value, labels)
+    if stat.quota_bytes is not None:
+        yield Sample(own_names.TIER_QUOTA, stat.quota_bytes, labels)
+    if moment.bytes_per_second is not None:
+        yield Sample(own_names.TIER_LOAD_SPEED, moment.bytes_per_second, labels)
+    if moment.breaker is not None:
+        yield Sample(own_names.TIER_OPENED, moment.breaker.opened, labels)
+        yield Sample(own_names.TIER_SKIPPED, moment.breaker.skipped, labels)
 
 
 def _version(package: str) -> str:

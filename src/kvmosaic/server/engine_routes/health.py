@@ -7,7 +7,8 @@ from typing import Literal
 from fastapi import APIRouter, Response
 from pydantic import BaseModel
 
-from kvmosaic.server.services import Services
+from kvmosaic.engine import AsyncEngine
+from kvmosaic.server.admission import Admission
 
 HOPELESS_SECONDS = 60.0
 """An engine that fails for longer may have lost its device until the process is restarted."""
@@ -19,27 +20,27 @@ class Health(BaseModel):
     status: Literal["ok", "asleep", "loading", "draining", "failed"]
 
 
-def router(services: Services) -> APIRouter:
+def router(engine: AsyncEngine, admission: Admission) -> APIRouter:
     """/livez, /readyz and /health."""
     routes = APIRouter(tags=["health"])
 
     def status_now() -> Literal["ok", "asleep", "draining", "failed"]:
-        if not services.engine.is_healthy:
+        if not engine.is_healthy:
             return "failed"
-        if services.admission.is_draining:
+        if admission.is_draining:
             return "draining"
-        return "asleep" if services.engine.is_asleep or services.engine.refuses else "ok"
+        return "asleep" if engine.is_asleep or engine.refuses else "ok"
 
     def reply(response: Response, *, is_well: bool) -> Health:
         if not is_well:
             response.status_code = 503
-            response.headers["Retry-After"] = str(services.admission.retry_seconds)
+            response.headers["Retry-After"] = str(admission.retry_seconds)
         return Health(status=status_now())
 
     @routes.get("/livez", responses={503: {"model": Health}})
     async def livez(response: Response) -> Health:
         """Whether the process should go on: 503 once its engine has stopped, or has failed for a minute."""
-        if services.engine.is_alive and services.engine.failing_seconds < HOPELESS_SECONDS:
+        if engine.is_alive and engine.failing_seconds < HOPELESS_SECONDS:
             return Health(status="ok")
         response.status_code = 503
         return Health(status="failed")
@@ -48,7 +49,7 @@ def router(services: Services) -> APIRouter:
     async def readyz(response: Response) -> Health:
         """Whether requests are taken: 503 while the model loads, the server shuts down or refuses them asleep."""
         status = status_now()
-        return reply(response, is_well=status == "ok" or (status == "asleep" and not services.engine.refuses))
+        return reply(response, is_well=status == "ok" or (status == "asleep" and not engine.refuses))
 
     @routes.get("/health", responses={503: {"model": Health}})
     async def health(response: Response) -> Health:

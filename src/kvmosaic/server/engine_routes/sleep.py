@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvmosaic.engine import Engine
+from kvmosaic.engine import AsyncEngine, Engine
 from kvmosaic.errors import EngineAsleep, EngineError
+from kvmosaic.server.admission import Admission
 from kvmosaic.server.documents.routes import ROUTE
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.openai.replies import ErrorReply, error_replies
-from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import current_admin
 
 MAX_ACCESSES = 2**40
@@ -57,8 +57,9 @@ class SleepingChunks(BaseModel):
     """Chunks that left the device; their next use brings them back."""
 
 
-def router(services: Services) -> APIRouter:
+def router(engine: AsyncEngine, admission: Admission, *, has_tiers: bool) -> APIRouter:
     """Returns `/sleep`, `/wake_up` and `/is_sleeping`, named as in vLLM, and the sleep of cold chunks."""
+    unavailable = partial(_unavailable, engine, admission)
     routes = APIRouter(tags=["sleep"], responses=error_replies(), dependencies=[Depends(current_admin)])
 
     @routes.post("/sleep")
@@ -68,32 +69,32 @@ def router(services: Services) -> APIRouter:
         `is_sleeping` is false in the reply if another call woke the engine before it slept.
         """
         try:
-            return Sleep(is_sleeping=await services.engine.sleep(wish.level, refuse=wish.mode == "refuse"))
+            return Sleep(is_sleeping=await engine.sleep(wish.level, refuse=wish.mode == "refuse"))
         except EngineError as error:
-            raise _unavailable(services, error) from error
+            raise unavailable(error) from error
 
     @routes.post("/wake_up", dependencies=[Depends(_no_query)])
     async def wake_up() -> Sleep:
         """Takes the memory again and goes on with all that waits. A server that is awake stays so."""
         try:
-            await services.engine.wake()
+            await engine.wake()
         except EngineError as error:
-            raise _unavailable(services, error) from error
+            raise unavailable(error) from error
         return Sleep(is_sleeping=False)
 
     @routes.get("/is_sleeping")
     async def is_sleeping() -> Sleep:
         """Whether the caches have no memory on the device now."""
-        return Sleep(is_sleeping=services.engine.is_asleep)
+        return Sleep(is_sleeping=engine.is_asleep)
 
     @routes.post(ROUTE + ":sleep", responses=NO_TIERS)
     async def sleep_cold_chunks(body: ColdChunks | None = None) -> SleepingChunks:
         """Moves chunks of all tenants from the device to the tiers that are idle and were seldom used."""
-        if services.llm.engine.offloader is None:
+        if not has_tiers:
             raise ApiError(409, "chunks sleep in tiers, and there are none; see --chunk-tier", code="no_tiers")
         cold = body or ColdChunks()
         move = partial(_move, min_accesses=cold.min_accesses, idle_seconds=cold.idle_seconds)
-        return SleepingChunks(num_chunks=await services.engine.call(move))
+        return SleepingChunks(num_chunks=await engine.call(move))
 
     return routes
 
@@ -110,7 +111,7 @@ def _move(engine: Engine, min_accesses: int, idle_seconds: float) -> int:
     return engine.kv_cache.evict_cold(min_accesses, idle_seconds)
 
 
-def _unavailable(services: Services, error: EngineError) -> ApiError:
-    code = "engine_asleep" if services.engine.is_asleep else "unavailable"
-    headers = {"Retry-After": str(services.admission.retry_seconds)}
+def _unavailable(engine: AsyncEngine, admission: Admission, error: EngineError) -> ApiError:
+    code = "engine_asleep" if engine.is_asleep else "unavailable"
+    headers = {"Retry-After": str(admission.retry_seconds)}
     return ApiError(503, str(error), type="service_unavailable", code=code, headers=headers)

@@ -11,7 +11,7 @@ from fastapi import Request
 
 from kvmosaic.cache import DEFAULT_TENANT
 from kvmosaic.server.errors import ApiError
-from kvmosaic.server.key_text import MAX_KEY_CHARACTERS
+from kvmosaic.server.tenants.key_text import MAX_KEY_CHARACTERS
 
 
 @dataclass(frozen=True, slots=True)

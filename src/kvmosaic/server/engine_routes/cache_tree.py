@@ -10,12 +10,12 @@ from fastapi import APIRouter, Depends, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvmosaic.cache import PrefixTree, TreeLimits
-from kvmosaic.engine import Engine
+from kvmosaic.engine import AsyncEngine, Engine
 from kvmosaic.errors import EngineError
 from kvmosaic.sampling import decode_all
+from kvmosaic.server.admission import Admission, RequestThreads
 from kvmosaic.server.documents.names import shown_name
 from kvmosaic.server.openai.replies import error_replies
-from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
 
 ROUTE = "/v1/cache/tree"
@@ -32,8 +32,8 @@ class TreeWish(BaseModel):
     tokens: int = Field(default=12, ge=0, le=64, description="First tokens of a run that are shown.")
 
 
-def router(services: Services) -> APIRouter:
-    """Returns the route over one set of services."""
+def router(engine: AsyncEngine, admission: Admission, threads: RequestThreads, tokenizer: Any) -> APIRouter:
+    """Returns the route; `tokenizer` is None if the model has none, and no texts are shown."""
     routes = APIRouter(tags=["cache"], responses=error_replies())
 
     @routes.get(ROUTE, response_model=PrefixTree)
@@ -45,10 +45,10 @@ def router(services: Services) -> APIRouter:
         limits = TreeLimits(wish.depth, wish.children, wish.runs, wish.tokens)
         whose = None if tenant.is_admin else tenant.name
         try:
-            tree = await services.engine.call(partial(_look, limits=limits, tenant=whose))
+            tree = await engine.call(partial(_look, limits=limits, tenant=whose))
         except EngineError as error:
-            raise services.admission.unavailable(str(error)) from error
-        text = await services.in_thread(tenant.name, _written, services, tree, tenant.name)
+            raise admission.unavailable(str(error)) from error
+        text = await threads.run(tenant.name, _written, tokenizer, tree, tenant.name)
         return Response(text, media_type="application/json")
 
     return routes
@@ -58,9 +58,8 @@ def _look(engine: Engine, *, limits: TreeLimits, tenant: str | None) -> PrefixTr
     return engine.kv_cache.prefix_tree(limits, tenant)
 
 
-def _written(services: Services, tree: PrefixTree, name: str) -> str:
+def _written(tokenizer: Any, tree: PrefixTree, name: str) -> str:
     """Returns the tree as JSON; texts only where they belong to the requesting tenant."""
-    tokenizer = services.llm.model.tokenizer
 
     def is_own(tenant: str) -> bool:
         return tenant == name

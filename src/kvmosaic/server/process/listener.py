@@ -1,21 +1,24 @@
-"""Listening socket of the server: address, certificate, and uvicorn on top."""
+"""Listener of the server: its socket, its certificate, and uvicorn with an idle timeout for connections."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.server.connection import Connection
 from kvmosaic.server.settings import ServerSettings
 
 BACKLOG = 2_048
+IDLE_SECONDS = 30.0
 UNREAD_SECONDS = 60
 """Timeout of a client that reads nothing although data is ready: its request must not stay forever."""
 CLOSING_SECONDS = 5
@@ -101,3 +104,44 @@ def address_of(settings: ServerSettings, place: socket.socket) -> str:
 
 def _path(path: Path | None) -> str | None:
     return None if path is None else str(path)
+
+
+class Connection(H11Protocol):
+    """A connection that closes after 30 to 60 seconds without a request in progress, also in the middle of a head.
+
+    uvicorn only times out after a reply. A client that connects and sends nothing, or a byte per minute, would hold a
+    file descriptor forever, and needs no key for that. With h11, a head has at most 64 KiB.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Starts the idle timer."""
+        super().connection_made(transport)
+        self._seen: object = None
+        self._next_look = self.loop.call_later(IDLE_SECONDS, self._look)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stops the idle timer."""
+        self._next_look.cancel()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuses malformed HTTP, and drops the request whose body contains it.
+
+        The route of that request would send a second reply, which h11 refuses with a traceback in the log for each
+        malformed line; sending one needs no key.
+        """
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # a reply has begun, or is complete
+            self.transport.close()
+
+    def _look(self) -> None:
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if is_idle and self.cycle is self._seen:  # nothing has happened since the last check
+            self.transport.abort()
+            return
+        self._seen = self.cycle if is_idle else self
+        self._next_look = self.loop.call_later(IDLE_SECONDS, self._look)

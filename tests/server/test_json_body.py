@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.server.errors import ApiError
-from kvmosaic.server.json_text import MAX_DEPTH, MAX_DIGITS, MAX_VALUES, check_json
+from kvmosaic.server.json_body import MAX_DEPTH, MAX_DIGITS, MAX_VALUES, check_json
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 numbers = st.integers(-(10**MAX_DIGITS) // 100, 10**MAX_DIGITS // 100) | st.floats(

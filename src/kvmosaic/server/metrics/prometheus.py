@@ -9,15 +9,14 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvmosaic.metrics import Meters, SampleCollector, catalogue, expose, own_names, vllm_names
-from kvmosaic.server.gauges import ServerReadings
-from kvmosaic.server.tenants import current_admin
+from kvmosaic.server.tenants.access import current_admin
 
 if TYPE_CHECKING:
     from kvmosaic.engine import RequestDelta
     from kvmosaic.sampling import RequestMetrics
     from kvmosaic.sampling.reuse import RepairUse
-    from kvmosaic.server.request_log import RequestRecord
-    from kvmosaic.server.services import Services
+    from kvmosaic.server.metrics.gauges import ServerReadings
+    from kvmosaic.server.metrics.request_log import RequestLog, RequestRecord
 
 ENGINE = "0"
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -39,13 +38,12 @@ class ServerMetrics:
     counted as they happen. Nothing waits for the engine. Used on the event loop.
     """
 
-    def __init__(self, services: Services) -> None:
-        """Subscribes to the server's records."""
-        model_name = services.settings.model_names[0].encode("utf-8", "replace").decode("utf-8")
-        constants = {"model_name": model_name, "engine": ENGINE}
+    def __init__(self, readings: ServerReadings, model_name: str, records: RequestLog) -> None:
+        """Subscribes to the records of ended requests; `readings` are the values read on each scrape."""
+        constants = {"model_name": model_name.encode("utf-8", "replace").decode("utf-8"), "engine": ENGINE}
         self.registry = CollectorRegistry()
         self._meters = Meters(self.registry, _COUNTED, constants)
-        self.registry.register(SampleCollector(ServerReadings(services), constants))
+        self.registry.register(SampleCollector(readings, constants))
         ProcessCollector(registry=self.registry)
         for reason in FINISH_REASONS:
             self._meters.add(vllm_names.REQUEST_SUCCESS, 0, finished_reason=reason)
@@ -55,7 +53,7 @@ class ServerMetrics:
             self._meters.add(own_names.REPAIRS, 0, policy=policy)
         for action in own_names.REPAIR_ACTIONS:
             self._meters.add(own_names.REPAIRED_TOKENS, 0, action=action)
-        services.records.listen(self.observe_record)
+        records.listen(self.observe_record)
 
     def expose(self, accept: str | None) -> tuple[bytes, str]:
         """Returns the text of /metrics and its content type, by the Accept header."""
@@ -152,7 +150,7 @@ class CountReplies:
         await self._app(scope, receive, counting)
 
 
-def router(services: Services) -> APIRouter:
+def router(counters: ServerMetrics) -> APIRouter:
     """Returns the route /metrics."""
     routes = APIRouter()
 
@@ -165,7 +163,7 @@ def router(services: Services) -> APIRouter:
     )
     async def metrics(request: Request) -> Response:
         """All counters, histograms and fill levels: Prometheus' text format, or OpenMetrics by the Accept header."""
-        text, content_type = services.metrics.expose(request.headers.get("accept"))
+        text, content_type = counters.expose(request.headers.get("accept"))
         return Response(text, headers={"Content-Type": content_type, "Cache-Control": "no-store"})
 
     return routes

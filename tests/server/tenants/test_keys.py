@@ -7,8 +7,8 @@ import pytest
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.server.errors import ApiError
-from kvmosaic.server.keys import is_open_to_all, keys_of, read_keys_file
 from kvmosaic.server.tenants import Tenants
+from kvmosaic.server.tenants.keys import is_open_to_all, keys_of, read_keys_file
 
 SECRET = "sk-nobody-may-read-this"
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvmosaic.sampling import ReuseReport
 from kvmosaic.sampling.reuse import SegmentReuse
-from kvmosaic.server.request_log import LEAST_TOKENS, MAX_UNREAD, REMEMBERED_TOKENS, RequestLog, RequestRecord
+from kvmosaic.server.metrics.request_log import LEAST_TOKENS, MAX_UNREAD, REMEMBERED_TOKENS, RequestLog, RequestRecord
 
 
 def record(number: int = 0, tenant: str = "acme") -> RequestRecord:
