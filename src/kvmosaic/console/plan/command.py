@@ -162,8 +162,7 @@ def plan(
         show_plans(opening, asking)
         return
     from kvmosaic.capacity import Demand
-    from kvmosaic.console.plan.device import CapacityRequest, show_capacity
-    from kvmosaic.console.plan.device_speed import SpeedAsked
+    from kvmosaic.console.plan.device import CapacityRequest, SpeedAsked, show_capacity
 
     number = _number("--documents", documents)
     demand = Demand(

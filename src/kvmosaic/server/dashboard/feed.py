@@ -15,7 +15,7 @@ from kvmosaic.engine import AsyncEngine
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.llm import LLM
 from kvmosaic.server.admission import Admission
-from kvmosaic.server.dashboard.examples import example_questions
+from kvmosaic.server.dashboard.page import example_questions
 from kvmosaic.server.dashboard.snapshot import EngineSnapshot, take_snapshot
 from kvmosaic.server.dashboard.viewer import NUM_RECORDS, News, NumberedRecord, Viewer
 from kvmosaic.server.dashboard.views import (

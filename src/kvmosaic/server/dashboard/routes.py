@@ -10,9 +10,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import HTMLResponse
 
-from kvmosaic.server.dashboard.examples import example_documents, example_questions
 from kvmosaic.server.dashboard.feed import Feed
-from kvmosaic.server.dashboard.markup import Markup
+from kvmosaic.server.dashboard.page import Markup, example_documents, example_questions
 from kvmosaic.server.openai.sse import EventStream, open_stream
 from kvmosaic.server.tenants import Tenant, current_tenant
 

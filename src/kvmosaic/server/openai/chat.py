@@ -25,8 +25,7 @@ from kvmosaic.server.openai.generation import (
     whole_answers,
 )
 from kvmosaic.server.openai.logprobs import ChatLogprobs, TokenBytes, chat_logprobs
-from kvmosaic.server.openai.models import served_model
-from kvmosaic.server.openai.prompts import EncodedPrompt, PromptSources, chat_prompt
+from kvmosaic.server.openai.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model
 from kvmosaic.server.openai.replies import (
     AnswerMessage,
     ChatChoice,

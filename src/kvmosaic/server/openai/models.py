@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Path
 
-from kvmosaic.server.errors import ApiError
 from kvmosaic.server.openai.fields import Reply
-from kvmosaic.server.openai.prompts import PromptSources
+from kvmosaic.server.openai.prompts import PromptSources, served_model
 from kvmosaic.server.openai.replies import error_replies
 from kvmosaic.server.tenants import current_tenant
 
@@ -30,23 +29,6 @@ class ModelList(Reply):
 
     object: Literal["list"] = "list"
     data: list[Model]
-
-
-def served_model(sources: PromptSources, name: str | None) -> str:
-    """Returns the name under which a request addresses the model.
-
-    Raises:
-        ApiError: 404, a name under which nothing is served.
-    """
-    names = sources.settings.model_names
-    if name is None:
-        return names[0]
-    if name not in names:
-        known = ", ".join(map(repr, names))
-        raise ApiError(
-            404, f"the model {name!r:.80} is not served here; use {known}", code="model_not_found", param="model"
-        )
-    return name
 
 
 def router(sources: PromptSources, *, created: int) -> APIRouter:

@@ -14,6 +14,7 @@ from kvmosaic.prompt.chat_request import check_variables, known_roles, take_sepa
 from kvmosaic.prompt.separator import named_parts
 from kvmosaic.sampling.defaults import FOLLOWED
 from kvmosaic.server.documents.store import DocumentStore
+from kvmosaic.server.errors import ApiError
 from kvmosaic.server.openai.documents import DocumentFields, notes_of, read_documents, told_by_place
 from kvmosaic.server.openai.sampling_fields import Defaults
 from kvmosaic.server.settings import ServerSettings
@@ -72,6 +73,23 @@ class Rendering:
     template_options: Mapping[str, Any] | None = None
     is_endless: bool = False
     """Whether the question may exceed the model's context: the answer then uses a rolling window."""
+
+
+def served_model(sources: PromptSources, name: str | None) -> str:
+    """Returns the name under which a request addresses the model.
+
+    Raises:
+        ApiError: 404, a name under which nothing is served.
+    """
+    names = sources.settings.model_names
+    if name is None:
+        return names[0]
+    if name not in names:
+        known = ", ".join(map(repr, names))
+        raise ApiError(
+            404, f"the model {name!r:.80} is not served here; use {known}", code="model_not_found", param="model"
+        )
+    return name
 
 
 def chat_prompt(

@@ -19,20 +19,19 @@ from kvmosaic.server.execution import PromptRunner
 from kvmosaic.server.json_body import ParsedRoute
 from kvmosaic.server.openai.generation import GenerationRequest, WholeAnswer, deltas, pieces_of, reply_of, whole_answers
 from kvmosaic.server.openai.logprobs import TokenBytes, TokenLogprob, chat_logprobs
-from kvmosaic.server.openai.models import served_model
-from kvmosaic.server.openai.prompts import EncodedPrompt, PromptSources, chat_prompt
+from kvmosaic.server.openai.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model
 from kvmosaic.server.openai.replies import error_replies, streamed
-from kvmosaic.server.openai.response_reply import (
+from kvmosaic.server.openai.response_schemas import (
     IncompleteDetails,
     OutputMessage,
     OutputText,
     Response,
     ResponseError,
     ResponseEvent,
+    ResponseRequest,
     ResponseUsage,
     Status,
 )
-from kvmosaic.server.openai.response_request import ResponseRequest
 from kvmosaic.server.openai.sampling_fields import prepared
 from kvmosaic.server.openai.sse import event, open_stream
 from kvmosaic.server.openai.usage import UsageTotals

@@ -17,8 +17,7 @@ from kvmosaic.server.json_body import ParsedRoute
 from kvmosaic.server.openai.chat_request import ChatFields
 from kvmosaic.server.openai.documents import DocumentFields
 from kvmosaic.server.openai.fields import MAX_PROMPT_TOKENS, Body, Reply, Text, TokenId, example
-from kvmosaic.server.openai.models import served_model
-from kvmosaic.server.openai.prompts import EncodedPrompt, PromptSources, chat_prompt, text_prompt
+from kvmosaic.server.openai.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model, text_prompt
 from kvmosaic.server.openai.replies import error_replies
 from kvmosaic.server.tenants import Tenant, current_tenant
 

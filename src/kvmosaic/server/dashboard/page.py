@@ -1,9 +1,19 @@
-"""Example documents of the dashboard: the bundled texts with ids, and questions about some of them."""
+"""Page of the dashboard: its HTML file, its Content-Security-Policy and its example documents."""
 
 from __future__ import annotations
 
+import re
+from base64 import b64encode
+from dataclasses import dataclass
+from hashlib import sha256
 from importlib.resources import files
 from typing import Any
+
+POLICY = (
+    "default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+"""Only this server's address, only the script and style of the file, no text as markup, no embedding in frames."""
 
 _QUESTIONS = (
     (
@@ -20,6 +30,26 @@ _QUESTIONS = (
     ),
 )
 """Each question reads other documents in another order, so that the second one finds most of its documents cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Markup:
+    """The HTML file with its Content-Security-Policy header."""
+
+    text: str
+    policy: str
+
+    @classmethod
+    def read(cls) -> Markup:
+        """Reads the file from the package; the policy allows script and style by their hashes."""
+        text = files("kvmosaic.server.dashboard").joinpath("page.html").read_text(encoding="utf-8")
+        return cls(text, POLICY.format(script=_hash_of("script", text), style=_hash_of("style", text)))
+
+
+def _hash_of(element: str, text: str) -> str:
+    contents = re.findall(f"<{element}>(.*?)</{element}>", text, re.DOTALL)
+    assert len(contents) == 1, f"one <{element}> without attributes, or the policy does not fit"
+    return f"'sha256-{b64encode(sha256(contents[0].encode()).digest()).decode()}'"
 
 
 def example_documents() -> list[dict[str, str]]:
