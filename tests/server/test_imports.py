@@ -11,6 +11,8 @@ import kvmosaic.server
 
 ROOT = Path(kvmosaic.server.__file__).parent
 MAX_ATTRIBUTES = 2
+HANDED_ON = ("services", "sources", "runner")
+"""Names of objects that hold several parts of the server."""
 
 
 def modules() -> dict[str, Path]:
@@ -27,7 +29,7 @@ def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
 
 
 def chains(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yields (line, names) of each whole chain of attributes that goes through `services`."""
+    """Yields (line, names) of each whole chain of attributes that goes through one of `HANDED_ON`."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
@@ -38,7 +40,7 @@ def chains(path: Path) -> Iterator[tuple[int, list[str]]]:
             names.insert(0, value.attr)
             value = value.value  # type: ignore[assignment]
         names.insert(0, value.id if isinstance(value, ast.Name) else "")
-        for first in ("services", "_services"):
+        for first in HANDED_ON:
             if first in names:
                 yield line, names[names.index(first) :]
 

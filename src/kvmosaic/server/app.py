@@ -31,8 +31,8 @@ KEY = "key"
 def build_app(services: Services) -> FastAPI:
     """Builds the app: all routes over one set of services.
 
-    envelope ──▶ count ──▶ CORS ──▶ access ──▶ intake ──▶ routes id, headers                     key        body, client
-    gone
+    response headers ──▶ count ──▶ CORS ──▶ authentication ──▶ request body ──▶ routes
+    id, headers                             key, host          body, disconnects
     """
     settings = services.settings
     app = FastAPI(
