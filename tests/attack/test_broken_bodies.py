@@ -9,7 +9,7 @@ import pytest
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvmosaic.server.listener import listen, listener_for
+from kvmosaic.server.process.listener import listen, listener_for
 from kvmosaic.server.settings import ServerSettings
 
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"

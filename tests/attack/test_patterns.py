@@ -35,7 +35,7 @@ LONGEST_PIECE = 4
 
 OURS = {
     "bench/resident.py": "reads what the system says of this process",
-    "server/dashboard/markup.py": "reads our own page",
+    "server/dashboard/page.py": "reads our own page",
     "model/unsupported.py": "reads names of classes",
     "capacity/meta_count.py": "reads names of parameters",
     "integrations/vllm/worker/diagnostics.py": "reads names of layers and classes",

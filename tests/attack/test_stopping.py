@@ -14,13 +14,13 @@ import httpx
 import pytest
 from support.server import ServeCommand
 
-from kvmosaic.server.watchdog import Watchdog
+from kvmosaic.server.process.watchdog import Watchdog
 
 OLD_FAULT = r"""
 import re, sys
-from kvmosaic.server import json_text, launch
+from kvmosaic.server import json_body, launch
 # what kvmosaic 0.1 had: one text of escaped quotes takes quadratic time, and keeps the interpreter's lock all the while
-json_text._PARTS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{}NI]|-?[0-9][0-9.eE+-]*+', re.DOTALL)
+json_body._PARTS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{}NI]|-?[0-9][0-9.eE+-]*+', re.DOTALL)
 launch.GRACE_SECONDS = 0.0
 launch.CLOSING_SECONDS = 1
 from kvmosaic.cli import main

@@ -8,8 +8,8 @@ import pytest
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.server.config_file import MAX_FILE_BYTES, read_yaml
-from kvmosaic.server.keys import read_keys_file
 from kvmosaic.server.read import read_settings
+from kvmosaic.server.tenants.keys import read_keys_file
 
 ENTRY = "{key: sk-abcdefgh, tenant: acme, admin: %s}"
 

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from support.server import RunningServer, wait_until
 
-from kvmosaic.server import connection, listener
-from kvmosaic.server.listener import listen, listener_for
-from kvmosaic.server.services import NUM_THREADS
+from kvmosaic.server.admission import NUM_THREADS
+from kvmosaic.server.process import listener
+from kvmosaic.server.process.listener import listen, listener_for
 from kvmosaic.server.settings import ServerSettings
 
 
@@ -33,7 +33,7 @@ def test_client_that_never_reads_loses_its_connection(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("sent", [b"", b"GET /livez HTTP/1.1\r\nHost: ", b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\nGET"])
 def test_connection_that_waits_for_nothing_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     """A first request that takes longer is answered all the same."""
-    monkeypatch.setattr(connection, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(listener, "IDLE_SECONDS", 0.2)
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         await asyncio.sleep(0.5)
@@ -68,7 +68,7 @@ def test_closing_server_tells_those_who_wait_for_a_thread() -> None:
         replies = [clients.submit(httpx.post, url, json=body, timeout=30) for _ in range(3)]
         warm = {"documents": ["The ferry goes to Oak Island."]}
         replies.append(clients.submit(httpx.post, server.url + "/v1/documents:warm", json=warm, timeout=30))
-        wait_until(lambda: len(services._awaited) == 4)
+        wait_until(lambda: services.threads.num_awaited == 4)
         server.call(services.close)
         late = httpx.post(url, json=body, timeout=30)
         for reply in (*(reply.result() for reply in replies), late):

@@ -13,10 +13,9 @@ from support.server import RunningServer, wait_until
 from kvmosaic.errors import KVMosaicError, PromptTooLong
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams
+from kvmosaic.server.admission import NUM_THREADS
 from kvmosaic.server.errors import ApiError
-from kvmosaic.server.execution import run
-from kvmosaic.server.request_log import RequestRecord
-from kvmosaic.server.services import NUM_THREADS
+from kvmosaic.server.metrics.request_log import RequestRecord
 from kvmosaic.server.tenants import Tenant
 
 ACME, UMBRA = Tenant("acme"), Tenant("umbra")
@@ -29,7 +28,7 @@ def ask(server: RunningServer, tenant: Tenant, prompt: Prompt, **sampling: Any) 
 
     async def read() -> RequestRecord:
         services = server.services
-        deltas = run(services, tenant, prompt, params, route="/test", request_id="case-7")
+        deltas = services.runner.run(tenant, prompt, params, route="/test", request_id="case-7")
         num_tokens = sum([len(answer.token_ids) async for delta in deltas for answer in delta.answers])
         record = services.records.recent()[-1]
         assert record.num_answer_tokens == num_tokens
@@ -139,7 +138,7 @@ def test_answers_that_are_aborted_before_their_first_token_are_said_to_be_unavai
     with RunningServer(max_num_seqs=3) as server, ThreadPoolExecutor(8) as threads:
         params = SamplingParams(n=3, max_tokens=1_500, ignore_eos=True, temperature=0.0)
         [tenant] = server.services.tenants  # the same as that of the others: another one's would give way to them
-        long = run(server.services, tenant, prompt_of(server), params, route="/test", request_id="long")
+        long = server.services.runner.run(tenant, prompt_of(server), params, route="/test", request_id="long")
         server.call(anext, long)
         asked = [
             threads.submit(
@@ -167,7 +166,7 @@ def test_more_answers_than_can_run_at_once_are_a_mistake() -> None:
 
 def test_every_answer_takes_a_place(server: RunningServer) -> None:
     params = SamplingParams(n=3, max_tokens=500, ignore_eos=True, temperature=0.0)
-    answers = run(server.services, ACME, prompt_of(server), params, route="/test", request_id="three")
+    answers = server.services.runner.run(ACME, prompt_of(server), params, route="/test", request_id="three")
     server.call(anext, answers)
     assert server.services.admission.num_under_way == 3
     server.call(answers.aclose)
@@ -177,10 +176,12 @@ def test_every_answer_takes_a_place(server: RunningServer) -> None:
 def test_only_an_admin_goes_before_others(server: RunningServer) -> None:
     others = Tenant("others", None, False)
     params = SamplingParams(max_tokens=1)
-    eager = run(server.services, others, prompt_of(server), params, route="/test", request_id="eager", priority=1)
+    eager = server.services.runner.run(others, prompt_of(server), params, route="/test", request_id="eager", priority=1)
     with pytest.raises(ApiError, match="admin") as refusal:
         server.call(anext, eager)
     assert refusal.value.status == 403
-    patient = run(server.services, others, prompt_of(server), params, route="/test", request_id="patient", priority=-1)
+    patient = server.services.runner.run(
+        others, prompt_of(server), params, route="/test", request_id="patient", priority=-1
+    )
     server.call(anext, patient)
     server.call(patient.aclose)

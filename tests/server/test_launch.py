@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 from kvmosaic import server as server_package
 from kvmosaic.cli import app
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.server.listener import listen
+from kvmosaic.server.process.listener import listen
 from kvmosaic.server.settings import ServerSettings
 
 LONG = {"model": "reader", "prompt": "Once upon a time", "max_tokens": 1_500, "ignore_eos": True, "stream": True}

@@ -21,7 +21,7 @@ from support.redis import RedisServer, Wire
 from support.server import RunningServer, ServeCommand, wait_until
 from tiers.faulty_files import FaultyFiles
 
-from kvmosaic.server.request_log import RequestRecord
+from kvmosaic.server.metrics.request_log import RequestRecord
 from kvmosaic.tiers import DiskTier, Tier, open_tier
 
 NUM_DOCUMENTS = 24

@@ -12,7 +12,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from kvmosaic.console.text import one_line
 from kvmosaic.errors import InvalidConfig, ServerError
-from kvmosaic.server.key_text import KEY_RULE, is_key_text
+from kvmosaic.server.tenants.key_text import KEY_RULE, is_key_text
 
 KEY_VARIABLE = "KVMOSAIC_API_KEY"
 CONNECT_SECONDS = 10.0

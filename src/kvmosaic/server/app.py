@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 
 from kvmosaic import __version__
-from kvmosaic.server import cache_tree, dashboard, documents, health, openai, prometheus, sleep_routes
+from kvmosaic.server import dashboard, documents, openai
+from kvmosaic.server.dashboard.feed import Feed
+from kvmosaic.server.engine_routes import cache_tree, health, sleep
 from kvmosaic.server.errors import add_error_replies
+from kvmosaic.server.metrics import prometheus
 from kvmosaic.server.middleware.authentication import OPEN_PATHS, AuthenticationMiddleware
 from kvmosaic.server.middleware.request_body import RequestBodyMiddleware
 from kvmosaic.server.middleware.response_headers import ResponseHeadersMiddleware
+from kvmosaic.server.openai.prompts import PromptSources
 from kvmosaic.server.services import Services
 
 DESCRIPTION = (
@@ -26,8 +31,8 @@ KEY = "key"
 def build_app(services: Services) -> FastAPI:
     """Builds the app: all routes over one set of services.
 
-    envelope ──▶ count ──▶ CORS ──▶ access ──▶ intake ──▶ routes id, headers                     key        body, client
-    gone
+    response headers ──▶ count ──▶ CORS ──▶ authentication ──▶ request body ──▶ routes
+    id, headers                             key, host          body, disconnects
     """
     settings = services.settings
     app = FastAPI(
@@ -41,11 +46,16 @@ def build_app(services: Services) -> FastAPI:
     )
     app.state.services = services
     add_error_replies(app)
-    for part in (health, prometheus, openai, documents, cache_tree, sleep_routes, dashboard):
-        app.include_router(part.router(services))
+    for routes in _routers(services):
+        app.include_router(routes)
     app.openapi = lambda: _document(app, services.tenants.needs_key)  # type: ignore[method-assign]
-    app.add_middleware(RequestBodyMiddleware, services=services)  # the middleware that is added last runs first
-    app.add_middleware(AuthenticationMiddleware, services=services)
+    app.add_middleware(  # the middleware that is added last runs first
+        RequestBodyMiddleware,
+        admission=services.admission,
+        threads=services.threads,
+        max_body_bytes=settings.max_body_bytes,
+    )
+    app.add_middleware(AuthenticationMiddleware, tenants=services.tenants, settings=settings)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -57,6 +67,20 @@ def build_app(services: Services) -> FastAPI:
     app.add_middleware(prometheus.CountReplies, metrics=services.metrics)
     app.add_middleware(ResponseHeadersMiddleware)
     return app
+
+
+def _routers(services: Services) -> Iterator[APIRouter]:
+    """Yields all routes, each with the services it uses."""
+    llm, engine, admission, threads = services.llm, services.engine, services.admission, services.threads
+    yield health.router(engine, admission)
+    yield prometheus.router(services.metrics)
+    sources = PromptSources(llm, services.documents, services.settings)
+    yield openai.router(sources, services.runner, threads)
+    yield documents.router(services)
+    yield cache_tree.router(engine, admission, threads, llm.model.tokenizer)
+    yield sleep.router(engine, admission, has_tiers=llm.engine.offloader is not None)
+    feed = Feed(llm, engine, services.documents, admission, services.records, services.settings, services.clock)
+    yield dashboard.router(feed)
 
 
 def _document(app: FastAPI, needs_key: bool) -> dict[str, Any]:

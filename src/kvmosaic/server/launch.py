@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from kvmosaic.server.heap import trimmed_heap
-from kvmosaic.server.keys import is_open_to_all
-from kvmosaic.server.listener import CLOSING_SECONDS, address_of, listen, listener_for
-from kvmosaic.server.logs import set_up_logs
 from kvmosaic.server.middleware.startup import StartupMiddleware
 from kvmosaic.server.model_loader import close_places, load_in_thread, open_places
+from kvmosaic.server.process.heap import trimmed_heap
+from kvmosaic.server.process.listener import CLOSING_SECONDS, address_of, listen, listener_for
+from kvmosaic.server.process.logs import set_up_logs
+from kvmosaic.server.process.watchdog import Watchdog
 from kvmosaic.server.settings import ServerSettings
-from kvmosaic.server.watchdog import Watchdog
+from kvmosaic.server.tenants.keys import is_open_to_all
 from kvmosaic.tiers import Tier, TierStat
 
 if TYPE_CHECKING:
@@ -147,8 +147,8 @@ class _Launch:
         if llm.has_chunk_cache:
             origin = f"by the profile of {llm.profile.date}" if llm.profile is not None else _UNMEASURED
             self._say(f"repair     {config.repair}, {origin}")
-        if llm.engine.offloader is not None:
-            stats = llm.engine.offloader.tiered_store.tier_stats()
+        if (offloader := llm.engine.offloader) is not None:
+            stats = offloader.tiered_store.tier_stats()
             self._say(f"tiers      {' ▸ '.join(_shown_tier(stat) for stat in stats)}")
         self._say(f"API key    {'needed' if services.tenants.needs_key else 'not needed'}")
         if settings.keys_file is not None and is_open_to_all(settings.keys_file):

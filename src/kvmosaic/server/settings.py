@@ -21,7 +21,7 @@ from kvmosaic.model.formats import model_help
 from kvmosaic.prompt.separator import read_separator
 from kvmosaic.server.config_fields import VARIABLE_ONLY, Secrets, config_fields
 from kvmosaic.server.config_file import read_config_file
-from kvmosaic.server.key_text import KEY_RULE, is_key_text
+from kvmosaic.server.tenants.key_text import KEY_RULE, is_key_text
 from kvmosaic.tiers import Tier, parse_tier_url
 from kvmosaic.tuned_settings import profile_choice
 
@@ -236,7 +236,7 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
         Raises:
             InvalidConfig: the keys file cannot be used.
         """
-        from kvmosaic.server.keys import keys_of, read_keys_file
+        from kvmosaic.server.tenants.keys import keys_of, read_keys_file
 
         mine = keys_of(key.get_secret_value() for key in self.api_key)
         return mine if self.keys_file is None else read_keys_file(self.keys_file, mine)

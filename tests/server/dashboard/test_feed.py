@@ -21,6 +21,21 @@ ACME, ZENITH, BOSS = ALL = (Tenant("acme"), Tenant("zenith"), Tenant("boss", is_
 PAUSE = 0.1
 
 
+def feed_of(server: RunningServer, **limits: Any) -> Feed:
+    """Another feed of a running server."""
+    parts = server.services
+    return Feed(
+        parts.llm,
+        parts.engine,
+        parts.documents,
+        parts.admission,
+        parts.records,
+        parts.settings,
+        parts.clock,
+        **limits,
+    )
+
+
 @asynccontextmanager
 async def viewer(feed: Feed, tenant: Tenant = ADMIN) -> AsyncIterator[Callable[[str], Awaitable[Any]]]:
     """Gives the next event of a name."""
@@ -68,7 +83,7 @@ def store(server: RunningServer, tenant: str, document_id: str, **fields: Any) -
 
 def test_a_viewer_is_told_everything_and_then_what_is_new(server: RunningServer) -> None:
     async def look() -> None:
-        feed = Feed(server.services, seconds=PAUSE)
+        feed = feed_of(server, seconds=PAUSE)
         async with viewer(feed) as next_of:
             state = await next_of("state")
             assert set(state) == {"server", "records", "statistics", "documents", "blocks"}
@@ -87,7 +102,7 @@ def test_a_viewer_is_told_everything_and_then_what_is_new(server: RunningServer)
 
 def test_a_tenant_is_told_nothing_of_another(server: RunningServer) -> None:
     async def look() -> None:
-        feed = Feed(server.services, seconds=PAUSE)
+        feed = feed_of(server, seconds=PAUSE)
         async with viewer(feed) as of_admin, viewer(feed, OTHER) as of_other:
             await of_admin("state")
             await of_other("state")
@@ -119,7 +134,7 @@ def test_what_others_do_changes_nothing_that_a_tenant_is_told(locked: RunningSer
         return state
 
     async def look() -> None:
-        feed = Feed(locked.services, seconds=PAUSE)
+        feed = feed_of(locked, seconds=PAUSE)
         await asyncio.to_thread(store, locked, "acme", "a")
         await asyncio.to_thread(ask, locked, documents=[{"id": "a"}], key="acme-key-123")
         before = await told(feed)
@@ -147,7 +162,7 @@ def test_what_others_do_changes_nothing_that_a_tenant_is_told(locked: RunningSer
 
 def test_a_tenant_is_told_what_its_own_requests_hold(locked: RunningServer) -> None:
     async def look() -> None:
-        feed = Feed(locked.services, seconds=PAUSE)
+        feed = feed_of(locked, seconds=PAUSE)
         asked = asyncio.create_task(asyncio.to_thread(ask, locked, key="zenith-key-123", max_tokens=600))
         async with viewer(feed, ZENITH) as of_zenith, viewer(feed, ACME) as of_acme:
             async with asyncio.timeout(60):
@@ -183,7 +198,7 @@ def test_all_viewers_together_look_at_the_engine_once_per_interval(
     monkeypatch.setattr(server.services.engine, "call", counting)
 
     async def look() -> None:
-        feed = Feed(server.services, seconds=PAUSE)
+        feed = feed_of(server, seconds=PAUSE)
         for _ in range(3):  # coming and going does not make more looks either
             async with viewer(feed) as one, viewer(feed) as two, viewer(feed) as three:
                 for next_of in (one, two, three):
@@ -202,7 +217,7 @@ def test_all_viewers_together_look_at_the_engine_once_per_interval(
 @pytest.mark.alone
 def test_a_busy_engine_is_waited_for_and_not_asked_twice(server: RunningServer) -> None:
     async def look() -> None:
-        feed = Feed(server.services, seconds=PAUSE)
+        feed = feed_of(server, seconds=PAUSE)
         busy = asyncio.create_task(server.services.engine.call(lambda engine: time.sleep(6 * PAUSE)))
         await asyncio.sleep(PAUSE / 2)
         started = time.monotonic()
@@ -225,7 +240,7 @@ def test_a_busy_engine_is_waited_for_and_not_asked_twice(server: RunningServer) 
 
 def test_the_number_of_viewers_is_bounded(server: RunningServer) -> None:
     async def look() -> None:
-        feed = Feed(server.services, seconds=PAUSE, max_viewers=1)
+        feed = feed_of(server, seconds=PAUSE, max_viewers=1)
         async with viewer(feed) as next_of:
             await next_of("state")
             with pytest.raises(ApiError, match="1 viewers look at this dashboard") as refused:
@@ -243,7 +258,7 @@ def test_a_tenant_has_as_many_viewers_as_it_leaves_free_and_admins_have_places_o
     server: RunningServer,
 ) -> None:
     async def look() -> None:
-        feed = Feed(server.services, seconds=PAUSE, max_viewers=8)  # four of them for admins
+        feed = feed_of(server, seconds=PAUSE, max_viewers=8)  # four of them for admins
         async with AsyncExitStack() as stack:
 
             async def come(tenant: Tenant, times: int) -> None:
@@ -274,7 +289,7 @@ def test_a_tenant_has_as_many_viewers_as_it_leaves_free_and_admins_have_places_o
 
 def test_a_server_that_shuts_down_sends_its_viewers_away(server: RunningServer) -> None:
     async def look() -> None:
-        feed = Feed(server.services, seconds=PAUSE)
+        feed = feed_of(server, seconds=PAUSE)
         async with aclosing(feed.watch(ADMIN)) as events:
             await anext(events)
             server.services.admission.is_draining = True

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvmosaic.sampling import ReuseReport, SegmentReuse
 from kvmosaic.sampling.reuse import RepairUse
 from kvmosaic.server.dashboard.views import MAX_SEGMENTS, encode_runs, record_view
-from kvmosaic.server.request_log import RequestRecord
+from kvmosaic.server.metrics.request_log import RequestRecord
 
 
 def record(segments: tuple[SegmentReuse, ...], repair: RepairUse | None = None) -> RequestRecord:

@@ -10,10 +10,10 @@ import pytest
 from server.documents.world import KEYS, DocumentServer
 
 from kvmosaic.prompt.document_id import VERBS
-from kvmosaic.server.keys import read_keys_file
 from kvmosaic.server.middleware.authentication import OPEN_PATHS
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenants
+from kvmosaic.server.tenants.keys import read_keys_file
 
 PAGES = Path(__file__).parents[3] / "docs" / "server"
 

@@ -15,7 +15,6 @@ from support.server import RunningServer, wait_until
 
 from kvmosaic.sampling import SamplingParams
 from kvmosaic.server.errors import as_api_error
-from kvmosaic.server.execution import run
 from kvmosaic.server.tenants import current_tenant
 
 LIMIT = 2**17
@@ -47,7 +46,7 @@ def add_routes(server: RunningServer) -> None:
     async def answer(request: Request, stream: bool = False, seconds: float = 0.0) -> Any:
         services, tenant = server.services, await current_tenant(request)
         prompt = await services.in_thread("one", services.llm.encoder.encode, "Once upon a time")
-        deltas = run(services, tenant, prompt, ENDLESS, route="/test/answer", request_id=request.state.request_id)
+        deltas = services.runner.run(tenant, prompt, ENDLESS, route="/test/answer", request_id=request.state.request_id)
         if stream:
             return StreamingResponse(str(delta.num_prompt_tokens) async for delta in deltas)
         return [delta.num_prompt_tokens async for delta in deltas]

@@ -48,8 +48,8 @@ def fields_of(model):
 
 def test_every_field_is_in_the_manual():
     from kvmosaic.server.openai.chat_request import ChatRequest
-    from kvmosaic.server.openai.completion_request import CompletionRequest
-    from kvmosaic.server.openai.response_request import ResponseRequest
+    from kvmosaic.server.openai.completions import CompletionRequest
+    from kvmosaic.server.openai.response_schemas import ResponseRequest
 
     named = set(re.findall(r"`([a-z_]+)[`:.]", PAGE))
     fields = fields_of(ChatRequest) | fields_of(CompletionRequest) | fields_of(ResponseRequest)

@@ -67,9 +67,9 @@ def test_what_cannot_work_is_refused_with_its_reason(http: httpx.Client, fields:
 
 def test_who_does_not_say_how_long_gets_no_more_than_the_model_has_positions(http: httpx.Client, server) -> None:
     params = SamplingParams(window_tokens=24, max_tokens=None)
-    assert prepared(server.services, params).max_tokens == server.llm.engine.max_positions
-    assert prepared(server.services, replace(params, max_tokens=2**20)).max_tokens == 2**20
-    assert prepared(server.services, SamplingParams(max_tokens=None)).max_tokens is None
+    assert prepared(server.llm, params).max_tokens == server.llm.engine.max_positions
+    assert prepared(server.llm, replace(params, max_tokens=2**20)).max_tokens == 2**20
+    assert prepared(server.llm, SamplingParams(max_tokens=None)).max_tokens is None
 
 
 def test_the_schema_names_the_fields(http: httpx.Client) -> None:

@@ -116,8 +116,7 @@ class DeviceOptions:
         Raises:
             InvalidConfig: options that exclude each other.
         """
-        from kvmosaic.console.plan.device import CapacityRequest
-        from kvmosaic.console.plan.device_speed import SpeedAsked
+        from kvmosaic.console.plan.device import CapacityRequest, SpeedAsked
 
         return CapacityRequest(
             self.config or model,

@@ -17,8 +17,7 @@ from rich.console import Console
 from kvmosaic.console.cache.place import seal_from
 from kvmosaic.console.folder import find_documents, read_document
 from kvmosaic.console.model_options import ModelOptions, open_llm
-from kvmosaic.console.warm.bar import WarmingBar
-from kvmosaic.console.warm.report import WarmCounts, show_counts
+from kvmosaic.console.warm.report import WarmCounts, WarmingBar, show_counts
 from kvmosaic.console.warm.stop import Interrupted, Stop
 from kvmosaic.console.warm.tiers import StoredKeys
 from kvmosaic.errors import CacheError, ChunkCacheOff, InvalidConfig, InvalidDocument, InvalidPrompt, RequestTooLarge

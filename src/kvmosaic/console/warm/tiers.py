@@ -21,7 +21,7 @@ from kvmosaic.tiers.bundle import BundleContents, write_bundle
 from kvmosaic.tiers.peek import Peeking
 
 if TYPE_CHECKING:
-    from kvmosaic.console.warm.bar import WarmingBar
+    from kvmosaic.console.warm.report import WarmingBar
     from kvmosaic.llm import LLM
 
 _AT_ONCE = 256

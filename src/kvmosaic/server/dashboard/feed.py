@@ -6,14 +6,17 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any
 
 from kvmosaic.cache import TenantUsage
-from kvmosaic.documents import StoredDocument
+from kvmosaic.documents import DocumentStore, StoredDocument
+from kvmosaic.engine import AsyncEngine
 from kvmosaic.errors import KVMosaicError
-from kvmosaic.server.dashboard.examples import example_questions
+from kvmosaic.llm import LLM
+from kvmosaic.server.admission import Admission
+from kvmosaic.server.dashboard.page import example_questions
 from kvmosaic.server.dashboard.snapshot import EngineSnapshot, take_snapshot
 from kvmosaic.server.dashboard.viewer import NUM_RECORDS, News, NumberedRecord, Viewer
 from kvmosaic.server.dashboard.views import (
@@ -26,10 +29,10 @@ from kvmosaic.server.dashboard.views import (
     usage_view,
 )
 from kvmosaic.server.errors import ApiError
-from kvmosaic.server.request_log import MAX_RECORDS, RequestRecord
-from kvmosaic.server.services import Services
+from kvmosaic.server.metrics.gauges import look_at_tiers
+from kvmosaic.server.metrics.request_log import MAX_RECORDS, RequestLog, RequestRecord
+from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenant
-from kvmosaic.server.tier_gauges import look_at_tiers
 
 logger = logging.getLogger("kvmosaic.server")
 
@@ -59,8 +62,26 @@ class Feed:
     loop only.
     """
 
-    def __init__(self, services: Services, *, seconds: float = 1.0, max_viewers: int = MAX_VIEWERS) -> None:
-        self._services = services
+    def __init__(
+        self,
+        llm: LLM,
+        engine: AsyncEngine,
+        documents: DocumentStore,
+        admission: Admission,
+        records: RequestLog,
+        settings: ServerSettings,
+        clock: Callable[[], float],
+        *,
+        seconds: float = 1.0,
+        max_viewers: int = MAX_VIEWERS,
+    ) -> None:
+        """Subscribes to the records; sends states every `seconds` to at most `max_viewers` streams."""
+        self._llm = llm
+        self._engine = engine
+        self._document_store = documents
+        self._admission = admission
+        self._settings = settings
+        self._clock = clock
         self._seconds = seconds
         self._max_viewers = max_viewers
         self._viewers: list[Viewer] = []
@@ -72,8 +93,8 @@ class Feed:
         self._last_look = float("-inf")
         self._looking: asyncio.Task[EngineSnapshot] | None = None
         self._telling: asyncio.Task[None] | None = None
-        self._started = services.clock()
-        services.records.listen(self._note)
+        self._started = clock()
+        records.listen(self._note)
 
     @property
     def num_viewers(self) -> int:
@@ -101,7 +122,7 @@ class Feed:
             self._viewers.remove(viewer)
 
     def _check_room(self, tenant: Tenant) -> None:
-        admission = self._services.admission
+        admission = self._admission
         if admission.is_draining:
             raise admission.unavailable("the server is shutting down")
         num_places = self._max_viewers - (0 if tenant.is_admin else min(ADMIN_VIEWERS, self._max_viewers // 2))
@@ -132,7 +153,7 @@ class Feed:
             await asyncio.sleep(max(0.0, self._last_look + self._seconds - time.monotonic()))
             self._last_look = time.monotonic()
             await self._look()
-            if self._services.admission.is_draining:
+            if self._admission.is_draining:
                 return
             statistics, documents = {}, {}
             for tenant in {viewer.tenant for viewer in self._viewers}:
@@ -151,7 +172,7 @@ class Feed:
         if self._looking is None:
             with_blocks = any(viewer.tenant.is_admin for viewer in self._viewers)
             call = partial(take_snapshot, wanted=self._wanted(), with_blocks=with_blocks)
-            self._looking = asyncio.create_task(self._services.engine.call(call), name="dashboard-look")
+            self._looking = asyncio.create_task(self._engine.call(call), name="dashboard-look")
         done, _ = await asyncio.wait({self._looking}, timeout=self._seconds)
         if not done:
             return
@@ -166,7 +187,7 @@ class Feed:
         block_map = self._glance.block_map if self._glance else None
         if block_map is None:
             return None
-        return await asyncio.to_thread(blocks_view, block_map, self._services.engine.figures.block_bytes)
+        return await asyncio.to_thread(blocks_view, block_map, self._engine.figures.block_bytes)
 
     def _wanted(self) -> dict[str, list[str]]:
         names = {viewer.tenant.name for viewer in self._viewers}
@@ -196,7 +217,7 @@ class Feed:
         }
 
     def _server(self, tenant: Tenant) -> News:
-        llm, settings = self._services.llm, self._services.settings
+        llm, settings = self._llm, self._settings
         config = llm.chunk_cache_config
         return {
             "model": settings.model_names[0],
@@ -211,40 +232,40 @@ class Feed:
         }
 
     def _statistics(self, tenant: Tenant) -> News:
-        services, figures = self._services, self._services.engine.figures
+        engine, figures = self._engine, self._engine.figures
         usage = figures.usages.get(tenant.name) or TenantUsage(0, 0, 0, tenant.quota_bytes, 0, 0)
         shared = {
-            "uptime_seconds": int(services.clock() - self._started),
-            "is_alive": services.engine.is_healthy,
-            "is_asleep": services.engine.is_asleep,
+            "uptime_seconds": int(self._clock() - self._started),
+            "is_alive": engine.is_healthy,
+            "is_asleep": engine.is_asleep,
             "tenant": usage_view(usage),
         }
         if tenant.is_admin:
             return shared | {
-                "running": services.engine.num_running,
-                "waiting": services.engine.num_waiting,
+                "running": engine.num_running,
+                "waiting": engine.num_waiting,
                 "chunks": chunks_view(figures.caches),
                 "pools": pools_view(figures),
-                "tiers": [tier_view(tier) for tier in look_at_tiers(services.llm.engine.offloader)],
+                "tiers": [tier_view(tier) for tier in look_at_tiers(self._llm.engine.offloader)],
             }
         num_running = figures.num_running.get(tenant.name, 0)
         held_blocks = self._glance.held_blocks.get(tenant.name) if self._glance else None
         return shared | {
             "running": num_running,
-            "waiting": max(services.admission.num_under_way_of(tenant) - num_running, 0),
+            "waiting": max(self._admission.num_under_way_of(tenant) - num_running, 0),
             "chunks": None,
             "pools": own_pools_view(usage, held_blocks, figures),
             "tiers": [],
         }
 
     def _documents(self, tenant: str) -> list[StoredDocument]:
-        part = self._services.documents.page(tenant, limit=MAX_DOCUMENTS, order="desc")
+        part = self._document_store.page(tenant, limit=MAX_DOCUMENTS, order="desc")
         return list(reversed(part.documents))
 
     def _document_list(self, tenant: str) -> News:
         """Returns the newest documents of a tenant, oldest first, and their total number."""
         texts = self._glance.texts if self._glance else {}
-        usage = self._services.documents.usage(tenant)
+        usage = self._document_store.usage(tenant)
         shown = [document_view(one, texts.get((tenant, one.content.label))) for one in self._documents(tenant)]
         return {"data": shown, "total": usage.num_documents, "bytes": usage.num_bytes}
 

@@ -10,18 +10,16 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import HTMLResponse
 
-from kvmosaic.server.dashboard.examples import example_documents, example_questions
 from kvmosaic.server.dashboard.feed import Feed
-from kvmosaic.server.dashboard.markup import Markup
+from kvmosaic.server.dashboard.page import Markup, example_documents, example_questions
 from kvmosaic.server.openai.sse import EventStream, open_stream
-from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
 
 
-def router(services: Services) -> APIRouter:
+def router(feed: Feed) -> APIRouter:
     """Returns the routes `/` and `/dashboard/*`; only the dashboard uses them, so the OpenAPI document omits them."""
     routes = APIRouter(include_in_schema=False)
-    markup, feed = Markup.read(), Feed(services)
+    markup = Markup.read()
 
     @routes.get("/")
     async def dashboard() -> HTMLResponse:

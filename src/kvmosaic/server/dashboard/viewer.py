@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmosaic.server.dashboard.views import record_view
-from kvmosaic.server.request_log import RequestRecord
+from kvmosaic.server.metrics.request_log import RequestRecord
 from kvmosaic.server.tenants import Tenant
 
 NUM_RECORDS = 60

@@ -12,8 +12,8 @@ from kvmosaic.engine import EngineFigures
 from kvmosaic.sampling import SegmentAction, SegmentReuse
 from kvmosaic.sampling.reuse import RepairUse
 from kvmosaic.server.dashboard.snapshot import CachedText
-from kvmosaic.server.request_log import RequestRecord
-from kvmosaic.server.tier_gauges import TierMoment
+from kvmosaic.server.metrics.gauges import TierMoment
+from kvmosaic.server.metrics.request_log import RequestRecord
 
 MAX_SEGMENTS = 256
 """Maximum number of segments sent per record; the rest are summed up."""

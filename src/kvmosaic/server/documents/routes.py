@@ -22,8 +22,8 @@ from kvmosaic.documents import DocumentDraft, Match, StoredDocument, shown_name
 from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS
 from kvmosaic.server.documents.cached import CachedChunk, drop_superseded, find_cached, pin_cached, set_cached_priority
 from kvmosaic.server.errors import ApiError
+from kvmosaic.server.json_body import ParsedRoute
 from kvmosaic.server.openai.replies import ErrorReply, error_replies
-from kvmosaic.server.parsed import ParsedRoute
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
 

@@ -14,7 +14,6 @@ from kvmosaic.errors import ChunkCacheOff
 from kvmosaic.layout import ChunkContext
 from kvmosaic.prompt import Document, Prompt, Segment, SegmentKind
 from kvmosaic.server.errors import as_api_error
-from kvmosaic.server.execution import check_engine
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
 
@@ -46,7 +45,7 @@ def check_warmable(services: Services, tenant: Tenant) -> None:
     """
     if not services.llm.has_chunk_cache:
         raise ChunkCacheOff(f"nothing can be warmed, the chunk cache is off: {services.llm.chunk_cache_off_reason}")
-    check_engine(services)
+    services.runner.check_engine()
     services.admission.check(tenant)
 
 
@@ -113,7 +112,8 @@ async def _end_of(
 
 def _prompts_of(services: Services, document: Document, job: WarmJob, tenant: str) -> Sequence[Prompt]:
     """Returns one prompt for each chunk, so that the parts of a split document need not fit into memory together."""
-    prompt = services.llm.encoder.encode_documents([document], job.system, salt=job.salt, chat=job.chat)
+    encoder = services.llm.encoder
+    prompt = encoder.encode_documents([document], job.system, salt=job.salt, chat=job.chat)
     system = [segment for segment in prompt.segments if segment.kind is SegmentKind.SYSTEM]
     question = Segment(SegmentKind.QUESTION, (0,))
     return [replace(prompt, segments=(*system, chunk, question), tenant=tenant) for chunk in prompt.chunks]

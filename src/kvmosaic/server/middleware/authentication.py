@@ -10,8 +10,9 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvmosaic.server.errors import ApiError
-from kvmosaic.server.logs import PROBES
-from kvmosaic.server.services import Services
+from kvmosaic.server.process.logs import PROBES
+from kvmosaic.server.settings import ServerSettings
+from kvmosaic.server.tenants.access import Tenants
 
 OPEN_PATHS = frozenset({*PROBES, "/"})
 """Paths that need no key: the probes, and the dashboard's page, which holds no data."""
@@ -22,14 +23,12 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 class AuthenticationMiddleware:
     """Identifies the tenant before routing, so that no route can be forgotten."""
 
-    def __init__(self, app: ASGIApp, services: Services) -> None:
+    def __init__(self, app: ASGIApp, tenants: Tenants, settings: ServerSettings) -> None:
         self._app = app
-        self._services = services
-        settings = services.settings
+        self._tenants = tenants
+        self._settings = settings
         self._names = LOOPBACK_NAMES | {name.lower() for name in (settings.host, *settings.allowed_hosts)}
-        self._checks_host = (
-            _is_loopback(settings.host) and not services.tenants.needs_key and "*" not in settings.allowed_hosts
-        )
+        self._checks_host = _is_loopback(settings.host) and not tenants.needs_key and "*" not in settings.allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on, or replies with 401 or 403."""
@@ -45,7 +44,7 @@ class AuthenticationMiddleware:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if scope["method"] in READING and path in OPEN_PATHS:
             return
-        connection.state.tenant = self._services.tenants.identify(connection.headers.get("authorization"))
+        connection.state.tenant = self._tenants.identify(connection.headers.get("authorization"))
         if self._checks_host:
             self._check_host(connection)
         if scope["method"] not in READING:
@@ -56,15 +55,15 @@ class AuthenticationMiddleware:
         host = connection.headers.get("host")
         if host is None or _name_of(host) in self._names:  # browsers always send it
             return
-        names = f"this server answers to localhost and {self._services.settings.host}, not to {host[:255]!r}"
+        names = f"this server answers to localhost and {self._settings.host}, not to {host[:255]!r}"
         raise ApiError(403, f"{names}; see --allowed-hosts, or set a key", code="host")
 
     def _check_origin(self, connection: HTTPConnection) -> None:
         """Refuses foreign origins: without keys, a page of any site could make a visitor's browser change the store."""
         origin = connection.headers.get("origin")
-        if origin is None or self._services.tenants.needs_key:
+        if origin is None or self._tenants.needs_key:
             return
-        allowed = self._services.settings.allowed_origins
+        allowed = self._settings.allowed_origins
         if "*" in allowed or origin in allowed or urlsplit(origin).netloc == connection.headers.get("host"):
             return
         raise ApiError(403, "pages of other sites may not use this server; see --allowed-origins", code="origin")

@@ -11,11 +11,10 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvmosaic.server.admission import Admission, RequestThreads
 from kvmosaic.server.errors import ApiError, as_api_error, request_id_of
-from kvmosaic.server.json_text import check_json
+from kvmosaic.server.json_body import PARSED, check_json, parse_long
 from kvmosaic.server.middleware.authentication import READING
-from kvmosaic.server.parsed import PARSED, parse_long
-from kvmosaic.server.services import Services
 
 BODY_SECONDS = 60.0
 """Timeout to receive a body."""
@@ -42,9 +41,11 @@ class RequestBodyMiddleware:
     A route that fails before its reply has begun answers in OpenAI's shape; the exception goes to the log.
     """
 
-    def __init__(self, app: ASGIApp, services: Services) -> None:
+    def __init__(self, app: ASGIApp, admission: Admission, threads: RequestThreads, max_body_bytes: int) -> None:
         self._app = app
-        self._services = services
+        self._admission = admission
+        self._threads = threads
+        self._max_body_bytes = max_body_bytes
         self._num_bytes: dict[str, int] = {}
         """By tenant: bytes of bodies in memory."""
 
@@ -64,8 +65,7 @@ class RequestBodyMiddleware:
             if body:
                 _check_type(Headers(scope=scope).get("content-type", ""))
             asks = scope["method"] == "POST" and scope["path"].endswith(ASKING)
-            admission = self._services.admission
-            with admission.asking(tenant) if asks else nullcontext():
+            with self._admission.asking(tenant) if asks else nullcontext():
                 content, num_bytes = bytes(body), len(body)
                 body.clear()  # one of the two is enough
                 scope[PARSED] = await self._check(tenant.name, content)
@@ -85,7 +85,7 @@ class RequestBodyMiddleware:
 
     async def _read(self, receive: Receive, body: bytearray, tenant: str) -> bool:
         """Fills `body`; returns False if the client disconnected before its end. Ignores the declared length."""
-        most = self._services.settings.max_body_bytes
+        most = self._max_body_bytes
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -100,7 +100,7 @@ class RequestBodyMiddleware:
                 )
             num_free = MAX_BODIES * most - sum(self._num_bytes.values()) - len(part)
             if self._num_bytes.get(tenant, 0) + len(part) > max(num_free, 0):
-                raise self._services.admission.full(
+                raise self._admission.full(
                     f"requests of {tenant!r} that are being read are too large together", "bodies_full"
                 )
             self._add(tenant, len(part))
@@ -111,7 +111,7 @@ class RequestBodyMiddleware:
     async def _check(self, tenant: str, body: bytes) -> list[Any] | None:
         """Checks the body; returns it as Python if it was parsed."""
         if len(body) > SMALL_BODY_BYTES:
-            return await self._services.in_thread(tenant, parse_long, body)
+            return await self._threads.run(tenant, parse_long, body)
         check_json(body)
         return None
 

@@ -6,11 +6,11 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvmosaic.server.admission.throttle import Throttle
 from kvmosaic.server.errors import ApiError
-from kvmosaic.server.logs import PROBES
 from kvmosaic.server.middleware.response_headers import ResponseHeadersMiddleware
-from kvmosaic.server.middleware.throttle import Throttle
-from kvmosaic.server.tenants import Tenants
+from kvmosaic.server.process.logs import PROBES
+from kvmosaic.server.tenants.access import Tenants
 
 LOADING_RETRY_SECONDS = "2"
 FIGURES = frozenset({*PROBES, "/metrics"})

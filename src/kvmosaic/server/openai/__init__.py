@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from kvmosaic.server.admission import RequestThreads
+from kvmosaic.server.execution import PromptRunner
 from kvmosaic.server.openai import chat, completions, models, responses, tokens
-from kvmosaic.server.services import Services
+from kvmosaic.server.openai.prompts import PromptSources
 
 __all__ = ["router"]
 
 
-def router(services: Services) -> APIRouter:
-    """Returns all routes over one set of services."""
+def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads) -> APIRouter:
+    """Returns all routes."""
     routes = APIRouter()
-    for part in (chat, completions, responses, models, tokens):
-        routes.include_router(part.router(services))
+    for part in (chat, completions, responses):
+        routes.include_router(part.router(sources, runner, threads))
+    routes.include_router(models.router(sources, created=int(runner.clock())))
+    routes.include_router(tokens.router(sources, threads))
     return routes

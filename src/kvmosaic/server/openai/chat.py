@@ -11,6 +11,9 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from kvmosaic.engine import AnswerDelta
 from kvmosaic.sampling import SamplingParams
+from kvmosaic.server.admission import RequestThreads
+from kvmosaic.server.execution import PromptRunner
+from kvmosaic.server.json_body import ParsedRoute
 from kvmosaic.server.openai.chat_request import ChatRequest
 from kvmosaic.server.openai.generation import (
     GenerationRequest,
@@ -22,8 +25,7 @@ from kvmosaic.server.openai.generation import (
     whole_answers,
 )
 from kvmosaic.server.openai.logprobs import ChatLogprobs, TokenBytes, chat_logprobs
-from kvmosaic.server.openai.models import served_model
-from kvmosaic.server.openai.prompts import EncodedPrompt, chat_prompt
+from kvmosaic.server.openai.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model
 from kvmosaic.server.openai.replies import (
     AnswerMessage,
     ChatChoice,
@@ -37,22 +39,19 @@ from kvmosaic.server.openai.replies import (
 from kvmosaic.server.openai.sampling_fields import (
     StreamOptions,
     check_stream_options,
-    defaults_of,
     prepared,
 )
 from kvmosaic.server.openai.sse import DONE, event, open_stream
 from kvmosaic.server.openai.usage import UsageTotals
-from kvmosaic.server.parsed import ParsedRoute
-from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
 
 ROUTE = "/v1/chat/completions"
 
 
-def router(services: Services) -> APIRouter:
-    """Returns the route over one set of services."""
+def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads) -> APIRouter:
+    """Returns the route."""
     routes = APIRouter(route_class=ParsedRoute, tags=["answers"])
-    token_bytes = TokenBytes(services.llm.model.tokenizer)
+    token_bytes = TokenBytes(sources.tokenizer)
 
     @routes.post(
         ROUTE,
@@ -64,11 +63,11 @@ def router(services: Services) -> APIRouter:
         request: Request, body: ChatRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
     ) -> ChatCompletion | Response:
         """Answers a conversation from documents, in one reply or in chunks (`stream`)."""
-        model = served_model(services, body.model)
+        model = served_model(sources, body.model)
         check_stream_options(body.stream, body.stream_options)
-        services.admission.check(tenant)
-        read = await services.in_thread(tenant.name, _read, services, tenant, body)
-        asked = GenerationRequest.by(services, tenant, ROUTE, request, body, read)
+        runner.admission.check(tenant)
+        read = await threads.run(tenant.name, _read, sources, tenant, body)
+        asked = GenerationRequest.by(runner, tenant, ROUTE, request, body, read)
         writer = ChatWriter(asked, model, token_bytes)
         if body.stream:
             return await open_stream(request, writer.chunks(body.stream_options or StreamOptions()))
@@ -78,9 +77,9 @@ def router(services: Services) -> APIRouter:
     return routes
 
 
-def _read(services: Services, tenant: Tenant, body: ChatRequest) -> tuple[list[EncodedPrompt], SamplingParams]:
-    params = prepared(services, body.sampling_params(defaults_of(services)))
-    return [chat_prompt(services, tenant, body, body.plain_messages(), body.rendering())], params
+def _read(sources: PromptSources, tenant: Tenant, body: ChatRequest) -> tuple[list[EncodedPrompt], SamplingParams]:
+    params = prepared(sources.llm, body.sampling_params(sources.sampling_defaults()))
+    return [chat_prompt(sources, tenant, body, body.plain_messages(), body.rendering())], params
 
 
 class ChatWriter:
@@ -91,7 +90,7 @@ class ChatWriter:
         self._token_bytes = token_bytes
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{asked.request_id}",
-            "created": int(asked.services.clock()),
+            "created": asked.created,
             "model": model,
         }
 

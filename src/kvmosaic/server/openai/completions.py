@@ -8,10 +8,15 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
+from pydantic import Discriminator, Field, Tag
 
+from kvmosaic.api.fields import INTEGRAL, NumTokens, Only, Text, TokenIds, example
 from kvmosaic.engine import AnswerDelta
-from kvmosaic.sampling import Logprob, SamplingParams
-from kvmosaic.server.openai.completion_request import CompletionRequest
+from kvmosaic.sampling import Logprob, SamplingParams, StructuredOutputs
+from kvmosaic.server.admission import RequestThreads
+from kvmosaic.server.errors import ApiError
+from kvmosaic.server.execution import PromptRunner
+from kvmosaic.server.json_body import ParsedRoute
 from kvmosaic.server.openai.generation import (
     GenerationRequest,
     WholeAnswer,
@@ -22,25 +27,105 @@ from kvmosaic.server.openai.generation import (
     whole_answers,
 )
 from kvmosaic.server.openai.logprobs import TextLogprobs, text_logprobs
-from kvmosaic.server.openai.models import served_model
-from kvmosaic.server.openai.prompts import EncodedPrompt, text_prompt
+from kvmosaic.server.openai.prompts import EncodedPrompt, PromptSources, served_model, text_prompt
 from kvmosaic.server.openai.replies import Completion, TextChoice, error_replies, streamed
 from kvmosaic.server.openai.sampling_fields import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    Defaults,
+    ResponseFormat,
+    SharedFields,
     StreamOptions,
-    defaults_of,
+    check_stream_options,
     prepared,
+    structure_of,
 )
 from kvmosaic.server.openai.sse import DONE, event, open_stream
 from kvmosaic.server.openai.usage import UsageTotals
-from kvmosaic.server.parsed import ParsedRoute
-from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
 
 ROUTE = "/v1/completions"
+DEFAULT_MAX_TOKENS = 16
+MAX_PROMPTS = 256
+MAX_ALL_CHOICES = 512
 
 
-def router(services: Services) -> APIRouter:
-    """Returns the route over one set of services."""
+def _shape(prompt: Any) -> str:
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else ""
+    return "texts" if isinstance(first, str) else "ids" if isinstance(first, int | float) else "lists of ids"
+
+
+PromptField = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS), Tag("texts")]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), Tag("lists of ids")],
+    Discriminator(_shape),
+]
+
+
+class CompletionRequest(SharedFields):
+    """A body of /v1/completions."""
+
+    model_config = example(prompt="The ferry goes to", max_tokens=16)
+
+    prompt: PromptField
+    n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES), INTEGRAL] = 1
+    best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES, description="Must equal n."), INTEGRAL] = None
+    max_tokens: NumTokens | None = DEFAULT_MAX_TOKENS
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), INTEGRAL] = None
+    echo: Annotated[bool | None, Field(description="The prompt before its answer; texts without logprobs only.")] = (
+        False
+    )
+    response_format: ResponseFormat | None = None
+    stream_options: StreamOptions | None = None
+    suffix: Annotated[Any, Only((None,), "the answer cannot be made to fit a suffix")] = None
+
+    def sampling_params(self, defaults: Defaults) -> SamplingParams:
+        """Returns the sampling parameters.
+
+        Raises:
+            InvalidSampling: values that do not go together.
+        """
+        most = self.max_tokens or DEFAULT_MAX_TOKENS
+        return self.sampling(defaults, n=self.n or 1, max_tokens=most, logprobs=self.logprobs)
+
+    def _format(self) -> StructuredOutputs | None:
+        return structure_of(self.response_format)
+
+    @property
+    def prompts(self) -> Sequence[str | Sequence[int]]:
+        """All prompts, in order."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
+
+    def check(self, max_at_once: int) -> None:
+        """Refuses contradictory fields, and more prompts than the server ever admits.
+
+        Raises:
+            ApiError: 400.
+        """
+        check_stream_options(self.stream, self.stream_options)
+        n = self.n or 1
+        if self.best_of is not None and self.best_of != n:
+            raise ApiError(
+                400, f"best_of is {self.best_of} and n is {n}; only equal ones are supported", param="best_of"
+            )
+        if len(self.prompts) * n > MAX_ALL_CHOICES:
+            raise ApiError(400, f"{len(self.prompts)} prompts with n={n}; at most {MAX_ALL_CHOICES} answers", param="n")
+        if len(self.prompts) * n > max_at_once:
+            many = f"{len(self.prompts)} prompts" + (f" with n={n}" if n > 1 else "")
+            message = f"{many}; this server lets {max_at_once} answers in at once: send fewer prompts"
+            raise ApiError(400, message, param="prompt")
+        if self.echo and (self.logprobs is not None or not all(isinstance(prompt, str) for prompt in self.prompts)):
+            raise ApiError(400, "echo goes with prompts of text and without logprobs", param="echo")
+
+
+def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads) -> APIRouter:
+    """Returns the route."""
     routes = APIRouter(route_class=ParsedRoute, tags=["answers"])
 
     @routes.post(
@@ -53,11 +138,11 @@ def router(services: Services) -> APIRouter:
         request: Request, body: CompletionRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
     ) -> Completion | Response:
         """Continues texts or token ids, in one reply or in chunks (`stream`)."""
-        model = served_model(services, body.model)
-        body.check(services.admission.max_at_once)
-        services.admission.check(tenant)
-        read = await services.in_thread(tenant.name, _read, services, tenant, body)
-        asked = GenerationRequest.by(services, tenant, ROUTE, request, body, read)
+        model = served_model(sources, body.model)
+        body.check(runner.admission.max_at_once)
+        runner.admission.check(tenant)
+        read = await threads.run(tenant.name, _read, sources, tenant, body)
+        asked = GenerationRequest.by(runner, tenant, ROUTE, request, body, read)
         writer = CompletionWriter(asked, model, [str(text) for text in body.prompts] if body.echo else [])
         if body.stream:
             return await open_stream(request, writer.chunks(body.stream_options or StreamOptions()))
@@ -67,9 +152,11 @@ def router(services: Services) -> APIRouter:
     return routes
 
 
-def _read(services: Services, tenant: Tenant, body: CompletionRequest) -> tuple[list[EncodedPrompt], SamplingParams]:
-    params = prepared(services, body.sampling_params(defaults_of(services)), len(body.prompts))
-    return [text_prompt(services, tenant, body, prompt) for prompt in body.prompts], params
+def _read(
+    sources: PromptSources, tenant: Tenant, body: CompletionRequest
+) -> tuple[list[EncodedPrompt], SamplingParams]:
+    params = prepared(sources.llm, body.sampling_params(sources.sampling_defaults()), len(body.prompts))
+    return [text_prompt(sources, tenant, body, prompt) for prompt in body.prompts], params
 
 
 class CompletionWriter:
@@ -82,7 +169,7 @@ class CompletionWriter:
         self._head: dict[str, Any] = {
             "id": f"cmpl-{asked.request_id}",
             "object": "text_completion",
-            "created": int(asked.services.clock()),
+            "created": asked.created,
             "model": model,
         }
 

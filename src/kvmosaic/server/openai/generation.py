@@ -16,11 +16,10 @@ from kvmosaic.engine import AnswerDelta, RequestDelta
 from kvmosaic.layout import ChunkContext
 from kvmosaic.sampling import Logprob, SamplingParams
 from kvmosaic.server.errors import request_id_of
-from kvmosaic.server.execution import run
+from kvmosaic.server.execution import PromptRunner
 from kvmosaic.server.openai.prompts import EncodedPrompt
 from kvmosaic.server.openai.sampling_fields import SharedFields
 from kvmosaic.server.openai.usage import UsageTotals
-from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
 
 T = TypeVar("T")
@@ -34,10 +33,12 @@ MAX_WRITTEN_AT_ONCE = 1_000
 class GenerationRequest:
     """What one HTTP request asks the engine to generate."""
 
-    services: Services
+    runner: PromptRunner
     tenant: Tenant
     route: str
     request_id: str
+    created: int
+    """Unix seconds."""
     prompts: Sequence[EncodedPrompt]
     params: SamplingParams
     priority: int = 0
@@ -47,7 +48,7 @@ class GenerationRequest:
     @classmethod
     def by(
         cls,
-        services: Services,
+        runner: PromptRunner,
         tenant: Tenant,
         route: str,
         request: Request,
@@ -57,10 +58,11 @@ class GenerationRequest:
         """Builds the request from its prompts and sampling parameters."""
         prompts, params = read
         return cls(
-            services=services,
+            runner=runner,
             tenant=tenant,
             route=route,
             request_id=request_id_of(request),
+            created=int(runner.clock()),
             prompts=prompts,
             params=params,
             priority=body.priority or 0,
@@ -111,8 +113,7 @@ async def deltas(asked: GenerationRequest) -> AsyncGenerator[tuple[int, RequestD
         KVMosaicError: the engine refuses the request or fails; the other prompts are aborted.
     """
     sources = [
-        run(
-            asked.services,
+        asked.runner.run(
             asked.tenant,
             composed.prompt,
             asked.params,
@@ -125,12 +126,11 @@ async def deltas(asked: GenerationRequest) -> AsyncGenerator[tuple[int, RequestD
         )
         for composed in asked.prompts
     ]
+    admission = asked.runner.admission
     async with aclosing(_merged(sources)) as merged:
         async for index, delta in merged:
             if any(answer.finish_reason == "abort" for answer in delta.answers):
-                raise asked.services.admission.unavailable(
-                    "the server ended this request before its answer was complete"
-                )
+                raise admission.unavailable("the server ended this request before its answer was complete")
             yield index, delta
 
 

@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Path
 
 from kvmosaic.api.fields import Reply
-from kvmosaic.server.errors import ApiError
+from kvmosaic.server.openai.prompts import PromptSources, served_model
 from kvmosaic.server.openai.replies import error_replies
-from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import current_tenant
 
 
@@ -32,45 +31,27 @@ class ModelList(Reply):
     data: list[Model]
 
 
-def served_model(services: Services, name: str | None) -> str:
-    """Returns the name under which a request addresses the model.
-
-    Raises:
-        ApiError: 404, a name under which nothing is served.
-    """
-    names = services.settings.model_names
-    if name is None:
-        return names[0]
-    if name not in names:
-        known = ", ".join(map(repr, names))
-        raise ApiError(
-            404, f"the model {name!r:.80} is not served here; use {known}", code="model_not_found", param="model"
-        )
-    return name
-
-
-def router(services: Services) -> APIRouter:
-    """Returns the routes over one set of services."""
+def router(sources: PromptSources, *, created: int) -> APIRouter:
+    """Returns the routes; `created` is the time of the start, in unix seconds."""
     routes = APIRouter(tags=["models"], dependencies=[Depends(current_tenant)])
-    started = int(services.clock())
 
     def model(name: str) -> Model:
         return Model(
             id=name,
-            created=started,
+            created=created,
             owned_by="kvmosaic",
-            root=services.settings.model_names[0],
-            max_model_len=services.llm.engine.max_positions,
+            root=sources.settings.model_names[0],
+            max_model_len=sources.max_positions,
         )
 
     @routes.get("/v1/models", response_model=ModelList, responses=error_replies(401, 500))
     async def list_models() -> ModelList:
         """Lists the names of the served model."""
-        return ModelList(data=[model(name) for name in services.settings.model_names])
+        return ModelList(data=[model(name) for name in sources.settings.model_names])
 
     @routes.get("/v1/models/{model_name:path}", response_model=Model, responses=error_replies(401, 404, 500))
     async def get_model(model_name: Annotated[str, Path(max_length=4_096)]) -> Model:
         """One of the names."""
-        return model(served_model(services, model_name))
+        return model(served_model(sources, model_name))
 
     return routes

@@ -7,13 +7,47 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvmosaic.api.documents import DocumentFields
+from kvmosaic.documents import DocumentStore
 from kvmosaic.errors import InvalidMessages, InvalidPrompt
 from kvmosaic.llm import LLM
 from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_marked, take_separated
+from kvmosaic.sampling.defaults import FOLLOWED
+from kvmosaic.server.errors import ApiError
 from kvmosaic.server.openai.documents import notes_of, read_documents, told_by_place
-from kvmosaic.server.services import Services
+from kvmosaic.server.openai.sampling_fields import Defaults
+from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenant
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSources:
+    """What prompts of request bodies are made from: the model's encoder, stored documents and the settings."""
+
+    llm: LLM
+    documents: DocumentStore
+    settings: ServerSettings
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the model; None if it has none."""
+        return self.llm.model.tokenizer
+
+    @property
+    def max_positions(self) -> int | None:
+        """Maximum number of tokens of a prompt and its answer; None: unlimited."""
+        return self.llm.engine.max_positions
+
+    def bare(self, text: str) -> Sequence[int]:
+        """Returns the tokens of a text without the tokens that begin a prompt."""
+        return self.llm.encoder.bare(text)
+
+    def sampling_defaults(self) -> Defaults:
+        """Returns the defaults for omitted fields: the model's generation configuration, if the settings enable it."""
+        if self.settings.generation_config == "none":
+            return {}
+        advised = self.llm.get_default_sampling_params()
+        return {name: getattr(advised, name) for name in FOLLOWED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +74,25 @@ class Rendering:
     """Whether the question may exceed the model's context: the answer then uses a rolling window."""
 
 
+def served_model(sources: PromptSources, name: str | None) -> str:
+    """Returns the name under which a request addresses the model.
+
+    Raises:
+        ApiError: 404, a name under which nothing is served.
+    """
+    names = sources.settings.model_names
+    if name is None:
+        return names[0]
+    if name not in names:
+        known = ", ".join(map(repr, names))
+        raise ApiError(
+            404, f"the model {name!r:.80} is not served here; use {known}", code="model_not_found", param="model"
+        )
+    return name
+
+
 def chat_prompt(
-    services: Services,
+    sources: PromptSources,
     tenant: Tenant,
     body: DocumentFields,
     messages: Sequence[Mapping[str, Any]],
@@ -53,38 +104,40 @@ def chat_prompt(
         InvalidMessages, InvalidDocument, InvalidPrompt: see `PromptEncoder.encode_chat`.
         UnknownDocument: an id that this tenant has not stored.
     """
-    kept, marked = take_marked(known_roles(_template_of(services.llm), messages))
-    kept, separated = take_separated(kept, services.settings.chunk_separator)
+    kept, marked = take_marked(known_roles(_template_of(sources.llm), messages))
+    kept, separated = take_separated(kept, sources.settings.chunk_separator)
     with told_by_place(body):
-        documents = read_documents(services, tenant, body)
+        documents = read_documents(sources.documents, tenant, body)
         rendering = replace(rendering, is_endless=_is_endless(body))
-        prompt = _encode_chat(services.llm, kept, (*documents, *separated, *marked), body.cache_salt or "", rendering)
-    composed = _told(services.llm, prompt, documents)
-    return replace(composed, notes=notes_of(services, tenant, documents, composed.prompt))
+        prompt = _encode_chat(sources.llm, kept, (*documents, *separated, *marked), body.cache_salt or "", rendering)
+    composed = _told(sources.llm, prompt, documents)
+    return replace(composed, notes=notes_of(sources.documents, tenant, documents, composed.prompt))
 
 
-def text_prompt(services: Services, tenant: Tenant, body: DocumentFields, text: str | Sequence[int]) -> EncodedPrompt:
+def text_prompt(
+    sources: PromptSources, tenant: Tenant, body: DocumentFields, text: str | Sequence[int]
+) -> EncodedPrompt:
     """Reads a text (split at separators where the server does so) or a list of token ids, with documents before it.
 
     Raises:
         InvalidPrompt: and its kinds.
         UnknownDocument: an id that this tenant has not stored.
     """
-    encoder, salt = services.llm.encoder, body.cache_salt or ""
+    encoder, salt = sources.llm.encoder, body.cache_salt or ""
     if _is_endless(body):
         encoder = encoder.endless()
     with told_by_place(body):
-        documents = read_documents(services, tenant, body)
+        documents = read_documents(sources.documents, tenant, body)
     if not documents:
-        prompt = Prompt.from_text(text, services.settings.chunk_separator, salt=salt) if isinstance(text, str) else text
-        return _told(services.llm, encoder.encode(prompt, salt=salt), ())
+        prompt = Prompt.from_text(text, sources.settings.chunk_separator, salt=salt) if isinstance(text, str) else text
+        return _told(sources.llm, encoder.encode(prompt, salt=salt), ())
     if not isinstance(text, str):
         raise InvalidPrompt("documents go with a prompt of text; this one is a list of token ids")
-    prompt = separated_prompt(text, services.settings.chunk_separator, documents, salt)
+    prompt = separated_prompt(text, sources.settings.chunk_separator, documents, salt)
     with told_by_place(body):
         prompt = encoder.encode(prompt)
-    composed = _told(services.llm, prompt, documents)
-    return replace(composed, notes=notes_of(services, tenant, documents, composed.prompt))
+    composed = _told(sources.llm, prompt, documents)
+    return replace(composed, notes=notes_of(sources.documents, tenant, documents, composed.prompt))
 
 
 def _told(llm: LLM, prompt: Prompt, documents: Sequence[Document]) -> EncodedPrompt:

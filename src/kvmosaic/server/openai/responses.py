@@ -13,37 +13,37 @@ from fastapi import Response as HttpResponse
 
 from kvmosaic.engine import AnswerDelta
 from kvmosaic.sampling import Logprob, SamplingParams
+from kvmosaic.server.admission import RequestThreads
 from kvmosaic.server.errors import as_api_error
+from kvmosaic.server.execution import PromptRunner
+from kvmosaic.server.json_body import ParsedRoute
 from kvmosaic.server.openai.generation import GenerationRequest, WholeAnswer, deltas, pieces_of, reply_of, whole_answers
 from kvmosaic.server.openai.logprobs import TokenBytes, TokenLogprob, chat_logprobs
-from kvmosaic.server.openai.models import served_model
-from kvmosaic.server.openai.prompts import EncodedPrompt, chat_prompt
+from kvmosaic.server.openai.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model
 from kvmosaic.server.openai.replies import error_replies, streamed
-from kvmosaic.server.openai.response_reply import (
+from kvmosaic.server.openai.response_schemas import (
     IncompleteDetails,
     OutputMessage,
     OutputText,
     Response,
     ResponseError,
     ResponseEvent,
+    ResponseRequest,
     ResponseUsage,
     Status,
 )
-from kvmosaic.server.openai.response_request import ResponseRequest
-from kvmosaic.server.openai.sampling_fields import defaults_of, prepared
+from kvmosaic.server.openai.sampling_fields import prepared
 from kvmosaic.server.openai.sse import event, open_stream
 from kvmosaic.server.openai.usage import UsageTotals
-from kvmosaic.server.parsed import ParsedRoute
-from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
 
 ROUTE = "/v1/responses"
 
 
-def router(services: Services) -> APIRouter:
-    """Returns the route over one set of services."""
+def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads) -> APIRouter:
+    """Returns the route."""
     routes = APIRouter(route_class=ParsedRoute, tags=["answers"])
-    token_bytes = TokenBytes(services.llm.model.tokenizer)
+    token_bytes = TokenBytes(sources.tokenizer)
 
     @routes.post(
         ROUTE,
@@ -55,10 +55,10 @@ def router(services: Services) -> APIRouter:
         request: Request, body: ResponseRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
     ) -> Response | HttpResponse:
         """Answers a text or a conversation from documents, in one reply or in events (`stream`)."""
-        model = served_model(services, body.model)
-        services.admission.check(tenant)
-        read = await services.in_thread(tenant.name, _read, services, tenant, body)
-        asked = GenerationRequest.by(services, tenant, ROUTE, request, body, read)
+        model = served_model(sources, body.model)
+        runner.admission.check(tenant)
+        read = await threads.run(tenant.name, _read, sources, tenant, body)
+        asked = GenerationRequest.by(runner, tenant, ROUTE, request, body, read)
         writer = ResponseWriter(asked, body, model, token_bytes)
         if body.stream:
             return await open_stream(request, writer.events())
@@ -68,9 +68,9 @@ def router(services: Services) -> APIRouter:
     return routes
 
 
-def _read(services: Services, tenant: Tenant, body: ResponseRequest) -> tuple[list[EncodedPrompt], SamplingParams]:
-    params = prepared(services, body.sampling_params(defaults_of(services)))
-    return [chat_prompt(services, tenant, body, body.messages(), body.rendering())], params
+def _read(sources: PromptSources, tenant: Tenant, body: ResponseRequest) -> tuple[list[EncodedPrompt], SamplingParams]:
+    params = prepared(sources.llm, body.sampling_params(sources.sampling_defaults()))
+    return [chat_prompt(sources, tenant, body, body.messages(), body.rendering())], params
 
 
 class ResponseWriter:
@@ -84,7 +84,7 @@ class ResponseWriter:
         self._head: dict[str, Any] = {
             "id": f"resp_{asked.request_id}",
             "object": "response",
-            "created_at": int(asked.services.clock()),
+            "created_at": asked.created,
             "model": model,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,

@@ -1,4 +1,4 @@
-"""Sampling fields of a request body, with OpenAI's and vLLM's names, and the sampling parameters they mean."""
+"""Sampling fields of a request body, with OpenAI's and vLLM's names, and the form that an answer must have."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from kvmosaic.api.documents import DocumentFields
-from kvmosaic.api.fields import INTEGRAL, Body, Ignored, Only, StopText, TokenId
+from kvmosaic.api.fields import INTEGRAL, MAX_NAME, Body, Ignored, Only, Plain, StopText, TokenId
 from kvmosaic.engine.priorities import MAX_PRIORITY
 from kvmosaic.errors import InvalidRepair, InvalidSampling
 from kvmosaic.layout.strategies import strategy_names
+from kvmosaic.llm import LLM
 from kvmosaic.repair import FORMS, repair_policy
 from kvmosaic.repair.parser import MAX_POLICY_CHARACTERS
-from kvmosaic.sampling import DEFAULT_SINK_TOKENS, MAX_WINDOW_TOKENS, SamplingParams
-from kvmosaic.sampling.defaults import FOLLOWED
+from kvmosaic.sampling import DEFAULT_SINK_TOKENS, MAX_WINDOW_TOKENS, SamplingParams, StructuredOutputs
 from kvmosaic.server.choices import Choices
 from kvmosaic.server.errors import ApiError, as_api_error
-from kvmosaic.server.openai.formats import StructuredFields
-from kvmosaic.server.services import Services
 
+MAX_GRAMMAR = 2**17
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_CANDIDATES = 2**18
@@ -30,6 +29,99 @@ MAX_CANDIDATES = 2**18
 MAX_ENDLESS_ANSWER = 2**20
 """Maximum tokens of an answer with `window_tokens`, which no position limits: they stay in memory until the answer
 ends."""
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(Body):
+    """A JSON schema with a name."""
+
+    name: Annotated[str, Field(max_length=MAX_NAME)]
+    description: Annotated[str | None, Field(max_length=MAX_NAME)] = None
+    json_schema: Annotated[Plain | None, Field(alias="schema")] = None
+    strict: Annotated[bool | None, Field(description="The answer keeps to the schema in either case.")] = None
+
+
+class JsonSchemaFormat(Body):
+    """JSON that keeps to a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputFields(Body):
+    """vLLM's `structured_outputs`: exactly one of these."""
+
+    json_schema: Annotated[
+        Plain | Annotated[str, Field(max_length=MAX_GRAMMAR)] | None,
+        Field(alias="json", description="A JSON schema, or one written as text."),
+    ] = None
+    json_object: bool | None = None
+    regex: Annotated[str | None, Field(max_length=MAX_GRAMMAR)] = None
+    choice: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=MAX_NAME)]] | None, Field(min_length=1, max_length=1_024)
+    ] = None
+    grammar: Annotated[str | None, Field(max_length=MAX_GRAMMAR)] = None
+    structural_tag: Annotated[Any, Only((None,), "use a grammar")] = None
+
+    def read(self) -> StructuredOutputs:
+        """Returns the constraint on the answer.
+
+        Raises:
+            InvalidSampling: none of the fields, or several.
+        """
+        return StructuredOutputs(
+            json=self.json_schema,
+            json_object=bool(self.json_object),
+            regex=self.regex,
+            choice=None if self.choice is None else tuple(self.choice),
+            grammar=self.grammar,
+        )
+
+
+class StructuredFields(Body):
+    """The form that the answer must have; routes add OpenAI's own field to it."""
+
+    structured_outputs: StructuredOutputFields | None = None
+
+    def structure(self) -> StructuredOutputs | None:
+        """Returns the constraint on the answer; None for any text.
+
+        Raises:
+            InvalidSampling: a format given twice, or an unsupported one.
+        """
+        asked = self._format()
+        if self.structured_outputs is None:
+            return asked
+        if asked is not None:
+            raise InvalidSampling("the form of the answer is given twice; send response_format or structured_outputs")
+        return self.structured_outputs.read()
+
+    def _format(self) -> StructuredOutputs | None:
+        return None
+
+
+def structure_of(form: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> StructuredOutputs | None:
+    """Returns the constraint of a `response_format`."""
+    if isinstance(form, JsonObjectFormat):
+        return StructuredOutputs(json_object=True)
+    if isinstance(form, JsonSchemaFormat):
+        return StructuredOutputs(json=form.json_schema.json_schema if form.json_schema.json_schema is not None else {})
+    return None
+
 
 _PLAIN_SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -177,15 +269,7 @@ def _check_repair(repair: str) -> None:
         raise told from error
 
 
-def defaults_of(services: Services) -> Defaults:
-    """Returns the defaults for omitted fields: the model's generation configuration, if the settings enable it."""
-    if services.settings.generation_config == "none":
-        return {}
-    advised = services.llm.get_default_sampling_params()
-    return {name: getattr(advised, name) for name in FOLLOWED}
-
-
-def prepared(services: Services, params: SamplingParams, num_prompts: int = 1) -> SamplingParams:
+def prepared(llm: LLM, params: SamplingParams, num_prompts: int = 1) -> SamplingParams:
     """Returns the same parameters, with the response format compiled beside the engine.
 
     Without an explicit limit, an answer with a window is at most as long as one without: only an explicit request
@@ -194,7 +278,7 @@ def prepared(services: Services, params: SamplingParams, num_prompts: int = 1) -
     Raises:
         InvalidSampling: an unusable part of the format, or log probabilities that would exhaust the memory.
     """
-    room = services.llm.engine.max_positions
+    room = llm.engine.max_positions
     if params.window_tokens is not None:
         params = replace(params, max_tokens=params.max_tokens or min(room or MAX_ENDLESS_ANSWER, MAX_ENDLESS_ANSWER))
         room = None
@@ -207,5 +291,6 @@ def prepared(services: Services, params: SamplingParams, num_prompts: int = 1) -
                 "tokens (max_tokens), answers (n), or most likely tokens"
             )
     if params.structured_outputs is not None:
-        services.llm.engine.grammars.compile(params.structured_outputs)
+        grammars = llm.engine.grammars
+        grammars.compile(params.structured_outputs)
     return params

@@ -14,12 +14,11 @@ from kvmosaic.documents import shown_name
 from kvmosaic.errors import InvalidPrompt
 from kvmosaic.prompt import check_token_ids
 from kvmosaic.sampling import decode_all
+from kvmosaic.server.admission import RequestThreads
+from kvmosaic.server.json_body import ParsedRoute
 from kvmosaic.server.openai.chat_request import ChatFields
-from kvmosaic.server.openai.models import served_model
-from kvmosaic.server.openai.prompts import EncodedPrompt, chat_prompt, text_prompt
+from kvmosaic.server.openai.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model, text_prompt
 from kvmosaic.server.openai.replies import error_replies
-from kvmosaic.server.parsed import ParsedRoute
-from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
 
 
@@ -87,8 +86,8 @@ TokenizeRequest = Annotated[
 ]
 
 
-def router(services: Services) -> APIRouter:
-    """Returns the routes over one set of services."""
+def router(sources: PromptSources, threads: RequestThreads) -> APIRouter:
+    """Returns the routes."""
     routes = APIRouter(route_class=ParsedRoute, tags=["tokens"])
 
     @routes.post("/tokenize", response_model=Tokenized, responses=error_replies())
@@ -96,16 +95,16 @@ def router(services: Services) -> APIRouter:
         request: Request, body: TokenizeRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
     ) -> Response:
         """Tells the tokens of a prompt and its segments, without answering it."""
-        served_model(services, body.model)
-        return _json(await services.in_thread(tenant.name, _tokenized, services, tenant, body))
+        served_model(sources, body.model)
+        return _json(await threads.run(tenant.name, _tokenized, sources, tenant, body))
 
     @routes.post("/detokenize", response_model=Detokenized, responses=error_replies())
     async def detokenize(
         request: Request, body: DetokenizeRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
     ) -> Response:
         """Tells the text of token ids."""
-        served_model(services, body.model)
-        return _json(await services.in_thread(tenant.name, _detokenized, services, body.tokens))
+        served_model(sources, body.model)
+        return _json(await threads.run(tenant.name, _detokenized, sources, body.tokens))
 
     return routes
 
@@ -114,25 +113,25 @@ def _json(reply: bytes) -> Response:
     return Response(reply, media_type="application/json")
 
 
-def _read(services: Services, tenant: Tenant, body: TokenizeText | TokenizeChat) -> EncodedPrompt:
+def _read(sources: PromptSources, tenant: Tenant, body: TokenizeText | TokenizeChat) -> EncodedPrompt:
     if isinstance(body, TokenizeChat):
         if body.add_special_tokens:
             raise InvalidPrompt("add_special_tokens=true would write them twice: the chat template does so already")
-        return chat_prompt(services, tenant, body, body.plain_messages(), body.rendering())
+        return chat_prompt(sources, tenant, body, body.plain_messages(), body.rendering())
     if body.add_special_tokens is False:
         if body.documents:
             raise InvalidPrompt("documents go with add_special_tokens=true only")
-        return text_prompt(services, tenant, body, services.llm.encoder.bare(body.prompt))
-    return text_prompt(services, tenant, body, body.prompt)
+        return text_prompt(sources, tenant, body, sources.bare(body.prompt))
+    return text_prompt(sources, tenant, body, body.prompt)
 
 
-def _tokenized(services: Services, tenant: Tenant, body: TokenizeText | TokenizeChat) -> bytes:
-    prompt = _read(services, tenant, body).prompt
+def _tokenized(sources: PromptSources, tenant: Tenant, body: TokenizeText | TokenizeChat) -> bytes:
+    prompt = _read(sources, tenant, body).prompt
     tokens = [token for segment in prompt.segments for token in segment.token_ids or ()]
-    tokenizer: Any = services.llm.model.tokenizer
+    tokenizer: Any = sources.tokenizer
     reply = Tokenized(
         count=len(tokens),
-        max_model_len=services.llm.engine.max_positions,
+        max_model_len=sources.max_positions,
         tokens=tokens,
         token_strs=[str(text) for text in tokenizer.convert_ids_to_tokens(tokens)] if body.return_token_strs else None,
         segments=[
@@ -148,7 +147,8 @@ def _tokenized(services: Services, tenant: Tenant, body: TokenizeText | Tokenize
     return reply.model_dump_json().encode()
 
 
-def _detokenized(services: Services, token_ids: Sequence[int]) -> bytes:
-    check_token_ids(token_ids, services.llm.model.vocab_size, "list of tokens")
-    text = decode_all(services.llm.model.tokenizer, token_ids, skip_special_tokens=False)
+def _detokenized(sources: PromptSources, token_ids: Sequence[int]) -> bytes:
+    model = sources.llm.model
+    check_token_ids(token_ids, model.vocab_size, "list of tokens")
+    text = decode_all(model.tokenizer, token_ids, skip_special_tokens=False)
     return Detokenized(prompt=text).model_dump_json().encode()

@@ -1,0 +1,222 @@
+"""Request threads: slow work of requests beside the event loop, bounded, and scheduled fairly among tenants."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+from kvmosaic.cpu_limit import cpu_limit
+from kvmosaic.server.admission.limits import Admission
+from kvmosaic.server.errors import ApiError
+from kvmosaic.server.tenants.access import Tenant
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+NUM_THREADS = 2
+"""Threads for tokenizing and compiling grammars; more would only take CPU time from the engine."""
+LEAST_SECONDS = 1e-3
+"""Minimum charge for a piece of work, so that a thousand tiny ones are not free."""
+
+
+@dataclass(slots=True)
+class _Line:
+    """Queue of one tenant."""
+
+    spent: float
+    """CPU seconds of its work / its weight; a returning tenant starts at the current virtual time."""
+    work: deque[tuple[Future[Any], Callable[[], Any]]] = field(default_factory=deque)
+    num_running: int = 0
+
+
+class FairThreads:
+    """Thread pool that schedules the work of several tenants fairly.
+
+    Next is the oldest work of the tenant with the least CPU time so far, relative to its weight (start-time fair
+    queueing). A new or returning tenant starts at the current virtual time: idle time earns no credit, and time that no
+    other tenant wanted costs nothing. One thread always stays free for other tenants: a single tenant uses all but one.
+    """
+
+    def __init__(
+        self, num_threads: int, weights: Mapping[str, float] | None = None, *, name: str = "kvmosaic-request"
+    ) -> None:
+        """Starts the threads, as daemons.
+
+        Args:
+            num_threads: number of threads.
+            weights: weights of tenants; the default is 1.
+            name: prefix of the thread names.
+        """
+        self._weights = weights or {}
+        self.max_of_one = max(num_threads - 1, 1)
+        self._lines: dict[str, _Line] = {}
+        """Queues of tenants with queued or running work."""
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._now = 0.0
+        """Virtual time: what the tenant had spent whose work started last. New tenants start here."""
+        for number in range(num_threads):
+            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True).start()
+
+    def submit(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Queues work of a tenant.
+
+        Raises:
+            RuntimeError: the threads were shut down.
+        """
+        future: Future[T] = Future()
+        with self._changed:
+            if self._is_closed:
+                raise RuntimeError("these threads take no more work")
+            line = self._lines.setdefault(tenant, _Line(self._now))
+            line.work.append((future, lambda: function(*args, **kwargs)))
+            self._changed.notify()
+        return future
+
+    def shutdown(self) -> None:
+        """Cancels queued work; does not wait for running work."""
+        with self._changed:
+            self._is_closed = True
+            waiting = [future for line in self._lines.values() for future, _ in line.work]
+            for line in self._lines.values():
+                line.work.clear()
+            self._changed.notify_all()
+        for future in waiting:
+            future.cancel()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while (tenant := self._next()) is None:
+                    if self._is_closed:
+                        return
+                    self._changed.wait()
+                line = self._lines[tenant]
+                future, work = line.work.popleft()
+                line.num_running += 1
+                self._now = max(self._now, line.spent)
+            begin = time.thread_time()
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = work()
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+                    del result
+            spent = time.thread_time() - begin
+            del future, work  # frees the work and its result while the thread waits
+            with self._changed:
+                line.spent += max(spent, LEAST_SECONDS) / self._weights.get(tenant, 1.0)
+                line.num_running -= 1
+                if not line.work and not line.num_running:
+                    del self._lines[tenant]
+                self._changed.notify_all()
+
+    def _next(self) -> str | None:
+        """Returns the next tenant in fair order that has work and may use another thread."""
+        ready = [
+            (line.spent, tenant)
+            for tenant, line in self._lines.items()
+            if line.work and line.num_running < self.max_of_one
+        ]
+        return min(ready)[1] if ready else None
+
+
+class RequestThreads:
+    """Threads that tokenize, compile grammars and read lists for requests, scheduled fairly among tenants.
+
+    As many pieces of work may wait as answers may be queued. Used on the event loop only.
+    """
+
+    def __init__(self, admission: Admission, tenants: Iterable[Tenant], cpu_seconds: float) -> None:
+        """Starts the threads.
+
+        Args:
+            admission: its limits on queued answers are those on waiting work.
+            tenants: all tenants, with their weights.
+            cpu_seconds: maximum CPU time of one piece of work.
+        """
+        self._pool = FairThreads(NUM_THREADS, {tenant.name: tenant.weight for tenant in tenants})
+        self._admission = admission
+        self._cpu_seconds = cpu_seconds
+        self._work: set[Future[Any]] = set()
+        """Queued or running work, including work whose caller was cancelled."""
+        self._awaited: dict[asyncio.Future[Any], str] = {}
+        """Awaited work, with its tenant."""
+        self._is_closed = False
+
+    @property
+    def is_working(self) -> bool:
+        """Whether a thread is busy; it cannot be stopped, and would keep the process from exiting."""
+        return any(work.running() for work in list(self._work))
+
+    @property
+    def num_awaited(self) -> int:
+        """Pieces of work whose callers wait."""
+        return len(self._awaited)
+
+    def submit(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Queues work without limits on its number or CPU time."""
+        return self._pool.submit(tenant, function, *args, **kwargs)
+
+    async def run(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs slow work of a tenant's request beside the event loop.
+
+        Raises:
+            ApiError: 429, too much of it is queued; 503, the server closes.
+            Whatever `function` raises.
+        """
+        if self._is_closed:
+            raise self._closing()
+        self._check(tenant)
+        work = self._pool.submit(tenant, self._limited(function), *args, **kwargs)
+        self._work.add(work)
+        work.add_done_callback(self._work.discard)
+        awaited = asyncio.wrap_future(work)
+        self._awaited[awaited] = tenant
+        try:
+            return await awaited
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._is_closed and task is not None and not task.cancelling():
+                raise self._closing() from None
+            raise
+        finally:
+            self._awaited.pop(awaited, None)
+
+    def cancel_all(self) -> None:
+        """Refuses further work; callers that await a thread get an error at once."""
+        self._is_closed = True
+        for awaited in list(self._awaited):
+            awaited.cancel()
+
+    def shutdown(self) -> None:
+        """Ends the threads as soon as they are idle."""
+        self._pool.shutdown()
+
+    def _check(self, tenant: str) -> None:
+        admission = self._admission
+        if len(self._awaited) >= admission.max_queue + NUM_THREADS:
+            raise admission.full(f"{len(self._awaited)} requests wait to be read", "queue_full")
+        num_of_tenant = list(self._awaited.values()).count(tenant)
+        if num_of_tenant >= admission.max_queue_per_tenant + NUM_THREADS:
+            raise admission.full(f"{num_of_tenant} requests of {tenant!r} wait to be read", "tenant_queue_full")
+
+    def _limited(self, function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def limited(*args: P.args, **kwargs: P.kwargs) -> T:
+            with cpu_limit(self._cpu_seconds):
+                return function(*args, **kwargs)
+
+        return limited
+
+    def _closing(self) -> ApiError:
+        return self._admission.unavailable("the server ended this request before it was read")

@@ -1,0 +1,1 @@
+"""Routes of the engine: health probes, sleep, and the prefix tree of its cache."""
