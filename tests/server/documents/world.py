@@ -53,7 +53,7 @@ class DocumentServer(RunningServer):
             engine.check_invariants()
             assert not engine.kv_cache.chunks() and not engine.has_unfinished_requests
             assert engine.kv_cache.chunk_pool.num_used == 0
-            assert not any(len(engine.kv_cache._chunks.account(tenant).kept) for tenant in KEYS)
+            assert not any(len(engine.kv_cache._chunks.account(tenant).pinned_names) for tenant in KEYS)
 
         self.call(self.services.engine.call, empty)
 
