@@ -10,8 +10,8 @@ from typing import Any
 import kvmosaic
 from kvmosaic import LLM, SamplingParams
 
-MAX_MODULES = 91
-MAX_DEPTH = 21
+MAX_MODULES = 81
+MAX_DEPTH = 20
 ROOT = f"{Path(kvmosaic.__file__).parent}/"
 DOCUMENTS = [
     {"id": "fenbury", "text": "Fenbury was founded in 1642. It lies on the river Quinan."},

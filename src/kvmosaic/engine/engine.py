@@ -283,26 +283,22 @@ class Engine(InferenceEngine):
                 they are added, too), all of them are aborted.
         """
         added: list[Request] = []
+        num_finished = -1
         try:
             added.extend(requests)  # an iterator may raise midway: what it gave before must be aborted
-            self._run(added, progress)
+            while True:
+                for request in added:
+                    if request.error is not None:
+                        raise request.error
+                before, num_finished = num_finished, sum(request.is_finished for request in added)
+                if progress is not None and before != num_finished:
+                    progress(num_finished, len(added))
+                if num_finished == len(added):
+                    return added
+                self.step()
         except BaseException:
             self.abort_all(added)
             raise
-        return added
-
-    def _run(self, requests: list[Request], progress: Callable[[int, int], None] | None) -> None:
-        num_finished = -1
-        while True:
-            if failed := next((request for request in requests if request.error is not None), None):
-                assert failed.error is not None
-                raise failed.error
-            before, num_finished = num_finished, sum(request.is_finished for request in requests)
-            if progress is not None and before != num_finished:
-                progress(num_finished, len(requests))
-            if num_finished == len(requests):
-                return
-            self.step()
 
     def abort_all(self, requests: Iterable[Request]) -> None:
         """Aborts the unfinished ones of `requests`."""
