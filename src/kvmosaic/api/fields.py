@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -15,13 +16,15 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MAX_TEXT = 2**25
 MAX_NAME = 4_096
 MAX_DOCUMENTS = 4_096
-MAX_TOKEN_ID = 2**31 - 1
+MAX_TOKEN_ID = 2**32 - 1
 MAX_PROMPT_TOKENS = 2**22
 MAX_ANSWER_TOKENS = 2**27
 _MAX_DEPTH = 32
@@ -103,6 +106,20 @@ def _whole(value: Any) -> Any:
     return int(value) if type(value) is float and value.is_integer() else value
 
 
+def _token_ids(value: Any, each_id: ValidatorFunctionWrapHandler) -> Any:
+    """Checks all ids at once; one after another only to find what is wrong, or to accept 4.0 as 4.
+
+    Prompts have hundreds of thousands of ids, and the check runs on the event loop.
+    """
+    if type(value) is not list or not {int}.issuperset(map(type, value)):
+        return each_id(value)
+    try:
+        array("I", value)  # numbers from 0 to 2**32 - 1
+    except OverflowError:
+        return each_id(value)
+    return value
+
+
 INTEGRAL = BeforeValidator(_whole)
 """Accepts 4.0 as 4, as JSON Schema does."""
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
@@ -115,6 +132,6 @@ Ignored = Annotated[
     Any, AfterValidator(check_plain), Field(description="Accepted and ignored: it changes nothing in the answer.")
 ]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID), INTEGRAL]
-TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
+TokenIds = Annotated[list[TokenId], WrapValidator(_token_ids), Field(max_length=MAX_PROMPT_TOKENS)]
 NumTokens = Annotated[int, Field(ge=1, le=MAX_ANSWER_TOKENS), INTEGRAL]
 StopText = Annotated[str, Field(min_length=1, max_length=4_096)]

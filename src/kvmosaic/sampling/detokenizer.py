@@ -12,7 +12,7 @@ _PATIENCE = 16
 """Max tokens to wait for whole text; after that the text counts as broken."""
 _WINDOW = 16
 _LONGEST_WINDOW = 64
-PART_TOKENS = 2**15
+PART_TOKENS = 2**14
 """Max tokens decoded at once; takes some milliseconds."""
 
 

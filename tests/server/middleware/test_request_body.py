@@ -3,22 +3,33 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 import httpx
 import pytest
-from fastapi import Body, Request
+from fastapi import APIRouter, Body, Request
 from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, Field
 from support.server import RunningServer, wait_until
 
 from kvmosaic.sampling import SamplingParams
 from kvmosaic.server.errors import as_api_error
+from kvmosaic.server.json_body import ParsedRoute
+from kvmosaic.server.middleware.request_body import SMALL_BODY_BYTES
 from kvmosaic.server.tenants import current_tenant
 
 LIMIT = 2**17
 ENDLESS = SamplingParams(max_tokens=1_500, ignore_eos=True, temperature=0.0)
+
+
+class Numbers(BaseModel):
+    """A body that remembers where it was validated."""
+
+    numbers: list[int]
+    thread: str = Field(default_factory=lambda: threading.current_thread().name)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +62,13 @@ def add_routes(server: RunningServer) -> None:
             return StreamingResponse(str(delta.num_prompt_tokens) async for delta in deltas)
         return [delta.num_prompt_tokens async for delta in deltas]
 
+    async def count(body: Numbers) -> Any:
+        return {"count": len(body.numbers), "validated in": body.thread}
+
     server.app.add_api_route("/test/echo", echo, methods=["POST"])
+    counting = APIRouter(route_class=ParsedRoute)
+    counting.add_api_route("/test/count", count, methods=["POST"])
+    server.app.include_router(counting)
     server.app.add_api_route("/test/fail", fail)
     server.app.add_api_route("/test/break-off", break_off)
     server.app.add_api_route("/test/answer", answer, methods=["GET", "POST"])
@@ -141,6 +158,17 @@ def test_body_up_to_the_limit_is_read_and_one_more_byte_is_refused(server: Runni
     assert httpx.post(server.url + "/test/echo", content=text, headers=headers).status_code == 200
     reply = httpx.post(server.url + "/test/echo", content=text + b" ", headers=headers)
     assert (reply.status_code, reply.json()["error"]["code"]) == (413, "body_too_large")
+
+
+def test_long_body_is_validated_beside_the_event_loop(server: RunningServer) -> None:
+    numbers = [7] * (SMALL_BODY_BYTES // 2)
+    reply = httpx.post(server.url + "/test/count", json={"numbers": numbers}).json()
+    assert reply["count"] == len(numbers)
+    assert reply["validated in"].startswith("kvmosaic-request")
+    short = httpx.post(server.url + "/test/count", json={"numbers": [1, "x"]})
+    long = httpx.post(server.url + "/test/count", json={"numbers": [*numbers, "x"]})
+    assert short.status_code == long.status_code == 400
+    assert short.json()["error"]["message"] == long.json()["error"]["message"].replace(str(len(numbers)), "1")
 
 
 def test_length_that_a_header_claims_is_not_trusted(server: RunningServer) -> None:

@@ -47,7 +47,9 @@ def test_generation_prompt_can_be_left_out(http):
 
 def test_unknown_ids_and_models_are_refused(http):
     assert "token 0" in refused(http, "/detokenize", tokens=[10**6])["message"]
-    assert refused(http, "/detokenize", tokens=[-1])["param"].startswith("tokens")
+    for bad in (-1, 2**32, 4.5, True, "4"):
+        assert refused(http, "/detokenize", tokens=[4, bad])["param"] == "tokens.1"
+    assert post(http, "/detokenize", tokens=[4.0, 5]) == post(http, "/detokenize", tokens=[4, 5])
     assert refused(http, "/tokenize", prompt="a", model="other")["code"] == "model_not_found"
     assert refused(http, "/tokenize", messages=MESSAGES, add_special_tokens=True)["status"] == 400
     assert refused(http, "/tokenize", prompt="a", messages=MESSAGES)["status"] == 400

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvmosaic.server.admission import Admission, RequestThreads
 from kvmosaic.server.errors import ApiError, as_api_error, request_id_of
-from kvmosaic.server.json_body import PARSED, check_json, parse_long
+from kvmosaic.server.json_body import PARSED, LongBody, check_json, parse_long
 from kvmosaic.server.middleware.authentication import READING
 
 BODY_SECONDS = 60.0
@@ -108,12 +108,13 @@ class RequestBodyMiddleware:
             if not message.get("more_body", False):
                 return True
 
-    async def _check(self, tenant: str, body: bytes) -> list[Any] | None:
+    async def _check(self, tenant: str, body: bytes) -> LongBody | None:
         """Checks the body; returns it as Python if it was parsed."""
-        if len(body) > SMALL_BODY_BYTES:
-            return await self._threads.run(tenant, parse_long, body)
-        check_json(body)
-        return None
+        if len(body) <= SMALL_BODY_BYTES:
+            check_json(body)
+            return None
+        parsed = await self._threads.run(tenant, parse_long, body)
+        return LongBody(parsed.pop(), partial(self._threads.run, tenant)) if parsed else None
 
 
 def _check_type(content_type: str) -> None:

@@ -57,11 +57,12 @@ def _shape(prompt: Any) -> str:
     return "texts" if isinstance(first, str) else "ids" if isinstance(first, int | float) else "lists of ids"
 
 
+_PromptIds = Annotated[TokenIds, Field(min_length=1)]
 PromptField = Annotated[
     Annotated[Text, Tag("text")]
     | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS), Tag("texts")]
-    | Annotated[TokenIds, Tag("ids")]
-    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), Tag("lists of ids")],
+    | Annotated[_PromptIds, Tag("ids")]
+    | Annotated[list[_PromptIds], Field(min_length=1, max_length=MAX_PROMPTS), Tag("lists of ids")],
     Discriminator(_shape),
 ]
 

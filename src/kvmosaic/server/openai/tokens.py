@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Discriminator, Field, Tag
 
 from kvmosaic.api.documents import DocumentFields
-from kvmosaic.api.fields import MAX_PROMPT_TOKENS, Body, Reply, Text, TokenId, example
+from kvmosaic.api.fields import Body, Reply, Text, TokenIds, example
 from kvmosaic.documents import shown_name
 from kvmosaic.errors import InvalidPrompt
 from kvmosaic.prompt import check_token_ids
@@ -65,13 +65,18 @@ class Tokenized(Reply):
     segments: list[SegmentTokens]
 
 
+def _kind(body: object) -> str:
+    has_messages = isinstance(body, dict) and "messages" in body
+    return "chat" if has_messages or isinstance(body, TokenizeChat) else "text"
+
+
 class DetokenizeRequest(Body):
     """Token ids."""
 
     model_config = example(tokens=[4, 5, 6])
 
     model: Annotated[str | None, Field(max_length=4_096)] = None
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS)]
+    tokens: TokenIds
 
 
 class Detokenized(Reply):
@@ -82,7 +87,7 @@ class Detokenized(Reply):
 
 TokenizeRequest = Annotated[
     Annotated[TokenizeText, Tag("text")] | Annotated[TokenizeChat, Tag("chat")],
-    Discriminator(lambda body: "chat" if isinstance(body, dict) and "messages" in body else "text"),
+    Discriminator(_kind),
 ]
 
 
