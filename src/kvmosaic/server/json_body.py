@@ -125,7 +125,7 @@ class ParsedRoute(APIRoute):
         assert len(self.dependant.body_params) == 1  # FastAPI would look for its parts by name
         model, errors = self.body_field.validate(value, loc=("body",))
         if errors:
-            raise RequestValidationError(errors)
+            raise RequestValidationError(errors, body=value)
         return model
 
 
