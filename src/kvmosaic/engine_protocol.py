@@ -14,12 +14,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from kvmosaic.errors import InvalidRepair, InvalidSampling, KVMosaicError, NotMovable
+from kvmosaic.errors import InvalidPriority, InvalidRepair, InvalidSampling, KVMosaicError, NotMovable
 
 if TYPE_CHECKING:
     from kvmosaic.layout import ChunkContext, Layout
     from kvmosaic.prompt import Prompt
     from kvmosaic.sampling import RequestOutput, SamplingParams
+
+
+MAX_PRIORITY = 100
+"""Max absolute priority of a request."""
 
 
 class Capability(StrEnum):
@@ -91,6 +95,20 @@ class EngineCapabilities:
                 self.require(capability, f"{name}={value!r:.80}")
         if params.repair is not None and str(params.repair) != "none":
             self.require(Capability.REPAIR, f"repair={params.repair!s:.80}")
+
+
+def check_priority(priority: object) -> int:
+    """Returns the priority of a request, if it is valid.
+
+    Raises:
+        InvalidPriority: not a whole number between -100 and 100.
+    """
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+        raise InvalidPriority(
+            f"the priority of a request is a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY} (0 by default, higher "
+            f"runs first), got {priority!r:.80}"
+        )
+    return priority
 
 
 @runtime_checkable

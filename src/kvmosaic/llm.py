@@ -28,8 +28,9 @@ from kvmosaic.cache import ChunkCacheStats, Plan, PrefixTree, TreeLimits
 from kvmosaic.chunks import ChunkHandle, ChunkStore
 from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
 from kvmosaic.engine import Request
-from kvmosaic.engine.priorities import check_priority, priorities_for
+from kvmosaic.engine.priorities import priorities_for
 from kvmosaic.engine.self_check import SelfCheck, run_self_check
+from kvmosaic.engine_protocol import check_priority
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling
 from kvmosaic.layout import ChunkContext
 from kvmosaic.model import LoadedModel, load_model

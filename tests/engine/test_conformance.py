@@ -24,7 +24,7 @@ def own_engine(family: str) -> InferenceEngine:
     return build_engine(model_of(family))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "gemma3", "deepseek_v3", "llama4"])
 @pytest.mark.parametrize("case", CASES)
 def test_own_engine(case: str, family: str) -> None:
     run_case(case, own_engine(family), Reference(model_of(family), 1e-9))

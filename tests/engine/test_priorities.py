@@ -13,7 +13,8 @@ from support.engines import GREEDY
 
 from kvmosaic.engine import Request
 from kvmosaic.engine.preemption import in_order
-from kvmosaic.engine.priorities import MAX_PRIORITY, class_of, sort_key_of
+from kvmosaic.engine.priorities import class_of, sort_key_of
+from kvmosaic.engine_protocol import MAX_PRIORITY
 from kvmosaic.errors import InvalidPriority, InvalidPrompt
 from kvmosaic.prompt import Prompt
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvmosaic.engine_protocol import Capability, EngineCapabilities
+from kvmosaic.engine_protocol import Capability, EngineCapabilities, check_priority
 from kvmosaic.errors import EngineStopped, InvalidPrompt, KVMosaicError, NotMovable, UnknownRequest
 from kvmosaic.layers import AttentionCall
 from kvmosaic.layout import ChunkContext, Layout, Span, arrange
@@ -31,7 +31,6 @@ from kvmosaic.sampling import (
     sample,
 )
 
-MAX_PRIORITY = 100
 _MISSING = {
     Capability.ROLLING_WINDOW: "it keeps every token",
     Capability.REPAIR: "it computes a span as a whole",
@@ -56,6 +55,8 @@ class CopyingRequest:
     layout: Layout
     params: SamplingParams
     answers: list[tuple[Answer, SamplingState]] = field(default_factory=list)
+    read: list[tuple[Stored, int]] = field(default_factory=list)
+    """What the question sees, each at a distance."""
     computed: list[Stored] = field(default_factory=list)
     """By answer: its question and what follows."""
     reuse: ReuseReport = field(default_factory=ReuseReport)
@@ -147,8 +148,7 @@ class CopyingEngine:
     def _checked_id(self, request_id: str | None, priority: int) -> str:
         if self._is_closed:
             raise EngineStopped("the engine is closed")
-        if abs(priority) > MAX_PRIORITY:
-            raise InvalidPrompt(f"the priority of a request is from -100 to 100, got {priority}")
+        check_priority(priority)
         if request_id in self._requests:
             raise InvalidPrompt(f"a request {request_id!r} is under way already; choose another request_id")
         return request_id or f"request-{next(self._names)}"
@@ -177,6 +177,7 @@ class CopyingEngine:
                 self._stored[keys[-1]] = stored
             parts.append(stored)
         request.reuse = _report(layout, was_stored)
+        request.read = self._reads(layout.last, parts)
         if is_warm_up:
             return
         for index in range(request.params.n):
@@ -188,20 +189,11 @@ class CopyingEngine:
             answer.append(sample(row[None], [state])[0])
 
     def _decode(self, request: CopyingRequest) -> None:
-        layout = request.layout
-        reads = self._reads(layout.last, [self._found(request, index) for index in range(len(layout.spans) - 1)])
         for (answer, state), own in zip(request.answers, request.computed, strict=True):
             if answer.finish is None:
                 position = own.start + len(own.layers[0][0])
-                _, logits = self._compute(answer.token_ids[-1:], position, own, reads)
+                _, logits = self._compute(answer.token_ids[-1:], position, own, request.read)
                 answer.append(sample(logits, [state])[0])
-
-    def _found(self, request: CopyingRequest, index: int) -> Stored:
-        keys = list[Any]()
-        for span in request.layout.spans[: index + 1]:
-            seen = tuple((keys[view.span], view.distance) for view in span.views)
-            keys.append((request.prompt.tenant, request.prompt.salt, span.token_ids, span.start, seen))
-        return self._stored[keys[-1]]
 
     def _reads(self, span: Span, parts: Sequence[Stored]) -> list[tuple[Stored, int]]:
         return [(parts[view.span], view.distance) for view in span.views]

@@ -156,11 +156,11 @@ def summary(reports: Sequence[ReuseReport]) -> str:
     num_documents = len({chunk.name for chunk in chunks})
     num_computed = sum(not chunk.reused_tokens for chunk in chunks)
     num_moved = sum(chunk.action == "moved" for chunk in chunks)
-    turned = "Nothing was copied or computed again to move them: the question's queries were turned instead."
+    rotated = "Nothing was copied or computed again to move them: the question's queries were rotated instead."
     unmoved = "Shared positions move nothing: every document starts right after the system text."
     return (
         f"What just happened: {len(reports)} prompts read {num_documents} documents {len(chunks)} times, each time in "
         f"other company and order. The model computed a document {num_computed} times and found one in the cache "
         f"{len(chunks) - num_computed} times; {num_moved} of these were read at another position than where they were "
-        f"computed. {turned if num_moved else unmoved}"
+        f"computed. {rotated if num_moved else unmoved}"
     )

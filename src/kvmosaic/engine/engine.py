@@ -16,14 +16,13 @@ from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.engine_core import EngineCore
 from kvmosaic.engine.likelihood import Scoring, scoring_of
 from kvmosaic.engine.placement import PlacedPrompt, Placer
-from kvmosaic.engine.priorities import check_priority
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.request_table import RequestTable
 from kvmosaic.engine.rolling_window import check_memory, window_of
 from kvmosaic.engine.scheduler import Scheduler
 from kvmosaic.engine.sleep import SleepState
 from kvmosaic.engine.swap_space import SwapSpace
-from kvmosaic.engine_protocol import EngineCapabilities, InferenceEngine
+from kvmosaic.engine_protocol import EngineCapabilities, InferenceEngine, check_priority
 from kvmosaic.errors import EngineStopped, InvalidPrompt, InvalidSampling, QueueFull
 from kvmosaic.layout import ChunkContext, Layout
 from kvmosaic.model.runner import Runner
@@ -112,11 +111,6 @@ class Engine(InferenceEngine):
             InvalidPrompt, NotMovable: see `add_request`.
         """
         return self.placer.arrange(prompt, position_strategy, chunk_context)
-
-    @property
-    def repair(self) -> RepairPolicy:
-        """Repair policy of requests that do not set one."""
-        return self.placer.repair
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -327,7 +321,7 @@ class Engine(InferenceEngine):
         try:
             news = self._core.step()
             if self._sleep.is_falling_asleep and not self.scheduler.running:
-                self._sleep.fall_asleep(on_failure=self.wake)
+                self._fall_asleep()
         except BaseException as error:
             self._core.give_up(error)
             raise
@@ -339,6 +333,13 @@ class Engine(InferenceEngine):
         self.kv_cache.check_invariants()
         if self.scheduler.preemption.swap is not None:
             self.scheduler.preemption.swap.check_invariants()
+
+    def _fall_asleep(self) -> None:
+        try:
+            self._sleep.fall_asleep()
+        except BaseException:
+            self.wake()  # otherwise every step would try again
+            raise
 
     def _queue(
         self,

@@ -58,6 +58,8 @@ class EngineCore:
         if step.works:
             logits = self._forward(step)
             completed = step.completed_chunks()  # before sequences that finish release their blocks
+            for chunk, seconds in completed:
+                self._kv_cache.record_compute(chunk, seconds * 1e3)
             self._sample(step, logits, news)
             self._offload(completed)
         else:
@@ -136,8 +138,6 @@ class EngineCore:
             self._offloader.note_step(step.num_tokens, seconds)
         for work in step.works:
             work.sequence.note_work(work.span, work.num_tokens * seconds / step.num_tokens, begin)
-        for chunk, spent in step.completed_chunks():
-            self._kv_cache.record_compute(chunk, spent * 1e3)
         return logits
 
     def _offload(self, completed: List[tuple[Chunk, float]]) -> None:

@@ -5,26 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from kvmosaic.engine_protocol import check_priority
 from kvmosaic.errors import InvalidPriority
 
-MAX_PRIORITY = 100
-"""Max absolute priority of a request."""
 PriorityClass = Literal["low", "normal", "high"]
 PRIORITY_CLASSES: tuple[PriorityClass, ...] = ("low", "normal", "high")
-
-
-def check_priority(priority: object) -> int:
-    """Returns the priority of a request, if it is valid.
-
-    Raises:
-        InvalidPriority: not a whole number between -100 and 100.
-    """
-    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
-        raise InvalidPriority(
-            f"the priority of a request is a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY} (0 by default, higher "
-            f"runs first), got {priority!r:.80}"
-        )
-    return priority
 
 
 def priorities_for(priority: int | Sequence[int], count: int) -> list[int]:

@@ -212,12 +212,10 @@ def check_model(policy: RepairPolicy, model: LoadedModel) -> None:
 def _unsuited(policy: RepairPolicy, model: LoadedModel) -> str:
     if isinstance(policy, NoRepair | FullRepair):
         return ""
-    biased = next((layer.index for layer in model.layers if layer.bias is not None), None)
-    if biased is not None and not isinstance(policy, Temperature):
+    if (reason := model.no_repair_reason) and not isinstance(policy, Temperature):
         return (
-            f"repair={policy} computes tokens that are not contiguous, and layer {biased} of this model "
-            "adds a bias by distance, which is only done for neighbours; use repair='none', 'full' or "
-            "'temperature(t, scale)'"
+            f"repair={policy} computes tokens that are not contiguous, and {reason}; "
+            "use repair='none', 'full' or 'temperature(t, scale)'"
         )
     needed: frozenset[Signal] = policy.signals
     if "deviation" in needed and len(model.layers) < 2:

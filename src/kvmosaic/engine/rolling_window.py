@@ -18,17 +18,10 @@ def window_of(params: SamplingParams, model: LoadedModel) -> RollingWindow | Non
     if params.window_tokens is None:
         return None
     assert params.sink_tokens is not None
-    if not model.is_movable:
+    if reason := model.no_window_reason:
         raise NotMovable(
             f"window_tokens={params.window_tokens} moves what stays visible along with the text, and this model does "
-            f"not allow that ({model.immovable_reason}); leave window_tokens out"
-        )
-    chunked = next((layer for layer in model.layers if layer.mask.kind == "chunked"), None)
-    if chunked is not None:
-        raise NotMovable(
-            f"window_tokens={params.window_tokens} gives tokens other positions than in the text, and layer "
-            f"{chunked.index} of this model attends in parts of {chunked.mask.size} tokens that begin at fixed places; "
-            "leave window_tokens out"
+            f"not allow that ({reason}); leave window_tokens out"
         )
     return RollingWindow(params.sink_tokens, params.window_tokens, len(model.layers))
 

@@ -85,8 +85,8 @@ def _rows(sequence: Sequence, span_index: int, first: int, num_tokens: int, num_
             *_window_reads(sequence, counters, token, reads_itself=reads_itself),
         )
     else:
-        cached = not span.is_repair
-        seen = _seen(sequence, span_index).pieces if cached else _seen_by_rows(sequence, span, first, num_tokens)
+        repairs = span.is_repair
+        seen = _seen_by_rows(sequence, span, first, num_tokens) if repairs else _seen(sequence, span_index).pieces
         reads = (*seen, *run_reads(span, allocated.table, 0, first + reads_itself))
     positions = span.positions[first : first + num_tokens]
     return SpanRows(

@@ -21,13 +21,13 @@ from kvmosaic.engine.admission import Admission
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.likelihood import MAX_LOGIT_ROWS
 from kvmosaic.engine.preemption import Preemption
-from kvmosaic.engine.priorities import MAX_PRIORITY
 from kvmosaic.engine.rolling_window import max_at_once
 from kvmosaic.engine.sequence import RunningSequences, Sequence, SequenceState
 from kvmosaic.engine.shares import Shares
 from kvmosaic.engine.step import ScheduledTokens, Step, StepBudget, StepTimes
 from kvmosaic.engine.swap_space import SwapSpace
 from kvmosaic.engine.waiting_queue import WaitingQueue
+from kvmosaic.engine_protocol import MAX_PRIORITY
 from kvmosaic.errors import OutOfBlocks
 
 SEEN_SECONDS = 60.0
@@ -294,7 +294,7 @@ class Scheduler:
     def _admit(self, budget: StepBudget, step: Step, before: Sequence | None = None) -> None:
         """Admits waiting sequences (see `Admission.admit`), and adds their work."""
         while not self.is_paused and (sequence := self.admission.admit(budget, step, before)) is not None:
-            self.running.add(sequence)
+            self.start(sequence)
             self._schedule_spans(sequence, budget, step)
 
     def _schedule_spans(self, sequence: Sequence, budget: StepBudget, step: Step) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from kvmosaic.cache import KVCache
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.errors import EngineAsleep, InvalidConfig
@@ -51,21 +49,13 @@ class SleepState:
         self.level = self.level or level
         self.refuses = refuse
 
-    def fall_asleep(self, on_failure: Callable[[], None]) -> None:
-        """Releases the device memory; what the level keeps is copied to host memory.
-
-        Args:
-            on_failure: called before an error is raised, so that it is not tried again in every step.
-        """
-        try:
-            if self._offloader is not None:
-                self._offloader.flush()
-            if self.level == 2:
-                self._kv_cache.reset()
-            self._runner.sleep(*self._kv_cache.used_blocks())
-        except BaseException:
-            on_failure()
-            raise
+    def fall_asleep(self) -> None:
+        """Releases the device memory; what the level keeps is copied to host memory."""
+        if self._offloader is not None:
+            self._offloader.flush()
+        if self.level == 2:
+            self._kv_cache.reset()
+        self._runner.sleep(*self._kv_cache.used_blocks())
 
     def wake(self) -> None:
         """Reallocates the memory; does nothing while awake."""

@@ -45,7 +45,7 @@ CHUNKS_PINNED = _family("chunk_pinned_entries", "gauge", "Of these, pinned.")
 CHUNK_LOOKUP_SECONDS = _family(
     "chunk_lookup_seconds", "summary", "To find one document: hash its tokens and look into the index."
 )
-CHUNK_ATTACH_SECONDS = _family(
+CHUNK_ALLOCATE_SECONDS = _family(
     "chunk_allocate_seconds",
     "summary",
     "To allocate one prompt with all of its segments: hold what is reused, make room.",

@@ -129,6 +129,27 @@ class LoadedModel:
         return all(layer.is_movable for layer in self.layers)
 
     @property
+    def no_window_reason(self) -> str:
+        """Why a text cannot have a rolling window, which moves its tokens; empty when it can."""
+        if not self.is_movable:
+            return self.immovable_reason
+        chunked = next((layer for layer in self.layers if layer.mask.kind == "chunked"), None)
+        if chunked is None:
+            return ""
+        return (
+            f"layer {chunked.index} of this model attends in parts of {chunked.mask.size} tokens "
+            "that begin at fixed places"
+        )
+
+    @property
+    def no_repair_reason(self) -> str:
+        """Why single tokens of a document cannot be computed again; empty when they can."""
+        biased = next((layer for layer in self.layers if layer.bias is not None), None)
+        if biased is None:
+            return ""
+        return f"layer {biased.index} of this model adds a bias by distance, which is only done for neighbours"
+
+    @property
     def has_bias(self) -> bool:
         """Whether any layer adds a bias by distance to its scores (ALiBi)."""
         return any(layer.bias is not None for layer in self.layers)

@@ -7,8 +7,8 @@ from dataclasses import fields
 from itertools import count
 from typing import Any
 
-from kvmosaic.engine_protocol import Capability, EngineCapabilities, InferenceEngine
-from kvmosaic.errors import EngineStopped, InvalidPriority, InvalidPrompt, KVMosaicError, UnknownRequest
+from kvmosaic.engine_protocol import Capability, EngineCapabilities, InferenceEngine, check_priority
+from kvmosaic.errors import EngineStopped, InvalidPrompt, KVMosaicError, UnknownRequest
 from kvmosaic.integrations.vllm.contract import FIELD, choose_strategy, trained_positions
 from kvmosaic.integrations.vllm.front.encoded_request import How, composed
 from kvmosaic.integrations.vllm.front.python_api import vllm_input, with_boundaries
@@ -20,12 +20,11 @@ from kvmosaic.sampling import (
     RequestOutput,
     ReuseReport,
     SamplingParams,
-    SegmentAction,
     SegmentReuse,
     StructuredOutputs,
 )
+from kvmosaic.sampling.reuse import segment_action
 
-MAX_PRIORITY = 100
 _SAME_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "logprobs"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "stop", "stop_token_ids", "ignore_eos"),
@@ -217,8 +216,6 @@ class VLLMEngine(InferenceEngine):
     ) -> VLLMRequest:
         if self._is_closed:
             raise EngineStopped("the engine is closed; create a new VLLMEngine")
-        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
-            raise InvalidPriority(f"the priority of a request is from -100 to 100, got {priority!r:.80}")
         if request_id in self._requests:
             raise InvalidPrompt(f"a request {request_id!r} is under way already; choose another request_id")
         self._arrange(prompt, how)
@@ -228,7 +225,7 @@ class VLLMEngine(InferenceEngine):
             request.request_id,
             vllm_input(ready, _salt(prompt)),
             with_boundaries(ready, _their_params(params, has_tokenizer=self._has_tokenizer)),
-            priority=-priority,  # vLLM runs the lowest first
+            priority=-check_priority(priority),  # vLLM runs the lowest first
         )
         self._requests[request.request_id] = request
         return request
@@ -283,7 +280,7 @@ def _report(said: Any, num_tokens: int) -> ReuseReport:
     told = (said.kv_transfer_params or {}).get(FIELD)
     if told is None:
         reused = min(said.num_cached_tokens or 0, num_tokens)
-        action: SegmentAction = "computed" if not reused else "reused" if reused == num_tokens else "partly reused"
+        action = segment_action(reused, num_tokens, distance=0)
         return ReuseReport((SegmentReuse("plain", num_tokens, action, reused_tokens=reused),))
     segments = tuple(
         SegmentReuse(

@@ -117,7 +117,7 @@ def _chunks(caches: ChunkCacheStats) -> Iterator[Sample]:
     yield Sample(own_names.CHUNKS_CACHED, caches.cached_chunks)
     yield Sample(own_names.CHUNKS_PINNED, caches.pinned_chunks)
     yield Sample(own_names.CHUNK_LOOKUP_SECONDS, caches.lookup_seconds, count=caches.planned_chunks)
-    yield Sample(own_names.CHUNK_ATTACH_SECONDS, caches.allocate_seconds, count=caches.allocates)
+    yield Sample(own_names.CHUNK_ALLOCATE_SECONDS, caches.allocate_seconds, count=caches.allocates)
     yield Sample(own_names.CHUNK_COMPUTE_SECONDS, caches.compute_seconds, count=caches.computes)
 
 

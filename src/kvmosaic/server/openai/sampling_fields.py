@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 
 from kvmosaic.api.documents import DocumentFields
 from kvmosaic.api.fields import INTEGRAL, MAX_NAME, Body, Ignored, Only, Plain, StopText, TokenId
-from kvmosaic.engine.priorities import MAX_PRIORITY
+from kvmosaic.engine_protocol import MAX_PRIORITY
 from kvmosaic.errors import InvalidRepair, InvalidSampling
 from kvmosaic.layout.strategies import strategy_names
 from kvmosaic.llm import LLM
