@@ -14,9 +14,8 @@ from support.tokenizers import make_tokenizer
 
 from kvmosaic.cpu_limit import cpu_limit
 from kvmosaic.errors import TooMuchWork
-from kvmosaic.prompt.long_text import Tokens, tokenize_long
 from kvmosaic.prompt.text_pieces import foreign
-from kvmosaic.prompt.tokenizer import PieceTokenizer
+from kvmosaic.prompt.tokenizer import PieceTokenizer, Tokens, tokenize_long
 
 TOKENIZERS = {
     "byte_level": make_tokenizer(kind="byte_level"),

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmosaic.prompt.chat_template.wrappers import NUMBER, cut_gap, unify, written
+from kvmosaic.prompt.chat_template.document_placement import NUMBER, cut_gap, unify, written
 
 
 def test_numbers_that_change_are_found_and_others_stay():

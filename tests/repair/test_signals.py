@@ -156,7 +156,7 @@ def test_other_backends_and_precisions_measure_the_same_to_rounding(backend):
 
 
 def test_a_long_question_over_a_long_chunk_is_measured_in_parts(monkeypatch):
-    monkeypatch.setattr("kvmosaic.attention.observation._MAX_SCORES", 100)
+    monkeypatch.setattr("kvmosaic.attention.step._MAX_SCORES", 100)
     prompt = Prompt.from_tokens(SYSTEM, DOCUMENTS, QUESTION)
     check_signals(measured(build_engine(loaded("gemma3")), prompt), *twins("gemma3", prompt, "shared"))
 

@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from kvmosaic.assembly import bundled_reader
 from kvmosaic.errors import InvalidSampling
 from kvmosaic.sampling import GrammarCompiler, StructuredOutputs
-from kvmosaic.sampling.grammar import MAX_CACHED_GRAMMARS
-from kvmosaic.sampling.hostile import check_grammar, check_schema
+from kvmosaic.sampling.grammar import MAX_CACHED_GRAMMARS, check_grammar, check_schema
 
 PADDING = 37
 """Ids of the model that the tokenizer does not have."""

@@ -11,7 +11,6 @@ from typing import ClassVar
 
 from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
-from kvmosaic.engine.capabilities import capabilities_of
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.engine_core import EngineCore
 from kvmosaic.engine.likelihood import Scoring, scoring_of
@@ -22,13 +21,27 @@ from kvmosaic.engine.rolling_window import check_memory, window_of
 from kvmosaic.engine.scheduler import Scheduler
 from kvmosaic.engine.sleep import SleepState
 from kvmosaic.engine.swap_space import SwapSpace
-from kvmosaic.engine_protocol import EngineCapabilities, InferenceEngine, check_priority
+from kvmosaic.engine_protocol import Capability, EngineCapabilities, InferenceEngine, check_priority
 from kvmosaic.errors import EngineStopped, InvalidPrompt, InvalidSampling, QueueFull
 from kvmosaic.layout import ChunkContext, Layout
+from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, check_length
 from kvmosaic.repair import RepairPolicy
 from kvmosaic.sampling import GrammarCompiler, SamplingParams
+
+
+def capabilities_of(model: LoadedModel, max_positions: int | None) -> EngineCapabilities:
+    """What the engine can do with a model; the reasons are those of the errors that requests get."""
+    missing = {
+        Capability.MOVE_KEYS: "" if model.is_movable else model.immovable_reason,
+        Capability.ROLLING_WINDOW: model.no_window_reason,
+        Capability.REPAIR: model.no_repair_reason,
+        Capability.STRUCTURED_OUTPUT: "" if model.tokenizer is not None else "this model has no tokenizer",
+    }
+    missing = {capability: reason for capability, reason in missing.items() if reason}
+    return EngineCapabilities("transformers", model.vocab_size, max_positions, missing)
+
 
 logger = logging.getLogger("kvmosaic")
 

@@ -1,8 +1,7 @@
 """Sampling of tokens, detokenization, and request outputs."""
 
-from kvmosaic.sampling.answer import Answer
+from kvmosaic.sampling.answer import Answer, Decoder, Detokenizer, decode_all
 from kvmosaic.sampling.defaults import default_sampling
-from kvmosaic.sampling.detokenizer import Decoder, Detokenizer, decode_all
 from kvmosaic.sampling.grammar import Grammar, GrammarCompiler, Matcher
 from kvmosaic.sampling.output import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from kvmosaic.sampling.params import DEFAULT_SINK_TOKENS, MAX_TOKENS, MAX_WINDOW_TOKENS, SamplingParams
