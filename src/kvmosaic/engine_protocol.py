@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from kvmosaic.errors import InvalidPriority, InvalidRepair, InvalidSampling, KVMosaicError, NotMovable
+from kvmosaic.errors import InvalidPriority, InvalidPrompt, InvalidRepair, InvalidSampling, KVMosaicError, NotMovable
 
 if TYPE_CHECKING:
     from kvmosaic.layout import ChunkContext, Layout
@@ -31,6 +31,8 @@ class Capability(StrEnum):
 
     MOVE_KEYS = "move_keys"
     """Read a stored span at another position than the one it was computed at."""
+    TEXTS = "texts"
+    """Text segments before or between documents, which see everything before them."""
     WARM_UP = "warm_up"
     """Compute documents before a question asks for them."""
     FORK = "fork"
@@ -48,6 +50,7 @@ class Capability(StrEnum):
 _ERRORS: dict[Capability, type[KVMosaicError]] = {
     Capability.MOVE_KEYS: NotMovable,
     Capability.REPAIR: InvalidRepair,
+    Capability.TEXTS: InvalidPrompt,
 }
 
 
@@ -75,7 +78,7 @@ class EngineCapabilities:
             wish: the setting that needs it, with its value: "window_tokens=512".
 
         Raises:
-            NotMovable, InvalidRepair, InvalidSampling: by kind of capability.
+            NotMovable, InvalidRepair, InvalidPrompt, InvalidSampling: by kind of capability.
         """
         if reason := self.missing.get(capability):
             raise _ERRORS.get(capability, InvalidSampling)(

@@ -3,6 +3,7 @@
     KVMosaicError
     ├── InvalidConfig                 a setting that cannot work
     │   ├── InvalidRepair             a repair policy that does not exist, or does not suit the request
+    │   ├── InvalidPreamble           a rule for the end of the preamble that cannot be read or used
     │   ├── InvalidProfile            a file that is no profile of this model
     │   ├── NativeUnavailable         the C extension is asked for and is not there
     │   └── TritonUnavailable         Triton attention is asked for and cannot run here
@@ -72,6 +73,10 @@ class InvalidConfig(KVMosaicError, ValueError):
 
 class InvalidRepair(InvalidConfig):
     """A repair policy that does not exist, or does not suit the model or the request."""
+
+
+class InvalidPreamble(InvalidConfig):
+    """A rule for the end of the preamble that cannot be read, or takes too long."""
 
 
 class InvalidProfile(InvalidConfig):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -137,6 +138,9 @@ class LLM:
             )
         used = found.used_for(self.model.fingerprint, self.chunk_cache_config)
         self.chunk_cache_config, self.profile, self.profile_note = used.config, used.profile, used.note
+        if not self.model.is_movable and not self.chunk_cache_config.says("preamble"):
+            # behind the rest of a system text, documents would be read elsewhere than they are computed
+            self.chunk_cache_config = replace(self.chunk_cache_config, preamble="all")
         self.attention = choose_backend(
             attention_backend, self.model.dtype, self.model.device, has_bias=self.model.has_bias
         )
@@ -305,12 +309,19 @@ class LLM:
         return self._stream(encoded, sampling_params or SamplingParams(), check_priority(priority), placing)
 
     def compose(
-        self, messages: Messages, *, documents: Documents | None = None, salt: str = "", is_endless: bool = False
+        self,
+        messages: Messages,
+        *,
+        documents: Documents | None = None,
+        salt: str = "",
+        is_endless: bool = False,
+        preamble: str | int | None = None,
     ) -> Prompt:
         """Renders a conversation over documents to a tokenized prompt, to look at or to pass to `generate`.
 
         A model without a chat template takes one question with an optional system text, as plain text. With
-        `is_endless`, the question may be longer than the model: for sampling parameters with `window_tokens`.
+        `is_endless`, the question may be longer than the model: for sampling parameters with `window_tokens`. With
+        `preamble`, documents see that much of the system text, instead of what the settings say.
 
         Raises:
             InvalidMessages, InvalidDocument: see `chat`.
@@ -320,8 +331,8 @@ class LLM:
             *system, question = (message["content"] for message in read_messages(messages))
             if [message["role"] for message in messages] in (["user"], ["system", "user"]):
                 prompt = Prompt.from_documents(documents, question, system=system[0] if system else None, salt=salt)
-                return encoder.encode(prompt, control_tokens=False)
-        return encoder.encode_chat(messages, documents, salt=salt)
+                return encoder.encode(prompt, control_tokens=False, preamble=preamble)
+        return encoder.encode_chat(messages, documents, salt=salt, preamble=preamble)
 
     def warm(
         self,

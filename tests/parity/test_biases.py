@@ -51,7 +51,7 @@ def test_dense_cold_and_warm_agree_in_lower_precision(dtype, prompt, strategy, c
 
 @pytest.mark.parametrize("family", ROUNDED)
 @settings(max_examples=8)
-@given(prompt=prompts(), block_size=st.sampled_from([1, 4, 16]), budget=st.sampled_from([5, 256]))
+@given(prompt=prompts(texts="between"), block_size=st.sampled_from([1, 4, 16]), budget=st.sampled_from([5, 256]))
 def test_a_rounded_bias_is_exact_where_it_was_computed(family, prompt, block_size, budget):
     check_cold_and_warm(loaded(family), prompt, "shared", "system", block_size, budget, False)
 
@@ -66,7 +66,7 @@ def test_a_rounded_bias_cannot_be_moved(family):
 
 @pytest.mark.parametrize("family", [*MOVABLE, *ROUNDED, "gptj"])
 @settings(max_examples=6)
-@given(prompt=prompts())
+@given(prompt=prompts(texts="between"))
 def test_shared_equals_unmodified_transformers_with_mask_and_bias(family, prompt):
     model = loaded(family)
     request, logits = answer(build_engine(model), prompt)
@@ -79,7 +79,7 @@ def test_shared_equals_unmodified_transformers_with_mask_and_bias(family, prompt
 
 @pytest.mark.parametrize("family", MOVABLE)
 @settings(max_examples=6)
-@given(prompt=prompts())
+@given(prompt=prompts(texts="between"))
 def test_blind_chunks_moved_behind_each_other_equal_unmodified_transformers(family, prompt):
     model = loaded(family)
     engine = build_engine(model, position_strategy="sequential", chunk_context="none")

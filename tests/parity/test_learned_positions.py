@@ -33,7 +33,7 @@ def loaded(family: str, dtype: torch.dtype = torch.float64) -> LoadedModel:
 @st.composite
 def placed_prompts(draw, most=300):
     """Prompts whose chunks say where they stand: anywhere behind the system prompt, also on each other."""
-    prompt = draw(prompts())
+    prompt = draw(prompts(texts="between"))
     num_system = sum(segment.num_tokens for segment in prompt.segments if segment.kind is SegmentKind.SYSTEM)
     segments = [
         replace(segment, position_offset=draw(st.integers(num_system, num_system + most)))

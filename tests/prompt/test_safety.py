@@ -42,9 +42,13 @@ def test_what_is_said_in_a_conversation_changes_neither_segments_nor_control_tok
     roles = ["system", "user", "assistant", "user"][data.draw(st.integers(0, 1)) :]
     said = [{"role": role, "content": data.draw(nasty_texts(visible=True))} for role in roles]
     benign = [{"role": role, "content": "x"} for role in roles]
-    prompt, twin = encoder.encode_chat(said, nasty), encoder.encode_chat(benign, plain)
+    prompt, twin = encoder.encode_chat(said, nasty, preamble="all"), encoder.encode_chat(benign, plain)
     assert [segment.kind for segment in prompt.segments] == [segment.kind for segment in twin.segments]
     assert controls(encoder, prompt) == controls(encoder, twin)
+    split = encoder.encode_chat(said, nasty)  # the operator's system text may end its preamble
+    assert sum(controls(encoder, split), ()) == sum(controls(encoder, twin), ())
+    said[0] = benign[0]
+    assert [segment.kind for segment in encoder.encode_chat(said, nasty).segments] == [s.kind for s in twin.segments]
 
 
 @pytest.mark.parametrize("name", ["reader", "cohere", "chatml"])

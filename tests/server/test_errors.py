@@ -38,6 +38,7 @@ def test_every_error_of_ours_has_a_status(kind: type[Exception]) -> None:
         (errors.InvalidSampling, 400, None),
         (errors.InvalidConfig, 400, None),
         (errors.InvalidRepair, 400, "invalid_repair"),
+        (errors.InvalidPreamble, 400, "invalid_preamble"),
         (errors.UnknownDocument, 404, "document_not_found"),
         (errors.UnknownChunk, 404, "chunk_not_found"),
         (errors.DocumentExists, 409, "document_exists"),

@@ -115,7 +115,8 @@ class CopyingEngine:
     def add_warm_up(self, prompt: Prompt, *, chunk_context: ChunkContext | None = None) -> CopyingRequest:
         if not prompt.chunks:
             raise InvalidPrompt("a warm-up needs at least one document; got none")
-        layout = self.arrange(prompt, None, chunk_context)
+        kept = (segment for segment in prompt.segments if segment.kind is not SegmentKind.TEXT)
+        layout = self.arrange(replace(prompt, segments=tuple(kept)), None, chunk_context)
         shorter = replace(layout, spans=layout.spans[:-1])
         return self._add(CopyingRequest(self._checked_id(None, 0), prompt, shorter, SamplingParams(max_tokens=1)))
 

@@ -11,7 +11,7 @@ Cases that need what the engine cannot do check that it says so, with the reason
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
@@ -32,7 +32,7 @@ from kvmosaic.errors import (
 )
 from kvmosaic.layout import Layout
 from kvmosaic.model import LoadedModel
-from kvmosaic.prompt import Prompt
+from kvmosaic.prompt import Prompt, Segment, SegmentKind
 from kvmosaic.sampling import RequestOutput, SamplingParams, StructuredOutputs
 from support.engines import dense_logits
 
@@ -103,6 +103,28 @@ def documents_in_any_order(engine: InferenceEngine, reference: Reference) -> Non
                 continue
             output = ask(engine, prompt, position_strategy=strategy)
             reference.check(engine, prompt, output, position_strategy=strategy)
+
+
+def texts_before_and_between_documents(engine: InferenceEngine, reference: Reference) -> None:
+    """They see everything before them; documents see only the system segment, and are found again."""
+    for strategy in ("shared", "sequential"):
+        for number, order in enumerate([(0, 1, 2), (2, 0, 1)]):
+            prompt = prompt_of(*order)
+            texts = [Segment(SegmentKind.TEXT, (60 + number + place, 70, 71)) for place in range(3)]
+            system, *chunks, question = prompt.segments
+            placed = replace(prompt, segments=(system, texts[0], chunks[0], texts[1], *chunks[1:], texts[2], question))
+            if not engine.capabilities.has(Capability.TEXTS):
+                with pytest.raises(InvalidPrompt, match=engine.capabilities.missing[Capability.TEXTS]):
+                    engine.add_request(placed, params())
+                continue
+            if not engine.capabilities.has(Capability.MOVE_KEYS):
+                with pytest.raises(NotMovable):
+                    engine.add_request(placed, params(), position_strategy=strategy)
+                continue
+            output = ask(engine, placed, position_strategy=strategy)
+            reference.check(engine, placed, output, position_strategy=strategy)
+            reused = [segment for segment in output.reuse.segments if segment.kind == "chunk" and segment.reused_tokens]
+            assert len(reused) == (0 if number == 0 and strategy == "shared" else 3), output.reuse
 
 
 def cached_documents_are_reported(engine: InferenceEngine, reference: Reference) -> None:
@@ -263,6 +285,7 @@ CASES: dict[str, Callable[[InferenceEngine, Reference], None]] = {
     for case in (
         plain_prompts,
         documents_in_any_order,
+        texts_before_and_between_documents,
         cached_documents_are_reported,
         cold_equals_warm,
         documents_without_context,

@@ -22,10 +22,10 @@ def loaded_family(family: str, dtype: torch.dtype = torch.float64) -> LoadedMode
     return LoadedModel.from_module(build(family, dtype))
 
 
-def chatting_llama() -> LoadedModel:
+def chatting_llama(family: str = "llama") -> LoadedModel:
     """A tiny model with a tokenizer that has a chat template."""
     tokenizer = make_tokenizer(CHATML)
-    module = build("llama", torch.float32, vocab_size=len(tokenizer), max_position_embeddings=2048)
+    module = build(family, torch.float32, vocab_size=len(tokenizer), max_position_embeddings=2048)
     return LoadedModel.from_module(module, tokenizer)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import strategies as st
 
 from kvmosaic.engine import Engine
 from kvmosaic.layout import arrange
-from kvmosaic.prompt import Prompt
+from kvmosaic.prompt import Prompt, Segment, SegmentKind
 from support.engines import answer, build_engine, dense_logits, fragment, token_ids
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -19,7 +21,8 @@ def tolerance_of(logits: torch.Tensor, dtype: torch.dtype) -> float:
 
 
 @st.composite
-def prompts(draw, vocab_size=128):
+def prompts(draw, vocab_size=128, texts="anywhere"):
+    """Random prompts; with texts "anywhere" between the segments, only "between" documents, or "nowhere"."""
     seed = draw(st.integers(0, 2**31))
     generator = torch.Generator().manual_seed(seed)
     lengths = draw(st.lists(st.integers(1, 30), max_size=5))
@@ -28,9 +31,14 @@ def prompts(draw, vocab_size=128):
     def tokens(count: int) -> list[int]:
         return torch.randint(0, vocab_size, (count,), generator=generator).tolist()
 
-    return Prompt.from_tokens(
+    prompt = Prompt.from_tokens(
         tokens(num_system) if num_system else None, [tokens(count) for count in lengths], tokens(num_question)
     )
+    segments = list(prompt.segments)
+    first = (1 if num_system else 0) + (1 if texts == "between" and lengths else 0)
+    for place in draw(st.lists(st.integers(first, len(segments) - 1), max_size=0 if texts == "nowhere" else 3)):
+        segments.insert(place, Segment(SegmentKind.TEXT, tuple(tokens(draw(st.integers(1, 8))))))
+    return replace(prompt, segments=tuple(segments))
 
 
 settings_of_a_run = {

@@ -61,13 +61,16 @@ def key_deviations(module: object, layout: Layout) -> list[Tensor]:
     """By span but the last: [m], the squared distance between two keys of the second layer, computed by transformers.
 
     One reads everything before it causally, the other what its chunk saw when it was computed; both in the place where
-    the question sees the chunk. Only in shared positions, where documents overlap there, they stand behind each other.
+    the question sees the chunk. Only in shared positions, where documents overlap there, documents and the texts
+    between them stand behind each other.
     """
     places = [layout.position_of(index) for index in range(len(layout.spans) - 1)]
     spans = layout.spans[:-1]
     if layout.strategy == "shared":
-        chunks = [index for index, span in enumerate(spans) if span.segment.kind is SegmentKind.CHUNK]
-        for before, index in pairwise(chunks):
+        apart = (SegmentKind.CHUNK, SegmentKind.TEXT)
+        first = next((index for index, span in enumerate(spans) if span.segment.kind is SegmentKind.CHUNK), len(spans))
+        for before, index in pairwise(range(first, len(spans))):
+            assert spans[index].segment.kind in apart
             places[index] = places[before] + spans[before].num_tokens
     causal = _second_keys(module, spans, places)
     deviations, first = [], 0

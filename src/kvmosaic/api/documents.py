@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from kvmosaic.api.errors import ApiError, ErrorDetail
 from kvmosaic.api.fields import INTEGRAL, MAX_DOCUMENTS, Body, Name, Plain, Reply, Text
@@ -15,6 +16,7 @@ from kvmosaic.documents.stored import MAX_METADATA_KEY, MAX_METADATA_PAIRS, MAX_
 from kvmosaic.errors import InvalidDocument
 from kvmosaic.prompt import Document
 from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS, REFUSED_ID_PATTERN
+from kvmosaic.prompt.preamble import MAX_PREAMBLE_TOKENS, MAX_RULE_CHARACTERS
 from kvmosaic.prompt.segment import MAX_SALT_CHARACTERS
 
 MAX_WARM_IDS = 10_000
@@ -57,6 +59,25 @@ class DocumentPart(Body):
     metadata: Plain | None = None
 
 
+def _check_preamble(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith("pattern:"):
+        raise PydanticCustomError(
+            "preamble", "a pattern is set by the operator (--preamble); choose 'auto', 'all', a number or 'before:TEXT'"
+        )
+    return value
+
+
+PreambleField = Annotated[
+    Annotated[str, Field(max_length=MAX_RULE_CHARACTERS)] | Annotated[int, Field(ge=0, le=MAX_PREAMBLE_TOKENS)] | None,
+    AfterValidator(_check_preamble),
+    Field(
+        description="How much of the system text documents see, so that they are reused where its end changes: auto, "
+        "all, a number of tokens, or before:TEXT. Default: the server's setting.",
+        examples=["before:Today is"],
+    ),
+]
+
+
 class DocumentFields(Body):
     """Documents and who may share them."""
 
@@ -72,6 +93,7 @@ class DocumentFields(Body):
         str | None,
         Field(max_length=MAX_SALT_CHARACTERS, description="Requests with different salts share nothing in the cache."),
     ] = None
+    preamble: PreambleField = None
 
 
 def document_texts(parts: Sequence[DocumentPart | str], resolve: Callable[[str], Document]) -> tuple[Document, ...]:
@@ -285,6 +307,7 @@ class WarmOptions(Body):
         Literal["system", "none"] | None,
         Field(description="As the later requests say it: with none, a document is a cache hit after any system text."),
     ] = None
+    preamble: PreambleField = None
     stream: Annotated[bool | None, Field(description="Send an event for each document as it ends.")] = False
 
     @property

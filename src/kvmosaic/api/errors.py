@@ -74,6 +74,7 @@ _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (errors.InvalidPrompt, 400, INVALID_REQUEST, None),
     (errors.InvalidSampling, 400, INVALID_REQUEST, None),
     (errors.InvalidRepair, 400, INVALID_REQUEST, "invalid_repair"),
+    (errors.InvalidPreamble, 400, INVALID_REQUEST, "invalid_preamble"),
     (errors.InvalidConfig, 400, INVALID_REQUEST, None),
     (errors.UnknownDocument, 404, INVALID_REQUEST, "document_not_found"),
     (errors.DocumentExists, 409, INVALID_REQUEST, "document_exists"),

@@ -13,6 +13,7 @@ from kvmosaic.eviction import POLICIES, EvictionPolicy, choose
 from kvmosaic.layout import ChunkContext
 from kvmosaic.layout.strategies import describe_strategies, strategy_names
 from kvmosaic.prompt.lead_in import LEAD_IN, MAX_LEAD_IN_CHARACTERS
+from kvmosaic.prompt.preamble import MAX_RULE_CHARACTERS, preamble_rule
 from kvmosaic.prompt.separator import read_separator
 from kvmosaic.repair import DEFAULT_REPAIR, FORMS, RepairPolicy, repair_policy
 from kvmosaic.repair.parser import MAX_POLICY_CHARACTERS
@@ -83,6 +84,14 @@ class ChunkCacheConfig:
         help="What a document saw when it was computed: the system text, that and a lead-in (a text that is not in the "
         "prompt), or nothing.",
     )
+    preamble: str | int = _cache(
+        _AUTO,
+        check=preamble_rule,
+        max_length=MAX_RULE_CHARACTERS,
+        metavar="RULE",
+        help="How much of the system text documents see, so that they are reused where its end changes: auto (up to "
+        "the first date, time, long number or address), all, a number of tokens, before:TEXT or pattern:REGEX.",
+    )
     lead_in: str = _python_only(
         LEAD_IN,
         check=_check_lead_in,
@@ -115,9 +124,9 @@ class ChunkCacheConfig:
             raise InvalidConfig(str(error)) from None
 
     def says(self, name: str) -> bool:
-        """Whether the caller set `position_strategy`, `chunk_context` or `repair`, even if as the default.
+        """Whether the caller set `position_strategy`, `chunk_context`, `repair` or `preamble`, even if as the default.
 
-        An unset value may come from the model's profile.
+        An unset value may come from the model or its profile.
         """
         return not isinstance(getattr(self, name), Unset)
 

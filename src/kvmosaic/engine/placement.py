@@ -11,7 +11,7 @@ from kvmosaic.errors import InvalidOffset, NotMovable
 from kvmosaic.layout import ChunkContext, Layout, RollingWindow, arrange, choose_strategy
 from kvmosaic.layout.strategies import AUTO
 from kvmosaic.model.loaded import LoadedModel
-from kvmosaic.prompt import Prompt, check_length
+from kvmosaic.prompt import Prompt, SegmentKind, check_length
 from kvmosaic.repair import FullRepair, NoRepair, RepairPolicy, repair_policy
 
 
@@ -87,7 +87,7 @@ class Placer:
         *,
         chunks_only: bool = False,
     ) -> Layout:
-        """Arranges a prompt, to be answered with at least one token; with `chunks_only`, its question is omitted.
+        """Arranges a prompt, to be answered with at least one token; with `chunks_only`, without texts and question.
 
         With a rolling window, question and answer may be of any length.
 
@@ -101,6 +101,9 @@ class Placer:
         if strategy == AUTO:
             end = 1 if window is None else window.num_positions - prompt.segments[-1].num_tokens
             strategy = choose_strategy(prompt.num_tokens + end, max_positions, is_movable=model.is_movable)
+        if chunks_only:  # texts are computed with the request
+            kept = (segment for segment in prompt.segments if segment.kind is not SegmentKind.TEXT)
+            prompt = replace(prompt, segments=tuple(kept))
         layout = arrange(prompt, strategy, context)
         if max_positions is not None and any(span.end > max_positions for span in layout.spans[:-1]):
             layout = arrange(replace(prompt, lead_in=()), strategy, context)  # the lead-in has no room
@@ -133,6 +136,6 @@ def not_movable(model: LoadedModel, strategy: str, context: ChunkContext) -> Not
     """The error for settings that move documents on a model that does not allow that."""
     return NotMovable(
         f"position_strategy={strategy!r} with chunk_context={context!r} moves documents, and this model does not allow "
-        f"that ({model.immovable_reason}); use position_strategy='shared' with chunk_context='system', or "
-        "position_strategy='absolute'"
+        f"that ({model.immovable_reason}); use position_strategy='shared' with chunk_context='system' and "
+        "preamble='all', or position_strategy='absolute'"
     )

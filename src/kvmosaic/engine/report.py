@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from kvmosaic.cache import Allocation, SpanAllocation
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.layout import UNWEIGHTED, Layout
@@ -24,7 +26,16 @@ def composition_of(layout: Layout) -> str:
         parts.append("documents after the first were computed after a lead-in")
     if layout.chunk_context == "none":
         parts.append("documents did not see the system prompt")
+    elif rest := _rest_of_system(layout):
+        seen = sum(span.num_tokens for span in layout.spans if span.segment.kind == "system")
+        parts.append(f"documents saw {seen} of {seen + rest} tokens of the system text")
     return f"composed ({layout.strategy}): " + ", ".join(parts)
+
+
+def _rest_of_system(layout: Layout) -> int:
+    """Tokens between the system segment and the first document."""
+    before = takewhile(lambda span: span.segment.kind != "chunk", layout.spans)
+    return sum(span.num_tokens for span in before if span.is_text)
 
 
 def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> ReuseReport:

@@ -210,7 +210,8 @@ class Sequence:
         self.num_reused = tuple(
             0 if span.is_owner else span.num_tokens if span.chunk else span.num_computed for span in allocation.spans
         )
-        kept = [span.chunk is not None or span.kind is SegmentKind.SYSTEM for span in allocation.spans]
+        is_kept = (SegmentKind.CHUNK, SegmentKind.SYSTEM, SegmentKind.TEXT)
+        kept = [span.kind in is_kept for span in allocation.spans]
         self.num_reused = tuple(
             min(count, self._found_before[index]) if index < len(self._found_before) and kept[index] else count
             for index, count in enumerate(self.num_reused)

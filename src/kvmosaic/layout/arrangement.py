@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from kvmosaic.errors import InvalidConfig, InvalidOffset
 from kvmosaic.layout.span import ChunkContext, Layout, Span, View
 from kvmosaic.layout.strategies import PositionStrategy, strategy_named
@@ -11,18 +13,21 @@ from kvmosaic.prompt import Prompt, Segment, SegmentKind, seen_chunks
 def arrange(prompt: Prompt, strategy: str = "shared", chunk_context: ChunkContext = "system") -> Layout:
     """Assigns a position and views to every segment of a tokenized prompt.
 
-    With n system tokens and chunks of m_1, m_2, … tokens:
+    With n tokens before the first chunk and chunks of m_1, m_2, … tokens:
 
         shared        every chunk at n (the parts of a split document one after the other); the question at n + max m
         sequential    chunk i at n + m_1 + … + m_(i-1); the question at n + sum m
         absolute      chunk i at its `position_offset`; the question after the last token of all
 
-    A chunk is *computed* at a position that does not depend on the other chunks: right after what it sees (the system
-    prompt, and chunks named in `sees`), or at position 0 when it sees nothing; a later part of a split document so much
-    later as the document has tokens before it. The question's views move it. With the context "lead_in" the prompt's
-    lead-in is between system prompt and chunk when the chunk is computed, and is dropped afterwards. The first chunk of
-    a prompt has none: in the prompt, too, only the system prompt is before it. With `absolute` positions, where nothing
-    moves, and without a lead-in, "lead_in" equals the context "system".
+    A text segment is like the question: right after the last token before it, all of which it sees. So texts between
+    chunks push later chunks on in `sequential` positions only.
+
+    A chunk is *computed* at a position that does not depend on the other segments: right after what it sees (the
+    system segment, and chunks named in `sees`), or at position 0 when it sees nothing; a later part of a split document
+    so much later as the document has tokens before it. The views of texts and question move it. With the context
+    "lead_in" the prompt's lead-in is between system segment and chunk when the chunk is computed, and is dropped
+    afterwards. The first chunk of a prompt has none: in the prompt, too, no chunk is before it. With `absolute`
+    positions, where nothing moves, and without a lead-in, "lead_in" equals the context "system".
 
     Raises:
         InvalidOffset: an offset that is missing, unexpected or inside the system prompt.
@@ -41,16 +46,19 @@ def arrange(prompt: Prompt, strategy: str = "shared", chunk_context: ChunkContex
     system_end = system.num_tokens if system else 0
     if chunk_context == "lead_in" and len(prompt.chunks) > 1:
         spans.append(Span(Segment(SegmentKind.LEAD_IN, prompt.lead_in), system_end, tuple(View(0, 0) for _ in spans)))
-    first_chunk = len(spans)
-    bases: list[int] = []
+    placed = _Placed(rules, spans, start_of_chunks=_before_chunks(prompt))
+    seen_by = iter(seen_chunks(prompt.chunks))
     is_first = True
-    for segment, seen in zip(prompt.chunks, seen_chunks(prompt.chunks), strict=True):
-        is_first = not bases or (is_first and segment.continues)
-        context = () if chunk_context == "none" else _context(spans[:first_chunk], is_first=is_first)
-        bases.append(spans[context[-1].span].end if context else 0)
-        views, start = _views_of(seen, spans, first_chunk, bases[-1], rules)
+    for segment in prompt.segments[1 if system else 0 : -1]:
+        if segment.kind is SegmentKind.TEXT:
+            placed.add_text(segment)
+            continue
+        is_first = not placed.chunks or (is_first and segment.continues)
+        context = () if chunk_context == "none" else _context(spans[: placed.first], is_first=is_first)
+        base = spans[context[-1].span].end if context else 0
+        views, start = placed.views_of(next(seen_by), base)
         if rules.takes_offsets:
-            start = _checked_offset(segment, max(start, system_end), strategy)
+            start = _checked_offset(segment, max(start, placed.start_of_chunks), strategy)
         elif segment.position_offset is not None:
             raise InvalidOffset(
                 f"{segment.label} has position_offset {segment.position_offset}, but the strategy is {strategy!r}; "
@@ -59,48 +67,70 @@ def arrange(prompt: Prompt, strategy: str = "shared", chunk_context: ChunkContex
         else:
             # its offset in its document: nothing is moved in shared positions, and every prompt hits it
             start += segment.document_offset
-        spans.append(Span(segment, start, context + views))
-    positions = _prompt_positions(spans, first_chunk, [system_end - base for base in bases], rules)
-    placed = [
-        (index, position, span)
-        for index, (position, span) in enumerate(zip(positions, spans, strict=True))
-        if not span.is_lead_in
-    ]
-    views = tuple(View(index, position - span.start) for index, position, span in placed)
-    question_start = max((position + span.num_tokens for _, position, span in placed), default=0)
-    spans.append(Span(prompt.segments[-1], question_start, views))
+        placed.add_chunk(Span(segment, start, context + views), base)
+    placed.add_text(prompt.segments[-1])
     return Layout(tuple(spans), strategy, chunk_context)
 
 
-def _context(spans: list[Span], *, is_first: bool) -> tuple[View, ...]:
-    """What every chunk sees: the system prompt, and the lead-in unless the chunk is the first document of its prompt.
+class _Placed:
+    """The spans of a prompt so far, and where its later spans read them."""
 
-    Before the first document there is only the system prompt in the prompt, too: so it is exact.
+    def __init__(self, rules: PositionStrategy, spans: list[Span], start_of_chunks: int) -> None:
+        self.spans = spans
+        self.first = len(spans)
+        """Number of spans before the first chunk or text: the system segment and the lead-in."""
+        self.start_of_chunks = start_of_chunks
+        """Position after the system segment and the texts before the first chunk."""
+        self.chunks: list[int] = []
+        """Indexes of the chunks' spans."""
+        self._rules = rules
+        self._positions = {index: span.start for index, span in enumerate(spans) if not span.is_lead_in}
+        """Where the prompt reads each span; no lead-in."""
+        self._cursor = sum(spans[index].num_tokens for index in self._positions)
+        """End of all spans, if they are one after the other."""
+        self._end = self._cursor
+        """Position after the last token of all."""
+
+    def add_text(self, segment: Segment) -> None:
+        """Adds a text or the question: after the last token of all, which it sees."""
+        end = self._end
+        views = (View(index, position - self.spans[index].start) for index, position in self._positions.items())
+        self._add(Span(segment, end, tuple(views)), end)
+
+    def add_chunk(self, span: Span, base: int) -> None:
+        """Adds a chunk that was computed after `base` tokens."""
+        self.chunks.append(len(self.spans))
+        self._add(span, self._rules.position(span.start, self._cursor, self.start_of_chunks - base))
+
+    def views_of(self, numbers: tuple[int, ...], base: int) -> tuple[tuple[View, ...], int]:
+        """Views of the chunks that a chunk sees, and the first position after all that it sees."""
+        views, end = [], base
+        for number in numbers:
+            seen = self.spans[self.chunks[number]]
+            position = self._rules.position_of_seen(seen.start, end)
+            views.append(View(self.chunks[number], position - seen.start))
+            end = max(end, position + seen.num_tokens)
+        return tuple(views), end
+
+    def _add(self, span: Span, position: int) -> None:
+        self._positions[len(self.spans)] = position
+        self._cursor += span.num_tokens
+        self._end = max(self._end, position + span.num_tokens)
+        self.spans.append(span)
+
+
+def _before_chunks(prompt: Prompt) -> int:
+    """Tokens of the system segment and of the texts before the first chunk."""
+    before = itertools.takewhile(lambda segment: segment.kind is not SegmentKind.CHUNK, prompt.segments[:-1])
+    return sum(segment.num_tokens for segment in before)
+
+
+def _context(spans: list[Span], *, is_first: bool) -> tuple[View, ...]:
+    """What every chunk sees: the system segment, and the lead-in unless the chunk is the first document of its prompt.
+
+    Before the first document there is no other in the prompt, too.
     """
     return tuple(View(index, 0) for index, span in enumerate(spans) if not (is_first and span.is_lead_in))
-
-
-def _views_of(
-    numbers: tuple[int, ...], spans: list[Span], first_chunk: int, base: int, rules: PositionStrategy
-) -> tuple[tuple[View, ...], int]:
-    """Views of the chunks that a chunk sees, and the first position after all that it sees."""
-    views, end = [], base
-    for number in numbers:
-        seen = spans[first_chunk + number]
-        position = rules.position_of_seen(seen.start, end)
-        views.append(View(first_chunk + number, position - seen.start))
-        end = max(end, position + seen.num_tokens)
-    return tuple(views), end
-
-
-def _prompt_positions(spans: list[Span], first_chunk: int, shifts: list[int], rules: PositionStrategy) -> list[int]:
-    """Positions at which the question sees the first token of each span; `shifts` move chunks to the system's end."""
-    positions = [span.start for span in spans[:first_chunk]]
-    cursor = sum(span.num_tokens for span in spans[:first_chunk] if not span.is_lead_in)
-    for span, shift in zip(spans[first_chunk:], shifts, strict=True):
-        positions.append(rules.position(span.start, cursor, shift))
-        cursor += span.num_tokens
-    return positions
 
 
 def _checked_offset(segment: Segment, lowest: int, strategy: str) -> int:

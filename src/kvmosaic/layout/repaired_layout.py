@@ -39,13 +39,13 @@ def repair_positions(layout: Layout) -> dict[int, int]:
     """By index of a span before the last: the position of its first token for repaired tokens.
 
     That is where the question sees it. In `shared` positions documents overlap there, and a token that sees others
-    needs to know their order: for repaired tokens, and for them only, documents are one after the other.
+    needs to know their order: for repaired tokens, and for them only, documents and texts are one after the other.
     """
     positions = layout.positions()
     if layout.rules.overlaps:
         cursor = None
         for index in positions:
-            if _is_chunk(layout, index):
+            if _is_chunk(layout, index) or (cursor is not None and layout.spans[index].is_text):
                 positions[index] = positions[index] if cursor is None else cursor
                 cursor = positions[index] + layout.spans[index].num_tokens
     return positions

@@ -79,6 +79,11 @@ class Span:
         return self.segment.kind is SegmentKind.LEAD_IN
 
     @property
+    def is_text(self) -> bool:
+        """Whether it is a text between documents or after the preamble, which sees everything before it."""
+        return self.segment.kind is SegmentKind.TEXT
+
+    @property
     def num_tokens(self) -> int:
         """Tokens in this span."""
         return self.segment.num_tokens

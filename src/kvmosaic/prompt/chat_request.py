@@ -9,10 +9,9 @@ from typing import Any
 from kvmosaic.errors import InvalidMessages
 from kvmosaic.prompt.document import Document
 from kvmosaic.prompt.message import is_system
+from kvmosaic.prompt.preamble import is_marked
 from kvmosaic.prompt.segment import Prompt
 from kvmosaic.prompt.separator import named_parts
-
-MARKS = ("cache_control", "prompt_cache_breakpoint")
 
 
 def take_separated(
@@ -89,7 +88,7 @@ def take_marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str
         system text: instructions, handbook     documents: manual, letter     question: question
 
     Marks count in system and user messages, earlier ones included: what was a document in the first turn of a
-    conversation is the same document in the second. The first marked part of the system messages ends the system text,
+    conversation is the same document in the second. The first marked part of the system messages ends the preamble,
     as it ends the cached prefix in other APIs; marked parts after it are documents. So are the marked parts of the
     user's messages, except that the last part of a message stays if every part is marked. Unmarked parts stay in their
     message, so nothing changes its role.
@@ -110,7 +109,7 @@ def take_marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str
             kept.append(message)
             continue
         assert isinstance(parts, Sequence)
-        marked = [number for number, part in enumerate(parts) if _is_marked(part)]
+        marked = [number for number, part in enumerate(parts) if is_marked(part)]
         if is_read and marked and not has_system_end:
             has_system_end = True
             marked = marked[1:]
@@ -125,10 +124,6 @@ def take_marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str
 
 def _is_parts(content: object) -> bool:
     return isinstance(content, Sequence) and not isinstance(content, str | bytes) and len(content) > 0
-
-
-def _is_marked(part: object) -> bool:
-    return isinstance(part, Mapping) and any(part.get(mark) not in (None, False) for mark in MARKS)
 
 
 def _document(part: Mapping[str, Any], message: int) -> Document:

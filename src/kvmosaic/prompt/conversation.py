@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,6 +16,10 @@ from kvmosaic.prompt.tokenizer import Tokenizer, control_tokens
 
 _SCHEMAS = "{{ tools | tojson }}"
 _OWN_OPTIONS = ("tokenize", "return_dict", "documents", "return_tensors", "sanitize_control_tokens", "padding")
+_CLOCK = "strftime_now"
+"""The function by which templates ask for the time."""
+_OTHER_TIME = "{%- macro strftime_now(format) -%}\N{WATCH}{%- endmacro -%}"
+"""In front of a template: takes the place of its clock. No time is written like this."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 Documents = list[dict[str, str]] | None
 
@@ -143,6 +148,17 @@ class Conversation:
             return None
         options = {name: value for name, value in self._options.items() if name != "continue_final_message"}
         return Conversation(self._tokenizer, self.messages[: asked + 1], {**options, "add_generation_prompt": True})
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether the template may write the time or date."""
+        return _CLOCK in self.template_source and not isinstance(getattr(self._tokenizer, "chat_template", ""), dict)
+
+    def at_another_time(self) -> Conversation:
+        """The same conversation, rendered by the same template with something else on its clock."""
+        other = copy.copy(self)
+        other._options = {**self._options, "chat_template": _OTHER_TIME + self.template_source}
+        return other
 
     @property
     def template_source(self) -> str:

@@ -13,11 +13,13 @@ from kvmosaic.prompt.chat_template.document_placement import place_documents
 from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.document import Document, read_documents
 from kvmosaic.prompt.message import read_messages
+from kvmosaic.prompt.preamble import preamble_rule
+from kvmosaic.prompt.preamble_split import preamble_end, with_preamble, with_preamble_tokens
 from kvmosaic.prompt.segment import MAX_POSITION, Prompt, Segment, SegmentKind, numbered
 from kvmosaic.prompt.separator import check_unicode
 from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_token_ids
 from kvmosaic.prompt.splits import fit_chunks
-from kvmosaic.prompt.text_pieces import TextPiece, foreign, joined, merged, template
+from kvmosaic.prompt.text_pieces import TextPiece, foreign, joined, merged, split_pieces, template
 from kvmosaic.prompt.tokenizer import Encoded, PieceTokenizer, Tokenizer
 
 MAX_ENDLESS_TOKENS = 2**20
@@ -55,6 +57,7 @@ class PromptEncoder:
         self.settings = settings or PromptOptions()
         self.vocab_size = vocab_size
         self.max_positions = max_positions
+        self._preamble = preamble_rule(self.settings.preamble)
         self._pieces = None if tokenizer is None else PieceTokenizer(tokenizer)
         self._lead_in: tuple[str, tuple[int, ...]] = ("", ())
         """The latest lead-in text and its tokens."""
@@ -77,8 +80,17 @@ class PromptEncoder:
         other._is_joining = True
         return other
 
-    def encode(self, prompt: Prompt | str | Sequence[int], *, salt: str = "", control_tokens: bool = True) -> Prompt:
+    def encode(
+        self,
+        prompt: Prompt | str | Sequence[int],
+        *,
+        salt: str = "",
+        control_tokens: bool = True,
+        preamble: str | int | None = None,
+    ) -> Prompt:
         """Tokenizes a prompt; a text or a list of token ids is an ordinary prompt.
+
+        The system segment of a prompt with chunks is split where its preamble ends, unless a text segment follows it.
 
         Args:
             prompt: the input. A text is split only where the settings name a separator. Segments with token ids are
@@ -86,21 +98,25 @@ class PromptEncoder:
             salt: tenant salt of a text or a list; a `Prompt` has its own.
             control_tokens: whether control tokens written in a plain prompt, a system text or a question count. In
                 documents they never do.
+            preamble: where the preamble ends, instead of the settings; see `preamble_rule`.
 
         Raises:
             InvalidPrompt: and its subclasses, naming the value, the limit and the fix.
+            InvalidPreamble: a rule that cannot be read or used.
         """
         if isinstance(prompt, str):
             prompt = Prompt.from_text(prompt, self.settings.chunk_separator, salt=salt)
         elif not isinstance(prompt, Prompt):
             prompt = Prompt.plain(prompt, salt=salt)
         self._check_count(prompt.segments)
+        rule = self._preamble if preamble is None else preamble_rule(preamble)
         segments, encodings, pieces = [], [], list[TextPiece]()
-        has_text = any(segment.token_ids is None for segment in prompt.segments)
-        if prompt.segments[0].kind is SegmentKind.CHUNK and has_text and self._prefix:
+        given = prompt.segments if self._is_joining else with_preamble(prompt.segments, rule)
+        has_text = any(segment.token_ids is None for segment in given)
+        if given[0].kind in (SegmentKind.CHUNK, SegmentKind.TEXT) and has_text and self._prefix:
             segments.append(Segment(SegmentKind.SYSTEM, self._prefix, text=""))
             encodings.append(Encoded(self._prefix, None))
-        for segment in numbered(prompt.segments):
+        for segment in numbered(given):
             if segment.token_ids is None:
                 trusted = control_tokens and segment.kind is not SegmentKind.CHUNK
                 piece = template(segment.text or "") if trusted else foreign(segment.text or "")
@@ -110,6 +126,8 @@ class PromptEncoder:
                 encoded = Encoded(segment.token_ids, None)
             segments.append(replace(segment, token_ids=encoded.token_ids))
             encodings.append(encoded)
+        if not self._is_joining:
+            segments, encodings = with_preamble_tokens(segments, encodings, rule.num_tokens)
         lead_in = prompt.lead_in or self._lead_in_tokens([foreign(self.settings.lead_in)], segments)
         checked = self._checked(segments, encodings, prompt.salt)
         checked = replace(checked, tenant=prompt.tenant, is_joined=prompt.is_joined, lead_in=lead_in)
@@ -119,35 +137,51 @@ class PromptEncoder:
         return checked.joined() if has_ids else self._joined(checked, pieces, with_prefix=True)
 
     def encode_chat(
-        self, messages: object, documents: Iterable[object] | None = None, *, salt: str = "", **template_options: Any
+        self,
+        messages: object,
+        documents: Iterable[object] | None = None,
+        *,
+        salt: str = "",
+        preamble: str | int | None = None,
+        **template_options: Any,
     ) -> Prompt:
         """Renders a conversation through the tokenizer's chat template and tokenizes it.
 
-        With documents, everything before them is the system segment, each document is a chunk, and everything after
-        them is the question. Without documents, it is one plain segment. Control tokens count only where the template
-        wrote them.
+        With documents, everything before them is the system segment (and a text segment after its preamble), each
+        document is a chunk, and everything after them is the question. Without documents, it is one plain segment.
+        Control tokens count only where the template wrote them.
 
         Args:
-            messages: `{"role": ..., "content": ...}`, a content being a text or a list of text parts.
+            messages: `{"role": ..., "content": ...}`, a content being a text or a list of text parts. The preamble ends
+                with the first part of a system message that is marked with `cache_control`.
             documents: texts, mappings with "text" (and "title", "id") or `Document`s.
             salt: tenant salt.
+            preamble: where it ends if no part is marked, instead of the settings; see `preamble_rule`.
             template_options: passed to the template, for example tools=..., enable_thinking=..., chat_template=....
 
         Raises:
             InvalidMessages: not a conversation, or one that the template rejects.
             InvalidDocument: an entry that is not a document.
             InvalidPrompt: and its other subclasses.
+            InvalidPreamble: a rule that cannot be read or used.
         """
+        rule = self._preamble if preamble is None else preamble_rule(preamble)
         conversation = Conversation(self._known_tokenizer(), read_messages(messages), template_options)
         read = read_documents(documents or (), self.settings.max_prompt_chunks)
         last_answer = conversation.last_answer
         if not read:
             return self._from_pieces([(SegmentKind.PLAIN, None, conversation.pieces())], salt, last_answer)
         placing = place_documents(conversation)
-        parts: list[tuple[SegmentKind, str | None, Sequence[TextPiece]]] = [(SegmentKind.SYSTEM, None, placing.head)]
+        head, rest = placing.head, tuple[TextPiece, ...]()
+        end = None if self._is_joining else preamble_end(conversation, placing.head, messages, rule)
+        if end is not None:
+            head, rest = split_pieces(placing.head, end)
+        parts: list[tuple[SegmentKind, str | None, Sequence[TextPiece]]] = [(SegmentKind.SYSTEM, None, head)]
+        parts += [(SegmentKind.TEXT, None, rest)] * bool(rest)
         parts += [(SegmentKind.CHUNK, document.name, placing.chunk(document)) for document in read]
         parts.append((SegmentKind.QUESTION, None, placing.tail))
-        prompt = _with_priorities(self._from_pieces(parts, salt, last_answer), read)
+        num_tokens = None if rest else rule.num_tokens
+        prompt = _with_priorities(self._from_pieces(parts, salt, last_answer, num_tokens), read)
         lead_in = self._lead_in_tokens(placing.chunk(Document(self.settings.lead_in)), prompt.segments)
         return replace(prompt, lead_in=lead_in)
 
@@ -158,6 +192,7 @@ class PromptEncoder:
         *,
         salt: str = "",
         chat: bool | None = None,
+        preamble: str | int | None = None,
         **template_options: Any,
     ) -> Prompt:
         """A prompt with the system and chunk segments of later prompts with these documents, for cache warming.
@@ -170,16 +205,18 @@ class PromptEncoder:
             salt: tenant salt of the later prompts.
             chat: whether they are conversations (`encode_chat`) or texts (`Prompt.from_text`, `from_documents`); None:
                 conversations if the tokenizer has a chat template.
+            preamble: that of the later prompts, if not that of the settings.
             template_options: as for `encode_chat`.
         """
         read: tuple[Document, ...] = read_documents(documents, self.settings.max_prompt_chunks)
         if chat is None:
             chat = bool(template_options.get("chat_template") or getattr(self.tokenizer, "chat_template", None))
         if not chat:
-            return self.encode(Prompt.from_documents(read, _PLACEHOLDER_QUESTION, system=system, salt=salt))
+            prompt = Prompt.from_documents(read, _PLACEHOLDER_QUESTION, system=system, salt=salt)
+            return self.encode(prompt, preamble=preamble)
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": _PLACEHOLDER_QUESTION})
-        return self.encode_chat(messages, read, salt=salt, **template_options)
+        return self.encode_chat(messages, read, salt=salt, preamble=preamble, **template_options)
 
     def bare(self, text: str) -> tuple[int, ...]:
         """The tokens of an ordinary prompt without BOS.
@@ -220,6 +257,7 @@ class PromptEncoder:
         parts: Sequence[tuple[SegmentKind, str | None, Sequence[TextPiece]]],
         salt: str,
         last_answer: int | None = None,
+        num_preamble: int | None = None,
     ) -> Prompt:
         """A prompt of rendered segments; the template has already written the BOS token."""
         segments, encodings = [], []
@@ -231,6 +269,8 @@ class PromptEncoder:
             history_tokens = _tokens_up_to(pieces, last_answer, encoded)
             segments.append(replace(segment, token_ids=encoded.token_ids, history_tokens=history_tokens))
             encodings.append(encoded)
+        if not self._is_joining:
+            segments, encodings = with_preamble_tokens(segments, encodings, num_preamble)
         checked = self._checked(segments, encodings, salt)
         if not self._is_joining or checked.is_plain:
             return checked
@@ -280,7 +320,8 @@ class PromptEncoder:
         if self.max_positions is None:
             return MAX_POSITION
         room = self._free(segments)
-        free = room + sum(segment.num_tokens for segment in segments if segment.kind is SegmentKind.QUESTION)
+        changing = (SegmentKind.QUESTION, SegmentKind.TEXT)
+        free = room + sum(segment.num_tokens for segment in segments if segment.kind in changing)
         if room < 2:
             return self.max_positions
         part = free // 2
@@ -289,11 +330,11 @@ class PromptEncoder:
         return max(part, 1)
 
     def _free(self, segments: Sequence[Segment]) -> int:
-        """The model's positions minus system prompt and question."""
+        """The model's positions minus system prompt, texts and question."""
         if self.max_positions is None:
             return MAX_POSITION
         return self.max_positions - sum(
-            segment.num_tokens for segment in segments if segment.kind in (SegmentKind.SYSTEM, SegmentKind.QUESTION)
+            segment.num_tokens for segment in segments if segment.kind is not SegmentKind.CHUNK
         )
 
     def _check_count(self, segments: Sequence[Segment]) -> None:

@@ -23,6 +23,8 @@ class SegmentKind(StrEnum):
 
     SYSTEM = "system"
     CHUNK = "chunk"
+    TEXT = "text"
+    """Text between documents, or the changing rest of a system text: computed with the request, after all before it."""
     QUESTION = "question"
     PLAIN = "plain"
     """The only segment of an ordinary prompt: causal, position 0, no documents."""
@@ -35,6 +37,7 @@ class SegmentKind(StrEnum):
 _NAMELESS = {
     SegmentKind.SYSTEM: "system text",
     SegmentKind.CHUNK: "document (it has no id)",
+    SegmentKind.TEXT: "text",
     SegmentKind.QUESTION: "question",
     SegmentKind.PLAIN: "prompt",
     SegmentKind.REPAIR: "repaired tokens",
@@ -135,7 +138,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """An ordered tuple of segments: `[system] chunk* question`, or one `plain` segment.
+    """An ordered tuple of segments: `[system] (chunk | text)* question`, or one `plain` segment.
+
+    Chunks see the system segment. A text, like the question, sees everything before it and is computed with the
+    request: text between documents, or what follows the stable part of a system text (its *preamble*), such as a date.
 
     salt, tenant: prompts that differ in either never share a cached byte. A salt is chosen by the client; a tenant is
     the client as the server knows it, with names, pins and a quota of its own.
@@ -164,15 +170,21 @@ class Prompt:
         if not kinds or kinds[-1] is not SegmentKind.QUESTION:
             raise InvalidPrompt("a prompt ends with one question; got the segments " + (", ".join(kinds) or "(none)"))
         body = kinds[1:-1] if kinds[0] is SegmentKind.SYSTEM else kinds[:-1]
-        if any(kind is not SegmentKind.CHUNK for kind in body):
+        if any(kind not in (SegmentKind.CHUNK, SegmentKind.TEXT) for kind in body):
             raise InvalidPrompt(
-                "a prompt is an optional system segment, any number of chunks and one question; got " + ", ".join(kinds)
+                "a prompt is an optional system segment, any number of chunks and texts and one question; got "
+                + ", ".join(kinds)
             )
 
     @property
     def chunks(self) -> tuple[Segment, ...]:
         """The documents, in prompt order."""
         return tuple(segment for segment in self.segments if segment.kind is SegmentKind.CHUNK)
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether it has text segments, before or between its chunks."""
+        return any(segment.kind is SegmentKind.TEXT for segment in self.segments)
 
     @property
     def is_plain(self) -> bool:

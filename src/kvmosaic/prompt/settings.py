@@ -30,6 +30,10 @@ class PromptSettings(Protocol):
         """Handling of a longer document."""
 
     @property
+    def preamble(self) -> str | int:
+        """Where the part of a system text ends that documents see; see `kvmosaic.prompt.preamble`."""
+
+    @property
     def lead_in(self) -> str:
         """The text before documents during prefill with chunk_context "lead_in"."""
 
@@ -42,6 +46,7 @@ class PromptOptions:
     max_chunk_tokens: int = 32_768
     max_prompt_chunks: int = 4_096
     long_chunks: Literal["error", "split"] = "error"
+    preamble: str | int = "auto"
     lead_in: str = LEAD_IN
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,19 @@ def merged(pieces: Iterable[TextPiece]) -> tuple[TextPiece, ...]:
         elif piece.text or piece.message is not None:
             result.append(piece)
     return tuple(result)
+
+
+def split_pieces(pieces: Sequence[TextPiece], place: int) -> tuple[tuple[TextPiece, ...], tuple[TextPiece, ...]]:
+    """The pieces before and after a place in their joined text; a piece around it is cut in two."""
+    before, after, start = list[TextPiece](), list[TextPiece](), 0
+    for piece in pieces:
+        cut = min(max(place - start, 0), len(piece.text))
+        if cut or not piece.text:
+            before.append(replace(piece, text=piece.text[:cut]))
+        if cut < len(piece.text):
+            after.append(replace(piece, text=piece.text[cut:]))
+        start += len(piece.text)
+    return merged(before), merged(after)
 
 
 def foreign_intervals(pieces: Sequence[TextPiece]) -> list[tuple[int, int]]:

@@ -55,7 +55,7 @@ def router(services: Services) -> APIRouter:
     async def reply(
         request: Request, tenant: Tenant, body: WarmOptions, documents: tuple[Document | str, ...], salt: str | None
     ) -> WarmSummary | EventStream:
-        job = WarmJob(documents, body.system, salt or "", body.chat, body.chunk_context)
+        job = WarmJob(documents, body.system, salt or "", body.chat, body.chunk_context, body.preamble)
         if body.stream:
             return await open_stream(request, _events(services, tenant, job, request_id_of(request)))
         return await _whole(services, tenant, job, request_id_of(request))

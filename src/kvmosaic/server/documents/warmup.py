@@ -34,6 +34,8 @@ class WarmJob:
     """Whether the later prompts are conversations; None: if the model has a chat template."""
     chunk_context: ChunkContext | None = None
     """`chunk_context` of the later requests; None: not set, and the server's setting applies."""
+    preamble: str | int | None = None
+    """In the same way, their `preamble`."""
 
 
 def check_warmable(services: Services, tenant: Tenant) -> None:
@@ -113,7 +115,7 @@ async def _end_of(
 def _prompts_of(services: Services, document: Document, job: WarmJob, tenant: str) -> Sequence[Prompt]:
     """Returns one prompt for each chunk, so that the parts of a split document need not fit into memory together."""
     encoder = services.llm.encoder
-    prompt = encoder.encode_documents([document], job.system, salt=job.salt, chat=job.chat)
+    prompt = encoder.encode_documents([document], job.system, salt=job.salt, chat=job.chat, preamble=job.preamble)
     system = [segment for segment in prompt.segments if segment.kind is SegmentKind.SYSTEM]
     question = Segment(SegmentKind.QUESTION, (0,))
     return [replace(prompt, segments=(*system, chunk, question), tenant=tenant) for chunk in prompt.chunks]

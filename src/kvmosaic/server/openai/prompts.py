@@ -109,7 +109,7 @@ def chat_prompt(
     with told_by_place(body):
         documents = read_documents(sources.documents, tenant, body)
         rendering = replace(rendering, is_endless=_is_endless(body))
-        prompt = _encode_chat(sources.llm, kept, (*documents, *separated, *marked), body.cache_salt or "", rendering)
+        prompt = _encode_chat(sources.llm, kept, (*documents, *separated, *marked), body, rendering)
     composed = _told(sources.llm, prompt, documents)
     return replace(composed, notes=notes_of(sources.documents, tenant, documents, composed.prompt))
 
@@ -130,12 +130,12 @@ def text_prompt(
         documents = read_documents(sources.documents, tenant, body)
     if not documents:
         prompt = Prompt.from_text(text, sources.settings.chunk_separator, salt=salt) if isinstance(text, str) else text
-        return _told(sources.llm, encoder.encode(prompt, salt=salt), ())
+        return _told(sources.llm, encoder.encode(prompt, salt=salt, preamble=body.preamble), ())
     if not isinstance(text, str):
         raise InvalidPrompt("documents go with a prompt of text; this one is a list of token ids")
     prompt = separated_prompt(text, sources.settings.chunk_separator, documents, salt)
     with told_by_place(body):
-        prompt = encoder.encode(prompt)
+        prompt = encoder.encode(prompt, preamble=body.preamble)
     composed = _told(sources.llm, prompt, documents)
     return replace(composed, notes=notes_of(sources.documents, tenant, documents, composed.prompt))
 
@@ -150,16 +150,18 @@ def _encode_chat(
     llm: LLM,
     messages: Sequence[Mapping[str, Any]],
     documents: Sequence[Document],
-    salt: str,
+    body: DocumentFields,
     rendering: Rendering,
 ) -> Prompt:
+    salt, preamble = body.cache_salt or "", body.preamble
     options = dict(rendering.template_options or {})
     if not _template_of(llm):
         if options or rendering.continue_final_message:
             raise InvalidMessages(
                 "this model has no chat template, so there is nothing to be set; leave its options out"
             )
-        return llm.compose(messages, documents=documents or None, salt=salt, is_endless=rendering.is_endless)
+        is_endless = rendering.is_endless
+        return llm.compose(messages, documents=documents or None, salt=salt, is_endless=is_endless, preamble=preamble)
     check_variables(llm.model.tokenizer, options)
     if rendering.add_generation_prompt is not None:
         options["add_generation_prompt"] = rendering.add_generation_prompt
@@ -170,7 +172,7 @@ def _encode_chat(
             )
         options["continue_final_message"] = True
     encoder = llm.encoder.endless() if rendering.is_endless else llm.encoder
-    return encoder.encode_chat(messages, documents or None, salt=salt, **options)
+    return encoder.encode_chat(messages, documents or None, salt=salt, preamble=preamble, **options)
 
 
 def _is_endless(body: DocumentFields) -> bool:

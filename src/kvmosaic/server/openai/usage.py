@@ -37,7 +37,7 @@ class Usage(Reply):
 class SegmentReport(Reply):
     """What became of one segment."""
 
-    kind: Literal["system", "chunk", "question", "plain"]
+    kind: Literal["system", "chunk", "text", "question", "plain"]
     prompt_index: int = 0
     id: str | None = None
     name: str | None = None

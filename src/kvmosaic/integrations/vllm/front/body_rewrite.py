@@ -13,7 +13,7 @@ from kvmosaic.integrations.vllm.contract import FIELD, Composition
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
 from kvmosaic.integrations.vllm.front.encoded_request import FIELDS, How, composed
 from kvmosaic.integrations.vllm.front.internal_requests import api_error
-from kvmosaic.prompt.chat_request import MARKS
+from kvmosaic.prompt.preamble import MARKS
 
 Route = Literal["chat", "completion", "response"]
 COMPLETIONS = "/v1/completions"

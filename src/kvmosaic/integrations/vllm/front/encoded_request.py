@@ -89,6 +89,11 @@ def composed(prompt: Prompt, how: How, trained_positions: int | None) -> Encoded
     chunks = prompt.chunks
     if not chunks:
         return EncodedRequest(token_ids, None)
+    if prompt.has_texts:
+        raise InvalidPrompt(
+            "this prompt has text between system text and documents, or between documents, which vLLM cannot compose; "
+            "make it part of the system text or the question"
+        )
     for chunk in chunks:
         if chunk.sees or chunk.position_offset is not None:
             field = "sees" if chunk.sees else "position_offset"

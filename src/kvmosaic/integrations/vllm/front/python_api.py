@@ -63,7 +63,7 @@ def generate(
         InvalidConfig: a choice that vLLM does not support.
     """
     how = _how(position_strategy, chunk_context, repair)
-    encoder = _model_of(llm).encoder(PromptOptions(chunk_separator=separator))
+    encoder = _model_of(llm).encoder(PromptOptions(chunk_separator=separator, preamble="all"))
     listed = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
     if len(listed) > MAX_PROMPTS:
         raise InvalidPrompt(f"{len(listed)} prompts in one call; at most {MAX_PROMPTS} are allowed")
@@ -107,7 +107,7 @@ def chat(
         InvalidPrompt, InvalidConfig: as for `generate`.
     """
     how, model = _how(position_strategy, chunk_context, repair), _model_of(llm)
-    encoder = model.encoder(PromptOptions())
+    encoder = model.encoder(PromptOptions(preamble="all"))
     variables: dict[str, Any] = dict(chat_template_kwargs or {})
     if tools:
         variables["tools"] = template_tools(tools)

@@ -20,6 +20,7 @@ PREFIX = "KVMOSAIC_"
 class FrontSettings(PromptOptions):
     """Limits and defaults of the front end, those of a `PromptEncoder` included."""
 
+    preamble: str | int = "all"
     how: How = field(default_factory=How)
     max_body_bytes: int = 2**26
     documents_dir: Path | None = None
