@@ -136,7 +136,7 @@ PATTERNS: Mapping[str, TaggedPattern | RegionPattern] = {
 
 @dataclass(frozen=True, slots=True)
 class TemplatePatterns:
-    """One of several patterns: the one that opens first in a text, since a document may quote any other.
+    r"""One of several patterns: the one that opens first in a text, since a document may quote any other.
 
     Where a region opens, and a tag right after that, the tag counts: `<context>\\n<source id="1">`.
     """
