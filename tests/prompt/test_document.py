@@ -29,7 +29,6 @@ def test_texts_mappings_and_documents_are_read_alike():
         ([{"text": "a", "id": "x"}, "b", {"text": "c", "id": "x"}], "documents number 1 and 3 have the same id 'x'"),
         (["a" * (2**25 + 1)], "text has 33554433 characters; at most 33554432"),
         ([{"text": "a", "title": "t" * 5000}], "title has 5000 characters; at most 4096"),
-        ([{"text": "a", "position_offset": 3}], "has no position_offset; for absolute positions"),
     ],
 )
 def test_what_is_no_document_is_refused_with_its_place(documents, message):

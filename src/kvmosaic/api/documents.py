@@ -15,6 +15,7 @@ from kvmosaic.documents import DocumentDraft, DocumentPage, DocumentStore, Store
 from kvmosaic.documents.stored import MAX_METADATA_KEY, MAX_METADATA_PAIRS, MAX_METADATA_VALUE, MAX_TTL_SECONDS
 from kvmosaic.errors import InvalidDocument
 from kvmosaic.prompt import Document
+from kvmosaic.prompt.document import MAX_POSITION
 from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS, REFUSED_ID_PATTERN
 from kvmosaic.prompt.preamble import MAX_PREAMBLE_TOKENS, MAX_RULE_CHARACTERS
 from kvmosaic.prompt.segment import MAX_SALT_CHARACTERS
@@ -56,6 +57,18 @@ class DocumentPart(Body):
     title: Name | None = None
     text: Text | None = None
     priority: DocumentPriority | None = None
+    sees: Annotated[
+        list[Name | Annotated[int, Field(ge=0, le=MAX_DOCUMENTS), INTEGRAL]] | None,
+        Field(
+            max_length=MAX_DOCUMENTS,
+            description="Earlier documents that this one sees besides the system text: ids, or indexes from 0. It is "
+            "then cached for these documents only.",
+        ),
+    ] = None
+    position_offset: Annotated[
+        Annotated[int, Field(ge=0, le=MAX_POSITION), INTEGRAL] | None,
+        Field(description="Position of its first token, with position_strategy absolute."),
+    ] = None
     metadata: Plain | None = None
 
 
@@ -125,7 +138,7 @@ def _document_text(part: DocumentPart | str, index: int, resolve: Callable[[str]
     name = None if name is None else str(name)
     if part.text is not None:
         try:
-            return Document(part.text, part.title, name, part.priority)
+            return Document(part.text, part.title, name, part.priority, tuple(part.sees or ()), part.position_offset)
         except InvalidDocument as error:
             raise InvalidDocument(f"document number {index + 1}: {error}", document=index) from None
     if name is None:
@@ -134,7 +147,8 @@ def _document_text(part: DocumentPart | str, index: int, resolve: Callable[[str]
             document=index,
         )
     stored = resolve(name)
-    return stored if part.priority is None else replace(stored, priority=part.priority)
+    priority = stored.priority if part.priority is None else part.priority
+    return replace(stored, priority=priority, sees=tuple(part.sees or ()), position_offset=part.position_offset)
 
 
 class DocumentContent(Body):

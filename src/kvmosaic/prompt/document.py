@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvmosaic.errors import InvalidDocument, TooManyChunks
@@ -10,6 +10,7 @@ from kvmosaic.prompt.separator import check_unicode
 
 MAX_DOCUMENT_CHARACTERS = 2**25
 MAX_NAME_CHARACTERS = 4_096
+MAX_POSITION = 2**27
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +20,18 @@ class Document:
     The model reads the title and the text. The id is a name for reports, pins and deletion; the model reads it only if
     its chat template asks for `doc_id`. The priority, 0 to 1, is the chunk's priority for the eviction policy
     "priority"; None leaves it unset, with a default of 0.5.
+
+    sees: earlier documents that this one sees besides the system text, by id or index (from 0). It is then cached for
+        these documents only.
+    position_offset: position of its first token, with position strategy "absolute".
     """
 
     text: str
     title: str | None = None
     id: str | None = None
     priority: float | None = None
+    sees: tuple[str | int, ...] = ()
+    position_offset: int | None = None
 
     def __post_init__(self) -> None:
         for field, limit in (
@@ -44,6 +51,8 @@ class Document:
         if self.text is None:
             raise InvalidDocument("a document's text is empty; leave the document out")
         check_document_priority(self.priority)
+        object.__setattr__(self, "sees", _checked_sees(self.sees))
+        check_offset(self.position_offset, InvalidDocument)
 
     @property
     def name(self) -> str | None:
@@ -57,7 +66,7 @@ class Document:
 
     @classmethod
     def read(cls, value: object) -> Document:
-        """Makes a document from a text, a mapping with "text" (and "title", "id", "priority"), or a document.
+        """Makes a document from a text, a mapping with "text" (and other fields of a document), or a document.
 
         Other keys of a mapping are the caller's data and are not shown to the model.
 
@@ -75,14 +84,35 @@ class Document:
         if "text" not in value:
             keys = ", ".join(sorted(map(repr, value)))[:200]
             raise InvalidDocument(f'a document needs a "text"; this one has {keys or "no keys"}')
-        if "position_offset" in value:
-            raise InvalidDocument(
-                "a document of a list has no position_offset; for absolute positions, make a Prompt of segments: "
-                "Segment(SegmentKind.CHUNK, token_ids, position_offset=…)"
-            )
         number = value.get("id", value.get("doc_id"))
         name = str(number) if isinstance(number, int) and not isinstance(number, bool) else number
-        return cls(value["text"], value.get("title"), name, value.get("priority"))
+        sees, offset = value.get("sees") or (), value.get("position_offset")
+        return cls(value["text"], value.get("title"), name, value.get("priority"), sees, offset)
+
+
+def _checked_sees(sees: object) -> tuple[str | int, ...]:
+    is_list = isinstance(sees, list | tuple)
+    if is_list and all(isinstance(entry, str) or type(entry) is int for entry in sees):  # type: ignore[attr-defined]
+        return tuple(sees)  # type: ignore[arg-type]
+    raise InvalidDocument(f"sees is a list of ids or indexes of earlier documents, got {sees!r:.80}")
+
+
+def check_offset(offset: object, error: type[Exception]) -> None:
+    """Raises the error unless this is None or a position."""
+    is_whole = isinstance(offset, int) and not isinstance(offset, bool)
+    if offset is not None and not (is_whole and 0 <= offset <= MAX_POSITION):  # type: ignore[operator]
+        raise error(f"position_offset must be a whole number from 0 to {MAX_POSITION}, got {offset!r:.80}")
+
+
+def seen_documents(documents: Sequence[Document]) -> tuple[tuple[int | str, ...], ...]:
+    """For each document, what it sees: indexes in place of the ids of earlier documents; the rest is unchanged."""
+    indexes: dict[str, int] = {}
+    seen = []
+    for index, document in enumerate(documents):
+        seen.append(tuple(indexes.get(each, each) if isinstance(each, str) else each for each in document.sees))
+        if document.id is not None:
+            indexes[document.id] = index
+    return tuple(seen)
 
 
 def check_document_priority(priority: object) -> None:

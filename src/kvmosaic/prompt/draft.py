@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvmosaic.prompt.document import Document
 from kvmosaic.prompt.found_documents import Part
-from kvmosaic.prompt.segment import Segment, SegmentKind
+from kvmosaic.prompt.segment import Segment, SegmentKind, document_segment
 from kvmosaic.prompt.text_pieces import TextPiece, joined
 from kvmosaic.prompt.tokenizer import Encoded
 
@@ -19,25 +19,25 @@ class Draft:
 
     kind: SegmentKind
     pieces: Sequence[TextPiece]
-    name: str | None = None
-    priority: float | None = None
-    origin: str = ""
+    chunk: Segment | None = None
+    """Of a document: its segment, but for its text in its format."""
 
     def segment(self) -> Segment:
         """The segment, with its text and without tokens."""
-        return Segment(self.kind, None, joined(self.pieces), self.name, priority=self.priority, origin=self.origin)
+        text = joined(self.pieces)
+        return replace(self.chunk, text=text) if self.chunk else Segment(self.kind, text=text)
 
 
-def document_draft(document: Document, pieces: Sequence[TextPiece]) -> Draft:
-    """The draft of a document in its format."""
-    return Draft(SegmentKind.CHUNK, pieces, document.name, document.priority)
+def document_draft(document: Document, sees: tuple[int | str, ...], pieces: Sequence[TextPiece]) -> Draft:
+    """The draft of a document in its format, which sees these documents."""
+    return Draft(SegmentKind.CHUNK, pieces, document_segment(document, sees))
 
 
 def drafts_of(parts: Sequence[Part]) -> Iterator[Draft]:
     """Drafts of documents found in text and the texts around them, the last of which is the question."""
     for number, part in enumerate(parts, start=1):
         if found := part.found:
-            yield Draft(SegmentKind.CHUNK, part.pieces, found.name, found.priority, found.origin)
+            yield Draft(SegmentKind.CHUNK, part.pieces, found.segment(joined(part.pieces)))
         elif number == len(parts):
             yield Draft(SegmentKind.QUESTION, part.pieces)
         elif joined(part.pieces):

@@ -10,13 +10,13 @@ from typing import Any
 from kvmosaic.errors import ChunkTooLong, InvalidPrompt, PromptTooLong, TooManyChunks
 from kvmosaic.prompt.chat_template.document_placement import place_documents
 from kvmosaic.prompt.conversation import Conversation
-from kvmosaic.prompt.document import Document, read_documents
+from kvmosaic.prompt.document import MAX_POSITION, Document, read_documents, seen_documents
 from kvmosaic.prompt.draft import Draft, document_draft, drafts_of, tokens_up_to
 from kvmosaic.prompt.found_documents import DocumentFinder, Part, said_before, split_at_documents, with_documents
 from kvmosaic.prompt.message import read_messages
 from kvmosaic.prompt.patterns import document_finder, read_find_documents
 from kvmosaic.prompt.preamble import PreambleRule, preamble_end, preamble_rule, with_preamble, with_preamble_tokens
-from kvmosaic.prompt.segment import MAX_POSITION, Prompt, Segment, SegmentKind, numbered
+from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind, numbered
 from kvmosaic.prompt.separator import check_unicode
 from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_token_ids
 from kvmosaic.prompt.splits import fit_chunks
@@ -204,7 +204,8 @@ class PromptEncoder:
         if end is not None:
             head, rest = split_pieces(placing.head, end)
         drafts = [Draft(SegmentKind.SYSTEM, head), *[Draft(SegmentKind.TEXT, rest)] * bool(rest)]
-        drafts += [document_draft(document, placing.chunk(document)) for document in read]
+        seen = zip(read, seen_documents(read), strict=True)
+        drafts += [document_draft(document, sees, placing.chunk(document)) for document, sees in seen]
         drafts.append(Draft(SegmentKind.QUESTION, placing.tail))
         prompt = self._from_pieces(drafts, salt, last_answer, None if rest else rule.num_tokens)
         lead_in = self._lead_in_tokens(placing.chunk(Document(self.settings.lead_in)), prompt.segments)

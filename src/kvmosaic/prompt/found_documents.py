@@ -43,6 +43,10 @@ class FoundDocument:
         start = self.start + len(said) - len(said.lstrip())
         return replace(self, start=start, end=start + len(said.strip()))
 
+    def segment(self, text: str) -> Segment:
+        """The chunk with this text."""
+        return Segment(SegmentKind.CHUNK, text=text, name=self.name, priority=self.priority, origin=self.origin)
+
 
 class TextSearch(Protocol):
     """A way of finding documents in a text, in time linear in its length."""
@@ -135,9 +139,7 @@ def with_documents(prompt: Prompt, finder: DocumentFinder, max_documents: int) -
     for number, part in enumerate(parts):
         text = "".join(piece.text for piece in part.pieces)
         if found := part.found:
-            segments.append(
-                Segment(SegmentKind.CHUNK, None, text, found.name, priority=found.priority, origin=found.origin)
-            )
+            segments.append(found.segment(text))
         else:
             kind = SegmentKind.SYSTEM if not number else SegmentKind.TEXT
             segments.append(Segment(SegmentKind.QUESTION if number == len(parts) - 1 else kind, None, text))

@@ -9,13 +9,19 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from kvmosaic.errors import EmptySegment, InvalidOffset, InvalidPrompt, InvalidSees, InvalidTokenId
-from kvmosaic.prompt.document import MAX_NAME_CHARACTERS, check_document_priority, read_documents
+from kvmosaic.prompt.document import (
+    MAX_NAME_CHARACTERS,
+    Document,
+    check_document_priority,
+    check_offset,
+    read_documents,
+    seen_documents,
+)
 from kvmosaic.prompt.separator import check_text, named_parts
 
 MAX_SALT_CHARACTERS = 4_096
 MAX_TENANT_CHARACTERS = 256
 MAX_DOCUMENTS = 10**6
-MAX_POSITION = 2**27
 
 
 class SegmentKind(StrEnum):
@@ -96,10 +102,7 @@ class Segment:
             )
         if not isinstance(self.sees, tuple):
             raise InvalidSees(f"sees must be a tuple of chunk numbers or names, got {self.sees!r:.80}")
-        offset = self.position_offset
-        is_whole = isinstance(offset, int) and not isinstance(offset, bool)
-        if offset is not None and not (is_whole and 0 <= offset <= MAX_POSITION):
-            raise InvalidOffset(f"position_offset must be a whole number from 0 to {MAX_POSITION}, got {offset!r:.80}")
+        check_offset(self.position_offset, InvalidOffset)
         check_document_priority(self.priority)
         if self.token_ids is None and self.text is None:
             raise EmptySegment(f"the {self.kind} segment has neither text nor token ids; give one of them")
@@ -271,10 +274,9 @@ class Prompt:
             EmptySegment: an empty system text or question.
         """
         segments = [] if system is None else [_text_segment(SegmentKind.SYSTEM, system)]
-        segments += [
-            Segment(SegmentKind.CHUNK, text=document.plain_text, name=document.name, priority=document.priority)
-            for document in read_documents(documents, MAX_DOCUMENTS)
-        ]
+        read = read_documents(documents, MAX_DOCUMENTS)
+        for document, sees in zip(read, seen_documents(read), strict=True):
+            segments.append(replace(document_segment(document, sees), text=document.plain_text))
         return cls((*segments, _text_segment(SegmentKind.QUESTION, question)), salt=salt)
 
     @classmethod
@@ -315,6 +317,18 @@ class Prompt:
     def plain(cls, token_ids: Sequence[int], *, salt: str = "") -> Prompt:
         """An ordinary prompt: one causal segment at position 0."""
         return cls((Segment(SegmentKind.PLAIN, whole_numbers(token_ids)),), salt=salt)
+
+
+def document_segment(document: Document, sees: tuple[int | str, ...] = ()) -> Segment:
+    """The chunk of a document, with its text alone."""
+    return Segment(
+        SegmentKind.CHUNK,
+        text=document.text,
+        name=document.name,
+        sees=sees,
+        position_offset=document.position_offset,
+        priority=document.priority,
+    )
 
 
 def _text_segment(kind: SegmentKind, text: str) -> Segment:

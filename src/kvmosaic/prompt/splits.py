@@ -8,7 +8,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from kvmosaic.errors import ChunkTooLong
-from kvmosaic.prompt.segment import MAX_POSITION, Segment, SegmentKind, seen_chunks
+from kvmosaic.prompt.document import MAX_POSITION
+from kvmosaic.prompt.segment import Segment, SegmentKind, seen_chunks
 from kvmosaic.prompt.tokenizer import Encoded
 
 _SENTENCE_END = re.compile(r"[.!?。！？]['\")\]]*$")

@@ -53,7 +53,7 @@ def deep(levels):
         ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"priority": 2**40}, "priority"),
-        ({"position_strategy": "absolute"}, "position_strategy"),
+        ({"position_strategy": "diagonal"}, "position_strategy"),
         ({"chunk_context": "all"}, "chunk_context"),
         ({"chunk_context": 1}, "chunk_context"),
         ({"cache_salt": "x" * 5000}, "cache_salt"),

@@ -23,7 +23,8 @@ from kvmosaic.console.options import (
 )
 from kvmosaic.console.prompt_arguments import PromptArguments
 
-EXPLAIN = """chunk_separator position_strategy chunk_context profile long_chunks chunk_codec chunk_cache_size dtype
+EXPLAIN = """chunk_separator position_strategy chunk_context preamble find_documents document_pattern profile
+long_chunks chunk_codec chunk_cache_size dtype
 device quantization"""
 
 cache = typer.Typer(

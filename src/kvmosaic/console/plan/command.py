@@ -16,12 +16,21 @@ from kvmosaic.console.prompt_arguments import PromptArguments
 from kvmosaic.errors import InvalidConfig, InvalidDocument
 
 _OF_PROMPT = (
-    *("prompt", "question", "system", "chunk_separator", "position_strategy", "chunk_context", "long_chunks"),
+    *(
+        "prompt",
+        "question",
+        "system",
+        "chunk_separator",
+        "position_strategy",
+        "chunk_context",
+        "preamble",
+        "long_chunks",
+    ),
     *("chunk_cache_size", "device"),
 )
 _OF_DEVICE = (*(each.name for each in fields(DeviceOptions)), "as_json")
 _FLAGS = {"prompt": "PROMPT", "config": "--model", "as_json": "--json"}
-PLANNED = "dtype chunk_separator position_strategy chunk_context long_chunks chunk_cache_size device"
+PLANNED = "dtype chunk_separator position_strategy chunk_context preamble long_chunks chunk_cache_size device"
 
 
 @grouped

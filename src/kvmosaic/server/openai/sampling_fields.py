@@ -204,7 +204,7 @@ class SharedFields(DocumentFields, StructuredFields):
         INTEGRAL,
     ] = 0
     position_strategy: Annotated[
-        Annotated[str, Choices(lambda: strategy_names(auto=True, offsets=False))] | None,
+        Annotated[str, Choices(lambda: strategy_names(auto=True))] | None,
         Field(description="Positions of documents; default: the server's setting."),
     ] = None
     chunk_context: Annotated[
