@@ -23,8 +23,7 @@ from kvmosaic.console.sampling_options import SamplingOptions
 from kvmosaic.console.vllm.commands import vllm
 from kvmosaic.console.warm.options import FolderOptions
 from kvmosaic.errors import InvalidConfig, KVMosaicError
-from kvmosaic.eval.eval_command import eval_command
-from kvmosaic.eval.tune_command import tune_command
+from kvmosaic.eval.commands import eval_command, tune_command
 
 LOADING = "dtype device num_threads prepack quantization"
 TIERS = "chunk_tier chunk_codec chunk_compression"
