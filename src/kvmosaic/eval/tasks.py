@@ -10,10 +10,15 @@ from typing import Protocol
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
-from kvmosaic.eval.text.chains import ChainRecipe, chain_example
 from kvmosaic.eval.text.documents import Example, Question, Recipe, TextSource
-from kvmosaic.eval.text.orders import OrderRecipe, order_example
-from kvmosaic.eval.text.stories import StoryRecipe, story_example
+from kvmosaic.eval.text.recipes import (
+    ChainRecipe,
+    OrderRecipe,
+    StoryRecipe,
+    chain_example,
+    order_example,
+    story_example,
+)
 from kvmosaic.prompt import Document
 
 __all__ = ["FORMS", "TASKS", "Long", "Needle", "OneHop", "Order", "Story", "Task", "TwoHop", "task"]

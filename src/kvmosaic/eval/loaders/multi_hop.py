@@ -1,8 +1,8 @@
 """HotpotQA, 2WikiMultihopQA and MuSiQue: paragraphs of which two or more must be read for the answer.
 
-The official files of HotpotQA have `context: [[title, [sentence, …]], …]` and `supporting_facts: [[title, number], …]`. Exports of
-the Hugging Face hub have `{"title": […], "sentences": [[…], …]}`, a list of `{"title", "sentences"}`, or the official
-form as a text of JSON.
+Official files of HotpotQA have `context: [[title, [sentence, …]], …]` and `supporting_facts: [[title, number], …]`.
+Exports of the Hugging Face hub have `{"title": […], "sentences": [[…], …]}`, a list of `{"title", "sentences"}`, or the
+official form as a text of JSON.
 """
 
 from __future__ import annotations
