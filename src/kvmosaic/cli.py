@@ -16,12 +16,18 @@ from kvmosaic.bench.bench_command import bench_command
 from kvmosaic.console.cache.commands import cache
 from kvmosaic.console.model_options import ModelOptions
 from kvmosaic.console.option_groups import Takes, grouped
-from kvmosaic.console.options import AsFields, AsJSON, FixedStrategy, ServerURL, Timeout
+from kvmosaic.console.options import (
+    AsFields,
+    AsJSON,
+    FixedStrategy,
+    FolderOptions,
+    PromptArguments,
+    SamplingOptions,
+    ServerURL,
+    Timeout,
+)
 from kvmosaic.console.plan.command import plan
-from kvmosaic.console.prompt_arguments import PromptArguments
-from kvmosaic.console.sampling_options import SamplingOptions
 from kvmosaic.console.vllm.commands import vllm
-from kvmosaic.console.warm.options import FolderOptions
 from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.commands import eval_command, tune_command
 
@@ -142,7 +148,7 @@ def check(
         return
     if vllm_options:
         raise InvalidConfig(f"{vllm_options[0]!r:.80} is an option of vLLM; say --vllm as well")
-    from kvmosaic.console.check_output import show_check
+    from kvmosaic.console.model import show_check
 
     if not show_check(opening):
         raise typer.Exit(1)
