@@ -18,7 +18,7 @@ from kvmosaic.capacity.tier_plan import MARGIN, codec_share, plan_tier
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import LayerShape
 from kvmosaic.layout import arrange
-from kvmosaic.memory import budget
+from kvmosaic.memory import storage
 from kvmosaic.tiers import cost
 
 GIB = 2**30
@@ -35,7 +35,7 @@ def test_import_needs_no_torch() -> None:
 
 
 def test_numbers_that_live_elsewhere_are_the_same_here() -> None:
-    assert budget.MAX_BLOCKS == MAX_BLOCKS
+    assert storage.MAX_BLOCKS == MAX_BLOCKS
     assert MARGIN == cost._MARGIN
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvmosaic.layers.call import LATENT_ATTRIBUTE
+from kvmosaic.layers.spec import LATENT_ATTRIBUTE
 from kvmosaic.model.hook import is_in_scope
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvmosaic.layers import AttentionCall
-from kvmosaic.layers.call import LATENT_ATTRIBUTE
+from kvmosaic.layers.spec import LATENT_ATTRIBUTE
 from kvmosaic.model.cpu.fused import Fused, FusedMlp, FusedNorm, fused_form
 from kvmosaic.model.cpu.fused_attention import CallConstants, FusedAttention
 from kvmosaic.model.cpu.fused_layer import LAYER_FORMS, FusedLayer
