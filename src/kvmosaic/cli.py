@@ -234,21 +234,21 @@ def sleep(
 
     The key of an admin, if the server has keys, is read from KVMOSAIC_API_KEY.
     """
-    from kvmosaic.console import sleep_commands
+    from kvmosaic.console import server_call
 
-    chunks = sleep_commands.cold_chunks(cold, min_accesses, idle_seconds, others=refuse or level is not None)
+    chunks = server_call.cold_chunks(cold, min_accesses, idle_seconds, others=refuse or level is not None)
     if chunks is not None:
-        sleep_commands.sleep_cold(url, chunks, timeout)
-    elif not sleep_commands.sleep(url, level or 1, refuse, timeout):
+        server_call.sleep_cold(url, chunks, timeout)
+    elif not server_call.sleep(url, level or 1, refuse, timeout):
         raise typer.Exit(1)
 
 
 @app.command()
 def wake(url: ServerURL = "http://127.0.0.1:8000", timeout: Timeout = 600.0) -> None:
     """Let a running server take its memory again and go on with all that waits."""
-    from kvmosaic.console import sleep_commands
+    from kvmosaic.console import server_call
 
-    sleep_commands.wake(url, timeout)
+    server_call.wake(url, timeout)
 
 
 @app.command(

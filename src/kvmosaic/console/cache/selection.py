@@ -25,7 +25,7 @@ from kvmosaic.entries import (
 )
 from kvmosaic.errors import InvalidConfig, InvalidEntry
 from kvmosaic.tiers import MAX_ENTRY_BYTES, Deadline, Entry, EntryInfo, Tier, open_tier, parse_tier_url
-from kvmosaic.tiers.disk.names import MARKER
+from kvmosaic.tiers.disk.files import MARKER
 from kvmosaic.tiers.peek import peek
 
 SECRET_VARIABLE = "KVMOSAIC_CHUNK_SECRET"  # noqa: S105  the name of a variable
