@@ -8,13 +8,15 @@ from kvmosaic.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvmosaic.model.hook import ATTENTION_NAME, Receiver, attention_scope, install
-    from kvmosaic.model.loaded import LoadedModel, load_model
+    from kvmosaic.model.load import load_model
+    from kvmosaic.model.loaded import LoadedModel
 
 __all__ = ["ATTENTION_NAME", "LoadedModel", "Receiver", "attention_scope", "install", "load_model"]
 
 # Names are imported on first use: the command line reads the names of formats, and needs no torch for its help.
 _HOMES = {
     "hook": ("ATTENTION_NAME", "Receiver", "attention_scope", "install"),
-    "loaded": ("LoadedModel", "load_model"),
+    "load": ("load_model",),
+    "loaded": ("LoadedModel",),
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)
