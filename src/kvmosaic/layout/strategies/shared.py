@@ -15,7 +15,7 @@ class Shared(PositionStrategy):
     overlaps: ClassVar[bool] = True
 
     def moves(self, chunk_context: str) -> bool:
-        """Only documents that were computed without the system text, or behind a part of it."""
+        """Only documents that were computed without the system text, or after a part of it."""
         return chunk_context != "system"
 
     def position(self, start: int, cursor: int, shift: int) -> int:
