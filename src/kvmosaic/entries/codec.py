@@ -231,7 +231,7 @@ FP8 = Symmetric("fp8", torch.float8_e4m3fn, 448.0, _float8, _from_float8)
 
 INT4_GROUP = 32
 """Numbers that share a scale and an offset."""
-_TOP = 15.0
+_INT4_TOP = 15.0
 
 
 class Int4:
@@ -273,8 +273,8 @@ class Int4:
             if not are_usable(torch.maximum(high, -low), tensor.dtype):
                 return None
             offset.copy_(rounded_down(low))
-            scale.copy_(rounded(high / _TOP - offset.to(torch.float32) / _TOP))
-            steps = (numbers - offset).div_(scale).round_().clamp_(0, _TOP)
+            scale.copy_(rounded(high / _INT4_TOP - offset.to(torch.float32) / _INT4_TOP))
+            steps = (numbers - offset).div_(scale).round_().clamp_(0, _INT4_TOP)
             code.copy_(steps.to(torch.int8))
         return scales, offsets, _packed(codes.view(-1))
 
