@@ -10,7 +10,7 @@ from kvmosaic.attention import AttentionBackend
 from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig, parse_bytes
 from kvmosaic.engine import ChunkEntries, ChunkOffloader, Engine, not_movable
-from kvmosaic.errors import InvalidConfig, InvalidPrompt
+from kvmosaic.errors import InvalidConfig, InvalidPrompt, NotMovable
 from kvmosaic.layout.strategies import AUTO, choose_strategy, strategy_named
 from kvmosaic.memory import BlockStorage, blocks_within, check_fits, device_memory_bytes
 from kvmosaic.memory.buffer import pinned_bytes
@@ -18,6 +18,7 @@ from kvmosaic.model import LoadedModel
 from kvmosaic.model.formats import find_format
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, PromptEncoder
+from kvmosaic.prompt.patterns import read_find_documents
 from kvmosaic.tiers import TieredStore, open_tiers, parse_tier_url
 from kvmosaic.tuned_settings import PROFILE_NAME
 
@@ -119,6 +120,11 @@ def check_movable(model: LoadedModel, config: ChunkCacheConfig) -> None:
     """Raises NotMovable if the settings move documents and the model does not allow that."""
     if model.is_movable:
         return
+    if read_find_documents(config.find_documents):
+        raise NotMovable(
+            f"find_documents={config.find_documents!r} places documents after other text, and this model does not "
+            f"allow that ({model.immovable_reason}); use find_documents='none'"
+        )
     name = config.position_strategy
     chosen = choose_strategy(0, None, is_movable=False) if name == AUTO else name
     if strategy_named(chosen).moves(config.chunk_context):

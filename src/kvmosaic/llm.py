@@ -38,6 +38,7 @@ from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.cpu.int8 import Quantization
 from kvmosaic.model.cpu.prepack import Prepack
 from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
+from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.repair import RepairPolicy
 from kvmosaic.sampling import RequestOutput, SamplingParams, ScoreOutput, decode_all, default_sampling
 from kvmosaic.tuned_settings import ProfileChoice, find_profile
@@ -139,7 +140,7 @@ class LLM:
         used = found.used_for(self.model.fingerprint, self.chunk_cache_config)
         self.chunk_cache_config, self.profile, self.profile_note = used.config, used.profile, used.note
         if not self.model.is_movable and not self.chunk_cache_config.says("preamble"):
-            # behind the rest of a system text, documents would be read elsewhere than they are computed
+            # after the rest of a system text, documents would be read elsewhere than they are computed
             self.chunk_cache_config = replace(self.chunk_cache_config, preamble="all")
         self.attention = choose_backend(
             attention_backend, self.model.dtype, self.model.device, has_bias=self.model.has_bias
@@ -316,12 +317,14 @@ class LLM:
         salt: str = "",
         is_endless: bool = False,
         preamble: str | int | None = None,
+        finder: DocumentFinder | None = None,
     ) -> Prompt:
         """Renders a conversation over documents to a tokenized prompt, to look at or to pass to `generate`.
 
         A model without a chat template takes one question with an optional system text, as plain text. With
         `is_endless`, the question may be longer than the model: for sampling parameters with `window_tokens`. With
-        `preamble`, documents see that much of the system text, instead of what the settings say.
+        `preamble`, documents see that much of the system text, instead of what the settings say. Without documents, a
+        `finder` finds them in the messages, instead of the one of the settings.
 
         Raises:
             InvalidMessages, InvalidDocument: see `chat`.
@@ -332,7 +335,7 @@ class LLM:
             if [message["role"] for message in messages] in (["user"], ["system", "user"]):
                 prompt = Prompt.from_documents(documents, question, system=system[0] if system else None, salt=salt)
                 return encoder.encode(prompt, control_tokens=False, preamble=preamble)
-        return encoder.encode_chat(messages, documents, salt=salt, preamble=preamble)
+        return encoder.encode_chat(messages, documents, salt=salt, preamble=preamble, finder=finder)
 
     def warm(
         self,

@@ -55,7 +55,7 @@ def test_documents_are_found_under_another_rest_and_equal_the_dense_forward(stra
         chunks = [segment for segment in request.reuse.segments if segment.kind == "chunk"]
         assert all(chunk.reused_tokens == (chunk.num_tokens if number else 0) for chunk in chunks)
         assert kinds[:2] == ["system", "text"]
-        assert f"documents saw 5 of {5 + len(rest) + len(glue)} tokens of the system text" in request.reuse.composition
+        assert f"documents saw 5 of {5 + len(rest) + len(glue)} tokens before them" in request.reuse.composition
     engine.check_invariants()
 
 

@@ -94,6 +94,14 @@ class DocumentFields(Body):
         Field(max_length=MAX_SALT_CHARACTERS, description="Requests with different salts share nothing in the cache."),
     ] = None
     preamble: PreambleField = None
+    find_documents: Annotated[
+        Annotated[str, Field(max_length=256)] | Annotated[list[Name], Field(max_length=64)] | None,
+        Field(
+            description="Finds documents in the text of messages, if the request has none of its own: patterns (or "
+            "names of patterns), stored, none. Default: the server's setting.",
+            examples=["patterns,stored"],
+        ),
+    ] = None
 
 
 def document_texts(parts: Sequence[DocumentPart | str], resolve: Callable[[str], Document]) -> tuple[Document, ...]:

@@ -12,6 +12,7 @@ from kvmosaic.eviction import POLICIES, EvictionPolicy, choose
 from kvmosaic.layout import ChunkContext
 from kvmosaic.layout.strategies import describe_strategies, strategy_names
 from kvmosaic.prompt.lead_in import LEAD_IN, MAX_LEAD_IN_CHARACTERS
+from kvmosaic.prompt.patterns import MAX_PATTERN_CHARACTERS, OwnPattern, read_find_documents
 from kvmosaic.prompt.preamble import MAX_RULE_CHARACTERS, preamble_rule
 from kvmosaic.prompt.separator import read_separator
 from kvmosaic.repair import DEFAULT_REPAIR, FORMS, RepairPolicy, repair_policy
@@ -90,6 +91,21 @@ class ChunkCacheConfig:
         metavar="RULE",
         help="How much of the system text documents see, so that they are reused where its end changes: auto (up to "
         "the first date, time, long number or address), all, a number of tokens, before:TEXT or pattern:REGEX.",
+    )
+    find_documents: str = _cache(
+        "none",
+        check=read_find_documents,
+        max_length=256,
+        metavar="NAMES",
+        help="Documents that an application pasted into a message: patterns (templates of well-known applications; or "
+        "single ones by name), stored (stored documents, by their text), or both, separated by commas.",
+    )
+    document_pattern: str | None = _cache(
+        None,
+        check=OwnPattern,
+        max_length=MAX_PATTERN_CHARACTERS,
+        metavar="REGEX",
+        help="A pattern of one's own for `find_documents`, with the groups text and (optional) name.",
     )
     lead_in: str = _python_only(
         LEAD_IN,

@@ -11,6 +11,7 @@ from threading import RLock
 from typing import Literal
 
 from kvmosaic.documents.stored import StoredDocument
+from kvmosaic.documents.text_index import TextIndex
 from kvmosaic.errors import UnknownDocument
 
 Order = Literal["asc", "desc"]
@@ -53,6 +54,8 @@ class MemoryDocuments:
     line: list[tuple[float, int]] = field(default_factory=list)
     max_remembered: int = MAX_REMEMBERED
     lock: RLock = field(default_factory=RLock, repr=False)
+    index: TextIndex | None = field(default=None, repr=False)
+    """The texts by their content, once they were searched."""
 
     def read_lock(self) -> RLock:
         """A context in which no other thread changes anything; reentrant, as is `write_lock`."""
@@ -75,6 +78,8 @@ class MemoryDocuments:
             self.ids[document.number] = document.id
         self.num_bytes += document.num_bytes - (before.num_bytes if before else 0)
         self.documents[document.id] = document
+        if self.index is not None:
+            self.index.add(document.id, document.content.text)
         self.push(document)
 
     def remove(self, document: StoredDocument) -> None:
@@ -82,10 +87,20 @@ class MemoryDocuments:
         del self.documents[document.id], self.ids[document.number]
         del self.numbers[bisect_left(self.numbers, document.number)]
         self.num_bytes -= document.num_bytes
+        if self.index is not None:
+            self.index.remove(document.id)
         self.remembered.pop(document.id, None)
         self.remembered[document.id] = (document.number, document.version)
         if len(self.remembered) > self.max_remembered:
             del self.remembered[next(iter(self.remembered))]
+
+    def search(self, text: str) -> list[tuple[int, int, StoredDocument]]:
+        """Returns the documents whose texts are part of a text: (start, end, document), in order, without overlap."""
+        if self.index is None:
+            self.index = TextIndex()
+            for document in self.documents.values():
+                self.index.add(document.id, document.content.text)
+        return [(start, end, self.documents[found]) for start, end, found in self.index.find(text)]
 
     def hit(self, document: StoredDocument, now: float) -> None:
         """Counts a hit of a document; restarts its TTL if it was created so."""

@@ -158,6 +158,17 @@ class DocumentStore:
             self._documents(tenant).hit(document, self._clock())
             return document.content
 
+    def search(self, tenant: str, text: str) -> list[tuple[int, int, StoredText]]:
+        """Returns the documents whose texts are part of a text: (start, end, document), in order; counts a hit of each.
+
+        Texts of fewer than 32 characters are not searched, nor are documents in a folder.
+        """
+        with self._documents(tenant).read_lock():
+            found = self._alive(tenant).search(text)
+            for _, _, document in found:
+                self._documents(tenant).hit(document, self._clock())
+            return [(start, end, document.content) for start, end, document in found]
+
     def touched(self, tenant: str, document_ids: Iterable[str]) -> None:
         """Counts a hit for documents whose text was read by other means; ignores unknown ids."""
         with self._documents(tenant).read_lock():

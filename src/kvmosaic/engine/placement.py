@@ -136,6 +136,6 @@ def not_movable(model: LoadedModel, strategy: str, context: ChunkContext) -> Not
     """The error for settings that move documents on a model that does not allow that."""
     return NotMovable(
         f"position_strategy={strategy!r} with chunk_context={context!r} moves documents, and this model does not allow "
-        f"that ({model.immovable_reason}); use position_strategy='shared' with chunk_context='system' and "
-        "preamble='all', or position_strategy='absolute'"
+        f"that ({model.immovable_reason}); use position_strategy='shared' with chunk_context='system', "
+        "preamble='all' and find_documents='none', or position_strategy='absolute'"
     )

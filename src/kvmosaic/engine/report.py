@@ -26,14 +26,14 @@ def composition_of(layout: Layout) -> str:
         parts.append("documents after the first were computed after a lead-in")
     if layout.chunk_context == "none":
         parts.append("documents did not see the system prompt")
-    elif rest := _rest_of_system(layout):
+    elif rest := _unseen_before(layout):
         seen = sum(span.num_tokens for span in layout.spans if span.segment.kind == "system")
-        parts.append(f"documents saw {seen} of {seen + rest} tokens of the system text")
+        parts.append(f"documents saw {seen} of {seen + rest} tokens before them")
     return f"composed ({layout.strategy}): " + ", ".join(parts)
 
 
-def _rest_of_system(layout: Layout) -> int:
-    """Tokens between the system segment and the first document."""
+def _unseen_before(layout: Layout) -> int:
+    """Tokens of texts between the preamble and the first document."""
     before = takewhile(lambda span: span.segment.kind != "chunk", layout.spans)
     return sum(span.num_tokens for span in before if span.is_text)
 
@@ -63,7 +63,10 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
                 num_blocks=len(allocated.table.block_ids),
                 milliseconds=seconds * 1e3,
                 tier=sequence.tier_names.get(index) or ("device" if num_reused else None),
-                note=_joined(_split_note(span.segment), _note(allocated, allocation, sequence.tier_names.get(index)))
+                note=_joined(
+                    _origin_note(span.segment),
+                    _note(allocated, allocation, sequence.tier_names.get(index)),
+                )
                 or _history_note(num_reused, span.num_tokens, span.segment.history_tokens, bool(span.views), max_found),
             )
         )
@@ -111,6 +114,11 @@ def _history_note(num_reused: int, num_tokens: int, num_history: int, sees_other
     if max_found is not None and found >= max_found - 1:
         return f"{told}; {missing} more of theirs are beyond the first {max_found}, which a rolling window can reuse"
     return f"{told}; {missing} more of theirs are now written in other tokens, or were evicted"
+
+
+def _origin_note(segment: Segment) -> str:
+    """How a document was found in the text, and which part of it a chunk is."""
+    return _joined(f"found in the text ({segment.origin})" if segment.origin else "", _split_note(segment))
 
 
 def _split_note(segment: Segment) -> str:

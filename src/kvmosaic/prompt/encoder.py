@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,9 +11,11 @@ from kvmosaic.errors import ChunkTooLong, InvalidPrompt, PromptTooLong, TooManyC
 from kvmosaic.prompt.chat_template.document_placement import place_documents
 from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.document import Document, read_documents
+from kvmosaic.prompt.draft import Draft, document_draft, drafts_of, tokens_up_to
+from kvmosaic.prompt.found_documents import DocumentFinder, Part, said_before, split_at_documents, with_documents
 from kvmosaic.prompt.message import read_messages
-from kvmosaic.prompt.preamble import preamble_rule
-from kvmosaic.prompt.preamble_split import preamble_end, with_preamble, with_preamble_tokens
+from kvmosaic.prompt.patterns import document_finder, read_find_documents
+from kvmosaic.prompt.preamble import PreambleRule, preamble_end, preamble_rule, with_preamble, with_preamble_tokens
 from kvmosaic.prompt.segment import MAX_POSITION, Prompt, Segment, SegmentKind, numbered
 from kvmosaic.prompt.separator import check_unicode
 from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_token_ids
@@ -58,11 +59,15 @@ class PromptEncoder:
         self.vocab_size = vocab_size
         self.max_positions = max_positions
         self._preamble = preamble_rule(self.settings.preamble)
+        self._finder = document_finder(
+            read_find_documents(self.settings.find_documents), self.settings.document_pattern
+        )
         self._pieces = None if tokenizer is None else PieceTokenizer(tokenizer)
         self._lead_in: tuple[str, tuple[int, ...]] = ("", ())
         """The latest lead-in text and its tokens."""
         self._is_endless = False
         self._is_joining = False
+        self._splits = self.settings.long_chunks == "split"
 
     def endless(self) -> PromptEncoder:
         """The same encoder for a rolling window: question and plain prompt may exceed the model's positions."""
@@ -80,6 +85,12 @@ class PromptEncoder:
         other._is_joining = True
         return other
 
+    def _splitting(self) -> PromptEncoder:
+        """The same encoder for documents found in text: the caller did not cut them, so a long one is split."""
+        other = copy.copy(self)
+        other._splits = True
+        return other
+
     def encode(
         self,
         prompt: Prompt | str | Sequence[int],
@@ -87,18 +98,20 @@ class PromptEncoder:
         salt: str = "",
         control_tokens: bool = True,
         preamble: str | int | None = None,
+        finder: DocumentFinder | None = None,
     ) -> Prompt:
         """Tokenizes a prompt; a text or a list of token ids is an ordinary prompt.
 
         The system segment of a prompt with chunks is split where its preamble ends, unless a text segment follows it.
 
         Args:
-            prompt: the input. A text is split only where the settings name a separator. Segments with token ids are
-                checked and kept.
+            prompt: the input. A text is split only where the settings name a separator, or at documents that the finder
+                finds in it. Segments with token ids are checked and kept.
             salt: tenant salt of a text or a list; a `Prompt` has its own.
             control_tokens: whether control tokens written in a plain prompt, a system text or a question count. In
                 documents they never do.
             preamble: where the preamble ends, instead of the settings; see `preamble_rule`.
+            finder: finds documents in a text, instead of the settings.
 
         Raises:
             InvalidPrompt: and its subclasses, naming the value, the limit and the fix.
@@ -106,6 +119,10 @@ class PromptEncoder:
         """
         if isinstance(prompt, str):
             prompt = Prompt.from_text(prompt, self.settings.chunk_separator, salt=salt)
+            finder = self._finder if finder is None else finder
+            if finder.searches and prompt.is_plain and not self._is_joining:
+                found = with_documents(prompt, finder, self.settings.max_prompt_chunks)
+                return self._splitting().encode(found, control_tokens=control_tokens, preamble=preamble)
         elif not isinstance(prompt, Prompt):
             prompt = Prompt.plain(prompt, salt=salt)
         self._check_count(prompt.segments)
@@ -126,7 +143,8 @@ class PromptEncoder:
                 encoded = Encoded(segment.token_ids, None)
             segments.append(replace(segment, token_ids=encoded.token_ids))
             encodings.append(encoded)
-        if not self._is_joining:
+        is_split = any(segment.kind is SegmentKind.TEXT for segment in given[:2])  # by the caller
+        if not self._is_joining and not is_split:
             segments, encodings = with_preamble_tokens(segments, encodings, rule.num_tokens)
         lead_in = prompt.lead_in or self._lead_in_tokens([foreign(self.settings.lead_in)], segments)
         checked = self._checked(segments, encodings, prompt.salt)
@@ -143,13 +161,14 @@ class PromptEncoder:
         *,
         salt: str = "",
         preamble: str | int | None = None,
+        finder: DocumentFinder | None = None,
         **template_options: Any,
     ) -> Prompt:
         """Renders a conversation through the tokenizer's chat template and tokenizes it.
 
         With documents, everything before them is the system segment (and a text segment after its preamble), each
-        document is a chunk, and everything after them is the question. Without documents, it is one plain segment.
-        Control tokens count only where the template wrote them.
+        document is a chunk, and everything after them is the question. Without documents, it is one plain segment, or
+        what a finder finds in its messages. Control tokens count only where the template wrote them.
 
         Args:
             messages: `{"role": ..., "content": ...}`, a content being a text or a list of text parts. The preamble ends
@@ -157,6 +176,8 @@ class PromptEncoder:
             documents: texts, mappings with "text" (and "title", "id") or `Document`s.
             salt: tenant salt.
             preamble: where it ends if no part is marked, instead of the settings; see `preamble_rule`.
+            finder: finds documents in the messages of a conversation without documents of its own, instead of the
+                settings.
             template_options: passed to the template, for example tools=..., enable_thinking=..., chat_template=....
 
         Raises:
@@ -170,20 +191,44 @@ class PromptEncoder:
         read = read_documents(documents or (), self.settings.max_prompt_chunks)
         last_answer = conversation.last_answer
         if not read:
-            return self._from_pieces([(SegmentKind.PLAIN, None, conversation.pieces())], salt, last_answer)
+            pieces = conversation.pieces()
+            finder = self._finder if finder is None else finder
+            if finder.searches and not self._is_joining:
+                found = split_at_documents(pieces, finder, self.settings.max_prompt_chunks)
+                if len(found) > 1:
+                    return self._splitting()._encode_found(conversation, found, messages, rule, salt)
+            return self._from_pieces([Draft(SegmentKind.PLAIN, pieces)], salt, last_answer)
         placing = place_documents(conversation)
         head, rest = placing.head, tuple[TextPiece, ...]()
         end = None if self._is_joining else preamble_end(conversation, placing.head, messages, rule)
         if end is not None:
             head, rest = split_pieces(placing.head, end)
-        parts: list[tuple[SegmentKind, str | None, Sequence[TextPiece]]] = [(SegmentKind.SYSTEM, None, head)]
-        parts += [(SegmentKind.TEXT, None, rest)] * bool(rest)
-        parts += [(SegmentKind.CHUNK, document.name, placing.chunk(document)) for document in read]
-        parts.append((SegmentKind.QUESTION, None, placing.tail))
-        num_tokens = None if rest else rule.num_tokens
-        prompt = _with_priorities(self._from_pieces(parts, salt, last_answer, num_tokens), read)
+        drafts = [Draft(SegmentKind.SYSTEM, head), *[Draft(SegmentKind.TEXT, rest)] * bool(rest)]
+        drafts += [document_draft(document, placing.chunk(document)) for document in read]
+        drafts.append(Draft(SegmentKind.QUESTION, placing.tail))
+        prompt = self._from_pieces(drafts, salt, last_answer, None if rest else rule.num_tokens)
         lead_in = self._lead_in_tokens(placing.chunk(Document(self.settings.lead_in)), prompt.segments)
         return replace(prompt, lead_in=lead_in)
+
+    def _encode_found(
+        self, conversation: Conversation, parts: Sequence[Part], messages: Any, rule: PreambleRule, salt: str
+    ) -> Prompt:
+        """A conversation with documents found in its messages.
+
+        Documents see the preamble of the system messages, and never what a user or the model said before them.
+        """
+        drafts = list(drafts_of(parts))
+        head = drafts.pop(0).pieces if drafts[0].kind is SegmentKind.TEXT else ()
+        system, rest = split_pieces(head, said_before(conversation, head))
+        end = preamble_end(conversation, system, messages, rule, has_documents=False)
+        if end is not None:
+            system, changing = split_pieces(system, end)
+            rest = merged(changing + rest)
+        before = [Draft(SegmentKind.SYSTEM, system), *[Draft(SegmentKind.TEXT, rest)] * bool(joined(rest))]
+        drafts = before + drafts
+        num_tokens = rule.num_tokens if end is None else None
+        prompt = self._from_pieces(drafts, salt, conversation.last_answer, num_tokens)
+        return replace(prompt, lead_in=self._lead_in_tokens([foreign(self.settings.lead_in)], prompt.segments))
 
     def encode_documents(
         self,
@@ -254,19 +299,18 @@ class PromptEncoder:
 
     def _from_pieces(
         self,
-        parts: Sequence[tuple[SegmentKind, str | None, Sequence[TextPiece]]],
+        drafts: Sequence[Draft],
         salt: str,
         last_answer: int | None = None,
         num_preamble: int | None = None,
     ) -> Prompt:
         """A prompt of rendered segments; the template has already written the BOS token."""
         segments, encodings = [], []
-        drafts = numbered([Segment(kind, None, joined(pieces), name) for kind, name, pieces in parts])
-        for segment, (kind, _, pieces) in zip(drafts, parts, strict=True):
-            encoded = self._encode(pieces, segment)
-            if kind is SegmentKind.SYSTEM and not encoded.token_ids:
+        for segment, draft in zip(numbered([draft.segment() for draft in drafts]), drafts, strict=True):
+            encoded = self._encode(draft.pieces, segment)
+            if segment.kind is SegmentKind.SYSTEM and not encoded.token_ids:
                 continue
-            history_tokens = _tokens_up_to(pieces, last_answer, encoded)
+            history_tokens = tokens_up_to(draft.pieces, last_answer, encoded)
             segments.append(replace(segment, token_ids=encoded.token_ids, history_tokens=history_tokens))
             encodings.append(encoded)
         if not self._is_joining:
@@ -274,7 +318,7 @@ class PromptEncoder:
         checked = self._checked(segments, encodings, salt)
         if not self._is_joining or checked.is_plain:
             return checked
-        return self._joined(checked, [piece for _, _, written in parts for piece in written], last_answer)
+        return self._joined(checked, [piece for draft in drafts for piece in draft.pieces], last_answer)
 
     def _joined(
         self, prompt: Prompt, pieces: Sequence[TextPiece], last_answer: int | None = None, *, with_prefix: bool = False
@@ -283,14 +327,14 @@ class PromptEncoder:
         pieces = merged(pieces)
         segment = Segment(SegmentKind.PLAIN, text=joined(pieces))
         encoded = self._encode(pieces, segment, with_prefix=with_prefix)
-        history_tokens = _tokens_up_to(pieces, last_answer, encoded)
+        history_tokens = tokens_up_to(pieces, last_answer, encoded)
         segment = replace(segment, token_ids=encoded.token_ids, history_tokens=history_tokens)
         return replace(prompt, segments=(segment,), is_joined=True)
 
     def _checked(self, segments: list[Segment], encodings: list[Encoded], salt: str) -> Prompt:
         for segment in segments:
             check_token_ids(segment.token_ids or (), self.vocab_size, segment.label)
-        limit, split = self.settings.max_chunk_tokens, self.settings.long_chunks == "split"
+        limit, split = self.settings.max_chunk_tokens, self._splits
         limit = min(limit, self._room(segments)) if split else limit
         parts = fit_chunks(segments, encodings, limit, split=split, max_in_order=self._free(segments) - 1)
         self._check_count(parts)
@@ -356,7 +400,7 @@ class PromptEncoder:
         if not limits:
             return
         limit, text = min(limits), segment.text or ""
-        if is_chunk and self.settings.long_chunks == "split":
+        if is_chunk and self._splits:
             limit *= self.settings.max_prompt_chunks
         if not pieces.is_far_longer(text, limit):
             return
@@ -364,7 +408,7 @@ class PromptEncoder:
         if is_chunk and limit == self.settings.max_chunk_tokens:
             way_out = "raise max_chunk_tokens, shorten the document, or set long_chunks='split'"
             raise ChunkTooLong(f"{told}; {way_out}", document=segment.document)
-        can_split = is_chunk and self.settings.long_chunks != "split"
+        can_split = is_chunk and not self._splits
         way_out = "shorten it" + (" or set long_chunks='split'" if can_split else "")
         raise PromptTooLong(f"{told}; {way_out}", document=segment.document)
 
@@ -392,22 +436,3 @@ def _gap(before: Sequence[TextPiece], piece: TextPiece) -> str:
     if not before or before[-1].text[-1:].isspace() or piece.text[:1].isspace():
         return ""
     return _EMPTY_LINE
-
-
-def _with_priorities(prompt: Prompt, documents: Sequence[Document]) -> Prompt:
-    """The same prompt with the priorities of documents on their chunks, parts included."""
-    if all(document.priority is None for document in documents):
-        return prompt
-    segments = tuple(
-        segment if segment.document is None else replace(segment, priority=documents[segment.document].priority)
-        for segment in prompt.segments
-    )
-    return replace(prompt, segments=segments)
-
-
-def _tokens_up_to(pieces: Sequence[TextPiece], message: int | None, encoded: Encoded) -> int:
-    """Number of tokens of rendered pieces that begin before the end of a message; 0 if absent or unknown."""
-    places = [index for index, piece in enumerate(pieces) if message is not None and piece.message == message]
-    if not places or encoded.starts is None:
-        return 0
-    return bisect_left(encoded.starts, len(joined(pieces[: places[-1] + 1])))

@@ -83,6 +83,8 @@ class Segment:
     the document is longer than the model's positions: then this is 0, and its parts overlap."""
     number: int | None = field(default=None, compare=False)
     """Chunks of a prompt with several documents: index of its document, from 0."""
+    origin: str = field(default="", compare=False)
+    """Documents found in text: how, as in "pattern open-webui"."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", _kind(self.kind))

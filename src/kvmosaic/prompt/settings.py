@@ -34,6 +34,14 @@ class PromptSettings(Protocol):
         """Where the part of a system text ends that documents see; see `kvmosaic.prompt.preamble`."""
 
     @property
+    def find_documents(self) -> str:
+        """Which documents are found in text; see `kvmosaic.prompt.patterns`."""
+
+    @property
+    def document_pattern(self) -> str | None:
+        """A pattern of one's own for that."""
+
+    @property
     def lead_in(self) -> str:
         """The text before documents during prefill with chunk_context "lead_in"."""
 
@@ -47,6 +55,8 @@ class PromptOptions:
     max_prompt_chunks: int = 4_096
     long_chunks: Literal["error", "split"] = "error"
     preamble: str | int = "auto"
+    find_documents: str = "none"
+    document_pattern: str | None = None
     lead_in: str = LEAD_IN
 
 

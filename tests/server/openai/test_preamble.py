@@ -46,7 +46,7 @@ def test_a_report_shows_both_parts_of_a_system_text(http):
     said = messages(text("You answer. Now it is 10:45."))
     reply = chat(http, messages=said, documents=DOCUMENTS)
     assert [segment["kind"] for segment in reply["kvmosaic"]["segments"]][:2] == ["system", "text"]
-    assert "tokens of the system text" in reply["kvmosaic"]["composition"]
+    assert "tokens before them" in reply["kvmosaic"]["composition"]
     counted = http.post("/tokenize", json={"messages": said, "documents": DOCUMENTS}).json()
     assert [segment["kind"] for segment in counted["segments"]][:3] == ["system", "text", "chunk"]
 

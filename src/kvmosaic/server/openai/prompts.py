@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvmosaic.api.documents import DocumentFields
-from kvmosaic.documents import DocumentStore
+from kvmosaic.documents import DocumentStore, label_in
 from kvmosaic.errors import InvalidMessages, InvalidPrompt
 from kvmosaic.llm import LLM
 from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_marked, take_separated
+from kvmosaic.prompt.found_documents import DocumentFinder, FoundDocument
+from kvmosaic.prompt.patterns import document_finder, read_find_documents
 from kvmosaic.sampling.defaults import FOLLOWED
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.openai.documents import notes_of, read_documents, told_by_place
@@ -109,7 +111,8 @@ def chat_prompt(
     with told_by_place(body):
         documents = read_documents(sources.documents, tenant, body)
         rendering = replace(rendering, is_endless=_is_endless(body))
-        prompt = _encode_chat(sources.llm, kept, (*documents, *separated, *marked), body, rendering)
+        finder = _finder(sources, tenant, body)
+        prompt = _encode_chat(sources.llm, kept, (*documents, *separated, *marked), body, rendering, finder)
     composed = _told(sources.llm, prompt, documents)
     return replace(composed, notes=notes_of(sources.documents, tenant, documents, composed.prompt))
 
@@ -129,8 +132,8 @@ def text_prompt(
     with told_by_place(body):
         documents = read_documents(sources.documents, tenant, body)
     if not documents:
-        prompt = Prompt.from_text(text, sources.settings.chunk_separator, salt=salt) if isinstance(text, str) else text
-        return _told(sources.llm, encoder.encode(prompt, salt=salt, preamble=body.preamble), ())
+        finder = _finder(sources, tenant, body)
+        return _told(sources.llm, encoder.encode(text, salt=salt, preamble=body.preamble, finder=finder), ())
     if not isinstance(text, str):
         raise InvalidPrompt("documents go with a prompt of text; this one is a list of token ids")
     prompt = separated_prompt(text, sources.settings.chunk_separator, documents, salt)
@@ -140,9 +143,29 @@ def text_prompt(
     return replace(composed, notes=notes_of(sources.documents, tenant, documents, composed.prompt))
 
 
+@dataclass(frozen=True, slots=True)
+class _StoredSearch:
+    """Finds the stored documents of a tenant in a text."""
+
+    store: DocumentStore
+    tenant: str
+
+    def find(self, text: str) -> list[FoundDocument]:
+        found = self.store.search(self.tenant, text)
+        return [FoundDocument(start, end, "stored", document.name, document.priority) for start, end, document in found]
+
+
+def _finder(sources: PromptSources, tenant: Tenant, body: DocumentFields) -> DocumentFinder:
+    """What finds documents in the text of a request."""
+    chosen, settings = body.find_documents, sources.llm.chunk_cache_config
+    names = read_find_documents(settings.find_documents if chosen is None else chosen)
+    return document_finder(names, settings.document_pattern, _StoredSearch(sources.documents, tenant.name))
+
+
 def _told(llm: LLM, prompt: Prompt, documents: Sequence[Document]) -> EncodedPrompt:
     """Adds the report to a prompt; without a chunk cache, the encoder has joined its segments."""
-    ids = frozenset(document.id for document in documents if document.id is not None)
+    found = (label_in(chunk.name)[1] for chunk in prompt.chunks if chunk.origin and chunk.name)
+    ids = frozenset(filter(None, (*(document.id for document in documents), *found)))
     return EncodedPrompt(prompt, f"not composed: {llm.chunk_cache_off_reason}" if prompt.is_joined else "", ids)
 
 
@@ -152,6 +175,7 @@ def _encode_chat(
     documents: Sequence[Document],
     body: DocumentFields,
     rendering: Rendering,
+    finder: DocumentFinder,
 ) -> Prompt:
     salt, preamble = body.cache_salt or "", body.preamble
     options = dict(rendering.template_options or {})
@@ -160,8 +184,8 @@ def _encode_chat(
             raise InvalidMessages(
                 "this model has no chat template, so there is nothing to be set; leave its options out"
             )
-        is_endless = rendering.is_endless
-        return llm.compose(messages, documents=documents or None, salt=salt, is_endless=is_endless, preamble=preamble)
+        how: dict[str, Any] = {"is_endless": rendering.is_endless, "preamble": preamble, "finder": finder}
+        return llm.compose(messages, documents=documents or None, salt=salt, **how)
     check_variables(llm.model.tokenizer, options)
     if rendering.add_generation_prompt is not None:
         options["add_generation_prompt"] = rendering.add_generation_prompt
@@ -172,7 +196,7 @@ def _encode_chat(
             )
         options["continue_final_message"] = True
     encoder = llm.encoder.endless() if rendering.is_endless else llm.encoder
-    return encoder.encode_chat(messages, documents or None, salt=salt, preamble=preamble, **options)
+    return encoder.encode_chat(messages, documents or None, salt=salt, preamble=preamble, finder=finder, **options)
 
 
 def _is_endless(body: DocumentFields) -> bool:

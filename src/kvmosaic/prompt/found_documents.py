@@ -1,0 +1,149 @@
+r"""Documents found in text: where a message holds documents that the application pasted into it.
+
+    message   Context:\n<source id="1">  DOCUMENT  </source>\n<source id="2">  DOCUMENT  </source>\nHow high is it?
+              glue                       chunk     glue                        chunk     glue and question
+
+What is found becomes a chunk. Everything between is glue: computed with the request, and seeing everything before it.
+Numbers, names and tags around a document change with its place, so they are never part of the chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from kvmosaic.prompt.conversation import Conversation
+from kvmosaic.prompt.message import is_system
+from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind
+from kvmosaic.prompt.text_pieces import TextPiece, template
+
+MIN_FOUND_CHARACTERS = 32
+"""Minimum length of a found document: a shorter one stays glue, since its tokens would hardly fill a block."""
+MAX_FOUND_DOCUMENTS = 1_024
+"""Maximum documents found in one prompt; later ones stay glue."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundDocument:
+    """A document in a text."""
+
+    start: int
+    end: int
+    origin: str
+    """How it was found, for reports: "pattern open-webui", "stored"."""
+    name: str | None = None
+    """Its name for users: a stored document's label, or a name that the text itself says."""
+    priority: float | None = None
+    """Eviction priority of a stored document."""
+
+    def stripped(self, text: str) -> FoundDocument:
+        """The same document without white space at its ends."""
+        said = text[self.start : self.end]
+        start = self.start + len(said) - len(said.lstrip())
+        return replace(self, start=start, end=start + len(said.strip()))
+
+
+class TextSearch(Protocol):
+    """A way of finding documents in a text, in time linear in its length."""
+
+    def find(self, text: str) -> Iterable[FoundDocument]:
+        """The documents in a text, in order, without overlap."""
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentFinder:
+    """Several ways of finding documents; where two overlap, the earlier way wins."""
+
+    searches: tuple[TextSearch, ...]
+
+    def find(self, text: str) -> list[FoundDocument]:
+        """The documents in a text, in order, without overlap and without white space at their ends."""
+        kept: list[FoundDocument] = []
+        for search in self.searches:
+            found = (each.stripped(text) for each in search.find(text))
+            long_enough = [each for each in found if each.end - each.start >= MIN_FOUND_CHARACTERS]
+            kept = _merged(kept, long_enough)
+        return kept
+
+
+def _merged(first: Sequence[FoundDocument], second: Sequence[FoundDocument]) -> list[FoundDocument]:
+    """Both in order; what overlaps one of the first is left out."""
+    result, left, end = list[FoundDocument](), list(reversed(first)), 0
+    for each in second:
+        while left and left[-1].start < each.end:
+            result.append(left.pop())
+            end = result[-1].end
+        if each.start >= end:
+            result.append(each)
+    return result + left[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run of a rendered prompt: the pieces of a document, or (`found` is None) those of the text around it."""
+
+    pieces: tuple[TextPiece, ...]
+    found: FoundDocument | None = None
+
+
+def split_at_documents(pieces: Sequence[TextPiece], finder: DocumentFinder, max_documents: int) -> list[Part]:
+    """Splits a rendered prompt at the documents in its messages.
+
+    Args:
+        pieces: the rendered prompt; only contents of messages are searched, or, if it has no messages, all of it.
+        finder: finds documents in a text.
+        max_documents: further ones stay glue.
+
+    Returns:
+        Parts in order; a single one if nothing was found. The last part is never a document: a prompt ends with text.
+    """
+    has_messages = any(piece.message is not None for piece in pieces)
+    parts, glue, left = list[Part](), list[TextPiece](), min(max_documents, MAX_FOUND_DOCUMENTS)
+    for piece in pieces:
+        place = 0
+        found = finder.find(piece.text) if left and (piece.message is not None or not has_messages) else []
+        for document in found[:left]:
+            glue += _cut(piece, place, document.start)
+            parts += [Part(tuple(glue))] if glue else []
+            parts.append(Part(tuple(_cut(replace(piece, trusted=False), document.start, document.end)), document))
+            glue, place = [], document.end
+        left -= min(len(found), left)
+        glue += _cut(piece, place, len(piece.text))
+    if any(piece.text for piece in glue):
+        return [*parts, Part(tuple(glue))]
+    return [*parts[:-2], Part(sum((part.pieces for part in parts[-2:]), ()))]
+
+
+def said_before(conversation: Conversation, head: Sequence[TextPiece]) -> int:
+    """Where the first message that is no system text begins in the joined text before the first document."""
+    place = 0
+    for piece in head:
+        if piece.message is not None and not is_system(conversation.messages[piece.message]):
+            return place
+        place += len(piece.text)
+    return place
+
+
+def with_documents(prompt: Prompt, finder: DocumentFinder, max_documents: int) -> Prompt:
+    """An ordinary prompt of text, split at the documents in it; the same prompt if there are none."""
+    (plain,) = prompt.segments
+    parts = split_at_documents([template(plain.text or "")], finder, max_documents)
+    if len(parts) == 1:
+        return prompt
+    segments = list[Segment]()
+    for number, part in enumerate(parts):
+        text = "".join(piece.text for piece in part.pieces)
+        if found := part.found:
+            segments.append(
+                Segment(SegmentKind.CHUNK, None, text, found.name, priority=found.priority, origin=found.origin)
+            )
+        else:
+            kind = SegmentKind.SYSTEM if not number else SegmentKind.TEXT
+            segments.append(Segment(SegmentKind.QUESTION if number == len(parts) - 1 else kind, None, text))
+    return replace(prompt, segments=tuple(segments))
+
+
+def _cut(piece: TextPiece, start: int, end: int) -> Iterator[TextPiece]:
+    if start < end or (not piece.text and piece.message is not None):
+        yield replace(piece, text=piece.text[start:end])

@@ -1,0 +1,246 @@
+"""Patterns of documents in text: how well-known applications write retrieved documents into a message."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.prompt.found_documents import DocumentFinder, FoundDocument, TextSearch
+
+MAX_PATTERN_CHARACTERS = 1_000
+PATTERN_SECONDS = 0.1
+"""Timeout of a pattern of one's own in one text."""
+
+_NO_SPACE = re.compile(r"\S")
+_EMPTY_LINE = re.compile(r"\n[ \t]*\n")
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedPattern:
+    """Documents between an opening and a closing tag.
+
+    The first closing tag after an opening one ends the document. So whatever a document holds, tags included, it can
+    only shorten itself.
+    """
+
+    name: str
+    opening: re.Pattern[str]
+    """A group "name" is the document's name."""
+    closing: re.Pattern[str]
+    closes_at_end: bool = False
+    """Whether the end of the text closes the last one, too."""
+
+    def find(self, text: str) -> Iterator[FoundDocument]:
+        """The documents in a text, in order."""
+        opened = self.opening.search(text)
+        while opened is not None:
+            closed = self.closing.search(text, opened.end())
+            if closed is None and not self.closes_at_end:
+                return
+            end = len(text) if closed is None else closed.start()
+            yield FoundDocument(opened.end(), end, f"pattern {self.name}", opened.groupdict().get("name"))
+            opened = None if closed is None else self.opening.search(text, closed.start())
+
+
+@dataclass(frozen=True, slots=True)
+class RegionPattern:
+    """Documents one after the other between two texts, separated by empty lines.
+
+    The last closing text ends the region: if a document holds it, too, nothing changes.
+    """
+
+    name: str
+    opening: re.Pattern[str]
+    closings: tuple[str, ...]
+    """Texts after the region; the first one that is found counts. `{line}` is the group "line" of the opening."""
+    closes_at_end: bool = False
+    """Whether the region may go on to the end of the text."""
+
+    def find(self, text: str) -> Iterator[FoundDocument]:
+        """The documents in a text, in order."""
+        opened = self.opening.search(text)
+        if opened is None:
+            return
+        line = opened.groupdict().get("line") or ""
+        ends = (text.rfind(closing.replace("{line}", line), opened.end()) for closing in self.closings)
+        end = next((end for end in ends if end >= 0), len(text) if self.closes_at_end else -1)
+        if end < 0:
+            return
+        start = opened.end()
+        for between in _EMPTY_LINE.finditer(text, start, end):
+            yield FoundDocument(start, between.start(), f"pattern {self.name}")
+            start = between.end()
+        yield FoundDocument(start, end, f"pattern {self.name}")
+
+
+PATTERNS: Mapping[str, TaggedPattern | RegionPattern] = {
+    pattern.name: pattern
+    for pattern in (
+        TaggedPattern(
+            "open-webui",
+            re.compile(r'<source id="[^"<>\n]{0,256}"(?: name="(?P<name>[^"<>\n]{0,1024})")?[^<>\n]{0,2048}>'),
+            re.compile(r"</source>"),
+        ),
+        TaggedPattern(
+            "anthropic",
+            re.compile(
+                r"(?:<document(?: [^<>\n]{0,2048})?>\s{0,16})?(?:<source>(?P<name>[^<>\n]{1,1024})</source>\s{0,16})?"
+                r"<document_content>"
+            ),
+            re.compile(r"</document_content>"),
+        ),
+        TaggedPattern(
+            "document-tags",
+            re.compile(r"<(?:document|doc)(?: [^<>\n]{0,2048})?>(?!\s{0,16}<)"),
+            re.compile(r"</(?:document|doc)>"),
+        ),
+        TaggedPattern(
+            "anythingllm", re.compile(r"\[CONTEXT [0-9]{1,6}\]:\n"), re.compile(r"\n\[END CONTEXT [0-9]{1,6}\]")
+        ),
+        TaggedPattern(
+            "ragflow",
+            re.compile(r"\nID: [^\n]{1,256}\n(?:├── [^\n]{0,2048}\n){0,16}└── Content:\n"),
+            re.compile(r"\n-{6}(?:\n|$)|\nThe above is the knowledge base"),
+            closes_at_end=True,
+        ),
+        RegionPattern(
+            "llamaindex",
+            re.compile(
+                r"(?:Context information is below\.|context information below to assist the user\.|"
+                r"more context below\.)\n(?P<line>-{10,40})\n"
+            ),
+            ("\n{line}\nGiven the", "\n{line}"),
+        ),
+        RegionPattern(
+            "langchain",
+            re.compile(
+                r"Use the following pieces of (?:retrieved )?context to answer [^\n]{1,256}\n"
+                r"(?:If you don't know [^\n]{1,512}\n)?(?:-{16}\n|\n)"
+            ),
+            ("\n\nQuestion: ",),
+            closes_at_end=True,
+        ),
+        RegionPattern("context-tags", re.compile(r"<(?:context|documents)>\n"), ("\n</context>", "\n</documents>")),
+        RegionPattern(
+            "headings",
+            re.compile(r"(?:^|\n)[ \t]{0,64}(?:Context|Documents|Sources|Passages):[ \t]{0,64}"),
+            ("\n\nQuestion:", "\nQuestion:", "\nQuery:", "\nAnswer:", "Question:", "Query:", "Answer:"),
+        ),
+    )
+}
+"""Templates of applications, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplatePatterns:
+    r"""One of several patterns: the one that opens first in a text, since a document may quote any other.
+
+    Where a region opens, and a tag right after that, the tag counts: `<context>\\n<source id="1">`.
+    """
+
+    patterns: tuple[TaggedPattern | RegionPattern, ...]
+
+    def find(self, text: str) -> list[FoundDocument]:
+        """The documents in a text, in order."""
+        opened = [(found, pattern) for pattern in self.patterns if (found := pattern.opening.search(text))]
+        opened.sort(key=lambda each: each[0].start())
+        for found, pattern in opened:
+            if isinstance(pattern, RegionPattern):
+                first = _NO_SPACE.search(text, found.end())
+                inner = (tag for tag in opened if first and tag[0].start() == first.start())
+                pattern = next((tag for _, tag in inner if isinstance(tag, TaggedPattern)), pattern)
+            if documents := list(pattern.find(text)):
+                return documents
+        return []
+
+
+class OwnPattern:
+    """Documents that a regular expression of the operator finds: its group "text", or all of a match."""
+
+    def __init__(self, pattern: str) -> None:
+        """Compiles a regular expression.
+
+        Raises:
+            InvalidConfig: it cannot be read, or matches an empty text.
+        """
+        import regex
+
+        self.pattern = pattern
+        if not isinstance(pattern, str) or not 1 <= len(pattern) <= MAX_PATTERN_CHARACTERS:
+            raise InvalidConfig(
+                f"document_pattern is {pattern!r:.80}; it is a regular expression of at most {MAX_PATTERN_CHARACTERS} "
+                'characters, with a group "text": "(?s)<doc>(?P<text>.*?)</doc>"'
+            )
+        try:
+            self._compiled: Any = regex.compile(pattern)
+            is_empty = self._compiled.match("") is not None
+        except (regex.error, ValueError, RecursionError, OverflowError) as error:
+            raise InvalidConfig(f"document_pattern={pattern!r:.80} cannot be read: {error}") from None
+        if is_empty:
+            raise InvalidConfig(f"document_pattern={pattern!r:.80} matches an empty text, so it finds nothing")
+        self._group = "text" if "text" in self._compiled.groupindex else 0
+        self._has_name = "name" in self._compiled.groupindex
+
+    def find(self, text: str) -> Iterator[FoundDocument]:
+        """The documents in a text, in order.
+
+        Raises:
+            InvalidConfig: the pattern takes too long in this text.
+        """
+        place = 0
+        try:
+            for match in self._compiled.finditer(text, timeout=PATTERN_SECONDS):
+                start, end = match.span(self._group)
+                if place <= start < end:
+                    yield FoundDocument(start, end, "document_pattern", match["name"] if self._has_name else None)
+                    place = end
+        except TimeoutError:
+            raise InvalidConfig(
+                f"document_pattern={self.pattern!r:.80} takes more than {PATTERN_SECONDS} s in this text; write one "
+                "without nested repetitions"
+            ) from None
+
+
+FindDocuments = tuple[str, ...]
+"""Ways of finding documents: "stored", "patterns", or names of patterns."""
+
+
+def read_find_documents(value: object) -> FindDocuments:
+    """Reads the setting `find_documents`.
+
+    Args:
+        value: names, separated by commas or in a list: "patterns" (all of `PATTERNS`), names of patterns, "stored"
+            (stored documents are searched in the text); "" or "none": documents are not searched.
+
+    Raises:
+        InvalidConfig: anything else.
+    """
+    names: Any = value.split(",") if isinstance(value, str) else value
+    known = ("patterns", "stored", *PATTERNS)
+    is_list = isinstance(names, list | tuple) and len(names) <= len(known)
+    if is_list and all(isinstance(name, str) for name in names):
+        said = tuple(dict.fromkeys(name.strip() for name in names))
+        if said in ((), ("",), ("none",)):
+            return ()
+        if all(name in known for name in said):
+            return said
+    raise InvalidConfig(
+        f"find_documents is {value!r:.80}; choose 'none', or some of {', '.join(known)}, separated by commas"
+    )
+
+
+def document_finder(names: FindDocuments, own_pattern: str | None, stored: TextSearch | None = None) -> DocumentFinder:
+    """The finder for what `find_documents` chooses.
+
+    Args:
+        names: the choice; without any, nothing is found.
+        own_pattern: goes first with "patterns".
+        stored: searches stored documents; where they overlap with what a pattern finds, they count.
+    """
+    searches = (stored,) if stored is not None and "stored" in names else ()
+    chosen = tuple(pattern for name, pattern in PATTERNS.items() if name in names or "patterns" in names)
+    own = (OwnPattern(own_pattern),) if own_pattern and "patterns" in names else ()
+    return DocumentFinder((*searches, *own, *((TemplatePatterns(chosen),) if chosen else ())))
