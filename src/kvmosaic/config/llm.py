@@ -1,55 +1,16 @@
-"""All settings of an `LLM`, from flat names as options, variables and files have them; and those of its model."""
+"""All settings of an `LLM`, from flat names as options, variables and files have them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import partial
-from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from kvmosaic.config.chunk_cache import ChunkCacheConfig
 from kvmosaic.config.engine import EngineConfig
-from kvmosaic.config.setting import Setting, Unset, setting, settings_of
+from kvmosaic.config.model import ModelConfig
+from kvmosaic.config.setting import Setting, Unset, settings_of
 from kvmosaic.config.tiers import TierConfig
-
-_model = partial(setting, panel="Model")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """How a model is loaded: keyword arguments of `LLM`. `load_model` checks them, since that needs torch."""
-
-    dtype: str = _model(
-        "auto",
-        choices=("auto", "float32", "bfloat16", "float16", "float64"),
-        help="Type of the weights and of the cache.",
-    )
-    device: str = _model("auto", max_length=64, metavar="NAME", help="auto, cpu, cuda or for example cuda:1.")
-    prepack: bool | Literal["auto", "always", "never"] = _model(
-        "auto",
-        help="Keep linear layers in bfloat16 in the order in which a CPU multiplies them, which makes answers about "
-        "twice as fast; auto: on CPUs that compute in bfloat16.",
-    )
-    quantization: Literal["none", "int8"] = _model(
-        "none",
-        help="int8: linear layers in 8-bit integers, for bfloat16 on a CPU: half the memory, and answers that may "
-        "differ.",
-    )
-    trust_remote_code: bool = _model(False, help="Run Python code that comes with the checkpoint.")
-    enable_chunk_cache: bool = _model(
-        True, panel="Chunk cache", help="Compose prompts from cached documents; off, they are ordinary prompts."
-    )
-    profile: bool | str | Path = _model(
-        True,
-        panel="Chunk cache",
-        flag_default="auto",
-        max_length=4_096,
-        metavar="auto | none | FILE",
-        help="What kvmosaic tune found for this model: auto: kvmosaic_profile.json in its folder, if it is there; "
-        "none; or a file.",
-    )
-
 
 CONFIGS: Final = (ModelConfig, ChunkCacheConfig, TierConfig, EngineConfig)
 """The configurations of an `LLM`; no two of them have a field of the same name."""
