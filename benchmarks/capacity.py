@@ -21,9 +21,9 @@ from facts import RESULTS
 
 from kvmosaic.bench.models import RANDOM_MODELS
 from kvmosaic.capacity import Demand, ModelFacts, Speed
-from kvmosaic.capacity.first_token import FirstToken
 from kvmosaic.capacity.machine import MEASURED_SHARE
 from kvmosaic.capacity.meta_count import build_without_memory, count
+from kvmosaic.capacity.speed import FirstToken
 
 DTYPE = "bfloat16"
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.cpu_quota import MAX_BYTES, cpu_quota
+from kvmosaic.threads import MAX_QUOTA_FILE_BYTES, cpu_quota
 
 
 def tree(root: Path, groups: str, files: dict[str, str]) -> Path:
@@ -81,5 +81,5 @@ def test_whatever_the_files_hold_there_is_an_answer(
 
 
 def test_file_without_end_is_read_up_to_a_limit(tmp_path: Path) -> None:
-    root = tree(tmp_path, "x" * 2 * MAX_BYTES + "\n0::/\n", {"cpu.max": "100000 100000"})
+    root = tree(tmp_path, "x" * 2 * MAX_QUOTA_FILE_BYTES + "\n0::/\n", {"cpu.max": "100000 100000"})
     assert cpu_quota(root) is None

@@ -4,10 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from kvmosaic.eval.text.chains import ChainRecipe, chain_example
 from kvmosaic.eval.text.documents import Example, Recipe, TextSource
-from kvmosaic.eval.text.orders import OrderRecipe, order_example
-from kvmosaic.eval.text.stories import StoryRecipe, story_example
+from kvmosaic.eval.text.recipes import (
+    ChainRecipe,
+    OrderRecipe,
+    StoryRecipe,
+    chain_example,
+    order_example,
+    story_example,
+)
 from training.batches import Reading, Row, Writer
 from training.layout import Strategy, place
 from training.tokenizer import SPECIAL, VOCABULARY

@@ -15,10 +15,15 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from kvmosaic.eval.text.chains import ChainRecipe, chain_example
 from kvmosaic.eval.text.documents import Example, Recipe, TextSource
-from kvmosaic.eval.text.orders import OrderRecipe, order_example
-from kvmosaic.eval.text.stories import StoryRecipe, story_example
+from kvmosaic.eval.text.recipes import (
+    ChainRecipe,
+    OrderRecipe,
+    StoryRecipe,
+    chain_example,
+    order_example,
+    story_example,
+)
 from training.batches import Reading
 from training.layout import STRATEGIES, Strategy
 from training.measure import Score, measure

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from kvmosaic.eval.text.documents import Recipe, TextSource
-from kvmosaic.eval.text.values import LISTS
+from kvmosaic.eval.text.relations import LISTS
 
 VOCABULARY = 3072
 PAD, BEGIN, END = "<|pad|>", "<|begin|>", "<|end|>"

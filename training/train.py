@@ -15,10 +15,15 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from kvmosaic.eval.text.chains import ChainRecipe, chain_example
 from kvmosaic.eval.text.documents import Example, Recipe, TextSource
-from kvmosaic.eval.text.orders import OrderRecipe, order_example
-from kvmosaic.eval.text.stories import StoryRecipe, story_example
+from kvmosaic.eval.text.recipes import (
+    ChainRecipe,
+    OrderRecipe,
+    StoryRecipe,
+    chain_example,
+    order_example,
+    story_example,
+)
 from training.batches import Packer, Reading, Shape, Writer
 from training.curriculum import STAGES, draw_row, stage_at
 from training.grow import grow

@@ -16,15 +16,20 @@ from kvmosaic.bench.bench_command import bench_command
 from kvmosaic.console.cache.commands import cache
 from kvmosaic.console.model_options import ModelOptions
 from kvmosaic.console.option_groups import Takes, grouped
-from kvmosaic.console.options import AsFields, AsJSON, FixedStrategy, ServerURL, Timeout
+from kvmosaic.console.options import (
+    AsFields,
+    AsJSON,
+    FixedStrategy,
+    FolderOptions,
+    PromptArguments,
+    SamplingOptions,
+    ServerURL,
+    Timeout,
+)
 from kvmosaic.console.plan.command import plan
-from kvmosaic.console.prompt_arguments import PromptArguments
-from kvmosaic.console.sampling_options import SamplingOptions
 from kvmosaic.console.vllm.commands import vllm
-from kvmosaic.console.warm.options import FolderOptions
 from kvmosaic.errors import InvalidConfig, KVMosaicError
-from kvmosaic.eval.eval_command import eval_command
-from kvmosaic.eval.tune_command import tune_command
+from kvmosaic.eval.commands import eval_command, tune_command
 
 LOADING = "dtype device num_threads prepack quantization"
 TIERS = "chunk_tier chunk_codec chunk_compression"
@@ -144,7 +149,7 @@ def check(
         return
     if vllm_options:
         raise InvalidConfig(f"{vllm_options[0]!r:.80} is an option of vLLM; say --vllm as well")
-    from kvmosaic.console.check_output import show_check
+    from kvmosaic.console.model import show_check
 
     if not show_check(opening):
         raise typer.Exit(1)
@@ -230,21 +235,21 @@ def sleep(
 
     The key of an admin, if the server has keys, is read from KVMOSAIC_API_KEY.
     """
-    from kvmosaic.console import sleep_commands
+    from kvmosaic.console import server_call
 
-    chunks = sleep_commands.cold_chunks(cold, min_accesses, idle_seconds, others=refuse or level is not None)
+    chunks = server_call.cold_chunks(cold, min_accesses, idle_seconds, others=refuse or level is not None)
     if chunks is not None:
-        sleep_commands.sleep_cold(url, chunks, timeout)
-    elif not sleep_commands.sleep(url, level or 1, refuse, timeout):
+        server_call.sleep_cold(url, chunks, timeout)
+    elif not server_call.sleep(url, level or 1, refuse, timeout):
         raise typer.Exit(1)
 
 
 @app.command()
 def wake(url: ServerURL = "http://127.0.0.1:8000", timeout: Timeout = 600.0) -> None:
     """Let a running server take its memory again and go on with all that waits."""
-    from kvmosaic.console import sleep_commands
+    from kvmosaic.console import server_call
 
-    sleep_commands.wake(url, timeout)
+    server_call.wake(url, timeout)
 
 
 @app.command(

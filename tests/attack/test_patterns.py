@@ -104,7 +104,7 @@ def test_a_quadratic_pattern_is_found() -> None:
 def find_fault(pattern: str) -> None:
     node = ast.parse(f"re.compile({pattern!r})", mode="eval").body
     assert isinstance(node, ast.Call)
-    check_time("config/sizes.py", node, METHODS, SHORT // 2)
+    check_time("config/setting.py", node, METHODS, SHORT // 2)
 
 
 def find_all(pattern: re.Pattern[Any], text: Any) -> None:

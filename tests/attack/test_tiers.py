@@ -26,7 +26,7 @@ from kvmosaic.cache.keys import Key
 from kvmosaic.errors import TierError
 from kvmosaic.tiers import Deadline, Tier, TieredStore
 from kvmosaic.tiers.breaker import Breaker
-from kvmosaic.tiers.disk.names import is_draft
+from kvmosaic.tiers.disk.files import is_draft
 from kvmosaic.tiers.disk.tier import DiskTier
 from kvmosaic.tiers.object_store.tier import ObjectTier
 from kvmosaic.tiers.redis.link import Session

@@ -10,16 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.capacity import Demand, ModelFacts, Speed, TierSpeed, memory_split, plan_capacity, spec_speed
-from kvmosaic.capacity.first_token import FirstToken
-from kvmosaic.capacity.plan import parse_headroom
+from kvmosaic.capacity import Demand, ModelFacts, Speed, TierSpeed, plan_capacity, spec_speed
+from kvmosaic.capacity.plan import MAX_BLOCKS, parse_headroom
 from kvmosaic.capacity.plot import by_memory
-from kvmosaic.capacity.speed import parse_rate, parse_seconds
+from kvmosaic.capacity.speed import FirstToken, parse_rate, parse_seconds
 from kvmosaic.capacity.tier_plan import MARGIN, codec_share, plan_tier
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import LayerShape
 from kvmosaic.layout import arrange
-from kvmosaic.memory import budget
+from kvmosaic.memory import storage
 from kvmosaic.tiers import cost
 
 GIB = 2**30
@@ -36,7 +35,7 @@ def test_import_needs_no_torch() -> None:
 
 
 def test_numbers_that_live_elsewhere_are_the_same_here() -> None:
-    assert memory_split.MAX_BLOCKS == budget.MAX_BLOCKS
+    assert storage.MAX_BLOCKS == MAX_BLOCKS
     assert MARGIN == cost._MARGIN
 
 

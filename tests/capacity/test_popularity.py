@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmosaic.capacity.popularity import Ranks, best_hit_rate, drawn_together, hit_rate, with_host, zipf_ranks
+from kvmosaic.capacity.demand import Ranks, best_hit_rate, drawn_together, hit_rate, with_host, zipf_ranks
 
 
 def simulated(documents: int, exponent: float, kept: int, together: int, draws: int = 90_000) -> float:

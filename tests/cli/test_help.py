@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from kvmosaic import __version__
 from kvmosaic.cli import app
 from kvmosaic.config import ChunkCacheConfig
-from kvmosaic.console.setting_options import option_type
+from kvmosaic.console.option_groups import option_type
 from kvmosaic.layout import ChunkContext
 
 COMMANDS = ("run", "plan", "check", "demo", "warm", "cache", "serve", "vllm", "sleep", "wake")

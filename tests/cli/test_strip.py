@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvmosaic.console.strip import Badge, Bar, Strip, bar_widths
+from kvmosaic.console.reuse import Badge, Bar, Strip, bar_widths
 from kvmosaic.console.text import one_line, printable
 
 BARS = [

@@ -12,9 +12,8 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from kvmosaic.entries import choose_codec, decode_entry, encode_entry, read_header
-from kvmosaic.entries.codec import CODECS
-from kvmosaic.entries.codec.scale import group_size
-from kvmosaic.entries.codec.squeeze import expanded, squeezed
+from kvmosaic.entries.codec import CODECS, group_size
+from kvmosaic.entries.compression import expanded, squeezed
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import LayerGeometry
 

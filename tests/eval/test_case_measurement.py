@@ -12,9 +12,7 @@ from kvmosaic.assembly import bundled_reader
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval import run
 from kvmosaic.eval.case import Case
-from kvmosaic.eval.case_measurement import ask, divergence
-from kvmosaic.eval.case_prompts import accepted_tokens, prompt_of
-from kvmosaic.eval.remembered_repair import Recalled
+from kvmosaic.eval.case_measurement import Recalled, accepted_tokens, ask, divergence, prompt_of
 from kvmosaic.eval.run import _open, evaluate
 from kvmosaic.eval.tasks import TwoHop
 from kvmosaic.eval.variants import FULL, Variant

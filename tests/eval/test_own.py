@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 
 from kvmosaic.cli import app
 from kvmosaic.errors import InvalidConfig, InvalidDocument
-from kvmosaic.eval.cases import gather, own_questions
-from kvmosaic.eval.distractors import draw_documents
+from kvmosaic.eval.case import draw_documents
+from kvmosaic.eval.cases import gather, own_cases, own_questions
 from kvmosaic.eval.loaders import load
-from kvmosaic.eval.own import own_cases
 from kvmosaic.tuned_settings import read_profile
 
 TEXTS = {

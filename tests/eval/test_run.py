@@ -13,7 +13,7 @@ from kvmosaic.assembly import bundled_reader
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import ChunkCacheFull, InvalidConfig, RequestTooLarge
 from kvmosaic.eval.case import Case
-from kvmosaic.eval.case_prompts import prompt_of
+from kvmosaic.eval.case_measurement import prompt_of
 from kvmosaic.eval.cases import gather
 from kvmosaic.eval.run import Evaluation, evaluate
 from kvmosaic.eval.tasks import TASKS, Long, OneHop, task

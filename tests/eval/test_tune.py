@@ -18,7 +18,7 @@ from kvmosaic import LLM, SamplingParams
 from kvmosaic.cli import app
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
-from kvmosaic.eval.case_prompts import prompt_of
+from kvmosaic.eval.case_measurement import prompt_of
 from kvmosaic.eval.measure import EvalModel
 from kvmosaic.eval.scores import score
 from kvmosaic.eval.tune import Tuning, tune

@@ -8,7 +8,7 @@ import torch
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import LayerGeometry
 from kvmosaic.memory import BlockStorage, blocks_within, check_fits, device_memory_bytes
-from kvmosaic.memory.budget import MAX_BLOCKS
+from kvmosaic.memory.storage import MAX_BLOCKS
 
 LAYERS = [LayerGeometry(0, 2, 4, 3), LayerGeometry(1, 1, 4, 3, True), LayerGeometry(0, 2, 4, 3)]
 

@@ -17,7 +17,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from kvmosaic.attention.native.library import load_library
+from kvmosaic.attention.native.backend import load_library
 from kvmosaic.errors import NativeUnavailable
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.cpu.fuse import fuse_operations

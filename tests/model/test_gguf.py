@@ -335,18 +335,18 @@ def test_a_missing_weight_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
 def test_a_missing_package_names_the_extra(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...]
 ) -> None:
-    from kvmosaic.model.formats.gguf import checks as gguf_checks
+    from kvmosaic.model.formats.gguf import file as gguf_file
 
-    real = gguf_checks.find_spec
-    monkeypatch.setattr(gguf_checks, "find_spec", lambda name: None if name in missing else real(name))
+    real = gguf_file.find_spec
+    monkeypatch.setattr(gguf_file, "find_spec", lambda name: None if name in missing else real(name))
     with pytest.raises(UnsupportedModel, match=rf"{' and '.join(missing)} is not.*pip install 'kvmosaic\[gguf\]'"):
         loaded(tiny(tmp_path / "m.gguf", tiny_folder))
 
 
 def test_code_of_the_hub_is_not_fetched(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvmosaic.model.formats.gguf import checks as gguf_checks
+    from kvmosaic.model.formats.gguf import file as gguf_file
 
-    monkeypatch.setattr(gguf_checks, "find_spec", lambda name: name)
+    monkeypatch.setattr(gguf_file, "find_spec", lambda name: name)
     said = refusal(tiny(tmp_path / "m.gguf", tiny_folder, architecture="lfm2"))
     assert "download compiled code" in said
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvmosaic.attention import AttentionBackend, Piece, RowGroup, StepAttention
 from kvmosaic.layers import AttentionCall, LayerSpec, MaskSpec
-from kvmosaic.layers.mask import FULL
+from kvmosaic.layers.geometry import FULL
 from kvmosaic.memory import BlockStorage
 from kvmosaic.rope import Rotation
 from support.plain import PlainBackend

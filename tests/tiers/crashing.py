@@ -24,7 +24,7 @@ from tiers.faulty_files import FaultyFiles
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.tiers import Deadline
-from kvmosaic.tiers.disk.names import is_draft
+from kvmosaic.tiers.disk.files import is_draft
 from kvmosaic.tiers.disk.tier import DiskTier
 
 QUOTA = 40_000

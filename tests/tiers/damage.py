@@ -16,7 +16,7 @@ from kvmosaic.cache.keys import Key
 from kvmosaic.entries import EntryBound, decode_entry, encode_entry
 from kvmosaic.errors import InvalidEntry, TierError
 from kvmosaic.tiers import Deadline
-from kvmosaic.tiers.disk.names import QUARANTINE
+from kvmosaic.tiers.disk.files import QUARANTINE
 from kvmosaic.tiers.disk.tier import DiskTier
 
 QUOTA = 2**22

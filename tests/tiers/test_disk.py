@@ -18,7 +18,7 @@ from tiers.faulty_files import FaultyFiles
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import InvalidConfig, TierUnavailable
 from kvmosaic.tiers import Deadline, Tier
-from kvmosaic.tiers.disk.names import draft_name, this_host
+from kvmosaic.tiers.disk.files import draft_name, this_host
 from kvmosaic.tiers.disk.tier import DiskTier
 
 

@@ -18,7 +18,7 @@ from tiers.faulty_files import CALLS, FaultyFiles
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import TierError, TierFull, TierUnavailable
 from kvmosaic.tiers import Deadline
-from kvmosaic.tiers.disk.names import is_draft
+from kvmosaic.tiers.disk.files import is_draft
 from kvmosaic.tiers.disk.tier import DiskTier
 
 ROOMY, TIGHT = 100_000, 1000

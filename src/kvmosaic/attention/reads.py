@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvmosaic.layers.mask import MaskSpec
+from kvmosaic.layers.geometry import MaskSpec
 from kvmosaic.layout import UNWEIGHTED, Visibility
 
 PoolName = Literal["request", "chunk_cache"]

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvmosaic.bench.sizes import LIMITS, PRESETS, Sizes
-from kvmosaic.console.option_groups import grouped
+from kvmosaic.console.option_groups import grouped, option
 from kvmosaic.console.options import AsReport, FixedStrategy, Output
-from kvmosaic.console.setting_options import option
 
 if TYPE_CHECKING:
     from kvmosaic.bench.peers.startup import PeerOptions

@@ -1,10 +1,8 @@
 """Capacity planning: what fits on a device, its hit rate, and the time to the first token."""
 
 from kvmosaic.capacity.demand import Demand
-from kvmosaic.capacity.facts import ModelFacts
-from kvmosaic.capacity.memory_split import MemorySplit
-from kvmosaic.capacity.model_facts import read_model
-from kvmosaic.capacity.plan import CapacityPlan, Stage, plan_capacity
+from kvmosaic.capacity.model_facts import ModelFacts, read_model
+from kvmosaic.capacity.plan import CapacityPlan, MemorySplit, Stage, plan_capacity
 from kvmosaic.capacity.speed import HARDWARE, Speed, spec_speed
 from kvmosaic.capacity.tier_plan import ASSUMED_TIERS, TierPlan, TierSpeed
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from kvmosaic.capacity.facts import ModelFacts
+from kvmosaic.capacity.model_facts import ModelFacts
 from kvmosaic.errors import UnsupportedModel
 from kvmosaic.layers import AttentionCall, LayerShape, MaskKind, MaskSpec
 from kvmosaic.model.frequencies import pin_frequencies

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvmosaic.capacity.first_token import FirstToken
+from kvmosaic.capacity.demand import drawn_together, hit_rate, zipf_ranks
 from kvmosaic.capacity.plan import CapacityPlan
-from kvmosaic.capacity.popularity import drawn_together, hit_rate, zipf_ranks
+from kvmosaic.capacity.speed import FirstToken
 from kvmosaic.errors import InvalidConfig
 
 _POINTS = 60

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from kvmosaic.capacity.facts import ModelFacts
-from kvmosaic.capacity.first_token import FirstToken
+from kvmosaic.capacity.model_facts import ModelFacts
+from kvmosaic.capacity.speed import FirstToken
 from kvmosaic.errors import InvalidConfig
 
 Codec = Literal["none", "fp8", "int8", "int4"]

@@ -4,8 +4,7 @@ from kvmosaic.config.chunk_cache import ChunkCacheConfig
 from kvmosaic.config.engine import EngineConfig
 from kvmosaic.config.llm import CONFIGS, LLMConfig, setting_named
 from kvmosaic.config.model import ModelConfig
-from kvmosaic.config.setting import Setting, Unset, flag_of, settings_of
-from kvmosaic.config.sizes import parse_bytes
+from kvmosaic.config.setting import Setting, Unset, flag_of, parse_bytes, settings_of
 from kvmosaic.config.tiers import MAX_TIERS, TierConfig, is_secret_text
 
 __all__ = [

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from kvmosaic.config.setting import Unset, setting, validate_settings
-from kvmosaic.config.sizes import parse_bytes
+from kvmosaic.config.setting import Unset, parse_bytes, setting, validate_settings
 from kvmosaic.errors import InvalidConfig, InvalidSeparator
 from kvmosaic.eviction import POLICIES, EvictionPolicy, choose
 from kvmosaic.layout import ChunkContext

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from kvmosaic.config.setting import setting, validate_settings
-from kvmosaic.config.sizes import parse_bytes, parse_optional_bytes
+from kvmosaic.config.setting import parse_bytes, parse_optional_bytes, setting, validate_settings
 from kvmosaic.errors import InvalidConfig
 
 _engine = partial(setting, panel="Engine")

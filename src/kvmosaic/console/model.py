@@ -1,20 +1,28 @@
-"""Terminal output of a model's layers, rotations, and memory per token."""
+"""Terminal output of a model: its layers, rotations and memory per token, and its self-check."""
 
 from __future__ import annotations
 
 import math
+import secrets
+from contextlib import closing
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvmosaic.console.text import size_text
+from kvmosaic.cache.keys import Key
+from kvmosaic.console.model_options import ModelOptions, open_llm
+from kvmosaic.console.text import printable, size_text
+from kvmosaic.errors import TierError
 
 if TYPE_CHECKING:
+    from kvmosaic.engine.self_check import SelfCheck
     from kvmosaic.layers import LayerSpec
     from kvmosaic.model import LoadedModel
     from kvmosaic.rope import Rotation
+    from kvmosaic.tiers import Tier
 
 
 def layer_table(layers: tuple[LayerSpec, ...]) -> Table:
@@ -90,3 +98,110 @@ def _kind(layer: LayerSpec) -> tuple[str, ...]:
 def _slowest_turn(rotation: Rotation | None) -> str:
     turning = [frequency for frequency in rotation.inv_freq if frequency > 0] if rotation else []
     return f"{2 * math.pi / min(turning):,.0f}" if turning else ""
+
+
+_CHECK_SECONDS = 5.0
+"""Timeout of one call to a tier."""
+
+
+def show_check(opening: ModelOptions) -> bool:
+    """Prints the results for a model; returns whether its self-check passed and all tiers answer.
+
+    Raises:
+        KVMosaicError: the model cannot be loaded.
+    """
+    console = Console()
+    with closing(open_llm(opening, Console(stderr=True))) as llm:
+        console.print(model_table(opening.model, llm.model, str(llm.attention)))
+        console.print()
+        console.print(layer_table(llm.model.layers))
+        if llm.model.immovable_reason:
+            console.print(Text(f"not movable: {printable(llm.model.immovable_reason)}"))
+        console.print()
+        assert llm.self_check is not None, "an LLM is opened with its self-check on"
+        console.print(check_text(llm.self_check, llm.model.is_movable))
+        tiers = llm.engine.offloader.tiered_store.tiers if llm.engine.offloader is not None else ()
+        answers = {tier: tier_answer(tier) for tier in tiers}
+        if answers:
+            console.print()
+            console.print(tier_table(answers))
+        return llm.self_check.passed and not any(answers.values())
+
+
+def tier_answer(tier: Tier) -> str:
+    """Puts an entry into a tier, reads and removes it; returns the error, or nothing."""
+    from kvmosaic.tiers import Deadline
+
+    key, entry = Key(secrets.token_bytes(32)), b"kvmosaic check"
+    try:
+        if key not in tier.put_many({key: entry}, Deadline(_CHECK_SECONDS)):
+            return "it did not store an entry in time"
+        found = tier.get_many([key], Deadline(_CHECK_SECONDS)).get(key)
+        tier.delete_many([key], Deadline(_CHECK_SECONDS))
+    except TierError as error:
+        return str(error)
+    return "" if found is not None and bytes(found) == entry else "an entry did not come back as it was put"
+
+
+def tier_table(answers: dict[Tier, str]) -> Table:
+    """One row per tier: what it is, what it holds, and whether an entry came back."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("tier", no_wrap=True)
+    table.add_column("at")
+    table.add_column("quota", justify="right", no_wrap=True)
+    table.add_column("one entry, put and read")
+    for tier, problem in answers.items():
+        stat = tier.stat()
+        quota = "no limit" if stat.quota_bytes is None else size_text(stat.quota_bytes)
+        answer = Text(printable(problem), style="red") if problem else Text("came back", style="green")
+        table.add_row(stat.name, Text(printable(stat.address or "this process")), quota, answer)
+    return table
+
+
+def model_table(name: str, model: LoadedModel, attention: str) -> Table:
+    """Returns name, kind and size of a model, and its attention backend."""
+    from kvmosaic.model.cpu.int8 import Int8Linear
+
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    limit = "no limit" if model.max_positions is None else f"{model.max_positions:,}"
+    dtype = str(model.dtype).removeprefix("torch.")
+    rounded = any(isinstance(part, Int8Linear) for part in model.module.modules())
+    packed = ", 8-bit linear layers" if rounded else ", packed linear layers" if model.is_prepacked else ""
+    table.add_row("model", Text(f"{printable(name)} ({type(model.module).__name__})"))
+    table.add_row("parameters", Text(f"{model.num_parameters:,} in {dtype} on {model.device}{packed}"))
+    if model.num_fused:
+        table.add_row("fused", Text(", ".join(f"{count} {kind}" for kind, count in model.num_fused.items())))
+    table.add_row("positions", Text(limit))
+    if model.frequency_note:
+        table.add_row("", Text(model.frequency_note))
+    table.add_row("one token takes", Text(f"{size_text(model.bytes_per_token())} of cache"))
+    table.add_row("attention", Text(printable(attention)))
+    return table
+
+
+def check_text(check: SelfCheck, is_movable: bool) -> RenderableType:
+    """Describes what the self-check compared, its result, and the consequence."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for heading in ("self-check", "against", "difference", "allowed", "largest at"):
+        is_number = heading in ("difference", "allowed")
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number)
+    for finding in check.findings:
+        style = "" if finding.passed else "red"
+        numbers = (f"{finding.difference:.2g}", f"{finding.limit:.2g}")
+        table.add_row(finding.subject, finding.reference, *numbers, printable(finding.where), style=style)
+    moved = "documents of the composed prompts were moved" if check.is_moved else "documents were not moved"
+    unit = Text(f"relative differences; of logits in standard deviations; {moved}", style="dim")
+    return Group(table, unit, Text(), _verdict(check, is_movable))
+
+
+def _verdict(check: SelfCheck, is_movable: bool) -> Text:
+    if not check.passed:
+        reason = printable(check.reason)
+        return Text(f"failed: {reason}. The chunk cache is off for this model.", style="bold red")
+    if is_movable:
+        return Text("passed: documents can be cached and read at any position.", style="bold green")
+    return Text(
+        "passed: documents can be cached, and read where they were computed (shared positions).", style="bold green"
+    )

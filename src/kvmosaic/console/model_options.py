@@ -30,7 +30,7 @@ class ModelOptions:
         Raises:
             InvalidConfig: one of them cannot work.
         """
-        from kvmosaic.console.cache.place import secret_from
+        from kvmosaic.console.cache.selection import secret_from
         from kvmosaic.tuned_settings import profile_choice
 
         tiers = tuple(self.values.get("chunk_tier") or ())

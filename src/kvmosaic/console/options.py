@@ -1,15 +1,23 @@
-"""Arguments and options shared by several commands."""
+"""Arguments and options of several commands, and their groups: sampling, prompts, a folder of documents."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvmosaic.console.setting_options import choice, option
+from kvmosaic.console.model_options import ModelOptions
+from kvmosaic.console.option_groups import choice, option
 from kvmosaic.layout.strategies import describe_strategies, strategy_names
+
+if TYPE_CHECKING:
+    from kvmosaic.console.prompt_source import PromptSource
+    from kvmosaic.console.warm.folder import Warming
+    from kvmosaic.sampling import SamplingParams
+
 
 PromptText = Annotated[
     str | None,
@@ -77,3 +85,74 @@ ServerURL = Annotated[
 Timeout = Annotated[
     float, typer.Option("--timeout", min=0.1, max=86_400, help="Longest wait for an answer, in seconds.")
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How answers are sampled, and how long they become."""
+
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token every time.")] = 0.0
+    window_tokens: WindowTokens = None
+    sink_tokens: SinkTokens = None
+
+    def params(self) -> SamplingParams:
+        """The parameters of the requests."""
+        from kvmosaic.sampling import SamplingParams
+
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            window_tokens=self.window_tokens,
+            sink_tokens=self.sink_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptArguments:
+    """A prompt text, or questions about a folder of documents."""
+
+    prompt: PromptText = None
+    documents: Documents = None
+    question: Questions = None
+    system: System = None
+
+    def read(self, command: str, opening: ModelOptions, tenant: str = "") -> tuple[ModelOptions, PromptSource]:
+        """Returns the model and the prompts; a lone "-" is the prompt, not the model.
+
+        Raises:
+            InvalidPrompt: nothing is asked, or a prompt is given as the model.
+        """
+        from kvmosaic.console.prompt_source import PromptSource, check_model_is_not_a_prompt
+
+        prompt = self.prompt
+        if opening.model == "-":
+            opening, prompt = ModelOptions(values=opening.values), "-"
+        separator = opening.values["chunk_separator"]
+        check_model_is_not_a_prompt(command, opening.model, separator, is_asked=bool(prompt or self.question))
+        return opening, PromptSource(prompt, self.documents, tuple(self.question or ()), self.system, tenant)
+
+
+@dataclass(frozen=True, slots=True)
+class FolderOptions:
+    """The documents to warm, and where they will be used."""
+
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of documents, one per file.")]
+    system: System = None
+    system_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The system text, from a file of UTF-8 text.")
+    ] = None
+    glob: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="Which files, such as '**/*.md'. Default: .txt and .md, no sub-folders."),
+    ] = None
+    bundle: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Then write these documents to a bundle for other machines.")
+    ] = None
+    tenant: TenantName = ""
+
+    def warming(self) -> Warming:
+        """What `warm_folder` needs."""
+        from kvmosaic.console.warm.folder import Warming
+
+        return Warming(self.folder, self.glob, self.system, self.system_file, self.bundle, self.tenant)

@@ -18,8 +18,7 @@ from torch import Tensor
 from kvmosaic.engine.row_builder import run_reads
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.layout import Layout, repair_positions
-from kvmosaic.model.batch import SpanRows
-from kvmosaic.model.runner import Runner
+from kvmosaic.model.runner import Runner, SpanRows
 from kvmosaic.rope import rotate
 
 LAYER = 1

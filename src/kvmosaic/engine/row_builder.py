@@ -13,7 +13,7 @@ from kvmosaic.engine.rolling_window import WindowCounters
 from kvmosaic.engine.sequence import Sequence, SpanReads
 from kvmosaic.engine.step import ScheduledTokens
 from kvmosaic.layout import UNWEIGHTED, Span, View, Visibility
-from kvmosaic.model.batch import SpanRows
+from kvmosaic.model.runner import SpanRows
 from kvmosaic.prompt import SegmentKind
 
 _MAX_STRETCHES = 8

@@ -7,14 +7,6 @@ from typing import TYPE_CHECKING
 from kvmosaic.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from kvmosaic.entries.checksum import Checksum
-    from kvmosaic.entries.claimed_header import (
-        ClaimedHeader,
-        check_entry,
-        num_claimed_bytes,
-        num_file_header_bytes,
-        read_claimed_header,
-    )
     from kvmosaic.entries.codec import choose_codec
     from kvmosaic.entries.entry import (
         DecodedEntry,
@@ -25,6 +17,14 @@ if TYPE_CHECKING:
         read_header,
     )
     from kvmosaic.entries.header import CodecName, Compression, DtypeName, EntryHeader
+    from kvmosaic.entries.verification import (
+        Checksum,
+        ClaimedHeader,
+        check_entry,
+        num_claimed_bytes,
+        num_file_header_bytes,
+        read_claimed_header,
+    )
 
 __all__ = [
     "Checksum",
@@ -48,16 +48,16 @@ __all__ = [
 
 # Names are imported on first use: headers are read without torch, by `kvmosaic cache` for instance.
 _HOMES = {
-    "checksum": ("Checksum",),
-    "claimed_header": (
+    "codec": ("choose_codec",),
+    "entry": ("DecodedEntry", "EntryBound", "EntryExpectation", "decode_entry", "encode_entry", "read_header"),
+    "header": ("CodecName", "Compression", "DtypeName", "EntryHeader"),
+    "verification": (
+        "Checksum",
         "ClaimedHeader",
         "check_entry",
         "num_claimed_bytes",
         "num_file_header_bytes",
         "read_claimed_header",
     ),
-    "codec": ("choose_codec",),
-    "entry": ("DecodedEntry", "EntryBound", "EntryExpectation", "decode_entry", "encode_entry", "read_header"),
-    "header": ("CodecName", "Compression", "DtypeName", "EntryHeader"),
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -18,10 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from kvmosaic.cache.keys import TOKEN_BYTES, Key
-from kvmosaic.entries.checksum import NO_DIGEST, OPENING, Bytes, Checksum, check_magic
-from kvmosaic.entries.claimed_header import MAX_PREAMBLE_BYTES, num_file_header_bytes, read_claimed_header, unreadable
 from kvmosaic.entries.codec import choose_codec
-from kvmosaic.entries.codec.squeeze import expanded, squeezed
+from kvmosaic.entries.compression import expanded, squeezed
 from kvmosaic.entries.header import CodecName, DtypeName, EntryHeader, check_header, to_texts
 from kvmosaic.entries.payload import (
     COMPRESSED,
@@ -34,6 +32,17 @@ from kvmosaic.entries.payload import (
     shape_counts,
     sources,
     unpack,
+)
+from kvmosaic.entries.verification import (
+    MAX_PREAMBLE_BYTES,
+    NO_DIGEST,
+    OPENING,
+    Bytes,
+    Checksum,
+    check_magic,
+    num_file_header_bytes,
+    read_claimed_header,
+    unreadable,
 )
 from kvmosaic.errors import DamagedEntry, ForeignEntry, InvalidConfig
 from kvmosaic.layers.geometry import LayerGeometry

@@ -3,30 +3,152 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 
-from kvmosaic.console.text import printable
+from kvmosaic.console.text import duration_text, printable
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.rows import TaskRow
 from kvmosaic.eval.summary import Summary, findings, summarize
-from kvmosaic.eval.table import (
-    LEGEND,
-    NARROW_HEADINGS,
-    ROW_HEADINGS,
-    SUMMARY_HEADINGS,
-    markdown_table,
-    narrow_cells,
-    row_cells,
-    summary_cells,
-    task_table,
-    terminal_table,
+from kvmosaic.eval.variants import Variant
+
+SUMMARY_HEADINGS = (
+    "strategy",
+    "context",
+    "repair",
+    "accuracy",
+    "of full",
+    "worst task",
+    "divergence",
+    "agreement",
+    "loss",
+    "repaired",
+    "work",
+    "first token",
+    "p90",
 )
+NARROW_HEADINGS = ("repair", "of full", "divergence", "agreement", "loss", "work", "first token")
+ROW_HEADINGS = ("task", *SUMMARY_HEADINGS[:5], *SUMMARY_HEADINGS[6:], "cases")
+LEGEND = (
+    "accuracy: mean score over the questions, and over the tasks; of full: accuracy by that of full attention with the "
+    "same model on the same questions; divergence: mean KL(full attention || this way) in nats, over the tokens of "
+    "full attention's own answers; agreement: share of these tokens that it would choose, too; loss: of the accepted "
+    "answer, in nats per token, and how far that is above full attention; repaired: share of the documents' tokens "
+    "that were computed again; work: layers computed for choosing and repairing, 100% is what computing all documents "
+    "once costs; first token: median over the questions, one at a time, documents known before (full attention "
+    "computes them); p90: one in ten took longer"
+)
+
+
+def summary_cells(summary: Summary) -> tuple[str, ...]:
+    """Cells of one variant, over all tasks."""
+    worst = "–" if summary.worst_ratio is None else f"{summary.worst_task} {percent(summary.worst_ratio)}"
+    return (
+        *_way_cells(summary.way),
+        percent(summary.accuracy),
+        percent(summary.ratio),
+        worst,
+        *_nearness_cells(summary),
+        percent(summary.repaired),
+        percent(summary.work),
+        duration_text(summary.first_median),
+        duration_text(summary.first_p90),
+    )
+
+
+def narrow_cells(summary: Summary, *, with_context: bool) -> tuple[str, ...]:
+    """The most important cells of one variant."""
+    divergence, agreement, _ = _nearness_cells(summary)
+    return (
+        way_text(summary.way, with_context=with_context),
+        "–" if summary.ratio is None else f"{summary.ratio:.0%}",
+        divergence,
+        agreement,
+        increase(summary.loss_increase),
+        f"{summary.work:.0%}",
+        duration_text(summary.first_median),
+    )
+
+
+def row_cells(row: TaskRow) -> tuple[str, ...]:
+    """Cells of one variant on one task."""
+    return (
+        row.task,
+        *_way_cells(row.way),
+        percent(row.accuracy),
+        percent(row.ratio),
+        *_nearness_cells(row),
+        percent(row.repaired),
+        percent(row.work),
+        duration_text(row.first_median),
+        duration_text(row.first_p90),
+        str(row.num_cases),
+    )
+
+
+def task_table(rows: Sequence[TaskRow], *, with_context: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headings and cells of a table with a row per variant and a column per task, in whole percents."""
+    tasks = list(dict.fromkeys(row.task for row in rows))
+    accuracy = {(row.way, row.task): row.accuracy for row in rows}
+    lines = [
+        (way_text(way, with_context=with_context), *(_whole_percent(accuracy[way, task]) for task in tasks))
+        for way in dict.fromkeys(row.way for row in rows)
+    ]
+    return ("accuracy", *tasks), lines
+
+
+def _whole_percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.0%}"
+
+
+def markdown_table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown; bars in cells do not end them."""
+    rows = [headings, ["---"] * len(headings), *lines]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+
+
+def terminal_table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
+    """A table for a terminal."""
+    table = Table(*map(printable, headings), box=None, pad_edge=False, header_style="dim")
+    for line in lines:
+        table.add_row(*map(printable, line))
+    return table
+
+
+def percent(share: float | None) -> str:
+    """A share for people; a dash when it is unknown."""
+    return "–" if share is None else f"{share:.1%}"
+
+
+def increase(nats: float | None) -> str:
+    """A change of the loss; a dash when it is unknown."""
+    return "–" if nats is None else f"{nats:+.3f}"
+
+
+def way_text(way: Variant, *, with_context: bool) -> str:
+    """Returns a variant in a few words: "query(0.15), shared" or, with chunk context, "query(0.15), shared/none"."""
+    if way.is_full:
+        return "full attention"
+    return f"{way.repair}, {way.strategy}" + (f"/{way.context}" if with_context else "")
+
+
+def _nearness_cells(found: Summary | TaskRow) -> tuple[str, str, str]:
+    """Divergence, agreement and loss."""
+    loss = "–" if found.loss is None else f"{found.loss:.3f} ({increase(found.loss_increase)})"
+    if found.way.is_full:
+        return "–", "–", "–" if found.loss is None else f"{found.loss:.3f}"
+    return f"{found.divergence:.4f}", percent(found.agreement), loss
+
+
+def _way_cells(way: Variant) -> tuple[str, str, str]:
+    return ("–", "–", "full attention") if way.is_full else (way.strategy, way.context, way.repair)
+
 
 FORMAT = 2
 """Version of the JSON."""

@@ -19,8 +19,7 @@ from kvmosaic.errors import (
     RequestTooLarge,
 )
 from kvmosaic.eval.case import Case
-from kvmosaic.eval.case_measurement import ask, try_way
-from kvmosaic.eval.case_prompts import prompt_of
+from kvmosaic.eval.case_measurement import ask, prompt_of, try_way
 from kvmosaic.eval.log import Readings, RunLog, digest_of
 from kvmosaic.eval.rows import TaskRow, rows_of
 from kvmosaic.eval.variants import FULL, Variant

@@ -19,9 +19,9 @@ from kvmosaic.console.text import duration_text, printable
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.measure import EvalModel, Measured, measure
+from kvmosaic.eval.report import increase, percent, terminal_table, way_text
 from kvmosaic.eval.rows import TaskRow
 from kvmosaic.eval.summary import Summary, doubts, summarize
-from kvmosaic.eval.table import increase, percent, terminal_table, way_text
 from kvmosaic.eval.tuner import Tuned, choose
 from kvmosaic.eval.variants import FULL, Variant
 from kvmosaic.tuned_settings import Goal, Profile, TaskResult, write_profile

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmosaic.errors import InvalidConfig
+from kvmosaic.eval.report import percent
 from kvmosaic.eval.rows import TaskRow
 from kvmosaic.eval.summary import Summary, nearness_text, summarize
-from kvmosaic.eval.table import percent
 from kvmosaic.tuned_settings import Goal
 
 LADDER = (

@@ -3,9 +3,8 @@
 from types import ModuleType
 
 from kvmosaic.metrics import own_names, vllm_names
-from kvmosaic.metrics.exposition import expose
 from kvmosaic.metrics.family import Family
-from kvmosaic.metrics.meters import Meters, Sample, SampleCollector
+from kvmosaic.metrics.meters import Meters, Sample, SampleCollector, expose
 
 __all__ = ["Family", "Meters", "Sample", "SampleCollector", "catalogue", "expose", "own_names", "vllm_names"]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvmosaic.errors import ModelError
-from kvmosaic.layers.call import LATENT_ATTRIBUTE, AttentionCall
+from kvmosaic.layers.spec import LATENT_ATTRIBUTE, AttentionCall
 
 ATTENTION_NAME = "kvmosaic"
 """`attn_implementation` of a loaded model. transformers builds no mask for it: the receiver applies masks."""

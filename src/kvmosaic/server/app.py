@@ -10,9 +10,8 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 
 from kvmosaic import __version__
-from kvmosaic.server import dashboard, documents, openai
+from kvmosaic.server import dashboard, documents, engine_routes, openai
 from kvmosaic.server.dashboard.feed import Feed
-from kvmosaic.server.engine_routes import cache_tree, health, sleep
 from kvmosaic.server.errors import add_error_replies
 from kvmosaic.server.metrics import prometheus
 from kvmosaic.server.middleware.authentication import OPEN_PATHS, AuthenticationMiddleware
@@ -72,13 +71,13 @@ def build_app(services: Services) -> FastAPI:
 def _routers(services: Services) -> Iterator[APIRouter]:
     """Yields all routes, each with the services it uses."""
     llm, engine, admission, threads = services.llm, services.engine, services.admission, services.threads
-    yield health.router(engine, admission)
+    yield engine_routes.health_router(engine, admission)
     yield prometheus.router(services.metrics)
     sources = PromptSources(llm, services.documents, services.settings)
     yield openai.router(sources, services.runner, threads)
     yield documents.router(services)
-    yield cache_tree.router(engine, admission, threads, llm.model.tokenizer)
-    yield sleep.router(engine, admission, has_tiers=llm.engine.offloader is not None)
+    yield engine_routes.tree_router(engine, admission, threads, llm.model.tokenizer)
+    yield engine_routes.sleep_router(engine, admission, has_tiers=llm.engine.offloader is not None)
     feed = Feed(llm, engine, services.documents, admission, services.records, services.settings, services.clock)
     yield dashboard.router(feed)
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmosaic.attention.rolling import shift
+from kvmosaic.attention.rolling import cache
 
 
 @pytest.mark.parametrize("rows_per_block", [0, 10**6], ids=["blocks", "memmove"])
@@ -26,6 +26,6 @@ def test_shift_equals_a_copy_and_touches_nothing_else(rows_per_block: int, data:
     length = stop - start - by
     expected.narrow(dim, start, length).copy_(storage.narrow(dim, start + by, length).clone())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shift, "_ROWS_PER_BLOCK", rows_per_block)
-        shift.shift_left(storage, dim, start, stop, by)
+        patch.setattr(cache, "_ROWS_PER_BLOCK", rows_per_block)
+        cache.shift_left(storage, dim, start, stop, by)
     assert torch.equal(storage, expected)

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvmosaic import BlockKVCache
-from kvmosaic.attention.rolling import shift
+from kvmosaic.attention.rolling.cache import copy_blocks
 
 SIZES = [(0, 8, 4), (3, 14, 4), (3, 5, 8), (2, 5, 7), (4, 9, 1)]
 """Sinks, window, chunk."""
@@ -170,7 +170,7 @@ def test_an_ordered_window_moves_each_token_once_and_a_ring_none(sizes: tuple[in
 def test_blocks_that_move_are_copied_once_without_other_memory() -> None:
     storage = torch.arange(40.0).reshape(2, 20)
     with Calls() as made:
-        shift.copy_blocks(storage, 1, 3, 19, 5)
+        copy_blocks(storage, 1, 3, 19, 5)
     assert storage[0].tolist() == [*range(3), *range(8, 19), *range(14, 20)]
     copied = [args[0].numel() for func, args, _, _ in made.calls if func._schema.name == "aten::copy_"]
     assert copied == [10, 10, 2]

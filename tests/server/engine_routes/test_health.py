@@ -52,7 +52,7 @@ def test_server_whose_engine_fails_is_not_ready_refuses_prompts_and_is_started_a
             assert "device" not in refused.text
             assert httpx.get(server.url + "/readyz").json() == {"status": "failed"}
             assert httpx.get(server.url + "/livez").status_code == 200
-            broken.setattr("kvmosaic.server.engine_routes.health.HOPELESS_SECONDS", 0.0)
+            broken.setattr("kvmosaic.server.engine_routes.HOPELESS_SECONDS", 0.0)
             assert httpx.get(server.url + "/livez").status_code == 503
         wait_until(lambda: engine.failure is None)
         assert all(httpx.get(server.url + path).status_code == 200 for path in PROBES)

@@ -9,8 +9,15 @@ from pathlib import Path
 from rich.console import Console
 
 from kvmosaic.cache.keys import Key
-from kvmosaic.console.cache.place import CALL_SECONDS, all_bytes, all_entries, opened, progress_bar, seal_from
-from kvmosaic.console.cache.selection import Selection
+from kvmosaic.console.cache.selection import (
+    CALL_SECONDS,
+    Selection,
+    all_bytes,
+    all_entries,
+    opened,
+    progress_bar,
+    seal_from,
+)
 from kvmosaic.console.cache.verify import VerifyResult, good_entries
 from kvmosaic.console.text import printable, size_text
 from kvmosaic.errors import InvalidConfig, InvalidEntry

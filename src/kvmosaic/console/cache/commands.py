@@ -15,13 +15,13 @@ from kvmosaic.console.options import (
     ChunkTiers,
     ModelDigits,
     Name,
+    PromptArguments,
     SecretVariable,
     ServerURL,
     TenantName,
     Tier,
     Timeout,
 )
-from kvmosaic.console.prompt_arguments import PromptArguments
 
 EXPLAIN = """chunk_separator position_strategy chunk_context preamble find_documents document_pattern profile
 long_chunks chunk_codec chunk_cache_size dtype
@@ -121,8 +121,8 @@ def collect(
 
     kvmosaic cache gc disk:/var/cache/kvmosaic --older-than 30 --quota 50GiB
     """
-    from kvmosaic.console.cache.clean import clean
     from kvmosaic.console.cache.selection import Selection
+    from kvmosaic.console.cache.verify import clean
 
     clean(tier, Selection(name, model, not_model, older_than), quota, dry_run, as_json)
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvmosaic.console.cache.place import all_entries, header_of, opened, progress_bar, secret_from, whole_entry
+from kvmosaic.console.cache.selection import all_entries, header_of, opened, progress_bar, secret_from, whole_entry
 from kvmosaic.console.model_options import ModelOptions, open_llm
 from kvmosaic.console.prompt_source import PromptSource
 from kvmosaic.console.text import one_line, printable, shrinking, size_text

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvmosaic.console.cache.place import all_entries, opened
-from kvmosaic.console.cache.selection import Listed, Selection, listed
+from kvmosaic.console.cache.selection import Listed, Selection, all_entries, listed, opened
 from kvmosaic.console.text import printable, shrinking, size_text
 from kvmosaic.tiers import EntryInfo, Tier, parse_tier_url
 

@@ -2,18 +2,149 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.console.model_options import ModelOptions
-from kvmosaic.console.option_groups import Takes, grouped
-from kvmosaic.console.options import PromptText, Questions, System
-from kvmosaic.console.plan.device_options import DeviceOptions, device_option, whole_number
-from kvmosaic.console.prompt_arguments import PromptArguments
+from kvmosaic.console.option_groups import Takes, grouped, option
+from kvmosaic.console.options import PromptArguments, PromptText, Questions, System
 from kvmosaic.errors import InvalidConfig, InvalidDocument
+
+if TYPE_CHECKING:
+    from kvmosaic.capacity import Demand
+    from kvmosaic.console.plan.device import CapacityRequest
+
+
+PANEL = "The plan of a device (with --device-memory)"
+Codec = Literal["none", "fp8", "int8", "int4"]
+device_option = partial(typer.Option, rich_help_panel=PANEL)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOptions:
+    """The device, what is asked of it, and how fast it is."""
+
+    device_memory: Annotated[
+        str | None,
+        device_option(metavar="SIZE", help="Plan a device with so much memory, such as 80GiB."),
+    ] = None
+    config: Annotated[
+        str | None,
+        device_option(
+            "--model",
+            metavar="CONFIG",
+            help="The same as MODEL; a config.json or a family of transformers, such as llama, will do.",
+        ),
+    ] = None
+    tokens_per_document: Annotated[int | None, device_option(metavar="NUMBER", help="Tokens of each document.")] = None
+    concurrency: Annotated[int, device_option(metavar="NUMBER", help="Prompts that run at once.")] = 1
+    documents_per_prompt: Annotated[int, device_option(metavar="NUMBER", help="Documents of a prompt.")] = 5
+    system_tokens: Annotated[int, device_option(metavar="NUMBER", help="Tokens of the system text.")] = 256
+    question_tokens: Annotated[int, device_option(metavar="NUMBER", help="Tokens of a question.")] = 64
+    answer_tokens: Annotated[int, device_option(metavar="NUMBER", help="Tokens of an answer.")] = 256
+    zipf: Annotated[
+        float,
+        device_option(
+            metavar="EXPONENT",
+            help="Popularity: rank r is drawn as 1 / r ** EXPONENT; 0: all alike.",
+        ),
+    ] = 1.0
+    block_size: Annotated[int, option("block_size", panel=PANEL, has_bounds=False)] = ChunkCacheConfig().block_size
+    headroom: Annotated[
+        str,
+        device_option(metavar="SIZE", help="For activations and the driver: a size, or 10%."),
+    ] = "10%"
+    weights: Annotated[
+        str | None,
+        device_option(metavar="SIZE", help="What the weights take, if you know better."),
+    ] = None
+    quantization: Annotated[Literal["none", "int8"], option("quantization", panel=PANEL)] = "none"
+    hardware: Annotated[
+        str | None,
+        device_option(
+            metavar="NAME",
+            help="Speed by data sheet: a100, h100, h200, l4, l40s, rtx4090, mi300x. Half of it is counted.",
+        ),
+    ] = None
+    flops: Annotated[
+        str | None,
+        device_option(metavar="RATE", help="Operations per second that are reached: 400T."),
+    ] = None
+    bandwidth: Annotated[
+        str | None,
+        device_option(metavar="RATE", help="Bytes of its memory per second: 2TB/s."),
+    ] = None
+    measure: Annotated[
+        bool,
+        device_option("--measure", help="Measure this machine and the tiers named, a few seconds."),
+    ] = False
+    chunk_tier: Annotated[list[str] | None, option("chunk_tier", panel=PANEL)] = None
+    tier_speed: Annotated[
+        list[str] | None,
+        device_option(
+            metavar="KIND=RATE,TIME",
+            help="How fast host, disk, redis or object is: disk=3GB/s,0.2ms.",
+        ),
+    ] = None
+    chunk_codec: Annotated[Codec, option("chunk_codec", panel=PANEL)] = "none"
+    plot: Annotated[
+        Path | None,
+        device_option(metavar="FILE", help="Draw hit rate and first token by memory (PNG)."),
+    ] = None
+
+    def demand(self, documents: int, *, is_capped: bool) -> Demand:
+        """Documents and prompts; `is_capped`: a prompt takes no more documents than there are."""
+        from kvmosaic.capacity import Demand
+
+        per_prompt = self.documents_per_prompt
+        return Demand(
+            documents,
+            whole_number("--tokens-per-document", self.tokens_per_document),
+            self.concurrency,
+            min(per_prompt, documents) if is_capped else per_prompt,
+            self.system_tokens,
+            self.question_tokens,
+            self.answer_tokens,
+            self.zipf,
+        )
+
+    def request(self, model: str, dtype: str, demand: Demand) -> CapacityRequest:
+        """All that `show_capacity` needs.
+
+        Raises:
+            InvalidConfig: options that exclude each other.
+        """
+        from kvmosaic.console.plan.device import CapacityRequest, SpeedAsked
+
+        return CapacityRequest(
+            self.config or model,
+            dtype,
+            self.quantization,
+            self.device_memory or "",
+            demand,
+            self.block_size,
+            self.headroom,
+            self.weights,
+            SpeedAsked(self.hardware, self.flops, self.bandwidth, self.measure),
+            tuple(self.chunk_tier or ()),
+            tuple(self.tier_speed or ()),
+            self.chunk_codec,
+        )
+
+
+def whole_number(flag: str, given: str | int | None) -> int:
+    """Returns a number of documents or tokens that a plan of a device requires."""
+    text = "" if given is None else str(given).replace(",", "").replace("_", "")
+    if not text.isdecimal() or len(text) > 18:
+        what = "is missing" if given is None else f"is {str(given)[:40]!r}"
+        raise InvalidConfig(f"{flag} {what}; the plan of a device needs a whole number there")
+    return int(text)
+
 
 _OF_PROMPT = (
     *(

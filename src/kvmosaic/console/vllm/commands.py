@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from kvmosaic.console.option_groups import option
 from kvmosaic.console.options import ChunkTiers
-from kvmosaic.console.setting_options import option
 
 vllm = typer.Typer(
     no_args_is_help=True,

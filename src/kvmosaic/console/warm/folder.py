@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
-from kvmosaic.console.cache.place import seal_from
+from kvmosaic.console.cache.selection import seal_from
 from kvmosaic.console.folder import find_documents, read_document
 from kvmosaic.console.model_options import ModelOptions, open_llm
 from kvmosaic.console.warm.report import WarmCounts, WarmingBar, show_counts
-from kvmosaic.console.warm.stop import Interrupted, Stop
 from kvmosaic.console.warm.tiers import StoredKeys
 from kvmosaic.errors import CacheError, ChunkCacheOff, InvalidConfig, InvalidDocument, InvalidPrompt, RequestTooLarge
 
@@ -26,6 +27,43 @@ if TYPE_CHECKING:
     from kvmosaic.cache import Key
     from kvmosaic.llm import LLM
     from kvmosaic.prompt import Prompt
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(Exception):
+    """A stop was requested."""
+
+
+class Stop:
+    """Whether a stop was requested. Signals only set a flag, so that no operation is cut in the middle.
+
+    A second signal raises KeyboardInterrupt wherever the program is.
+    """
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def check(self) -> None:
+        """Raises Interrupted if a stop was requested."""
+        if self.is_asked:
+            raise Interrupted
+
+    def __enter__(self) -> Stop:
+        self._before = {each: signal.signal(each, self._ask) for each in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.is_asked:
+            raise KeyboardInterrupt
+        self.is_asked = True
+
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""

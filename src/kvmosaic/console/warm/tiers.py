@@ -10,10 +10,10 @@ from rich.console import Console
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
-from kvmosaic.console.cache.place import CALL_SECONDS, SECRET_VARIABLE, claims_of, whole_entry
+from kvmosaic.console.cache.selection import CALL_SECONDS, SECRET_VARIABLE, claims_of, whole_entry
 from kvmosaic.console.cache.verify import VerifyResult, good_entries
 from kvmosaic.entries import Checksum, check_entry
-from kvmosaic.entries.checksum import NO_LABEL
+from kvmosaic.entries.verification import NO_LABEL
 from kvmosaic.errors import InvalidConfig, InvalidEntry
 from kvmosaic.tiers import Deadline, Entry, Tier
 from kvmosaic.tiers.breaker import Breaker

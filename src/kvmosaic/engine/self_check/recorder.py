@@ -17,10 +17,9 @@ from kvmosaic.engine.request import Request
 from kvmosaic.engine.step import ScheduledTokens, Step
 from kvmosaic.layers import AttentionCall
 from kvmosaic.layout import ChunkContext
-from kvmosaic.model.batch import Batch, SpanRows
 from kvmosaic.model.hook import Receiver
 from kvmosaic.model.loaded import LoadedModel
-from kvmosaic.model.runner import Runner
+from kvmosaic.model.runner import Batch, Runner, SpanRows
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams
 

@@ -9,16 +9,10 @@ from pathlib import Path
 from typing import Final
 
 from kvmosaic.errors import InvalidConfig, KVMosaicError
-from kvmosaic.eval.case import MAX_CASE_DOCUMENTS, MAX_PIECE_TOKENS, Case
-from kvmosaic.eval.distractors import USUAL_DOCUMENTS
-from kvmosaic.eval.loaders.field import JSONField
-from kvmosaic.eval.loaders.hotpotqa import read_2wikimultihopqa, read_hotpotqa
-from kvmosaic.eval.loaders.longbench import read_longbench
-from kvmosaic.eval.loaders.musique import read_musique
-from kvmosaic.eval.loaders.origin import RecordOrigin
-from kvmosaic.eval.loaders.records import Record, read_records
-from kvmosaic.eval.loaders.ruler import read_ruler
-from kvmosaic.eval.loaders.samsum import read_samsum
+from kvmosaic.eval.case import MAX_CASE_DOCUMENTS, MAX_PIECE_TOKENS, USUAL_DOCUMENTS, Case
+from kvmosaic.eval.loaders.long_context import read_longbench, read_ruler, read_samsum
+from kvmosaic.eval.loaders.multi_hop import read_2wikimultihopqa, read_hotpotqa, read_musique
+from kvmosaic.eval.loaders.records import JSONField, Record, RecordOrigin, read_records
 from kvmosaic.eval.loaders.squad import is_squad, load_squad
 
 MAX_CASES = 100_000

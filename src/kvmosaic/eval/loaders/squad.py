@@ -14,10 +14,8 @@ from pathlib import Path
 from random import Random
 
 from kvmosaic.errors import InvalidConfig, KVMosaicError
-from kvmosaic.eval.case import MAX_ID_CHARACTERS, Case
-from kvmosaic.eval.distractors import draw_documents
-from kvmosaic.eval.loaders.field import JSONField
-from kvmosaic.eval.loaders.origin import SHORT_ANSWER
+from kvmosaic.eval.case import MAX_ID_CHARACTERS, Case, draw_documents
+from kvmosaic.eval.loaders.records import SHORT_ANSWER, JSONField
 from kvmosaic.prompt import Document
 
 MAX_FILE_BYTES = 2**26

@@ -5,8 +5,7 @@ from random import Random
 
 from kvmosaic.eval.text import words
 from kvmosaic.eval.text.names import NameSource, Split
-from kvmosaic.eval.text.relations import Kind, Relation, load_kinds
-from kvmosaic.eval.text.values import draw_value, with_article
+from kvmosaic.eval.text.relations import Kind, Relation, draw_value, load_kinds, with_article
 
 UNKNOWN = "not in the documents"
 

@@ -1,4 +1,4 @@
-"""Fused modules: norms and gated MLPs of transformers, in few calls.
+"""Fused modules: norms, gated MLPs, attention modules and decoder layers of transformers, in few calls.
 
 A fused form replaces a module's `forward` and nothing else: the module, its children and its weights stay
 where they are. It computes in bfloat16 on a CPU without gradients; anything else goes to the module's own code.
@@ -10,13 +10,16 @@ how many objects are touched, not on how many numbers are computed.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from kvmosaic.layers import AttentionCall
 from kvmosaic.model.cpu.prepack import PackedLinear
-from kvmosaic.model.cpu.row_kernels import GatePlan, NormPlan, RowKernels, num_threads
+from kvmosaic.model.cpu.row_kernels import GatePlan, NormPlan, RowKernels, TurnPlan, num_threads
+from kvmosaic.model.hook import ATTENTION_NAME, Receiver, current_receiver
 
 
 class Fused:
@@ -165,3 +168,198 @@ def own_output(part: Any, x: Tensor) -> Tensor:
     """A module's output that may be changed in place: a copy if a hook may hold it."""
     out = output(part, x)
     return out.clone() if part._forward_hooks else out
+
+
+@dataclass(frozen=True, slots=True)
+class CallConstants:
+    """Constant arguments of an attention module to its attention function."""
+
+    scaling: float
+    softcap: float | None
+    window: int | None
+    sinks: str | None
+    """Name of the parameter."""
+
+
+class FusedAttention(Fused):
+    """An attention module: projections, one call that rotates queries and keys, the receiver, the output projection."""
+
+    kind = "attention modules"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        kernels: RowKernels,
+        shape: tuple[int, int, int],
+        turn: TurnPlan | None,
+        constants: CallConstants,
+    ) -> None:
+        """`shape`: query heads, key heads, head size; `turn`: None if nothing is rotated."""
+        super().__init__(module)
+        self._shape = shape
+        self._turn = kernels.turn
+        self._plan = turn
+        self._address = None if turn is None else ctypes.addressof(turn)
+        self._table_dim = 0 if turn is None else turn.table_dim
+        self._constants = constants
+
+    def forward(self, *arguments: Any, **named: Any) -> tuple[Tensor, None]:
+        """Hidden states [1, T, hidden] -> [1, T, hidden], and no weights."""
+        x = arguments[0] if arguments else named.get("hidden_states")
+        receiver = current_receiver()
+        if receiver is None or len(arguments) > 1 or not suits(x) or not self.can_apply(x, named):
+            own: tuple[Tensor, None] = self.own_code(*arguments, **named)
+            return own
+        return self.apply(x, receiver, named), None
+
+    def can_apply(self, x: Tensor, named: dict[str, Any]) -> bool:
+        """Whether a call with these arguments is supported: no cache of transformers, tables for every row."""
+        module: Any = self.module
+        if named.get("past_key_values") is not None or module.config._attn_implementation != ATTENTION_NAME:
+            return False
+        if self._plan is None:
+            return x.shape[0] == 1
+        tables = named.get("position_embeddings")
+        if not isinstance(tables, tuple) or len(tables) != 2:
+            return False
+        cos, sin = tables
+        return suits(cos) and suits(sin) and cos.shape == sin.shape == (1, x.shape[1], self._table_dim)
+
+    def apply(self, x: Tensor, receiver: Receiver, named: dict[str, Any]) -> Tensor:
+        """Supported hidden states, [1, T, hidden] -> [1, T, hidden]."""
+        module: Any = self.module
+        query, key, value = self.project(x, named.get("position_embeddings"))
+        constants = self._constants
+        sinks = None if constants.sinks is None else module._parameters[constants.sinks]
+        mask = named.get("attention_mask")
+        scaling, softcap, window = constants.scaling, constants.softcap, constants.window
+        call = AttentionCall(module.layer_idx, query, key, value, scaling, softcap, sinks, module, mask, window)
+        attended = receiver(call)
+        if attended.dtype is not torch.bfloat16:
+            attended = attended.to(torch.bfloat16)
+        return output(module._modules["o_proj"], attended.reshape(1, attended.shape[0], -1))
+
+    def project(self, x: Tensor, tables: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, H, D], keys [T, G, D] and values [T, G, Dv] of [1, T, hidden]."""
+        parts: Any = self.module._modules
+        num_heads, num_kv_heads, head_dim = self._shape
+        num_rows = x.shape[1]
+        query, key = own_output(parts["q_proj"], x), own_output(parts["k_proj"], x)
+        value = output(parts["v_proj"], x)
+        if "q_norm" in parts:
+            query, key = _normed(parts["q_norm"], query), _normed(parts["k_norm"], key)
+        if self._address is not None:
+            cos, sin = tables
+            self._turn(
+                self._address,
+                query.data_ptr(),
+                key.data_ptr(),
+                cos.data_ptr(),
+                sin.data_ptr(),
+                num_rows,
+                num_threads(num_rows),
+            )
+        return (
+            query.view(num_rows, num_heads, head_dim),
+            key.view(num_rows, num_kv_heads, head_dim),
+            value.view(num_rows, num_kv_heads, -1),
+        )
+
+
+def _normed(norm: Any, x: Tensor) -> Tensor:
+    """A norm over each head, or over all of them, by the size of its weight."""
+    return own_output(norm, x.view(*x.shape[:-1], -1, norm.weight.numel()))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """Names of a layer's norms: before and after each of its two parts."""
+
+    before_attention: str
+    after_attention: str | None
+    before_mlp: str
+    after_mlp: str | None
+
+    @property
+    def names(self) -> set[str]:
+        """All of them."""
+        names = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
+        return {name for name in names if name is not None}
+
+
+LAYER_FORMS = (
+    LayerForm("input_layernorm", None, "post_attention_layernorm", None),
+    LayerForm("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+)
+
+
+class FusedLayer(Fused):
+    """A decoder layer: the first residual is added in the call of the norm that follows.
+
+    Parts without hooks are called without `nn.Module.__call__`, which takes a good share of a decode step
+    outside its linear layers.
+    """
+
+    kind = "layers"
+
+    def __init__(self, module: nn.Module, form: LayerForm) -> None:
+        super().__init__(module)
+        self._form = form
+        parts = module._modules
+        self._attention_hooks = _hooks(parts[form.before_attention], parts["self_attn"])
+        self._norm_hooks = _hooks(parts[form.before_mlp])
+        self._mlp_hooks = _hooks(parts["mlp"], parts[form.after_mlp] if form.after_mlp else None)
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Hidden states [1, T, hidden] -> [1, T, hidden]."""
+        x = arguments[0] if len(arguments) == 1 else None
+        parts: Any = self.module._modules
+        form = self._form
+        second = fused_form(parts[form.before_mlp])
+        if (
+            not suits(x)
+            or not isinstance(second, FusedNorm)
+            or any(self._norm_hooks)
+            or not suits_weight(second.module._parameters["weight"])
+        ):
+            return self.own_code(*arguments, **named)
+        attended = self._attend(x, named)
+        if not suits(attended):
+            attended = attended.contiguous()
+        x, normed = second.apply_to_sum(attended, x)
+        mlp = fused_form(parts["mlp"])
+        if not isinstance(mlp, FusedMlp) or any(self._mlp_hooks) or not mlp.can_apply():
+            return x + self._after(form.after_mlp, parts["mlp"](normed))
+        # without hooks, the output of an MLP or norm has no other owner
+        return self._after(form.after_mlp, mlp.apply(normed)).add_(x)
+
+    def _attend(self, x: Tensor, named: dict[str, Any]) -> Tensor:
+        parts: Any = self.module._modules
+        form = self._form
+        first, attention = fused_form(parts[form.before_attention]), fused_form(parts["self_attn"])
+        receiver = current_receiver()
+        if (
+            receiver is not None
+            and not any(self._attention_hooks)
+            and isinstance(first, FusedNorm)
+            and isinstance(attention, FusedAttention)
+            and attention.can_apply(x, named)
+        ):
+            return self._after(form.after_attention, attention.apply(first.apply(x), receiver, named))
+        attended = parts["self_attn"](hidden_states=parts[form.before_attention](x), **named)[0]
+        return self._after(form.after_attention, attended)
+
+    def _after(self, name: str | None, x: Tensor) -> Tensor:
+        """Applies what follows a part: nothing, or a norm of that name."""
+        if name is None:
+            return x
+        part: Any = self.module._modules[name]
+        out: Tensor = part(x)
+        return out
+
+
+def _hooks(*parts: nn.Module | None) -> tuple[dict[int, Any], ...]:
+    """The hook dictionaries of these modules, which also show later hooks."""
+    return tuple(
+        hooks for part in parts if part is not None for hooks in (part._forward_hooks, part._forward_pre_hooks)
+    )

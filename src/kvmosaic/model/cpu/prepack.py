@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kvmosaic.cpu_instructions import allowed_instruction_sets
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.layers.call import LATENT_ATTRIBUTE
+from kvmosaic.layers.spec import LATENT_ATTRIBUTE
 
 Prepack = bool | Literal["auto", "always", "never"]
 """Whether linear layers are packed: if supported and faster ("auto"), always (True), or never (False)."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvmosaic.attention.native.library import load_library
+from kvmosaic.attention.native.backend import load_library
 from kvmosaic.cpu_instructions import InstructionSet
 from kvmosaic.errors import NativeUnavailable
 

@@ -22,7 +22,7 @@ from transformers.masking_utils import eager_mask
 
 from kvmosaic.errors import ModelError
 from kvmosaic.layers import AttentionCall
-from kvmosaic.layers.call import LATENT_ATTRIBUTE
+from kvmosaic.layers.spec import LATENT_ATTRIBUTE
 from kvmosaic.model.cpu.fused import Fused, fused_form
 from kvmosaic.model.hook import OWN_NAME, attention_scope, call_of
 from kvmosaic.model.hook import current_receiver as current_observer

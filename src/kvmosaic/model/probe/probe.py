@@ -20,9 +20,8 @@ from kvmosaic.layers import AttentionCall, LayerSpec, MaskSpec
 from kvmosaic.model.adapters import install_adapters, installed_adapters, remove_adapters
 from kvmosaic.model.frequencies import frequency_buffers
 from kvmosaic.model.hook import ATTENTION_NAME, PROBE_NAME, attention_scope, install
-from kvmosaic.model.latent import expand_again
+from kvmosaic.model.latent import expand_again, with_latents
 from kvmosaic.model.probe.adapter_layers import with_biases
-from kvmosaic.model.probe.latent_layers import with_latents
 from kvmosaic.model.probe.masks import read_mask
 from kvmosaic.model.probe.position_table import check_begins_at_zero, check_rows_are_alike, table_length
 from kvmosaic.model.unsupported import WAY_OUT, check_rules

@@ -6,8 +6,7 @@ import contextlib
 import os
 from dataclasses import dataclass
 
-from kvmosaic.tiers.disk.files import FileSystem
-from kvmosaic.tiers.disk.names import draft_name, host_of, this_host
+from kvmosaic.tiers.disk.files import FileSystem, draft_name, host_of, this_host
 from kvmosaic.tiers.tier import Deadline
 
 STALE_SECONDS = 600

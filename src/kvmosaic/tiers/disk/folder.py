@@ -13,11 +13,11 @@ from pathlib import Path
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import TierUnavailable
 from kvmosaic.tiers.disk.drafts import DraftFile, DraftFiles
-from kvmosaic.tiers.disk.files import FileSystem
-from kvmosaic.tiers.disk.names import (
+from kvmosaic.tiers.disk.files import (
     MARKER,
     QUARANTINE,
     SHARDS,
+    FileSystem,
     aside_name,
     entry_name,
     is_draft,

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.eviction import EvictionPolicy
+from kvmosaic.tiers.disk.files import shard_of
 from kvmosaic.tiers.disk.folder import EntryFolder, FileFacts
-from kvmosaic.tiers.disk.names import shard_of
 from kvmosaic.tiers.entry_index import EntryIndex
 from kvmosaic.tiers.notices import Notices
 from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, Deadline, TierCounters

@@ -37,8 +37,7 @@ class GGUF(ModelFormat):
         """Dequantizes the weights."""
         from kvmosaic.model.cpu.int8 import check_quantization
         from kvmosaic.model.formats.gguf import weights
-        from kvmosaic.model.formats.gguf.checks import check_gguf
-        from kvmosaic.model.formats.gguf.file import read_gguf
+        from kvmosaic.model.formats.gguf.file import check_gguf, read_gguf
         from kvmosaic.model.transformers_loading import build_module, chosen_dtype, read_tokenizer
         from kvmosaic.model.unsupported import check_config
 

@@ -21,8 +21,7 @@ from blake3 import blake3
 from transformers import AutoConfig
 
 from kvmosaic.errors import UnsupportedModel
-from kvmosaic.model.formats.gguf.checks import check_gguf
-from kvmosaic.model.formats.gguf.file import GgufFile, GgufTensor, read_gguf
+from kvmosaic.model.formats.gguf.file import GgufFile, GgufTensor, check_gguf, read_gguf
 from kvmosaic.model.quantized import bytes_text, make_plain
 
 logger = logging.getLogger("kvmosaic")

@@ -1,15 +1,14 @@
-"""HotpotQA and 2WikiMultihopQA: paragraphs of which two or more must be read for the answer.
+"""HotpotQA, 2WikiMultihopQA and MuSiQue: paragraphs of which two or more must be read for the answer.
 
-The official files have `context: [[title, [sentence, …]], …]` and `supporting_facts: [[title, number], …]`. Exports of
-the Hugging Face hub have `{"title": […], "sentences": [[…], …]}`, a list of `{"title", "sentences"}`, or the official
-form as a text of JSON.
+Official files of HotpotQA have `context: [[title, [sentence, …]], …]` and `supporting_facts: [[title, number], …]`.
+Exports of the Hugging Face hub have `{"title": […], "sentences": [[…], …]}`, a list of `{"title", "sentences"}`, or the
+official form as a text of JSON.
 """
 
 from __future__ import annotations
 
 from kvmosaic.eval.case import Case
-from kvmosaic.eval.loaders.field import JSONField
-from kvmosaic.eval.loaders.origin import SHORT_ANSWER, RecordOrigin
+from kvmosaic.eval.loaders.records import SHORT_ANSWER, JSONField, RecordOrigin
 from kvmosaic.prompt import Document
 
 _ANSWER_TOKENS = 32
@@ -74,3 +73,32 @@ def _needs(record: JSONField, titles: list[str]) -> tuple[int, ...]:
     if not wanted <= set(titles):
         return ()
     return tuple(index for index, title in enumerate(titles) if title in wanted)
+
+
+_MUSIQUE_ANSWER_TOKENS = 32
+
+
+def read_musique(record: JSONField, origin: RecordOrigin) -> Case:
+    """A record of MuSiQue-Answerable as a case. Questions that cannot be answered have no accepted answer."""
+    if record.has("answerable") and not record.member("answerable").is_true():
+        raise record.wrong("'answerable' is false, so no answer is right; take the files of MuSiQue-Answerable")
+    paragraphs = record.member("paragraphs").items()
+    aliases = record.member("answer_aliases").items() if record.has("answer_aliases") else []
+    return Case(
+        id=origin.id_of(record, "id"),
+        task="musique",
+        system=SHORT_ANSWER,
+        documents=tuple(
+            Document(paragraph.member("paragraph_text").filled_text(), paragraph.member("title").text())
+            for paragraph in paragraphs
+        ),
+        question=record.member("question").filled_text(),
+        answers=(record.member("answer").filled_text(), *(alias.filled_text() for alias in aliases)),
+        needs=tuple(
+            index
+            for index, paragraph in enumerate(paragraphs)
+            if paragraph.has("is_supporting") and paragraph.member("is_supporting").is_true()
+        ),
+        metric="f1",
+        answer_tokens=_MUSIQUE_ANSWER_TOKENS,
+    )

@@ -7,8 +7,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.eval.labels import overlap, place_labels
-from kvmosaic.eval.pareto import pareto_front
+from kvmosaic.eval.plot import overlap, pareto_front, place_labels
 
 SMALL = st.integers(0, 6).map(float)
 POINTS = st.lists(st.tuples(SMALL, SMALL), max_size=30)

@@ -1,0 +1,226 @@
+"""Tasks with exact answers: questions about invented things, drawn from a seed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Protocol
+
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.eval.case import Case
+from kvmosaic.eval.text.documents import Example, Question, Recipe, TextSource
+from kvmosaic.eval.text.recipes import (
+    ChainRecipe,
+    OrderRecipe,
+    StoryRecipe,
+    chain_example,
+    order_example,
+    story_example,
+)
+from kvmosaic.prompt import Document
+
+__all__ = ["FORMS", "TASKS", "Long", "Needle", "OneHop", "Order", "Story", "Task", "TwoHop", "task"]
+
+
+MAX_TASK_CASES = 100_000
+MAX_SEED = 2**63 - 1
+
+
+class Task(Protocol):
+    """A kind of question. Its text is its name in tables: "one-hop", or "one-hop(3)" if 3 is not its usual size."""
+
+    def cases(self, seed: int, count: int) -> list[Case]:
+        """So many cases. Names in them never occur in training; with a larger count, the first ones are the same.
+
+        Raises:
+            InvalidConfig: a seed or a count outside its range.
+        """
+
+
+def draw(task: object, seed: int, count: int, make: Callable[[TextSource, str], Case]) -> list[Case]:
+    """Cases from one source, each with an id of its own; every case has documents that no other has."""
+    for name, value, low, high in (("seed", seed, 0, MAX_SEED), ("cases", count, 1, MAX_TASK_CASES)):
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise InvalidConfig(f"{name} must be a whole number from {low} to {high}, got {value!r:.80}")
+    source = TextSource(seed, "held_out")
+    return [make(source, f"{task}:{seed}:{number}") for number in range(count)]
+
+
+def case_of(task: object, case_id: str, example: Example, question: Question) -> Case:
+    """One question of an example, with all of its documents."""
+    needs = question.needs or ((question.document,) if question.document >= 0 else ())
+    documents = tuple(Document(document.text, document.title) for document in example.documents)
+    return Case(case_id, str(task), question.text, (question.answer,), documents, example.system, needs)
+
+
+def check_size(name: str, what: str, value: object, low: int, high: int) -> None:
+    """Checks the number in brackets after a task's name.
+
+    Raises:
+        InvalidConfig: not a whole number from `low` to `high`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidConfig(f"{name}({what}) takes a whole number from {low} to {high}, got {value!r:.80}")
+
+
+_ONE_HOP_DOCUMENTS, _MAX_ONE_HOP_DOCUMENTS = 6, 64
+
+
+@dataclass(frozen=True, slots=True)
+class OneHop:
+    """One fact of one of k documents, most often about things of one kind."""
+
+    documents: int = _ONE_HOP_DOCUMENTS
+
+    def __post_init__(self) -> None:
+        check_size("one-hop", "documents", self.documents, 1, _MAX_ONE_HOP_DOCUMENTS)
+
+    def cases(self, seed: int, count: int) -> list[Case]:
+        """See `Task.cases`."""
+        return draw(self, seed, count, self._case)
+
+    def _case(self, source: TextSource, case_id: str) -> Case:
+        recipe = Recipe(documents=(self.documents, self.documents), sentences=(2, 4), questions=1)
+        example = source.example(recipe)
+        return case_of(self, case_id, example, example.questions[0])
+
+    def __str__(self) -> str:
+        return "one-hop" if self.documents == _ONE_HOP_DOCUMENTS else f"one-hop({self.documents})"
+
+
+@dataclass(frozen=True, slots=True)
+class TwoHop:
+    """Two or three such pairs in one prompt; one of them is asked for."""
+
+    def cases(self, seed: int, count: int) -> list[Case]:
+        """See `Task.cases`."""
+        return draw(self, seed, count, self._case)
+
+    def _case(self, source: TextSource, case_id: str) -> Case:
+        example = chain_example(source, ChainRecipe(questions=1, one_hop=0))
+        return case_of(self, case_id, example, example.questions[0])
+
+    def __str__(self) -> str:
+        return "two-hop"
+
+
+_ALL_QUESTIONS = 64
+"""More questions than a prompt of stories has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """One to three stories in two or three pieces; the answer is after the first piece."""
+
+    def cases(self, seed: int, count: int) -> list[Case]:
+        """See `Task.cases`."""
+        return draw(self, seed, count, self._case)
+
+    def _case(self, source: TextSource, case_id: str) -> Case:
+        example = story_example(source, StoryRecipe(questions=_ALL_QUESTIONS))
+        question = next(question for question in example.questions if question.needs)
+        return case_of(self, case_id, example, question)
+
+    def __str__(self) -> str:
+        return "story"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Two to four documents about one thing."""
+
+    def cases(self, seed: int, count: int) -> list[Case]:
+        """See `Task.cases`."""
+        return draw(self, seed, count, self._case)
+
+    def _case(self, source: TextSource, case_id: str) -> Case:
+        example = order_example(source, OrderRecipe(questions=1))
+        return case_of(self, case_id, example, example.questions[0])
+
+    def __str__(self) -> str:
+        return "order"
+
+
+_NEEDLE_DOCUMENTS, _MAX_NEEDLE_DOCUMENTS = 12, 256
+
+
+@dataclass(frozen=True, slots=True)
+class Needle:
+    """One fact of one of k documents of one or two sentences."""
+
+    documents: int = _NEEDLE_DOCUMENTS
+
+    def __post_init__(self) -> None:
+        check_size("needle", "documents", self.documents, 2, _MAX_NEEDLE_DOCUMENTS)
+
+    def cases(self, seed: int, count: int) -> list[Case]:
+        """See `Task.cases`."""
+        return draw(self, seed, count, self._case)
+
+    def _case(self, source: TextSource, case_id: str) -> Case:
+        recipe = Recipe(
+            documents=(self.documents, self.documents), sentences=(1, 2), questions=1, same_kind=0, fillers=0
+        )
+        example = source.example(recipe)
+        return case_of(self, case_id, example, example.questions[0])
+
+    def __str__(self) -> str:
+        return "needle" if self.documents == _NEEDLE_DOCUMENTS else f"needle({self.documents})"
+
+
+_LONG_TOKENS, _MIN_LONG_TOKENS, _MAX_LONG_TOKENS = 48, 4, 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class Long:
+    """Four to six paragraphs as one document, in pieces of so many tokens; the joined pieces are its tokens.
+
+    text      Marla Denwick works as a baker. She lives in Tolbury. ¶ The Silver Heron carries tea. ...
+    pieces    |Marla Denwick works as a| baker. She lives in Tolb|ury. ¶ The Silver Heron c|arries tea. ...
+    """
+
+    piece_tokens: int = _LONG_TOKENS
+
+    def __post_init__(self) -> None:
+        check_size("long", "tokens", self.piece_tokens, _MIN_LONG_TOKENS, _MAX_LONG_TOKENS)
+
+    def cases(self, seed: int, count: int) -> list[Case]:
+        """See `Task.cases`."""
+        return draw(self, seed, count, self._case)
+
+    def _case(self, source: TextSource, case_id: str) -> Case:
+        example = source.example(Recipe(documents=(4, 6), sentences=(3, 5), questions=1))
+        case = case_of(self, case_id, example, example.questions[0])
+        text = "\n".join(document.text for document in example.documents)
+        return replace(case, documents=(Document(text),), needs=(0,), piece_tokens=self.piece_tokens)
+
+    def __str__(self) -> str:
+        return "long" if self.piece_tokens == _LONG_TOKENS else f"long({self.piece_tokens})"
+
+
+TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
+    {"one-hop": OneHop, "two-hop": TwoHop, "story": Story, "order": Order, "needle": Needle, "long": Long}
+)
+FORMS = "one-hop(documents), two-hop, story, order, needle(documents), long(tokens)"
+_SIZED = (OneHop, Needle, Long)
+_FORM = re.compile(r"([a-z-]+)(?:\(\s*([0-9]{1,9})\s*\))?")
+_MAX_CHARACTERS = 100
+
+
+def task(text: str) -> Task:
+    """The task of a text: a name, and in brackets its size if it has one.
+
+    Raises:
+        InvalidConfig: no such task, or a size that it cannot have.
+    """
+    form = _FORM.fullmatch(text.strip()) if len(text) <= _MAX_CHARACTERS else None
+    if form is None or form[1] not in TASKS:
+        raise InvalidConfig(f"there is no task {text[:80]!r}; choose from {FORMS}")
+    make = TASKS[form[1]]
+    if form[2] is None:
+        return make()
+    if make not in _SIZED:
+        raise InvalidConfig(f"the task {form[1]} has one size only, got {text!r}; the forms are {FORMS}")
+    return make(int(form[2]))

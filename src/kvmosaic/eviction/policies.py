@@ -1,0 +1,128 @@
+"""Eviction policies by name: the protocol, LRU, LFU and priority."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Final, Protocol, runtime_checkable
+
+from kvmosaic.errors import InvalidConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What a policy knows of an unreferenced block or chunk."""
+
+    last_used: float
+    """Seconds on the KV cache's clock when it was last allocated or released; of a tier's entry, since the epoch."""
+    num_tokens: int
+    """Tokens that evicting it would free; 0 for an entry of a tier, which does not know them."""
+    priority: float = 0.5
+    """Priority given by its owner, 0 to 1."""
+    progress: float = 1.0
+    """Fraction that is computed, 0 to 1."""
+    hits: int = 0
+    """Cache hits so far."""
+    compute_seconds: float = 0.0
+    """Seconds that computing it took; 0 if unknown, as for blocks of prefixes."""
+    num_bytes: int = 0
+    """Bytes that evicting it would free, over all layers."""
+
+
+@runtime_checkable
+class EvictionPolicy(Protocol):
+    """Eviction policy: orders unreferenced blocks and chunks.
+
+    A policy is one stateless method, so one instance serves any number of pools. A rank is computed once, when
+    something becomes idle, and holds until it is used again: it must not depend on the time of the call. Time enters as
+    `last_used`, which fixes the order of idle items.
+    """
+
+    @property
+    def name(self) -> str:
+        """Its name in configuration and reports."""
+        ...
+
+    def rank(self, candidate: Candidate) -> float:
+        """The eviction rank: the lowest is evicted first."""
+        ...
+
+
+class LRU:
+    """LRU policy: the least recently used block or chunk is evicted first."""
+
+    name = "lru"
+
+    def rank(self, candidate: Candidate) -> float:
+        """The time of the last use."""
+        return candidate.last_used
+
+
+_HALF_SECONDS = 1e9
+"""Scale of the time of the last use, so that it orders items of equal hits only."""
+
+
+class LFU:
+    """LFU policy: the block or chunk with the fewest cache hits is evicted first; of these, the least recently used.
+
+    Hits are counted for as long as an item is cached. For documents whose popularity changes, `lru` is the better
+    choice: what was popular once stays.
+    """
+
+    name = "lfu"
+
+    def rank(self, candidate: Candidate) -> float:
+        """Cache hits, and less than one for the time of the last use."""
+        return candidate.hits + candidate.last_used / (candidate.last_used + _HALF_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Priority:
+    """Priority policy: keeps items of high priority that are complete, recently used and small.
+
+        rank = 0.4 priority + 0.3 progress - 0.2 age - 0.1 size          the lowest is evicted first
+
+        priority    0 to 1, set by the caller
+        progress    0 to 1, the fraction that is computed
+        age         idle time in units of `age_seconds`; unlimited, so that only pins keep an unused item indefinitely
+        size        tokens in units of `size_tokens`, at most 1: evicting a large item frees more
+
+    All idle items age at the same rate, so their order is fixed, and `last_used` can replace the age.
+    """
+
+    age_seconds: float = 3_600.0
+    size_tokens: int = 4_096
+    name: ClassVar[str] = "priority"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.age_seconds < 1e9:
+            raise InvalidConfig(f"age_seconds must be above 0 and below 1e9, got {self.age_seconds}")
+        if not 1 <= self.size_tokens <= 10**9:
+            raise InvalidConfig(f"size_tokens must be between 1 and 10**9, got {self.size_tokens}")
+
+    def rank(self, candidate: Candidate) -> float:
+        """The weighted sum, up to a constant that is the same for all."""
+        size = min(candidate.num_tokens / self.size_tokens, 1.0)
+        kept = 0.4 * candidate.priority + 0.3 * candidate.progress
+        return kept + 0.2 * candidate.last_used / self.age_seconds - 0.1 * size
+
+
+POLICIES: Final[dict[str, Callable[[], EvictionPolicy]]] = {"lru": LRU, "lfu": LFU, "priority": Priority}
+"""To add a policy: write its class, and add it here."""
+
+
+def choose(policy: str | EvictionPolicy) -> EvictionPolicy:
+    """The policy with this name, or the given instance.
+
+    Raises:
+        InvalidConfig: an unknown name, or an object without a `rank`.
+    """
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            raise InvalidConfig(f"eviction is {policy!r}; choose " + " or ".join(repr(name) for name in POLICIES))
+        return POLICIES[policy]()
+    if not isinstance(policy, EvictionPolicy):
+        raise InvalidConfig(
+            f"eviction is {policy!r}; give a name or an object with a name and a method rank(candidate)"
+        )
+    return policy

@@ -1,0 +1,222 @@
+"""Routes of the engine: health probes, sleep, and the prefix tree of its cache."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvmosaic.cache import PrefixTree, TreeLimits
+from kvmosaic.documents import shown_name
+from kvmosaic.engine import AsyncEngine, Engine
+from kvmosaic.errors import EngineAsleep, EngineError
+from kvmosaic.sampling import decode_all
+from kvmosaic.server.admission import Admission, RequestThreads
+from kvmosaic.server.documents.routes import ROUTE
+from kvmosaic.server.errors import ApiError
+from kvmosaic.server.openai.replies import ErrorReply, error_replies
+from kvmosaic.server.tenants import Tenant, current_admin, current_tenant
+
+HOPELESS_SECONDS = 60.0
+"""An engine that fails for longer may have lost its device until the process is restarted."""
+
+
+class Health(BaseModel):
+    """What an orchestrator asks for; the status of the reply says the same."""
+
+    status: Literal["ok", "asleep", "loading", "draining", "failed"]
+
+
+def health_router(engine: AsyncEngine, admission: Admission) -> APIRouter:
+    """/livez, /readyz and /health."""
+    routes = APIRouter(tags=["health"])
+
+    def status_now() -> Literal["ok", "asleep", "draining", "failed"]:
+        if not engine.is_healthy:
+            return "failed"
+        if admission.is_draining:
+            return "draining"
+        return "asleep" if engine.is_asleep or engine.refuses else "ok"
+
+    def reply(response: Response, *, is_well: bool) -> Health:
+        if not is_well:
+            response.status_code = 503
+            response.headers["Retry-After"] = str(admission.retry_seconds)
+        return Health(status=status_now())
+
+    @routes.get("/livez", responses={503: {"model": Health}})
+    async def livez(response: Response) -> Health:
+        """Whether the process should go on: 503 once its engine has stopped, or has failed for a minute."""
+        if engine.is_alive and engine.failing_seconds < HOPELESS_SECONDS:
+            return Health(status="ok")
+        response.status_code = 503
+        return Health(status="failed")
+
+    @routes.get("/readyz", responses={503: {"model": Health}})
+    async def readyz(response: Response) -> Health:
+        """Whether requests are taken: 503 while the model loads, the server shuts down or refuses them asleep."""
+        status = status_now()
+        return reply(response, is_well=status == "ok" or (status == "asleep" and not engine.refuses))
+
+    @routes.get("/health", responses={503: {"model": Health}})
+    async def health(response: Response) -> Health:
+        """The same as /readyz, by the name that other servers have for it, but a server that sleeps is well."""
+        return reply(response, is_well=status_now() in ("ok", "asleep"))
+
+    return routes
+
+
+MAX_ACCESSES = 2**40
+MAX_IDLE_SECONDS = 1e12
+NO_TIERS: dict[int | str, dict[str, Any]] = {409: {"model": ErrorReply, "description": "There are no tiers."}}
+
+
+class Sleep(BaseModel):
+    """Whether the caches have no memory on the device."""
+
+    is_sleeping: bool
+
+
+class SleepWish(BaseModel):
+    """How deeply, and what becomes of prompts; the query of `/sleep`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    level: int = Field(default=1, ge=1, le=2, description="1 keeps the caches in host memory, 2 drops them.")
+    mode: Literal["wait", "refuse"] = Field(default="wait", description="What happens to prompts that come meanwhile.")
+
+
+class ColdChunks(BaseModel):
+    """Which chunks are cold."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    min_accesses: int = Field(
+        default=1, ge=0, le=MAX_ACCESSES, description="Chunks that were used less often may leave."
+    )
+    idle_seconds: float = Field(
+        default=600.0, ge=0, le=MAX_IDLE_SECONDS, description="If they were unused for so long."
+    )
+
+
+class SleepingChunks(BaseModel):
+    """What became of cold chunks."""
+
+    object: Literal["documents.asleep"] = "documents.asleep"
+    num_chunks: int
+    """Chunks that left the device; their next use brings them back."""
+
+
+def sleep_router(engine: AsyncEngine, admission: Admission, *, has_tiers: bool) -> APIRouter:
+    """Returns `/sleep`, `/wake_up` and `/is_sleeping`, named as in vLLM, and the sleep of cold chunks."""
+    unavailable = partial(_unavailable, engine, admission)
+    routes = APIRouter(tags=["sleep"], responses=error_replies(), dependencies=[Depends(current_admin)])
+
+    @routes.post("/sleep")
+    async def sleep(wish: Annotated[SleepWish, Query()]) -> Sleep:
+        """Gives the device memory of the caches back; replies when the requests that run have ended.
+
+        `is_sleeping` is false in the reply if another call woke the engine before it slept.
+        """
+        try:
+            return Sleep(is_sleeping=await engine.sleep(wish.level, refuse=wish.mode == "refuse"))
+        except EngineError as error:
+            raise unavailable(error) from error
+
+    @routes.post("/wake_up", dependencies=[Depends(_no_query)])
+    async def wake_up() -> Sleep:
+        """Takes the memory again and goes on with all that waits. A server that is awake stays so."""
+        try:
+            await engine.wake()
+        except EngineError as error:
+            raise unavailable(error) from error
+        return Sleep(is_sleeping=False)
+
+    @routes.get("/is_sleeping")
+    async def is_sleeping() -> Sleep:
+        """Whether the caches have no memory on the device now."""
+        return Sleep(is_sleeping=engine.is_asleep)
+
+    @routes.post(ROUTE + ":sleep", responses=NO_TIERS)
+    async def sleep_cold_chunks(body: ColdChunks | None = None) -> SleepingChunks:
+        """Moves chunks of all tenants from the device to the tiers that are idle and were seldom used."""
+        if not has_tiers:
+            raise ApiError(409, "chunks sleep in tiers, and there are none; see --chunk-tier", code="no_tiers")
+        cold = body or ColdChunks()
+        move = partial(_move, min_accesses=cold.min_accesses, idle_seconds=cold.idle_seconds)
+        return SleepingChunks(num_chunks=await engine.call(move))
+
+    return routes
+
+
+async def _no_query(request: Request) -> None:
+    """Refuses every query parameter, since it would be ignored silently."""
+    if names := list(request.query_params):
+        raise ApiError(400, f"unknown field {names[0]!r}; remove it, or look at how it is spelled", param=names[0])
+
+
+def _move(engine: Engine, min_accesses: int, idle_seconds: float) -> int:
+    if engine.is_asleep:
+        raise EngineAsleep("the engine sleeps, and its chunks cannot be moved now; wake it first")
+    return engine.kv_cache.evict_cold(min_accesses, idle_seconds)
+
+
+def _unavailable(engine: AsyncEngine, admission: Admission, error: EngineError) -> ApiError:
+    code = "engine_asleep" if engine.is_asleep else "unavailable"
+    headers = {"Retry-After": str(admission.retry_seconds)}
+    return ApiError(503, str(error), type="service_unavailable", code=code, headers=headers)
+
+
+TREE_ROUTE = "/v1/cache/tree"
+
+
+class TreeWish(BaseModel):
+    """How much of the tree is shown; the query."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    depth: int = Field(default=8, ge=1, le=32, description="Levels of runs below a system text.")
+    children: int = Field(default=8, ge=1, le=100, description="Maximum of runs below one run, and of documents.")
+    runs: int = Field(default=200, ge=1, le=2_000, description="Most runs in all.")
+    tokens: int = Field(default=12, ge=0, le=64, description="First tokens of a run that are shown.")
+
+
+def tree_router(engine: AsyncEngine, admission: Admission, threads: RequestThreads, tokenizer: Any) -> APIRouter:
+    """Returns the route; `tokenizer` is None if the model has none, and no texts are shown."""
+    routes = APIRouter(tags=["cache"], responses=error_replies())
+
+    @routes.get(TREE_ROUTE, response_model=PrefixTree)
+    async def cache_tree(wish: Annotated[TreeWish, Query()], tenant: Annotated[Tenant, Depends(current_tenant)]) -> Any:
+        """What is cached of your own conversations and documents, as a tree.
+
+        An admin sees the tenants of others as well: how much there is, not what it says.
+        """
+        limits = TreeLimits(wish.depth, wish.children, wish.runs, wish.tokens)
+        whose = None if tenant.is_admin else tenant.name
+        try:
+            tree = await engine.call(partial(_look, limits=limits, tenant=whose))
+        except EngineError as error:
+            raise admission.unavailable(str(error)) from error
+        text = await threads.run(tenant.name, _written, tokenizer, tree, tenant.name)
+        return Response(text, media_type="application/json")
+
+    return routes
+
+
+def _look(engine: Engine, *, limits: TreeLimits, tenant: str | None) -> PrefixTree:
+    return engine.kv_cache.prefix_tree(limits, tenant)
+
+
+def _written(tokenizer: Any, tree: PrefixTree, name: str) -> str:
+    """Returns the tree as JSON; texts only where they belong to the requesting tenant."""
+
+    def is_own(tenant: str) -> bool:
+        return tenant == name
+
+    shown = tree.without_tokens(is_own).renamed(shown_name)
+    if tokenizer is not None:
+        shown = shown.with_texts(lambda ids: decode_all(tokenizer, ids, skip_special_tokens=False), is_own)
+    return json.dumps(shown.to_dict())
