@@ -148,7 +148,7 @@ def replay_trace(run: TraceRun, watcher: Watcher) -> TraceReport:
         figures.notes.append(_BOUNDED)
     return TraceReport(
         trace=trace.facts(),
-        options=_options(run),
+        options=_options(run, figures),
         machine=facts(run.num_threads or 1) | {"load_average_after": [round(load, 2) for load in os.getloadavg()]},
         rows=figures.rows,
         served=figures.served,
@@ -157,7 +157,7 @@ def replay_trace(run: TraceRun, watcher: Watcher) -> TraceReport:
     )
 
 
-def _options(run: TraceRun) -> dict[str, Any]:
+def _options(run: TraceRun, figures: _Figures) -> dict[str, Any]:
     served_by = Path(run.model).name if run.model else "a server" if run.url else None
     return {
         "command": run.command,
@@ -165,6 +165,7 @@ def _options(run: TraceRun) -> dict[str, Any]:
         "cache_shares": list(run.cache_shares),
         "evictions": list(run.evictions),
         "served_by": served_by,
+        "served_requests": max((row.served.num_requests for row in figures.served), default=0),
         "block_tokens": run.block_tokens,
     }
 
@@ -205,16 +206,24 @@ def _serve(run: TraceRun, trace: Trace, watcher: Watcher, figures: _Figures) -> 
     block_size = SimulatedCache.block_size_for(trace)
     with ExitStack() as stack:
         watcher.stage(f"loading {Path(run.model).name}" if run.model else "sending to the server")
-        server = _opened(run, scaled, stack)
+        server = _opened(run, trace, scaled, stack)
         variants = _variants(trace)
-        watcher.total(2 * len(variants) * len(trace.requests))
+        known = {row.variant: row for row in figures.rows if _is_same(row, trace)}
+        watcher.total((2 * len(variants) - len(known)) * len(trace.requests))
         for variant in variants:
-            simulated = simulate(trace, full, variant, SimulatedCache(block_size=block_size), watcher)
-            _check_complete(simulated)
+            simulated = known.get(variant.name)
+            if simulated is None:
+                simulated = simulate(trace, full, variant, SimulatedCache(block_size=block_size), watcher)
+                _check_complete(simulated)
             served = server.replay(trace, scaled, variant, watcher)
             if served.num_requests:
                 figures.served.append(ServedRow(served, simulated))
             _check_complete(served)
+
+
+def _is_same(row: ReplayRow, trace: Trace) -> bool:
+    """Whether a simulation without a limit was of just these requests."""
+    return row.cache == str(SimulatedCache()) and row.num_requests == len(trace.requests)
 
 
 def _check_complete(row: ReplayRow) -> None:
@@ -222,13 +231,13 @@ def _check_complete(row: ReplayRow) -> None:
         raise KeyboardInterrupt
 
 
-def _opened(run: TraceRun, writer: PromptWriter, stack: ExitStack) -> _Server:
+def _opened(run: TraceRun, trace: Trace, writer: PromptWriter, stack: ExitStack) -> _Server:
     if run.url is not None:
         from kvmosaic.bench.trace.server_replay import ServerReplay
 
         return ServerReplay(run.url)
     from kvmosaic.bench.models import model_folder
-    from kvmosaic.bench.trace.engine_replay import EngineReplay
+    from kvmosaic.bench.trace.engine_replay import CapacityLimit, EngineReplay
     from kvmosaic.bench.trace.tiny_model import save_tiny_model
     from kvmosaic.model.quiet import quiet_libraries
 
@@ -236,4 +245,5 @@ def _opened(run: TraceRun, writer: PromptWriter, stack: ExitStack) -> _Server:
     assert run.model is not None
     scratch = Path(stack.enter_context(TemporaryDirectory(prefix="kvmosaic-bench-")))
     folder = save_tiny_model(scratch / TINY, writer) if run.model == TINY else model_folder(run.model, scratch)
-    return stack.enter_context(EngineReplay(folder, run.capacity, run.num_threads))
+    capacity = CapacityLimit(run.capacity, sum(writer.num_tokens(request) for request in trace.requests))
+    return stack.enter_context(EngineReplay(folder, capacity, run.num_threads))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvmosaic.bench.progress import Watcher
@@ -11,6 +12,7 @@ from kvmosaic.bench.trace.replay import ReplayRow, reused_documents
 from kvmosaic.bench.trace.trace import Trace
 from kvmosaic.bench.trace.variant import Variant
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
+from kvmosaic.config.sizes import parse_bytes
 from kvmosaic.errors import InvalidTrace, PromptTooLong
 from kvmosaic.llm import LLM
 from kvmosaic.model import load_model
@@ -19,8 +21,24 @@ from kvmosaic.sampling import RequestOutput, SamplingParams
 
 _BLOCK_SIZE = 4
 """Small, as the scaled texts are: only full blocks of a system text are cached."""
+_TOKENS_PER_WORD = 4
+_MIN_TOKENS = 2**16
 _RULES = {"all": "all", "first": "before:\n", "auto": "auto"}
 """The first block is the first line."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityLimit:
+    """Memory for each pool: what all prompts of a replay need, or less if they need more than the limit."""
+
+    limit: str
+    num_words: int
+    """Of all prompts."""
+
+    def num_bytes(self, bytes_per_token: int) -> int:
+        """Bytes for a model with so many bytes per token; a word may be several tokens."""
+        wanted = (self.num_words * _TOKENS_PER_WORD + _MIN_TOKENS) * bytes_per_token
+        return min(parse_bytes(self.limit), wanted)
 
 
 class EngineReplay:
@@ -28,14 +46,16 @@ class EngineReplay:
 
     name = "engine"
 
-    def __init__(self, folder: Path, capacity: str, num_threads: int | None = None) -> None:
+    def __init__(self, folder: Path, limit: CapacityLimit, num_threads: int | None = None) -> None:
         """Loads a model; the self-check included.
 
         Raises:
             ModelError: it cannot be loaded.
         """
+        model = load_model(folder, dtype="auto", local_files_only=True)
+        capacity = limit.num_bytes(model.bytes_per_token())
         self.llm = LLM(
-            load_model(folder, dtype="auto", local_files_only=True),
+            model,
             chunk_cache_config=ChunkCacheConfig(
                 chunk_cache_size=capacity,
                 block_size=_BLOCK_SIZE,

@@ -99,6 +99,10 @@ class PromptWriter:
         """Tokens of the system text, and of all documents together."""
         return len(self._system(request)), len(self._words(request.documents))
 
+    def num_tokens(self, request: TraceRequest) -> int:
+        """Tokens of the whole prompt."""
+        return sum(self.lengths(request)) + len(self._words(request.rest))
+
     def texts(self, request: TraceRequest) -> RequestTexts:
         """The same prompt as texts; the first block of a system text is its first line."""
         documents = tuple(self._text(self._words((block,))) for block in request.documents)

@@ -19,10 +19,11 @@ from kvmosaic.console.text import duration_text, printable
 
 FORMAT = 1
 """Version of the JSON."""
-_SIMULATED = ("documents see", "cache", "document tokens reused", "prompt tokens saved", "evicted", "time")
-_SERVED = ("documents see", "document tokens reused", "simulated", "prompt tokens saved", "simulated", "time")
+_SIMULATED = ("documents see", "cache", "documents reused", "prompts saved", "evicted", "time")
+_SERVED = ("documents see", "documents reused", "points off", "prompts saved", "points off", "time")
+_SERVED_HEADING = "Served, and by how many points that differs from the simulation of the same requests:"
 _LEGEND = (
-    "document tokens reused: share of the documents' tokens that was cached; prompt tokens saved: share of all prompt "
+    "documents reused: share of the documents' tokens that was cached; prompts saved: share of all prompt "
     "tokens that was not computed; cache: for documents, as a share of all different "
     "ones; evicted: chunks. Where the trace has no documents, cache and evicted count prefix blocks"
 )
@@ -91,7 +92,7 @@ class TraceReport:
         if self.rows:
             parts.append(markdown_table(_SIMULATED, [_cells(row) for row in self.rows]))
         if self.served:
-            parts += ["Served, beside the simulation of the same requests:", self._served_markdown()]
+            parts += [_SERVED_HEADING, self._served_markdown()]
         return "\n\n".join([*parts, _LEGEND[0].upper() + _LEGEND[1:] + "."]) + "\n"
 
     def to_tables(self) -> Group:
@@ -101,7 +102,7 @@ class TraceReport:
         if self.rows:
             parts += [Text(), _table(_SIMULATED, [_cells(row) for row in self.rows])]
         if self.served:
-            parts += [Text("\nServed, beside the simulation of the same requests:\n")]
+            parts += [Text(f"\n{_SERVED_HEADING}\n")]
             parts += [_table(_SERVED, [_served_cells(row) for row in self.served])]
         return Group(*parts, Text("\n" + _LEGEND, style="dim"))
 
@@ -124,7 +125,10 @@ class TraceReport:
             if trace["document_tokens"]
             else "; it does not tell documents from other text"
         )
-        served = f"; served by {options['served_by']}, {options['block_tokens']} words per block of 512 tokens"
+        served = (
+            f"; {options['served_requests']:,} requests served by {options['served_by']}, {options['block_tokens']} "
+            "words per block of 512 tokens"
+        )
         return (
             f"{trace['requests']:,} requests in the format of {trace['format']}, {trace['prompt_tokens']:,} prompt "
             f"tokens{documents}{served if self.served else ''}; `{options['command']}`; commit "
@@ -173,15 +177,15 @@ def _cells(row: ReplayRow) -> tuple[str, ...]:
 
 
 def _served_cells(row: ServedRow) -> tuple[str, ...]:
-    served, simulated = row.served, row.simulated
+    served = row.served
     documents, prompts = row.points
     has_documents = bool(served.document_tokens)
     return (
         served.about + ("" if served.is_complete else f" (first {served.num_requests:,} requests)"),
         f"{served.document_share:.1%}" if has_documents else "–",
-        f"{simulated.document_share:.1%} ({documents:+.1f})" if has_documents else "–",
+        f"{documents:+.1f}" if has_documents else "–",
         f"{served.prompt_share:.1%}",
-        f"{simulated.prompt_share:.1%} ({prompts:+.1f})",
+        f"{prompts:+.1f}",
         duration_text(served.seconds),
     )
 
@@ -189,7 +193,7 @@ def _served_cells(row: ServedRow) -> tuple[str, ...]:
 def _table(headings: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index == 0 else "right", no_wrap=index < 2)
+        table.add_column(heading, justify="left" if index == 0 else "right", no_wrap=index == 0)
     for cells in rows:
         table.add_row(*map(printable, cells))
     return table

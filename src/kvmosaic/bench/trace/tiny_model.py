@@ -13,6 +13,7 @@ from kvmosaic.errors import InvalidTrace
 
 MAX_WORDS = 2**16
 _UNKNOWN = "<unk>"
+_CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n\n{% endfor %}"
 _MAX_POSITIONS = 2**17
 
 
@@ -47,5 +48,7 @@ def save_tiny_model(folder: Path, writer: PromptWriter, seed: int = 0) -> Path:
     model = LlamaForCausalLM(config)
     torch.set_rng_state(state)
     model.save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=_UNKNOWN).save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=_UNKNOWN)
+    fast.chat_template = _CHAT_TEMPLATE
+    fast.save_pretrained(folder)
     return folder

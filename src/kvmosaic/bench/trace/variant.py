@@ -28,6 +28,6 @@ VARIANTS = (
     PREFIX_ONLY,
     Variant("system", "the whole system text"),
     FIRST_BLOCK,
-    Variant("auto", "it up to the first date", "auto"),
+    Variant("auto", "it, up to the first date", "auto"),
     Variant("none", "nothing", chunk_context="none"),
 )
