@@ -142,7 +142,7 @@ class TraceOptions:
         str | None, typer.Option(metavar="URL", help="Send the requests of the trace to this running server.")
     ] = None
 
-    def run(self, model: str | None, engines: EngineOptions) -> TraceRun:
+    def trace_run(self, model: str | None, engines: EngineOptions) -> TraceRun:
         """What `bench_trace` needs."""
         from kvmosaic.bench.trace.command import TraceRun
 
@@ -212,12 +212,13 @@ def bench_command(
 
     kvmosaic bench --trace RAGPulse/data --cache-share 0.2
     """
-    workloads = {"--quick": quick, "--workload": workload, "--dtype": dtype, "--engine": engines.engine}
+    workloads = {"--quick": quick, "--workload": workload, "--dtype": dtype, "--engine": engines.engine, "--seed": seed}
+    workloads["--position-strategy"] = engines.position_strategy != EngineOptions().position_strategy
     replay.check({**workloads, **sizes.given()})
     if replay.trace is not None:
         from kvmosaic.bench.trace.command import bench_trace
 
-        bench_trace(replay.run(model, engines), output, as_json=as_json)
+        bench_trace(replay.trace_run(model, engines), output, as_json=as_json)
         return
     from kvmosaic.bench.campaign import Campaign
     from kvmosaic.bench.command import bench

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-_CURVE_POINTS = 100
+_CURVE_POINTS = 50
 
 
 @dataclass(slots=True)
@@ -56,8 +56,11 @@ class ReplayRow:
             self.curve.append((self.num_requests, round(self.document_share, 5), round(self.prompt_share, 5)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Names and values, for JSON."""
-        return {**asdict(self), "document_share": self.document_share, "prompt_share": self.prompt_share}
+        """Names and values, for JSON; the curve comes last."""
+        values = asdict(self)
+        curve = values.pop("curve")
+        shares = {"document_share": round(self.document_share, 5), "prompt_share": round(self.prompt_share, 5)}
+        return {**values, **shares, "curve": curve}
 
 
 def reused_documents(num_reused: int, before: int, documents: int) -> int:

@@ -45,13 +45,15 @@ class ServedRow:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Names and values, for JSON."""
+        """Names and values, for JSON; without curves, which are those of the simulation."""
         documents, prompts = self.points
         return {
-            "served": self.served.to_dict(),
-            "simulated": self.simulated.to_dict(),
-            "document_points": documents,
-            "prompt_points": prompts,
+            **self.served.to_dict(),
+            "simulated_document_share": round(self.simulated.document_share, 5),
+            "simulated_prompt_share": round(self.simulated.prompt_share, 5),
+            "document_points": round(documents, 2),
+            "prompt_points": round(prompts, 2),
+            "curve": [],
         }
 
 
@@ -84,7 +86,7 @@ class TraceReport:
             "notes": self.notes,
             "seconds": self.seconds,
         }
-        return json.dumps(content, separators=(",", ":")).replace('},{"variant"', '},\n{"variant"') + "\n"
+        return json.dumps(content).replace('{"variant"', '\n{"variant"') + "\n"
 
     def to_markdown(self) -> str:
         """Tables for people."""
