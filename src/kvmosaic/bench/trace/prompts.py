@@ -21,6 +21,8 @@ from kvmosaic.prompt.preamble import preamble_rule
 from kvmosaic.prompt.preamble_split import with_preamble
 
 _NUM_DATES = 84
+_NUM_FILLERS = 20
+"""Words of one letter each, so that with any tokenizer long blocks have as many tokens per word as short ones."""
 _MAX_DOCUMENTS = 10**6
 _AUTO = preamble_rule("auto")
 
@@ -63,7 +65,9 @@ class PromptWriter:
             for block in (*request.system, *request.documents, *request.rest):
                 self._numbers.setdefault(block.id, len(self._numbers))
                 num_words = max(num_words, self._length(block, 1))
-        self._filler = tuple(itertools.islice(itertools.cycle(range(1, 1 + min(64, len(self._numbers)))), num_words))
+        self._filler = tuple(
+            itertools.islice(itertools.cycle(range(1, 1 + min(_NUM_FILLERS, len(self._numbers)))), num_words)
+        )
         """Words after the first; number 0 identifies a block only."""
         self._encoders = {
             preamble: PromptEncoder(
