@@ -5,6 +5,7 @@
     │   ├── InvalidRepair             a repair policy that does not exist, or does not suit the request
     │   ├── InvalidPreamble           a rule for the end of the preamble that cannot be read or used
     │   ├── InvalidProfile            a file that is no profile of this model
+    │   ├── InvalidTrace              a file of recorded requests that cannot be read or replayed
     │   ├── NativeUnavailable         the C extension is asked for and is not there
     │   └── TritonUnavailable         Triton attention is asked for and cannot run here
     ├── InvalidPrompt                 a prompt that cannot be answered
@@ -81,6 +82,10 @@ class InvalidPreamble(InvalidConfig):
 
 class InvalidProfile(InvalidConfig):
     """A file that is no profile, or a profile of another model or version."""
+
+
+class InvalidTrace(InvalidConfig):
+    """A file of recorded requests that cannot be read or replayed."""
 
 
 class NativeUnavailable(InvalidConfig):

@@ -19,6 +19,7 @@ from kvmosaic.bench.peers.own import OwnPeer
 from kvmosaic.bench.peers.peer import Peer
 from kvmosaic.bench.peers.startup import PeerOptions, open_peers
 from kvmosaic.bench.profile import StepParts, profile_answers
+from kvmosaic.bench.progress import Watcher
 from kvmosaic.bench.report import BenchReport
 from kvmosaic.bench.shares import add_shares
 from kvmosaic.bench.sizes import FULL, Sizes
@@ -58,19 +59,6 @@ class Campaign:
     def __post_init__(self) -> None:
         if not 1 <= self.peers.threads <= _MAX_THREADS:
             raise InvalidConfig(f"threads must be between 1 and {_MAX_THREADS}, got {self.peers.threads}")
-
-
-class Watcher:
-    """Progress callbacks of a campaign; this one does nothing."""
-
-    def stage(self, what: str) -> None:
-        """A stage without a known length begins."""
-
-    def total(self, count: int) -> None:
-        """Announces the number of answers."""
-
-    def answered(self, what: str) -> None:
-        """One more answer is finished."""
 
 
 def run_campaign(campaign: Campaign, watcher: Watcher) -> BenchReport:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmosaic.bench.limits import Limits
+from kvmosaic.bench.markdown import markdown_table
 from kvmosaic.bench.measurement import BenchRow, Spread
 from kvmosaic.bench.models import TokenCost
 from kvmosaic.bench.profile import StepParts
@@ -89,8 +90,8 @@ class BenchReport:
         """Tables for people."""
         parts = [f"# {self.model}: {self.preset} run", _heading(self), *self.notes]
         if self.targets:
-            parts.append(_markdown_table(("target", "wanted", "measured", "reached"), _target_cells(self.targets)))
-        parts += [_markdown_table(_HEADINGS, [_cells(row) for row in self.rows]), LEGEND[0].upper() + LEGEND[1:] + "."]
+            parts.append(markdown_table(("target", "wanted", "measured", "reached"), _target_cells(self.targets)))
+        parts += [markdown_table(_HEADINGS, [_cells(row) for row in self.rows]), LEGEND[0].upper() + LEGEND[1:] + "."]
         return "\n\n".join(parts) + "\n"
 
     def to_tables(self, width: int = _WIDE_COLUMNS) -> Group:
@@ -186,8 +187,3 @@ def _target_cells(targets: Sequence[Target]) -> list[tuple[str, ...]]:
         )
         for target in targets
     ]
-
-
-def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,0 +1,121 @@
+"""Replay by the engine: the prompts of a trace, scaled down, answered by a model in this process."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvmosaic.bench.progress import Watcher
+from kvmosaic.bench.trace.prompts import PromptWriter, RequestTexts
+from kvmosaic.bench.trace.replay import ReplayRow, reused_documents
+from kvmosaic.bench.trace.trace import Trace
+from kvmosaic.bench.trace.variant import Variant
+from kvmosaic.config import ChunkCacheConfig, EngineConfig
+from kvmosaic.config.sizes import parse_bytes
+from kvmosaic.errors import InvalidTrace, PromptTooLong
+from kvmosaic.llm import LLM
+from kvmosaic.model import load_model
+from kvmosaic.prompt import Prompt, SegmentKind
+from kvmosaic.sampling import RequestOutput, SamplingParams
+
+_BLOCK_SIZE = 4
+"""Small, as the scaled texts are: only full blocks of a system text are cached."""
+_TOKENS_PER_WORD = 4
+_MIN_TOKENS = 2**16
+_RULES = {"all": "all", "first": "before:\n", "auto": "auto"}
+"""The first block is the first line."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityLimit:
+    """Memory for each pool: what all prompts of a replay need, or less if they need more than the limit."""
+
+    limit: str
+    num_words: int
+    """Of all prompts."""
+
+    def num_bytes(self, bytes_per_token: int) -> int:
+        """Bytes for a model with so many bytes per token; a word may be several tokens."""
+        wanted = (self.num_words * _TOKENS_PER_WORD + _MIN_TOKENS) * bytes_per_token
+        return min(parse_bytes(self.limit), wanted)
+
+
+class EngineReplay:
+    """Replays with one model; a context manager."""
+
+    name = "engine"
+
+    def __init__(self, folder: Path, limit: CapacityLimit, num_threads: int | None = None) -> None:
+        """Loads a model; the self-check included.
+
+        Raises:
+            ModelError: it cannot be loaded.
+        """
+        model = load_model(folder, dtype="auto", local_files_only=True)
+        capacity = limit.num_bytes(model.bytes_per_token())
+        self.llm = LLM(
+            model,
+            chunk_cache_config=ChunkCacheConfig(
+                chunk_cache_size=capacity,
+                block_size=_BLOCK_SIZE,
+                max_chunks=10**6,
+                position_strategy="sequential",
+                repair="none",
+            ),
+            engine_config=EngineConfig(request_cache_size=capacity, num_threads=num_threads),
+        )
+
+    def __enter__(self) -> EngineReplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.llm.close()
+
+    def replay(self, trace: Trace, writer: PromptWriter, variant: Variant, watcher: Watcher) -> ReplayRow:
+        """Answers the requests one after the other, with empty caches at the beginning.
+
+        After an interrupt, the figures so far, with `is_complete` off.
+
+        Raises:
+            InvalidTrace: a prompt that is too long for the model.
+        """
+        self.llm.engine.kv_cache.reset()
+        row = ReplayRow(variant.name, variant.about, self.name)
+        started = time.monotonic()
+        try:
+            for request in trace.requests:
+                self._answer(writer.texts(request), variant, row)
+                row.mark(len(trace.requests))
+                watcher.answered(f"{variant.name}, {self.name}")
+        except KeyboardInterrupt:
+            row.is_complete = False
+        except PromptTooLong as error:
+            raise InvalidTrace(f"{error}; or scale the trace down with --block-tokens") from None
+        row.seconds = time.monotonic() - started
+        return row
+
+    def _answer(self, texts: RequestTexts, variant: Variant, row: ReplayRow) -> None:
+        prompt = Prompt.from_documents(texts.documents, texts.rest, system=texts.system or None)
+        prompt = self.llm.encoder.encode(prompt, preamble=_RULES[variant.preamble])
+        num_documents = sum(chunk.num_tokens for chunk in prompt.chunks)
+        num_system = sum(segment.num_tokens for segment in prompt.segments[:2] if segment.kind in _BEFORE_DOCUMENTS)
+        if variant.is_plain:
+            prompt = prompt.joined()
+        one_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        (output,) = self.llm.generate([prompt], one_token, chunk_context=variant.chunk_context)
+        row.add((num_documents, _num_reused(output, num_system, num_documents)), _prompt_tokens(output))
+
+
+_BEFORE_DOCUMENTS = (SegmentKind.SYSTEM, SegmentKind.TEXT)
+
+
+def _prompt_tokens(output: RequestOutput) -> tuple[int, int]:
+    return output.reuse.num_tokens, output.reuse.reused_tokens
+
+
+def _num_reused(output: RequestOutput, num_system: int, num_documents: int) -> int:
+    chunks = [segment for segment in output.reuse.segments if segment.kind == "chunk"]
+    if chunks:
+        return sum(segment.reused_tokens for segment in chunks)
+    return reused_documents(output.reuse.reused_tokens, num_system, num_documents)
