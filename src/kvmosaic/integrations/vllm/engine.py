@@ -100,7 +100,6 @@ class VLLMEngine(InferenceEngine):
         self._trained_positions = trained_positions(config)
         missing = {
             Capability.ROLLING_WINDOW: "vLLM keeps every token of an answer",
-            Capability.TEXTS: "the plugin places documents right after the system text",
         }
         if config.skip_tokenizer_init:
             missing[Capability.STRUCTURED_OUTPUT] = "this model has no tokenizer"
@@ -201,8 +200,6 @@ class VLLMEngine(InferenceEngine):
         return self._how.updated(wishes)
 
     def _arrange(self, prompt: Prompt, how: How) -> Layout:
-        if prompt.has_texts:
-            self._capabilities.require(Capability.TEXTS, "a prompt with text segments")
         strategy = choose_strategy(how.position_strategy, prompt.num_tokens, self._trained_positions)
         layout = arrange(prompt, strategy, how.chunk_context)
         if self._capabilities.max_positions is not None:

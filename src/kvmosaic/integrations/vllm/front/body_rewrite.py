@@ -119,7 +119,7 @@ def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: 
     if ready.composition is not None:
         params |= ready.composition.to_params()
     token_ids = list(ready.token_ids)
-    changed = {name: value for name, value in body.items() if name not in ("documents", *FIELDS)}
+    changed = {name: value for name, value in body.items() if name not in ("documents", "preamble", *FIELDS)}
     if is_elsewhere:
         changed = _as_completion(changed, token_ids, renderer.model.max_positions)
     elif route == "completion":

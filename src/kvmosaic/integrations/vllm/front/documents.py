@@ -222,7 +222,7 @@ class DocumentRoutes:
         store, renderer = self._front.documents, self._front.renderer(scope)
         try:
             documents = document_texts([part], lambda document_id: store.get(TENANT, document_id).content)
-            prompt = renderer.warming(documents, body.system, body.endpoint)
+            prompt = renderer.warming(documents, body)
             how = self._front.settings.how.updated({"chunk_context": body.chunk_context})
             return composed(prompt, how, renderer.model.trained_positions)
         except KVMosaicError as error:

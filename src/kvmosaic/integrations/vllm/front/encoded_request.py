@@ -89,11 +89,6 @@ def composed(prompt: Prompt, how: How, trained_positions: int | None) -> Encoded
     chunks = prompt.chunks
     if not chunks:
         return EncodedRequest(token_ids, None)
-    if prompt.has_texts:
-        raise InvalidPrompt(
-            "this prompt has text between system text and documents, or between documents, which vLLM cannot compose; "
-            "make it part of the system text or the question"
-        )
     for chunk in chunks:
         if chunk.sees or chunk.position_offset is not None:
             field = "sees" if chunk.sees else "position_offset"
@@ -108,5 +103,20 @@ def composed(prompt: Prompt, how: How, trained_positions: int | None) -> Encoded
         repair=how.repair or 0,
         ids=names if any(names) else (),
         leaves_repair_open=how.repair is None,
+        texts=_texts(prompt),
     )
     return EncodedRequest(token_ids, composition)
+
+
+def _texts(prompt: Prompt) -> tuple[int, ...]:
+    """Tokens of the texts before each chunk; those after the last one belong to the question, which sees the same."""
+    if not prompt.has_texts:
+        return ()
+    lengths, length = [], 0
+    for segment in prompt.segments:
+        if segment.kind is SegmentKind.TEXT:
+            length += segment.num_tokens
+        elif segment.kind is SegmentKind.CHUNK:
+            lengths.append(length)
+            length = 0
+    return tuple(lengths) if any(lengths) else ()

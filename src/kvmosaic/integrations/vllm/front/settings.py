@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.front.encoded_request import FIELDS, How
 from kvmosaic.prompt import PromptOptions
+from kvmosaic.prompt.preamble import preamble_rule
 from kvmosaic.prompt.separator import read_separator
 
 PREFIX = "KVMOSAIC_"
@@ -20,7 +21,6 @@ PREFIX = "KVMOSAIC_"
 class FrontSettings(PromptOptions):
     """Limits and defaults of the front end, those of a `PromptEncoder` included."""
 
-    preamble: str | int = "all"
     how: How = field(default_factory=How)
     max_body_bytes: int = 2**26
     documents_dir: Path | None = None
@@ -32,6 +32,7 @@ class FrontSettings(PromptOptions):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chunk_separator", read_separator(self.chunk_separator))
+        preamble_rule(self.preamble)
         if self.long_chunks not in ("error", "split"):
             raise InvalidConfig(f"long_chunks is {self.long_chunks!r:.80}; choose 'error' or 'split'")
 
@@ -40,12 +41,14 @@ class FrontSettings(PromptOptions):
         """Reads the variables that begin with KVMOSAIC_; missing ones have their defaults.
 
         Raises:
-            InvalidConfig: a variable with an invalid value; the message names it.
+            InvalidConfig, InvalidPreamble: a variable with an invalid value; the message names it.
         """
         said = {name.removeprefix(PREFIX).lower(): value for name, value in environ.items() if value}
         given: dict[str, Any] = {"how": How().updated({name: said[name] for name in FIELDS if name in said})}
         if "chunk_separator" in said:
             given["chunk_separator"] = said["chunk_separator"]
+        if "preamble" in said:
+            given["preamble"] = said["preamble"]
         if "long_chunks" in said:
             given["long_chunks"] = cast(Literal["error", "split"], said["long_chunks"])
         if "documents_dir" in said:
