@@ -20,7 +20,7 @@ from kvmosaic.integrations.vllm.plugin import NAME
 from kvmosaic.integrations.vllm.worker import extra_forward, position_shift
 from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
-from kvmosaic.integrations.vllm.worker.trial.text import ordinary_tokens
+from kvmosaic.integrations.vllm.worker.trial.plan import trial_tokens
 
 _MAX_LOGPROBS = 20
 _NOISE = 4.0
@@ -186,7 +186,7 @@ class _Engine:
     def composed(self, *, can_repair: bool, can_shift: bool) -> list[CheckResult]:
         """Prompts of documents: whether they are composed, and an unmoved document against an ordinary prompt."""
         lengths = (self.block_size // 2 + 3, self.block_size + 11, self.block_size // 2 + 5, 9)
-        text = iter(ordinary_tokens(self.config.model_config, sum(lengths)))
+        text = iter(trial_tokens(self.config.model_config, sum(lengths)))
         system, first, second, question = ([next(text) for _ in range(length)] for length in lengths)
         alone = Composition(system=len(system), chunks=(len(first),))
         prompt = [*system, *first, *question]
