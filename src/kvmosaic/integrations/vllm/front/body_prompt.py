@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvmosaic.api.documents import DocumentFields, WarmOptions, document_texts
+from kvmosaic.api.documents import DocumentFields, document_texts
 from kvmosaic.api.errors import read_body
+from kvmosaic.api.warming import WarmOptions
 from kvmosaic.errors import InvalidMessages, InvalidPrompt
 from kvmosaic.integrations.vllm.front.served_model import ServedModel, template_tools
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
