@@ -284,18 +284,4 @@ def _report(said: Any, num_tokens: int) -> ReuseReport:
         reused = min(said.num_cached_tokens or 0, num_tokens)
         action = segment_action(reused, num_tokens, distance=0)
         return ReuseReport((SegmentReuse("plain", num_tokens, action, reused_tokens=reused),))
-    segments = tuple(
-        SegmentReuse(
-            kind=row["kind"],
-            num_tokens=row["tokens"],
-            action=row["action"],
-            name=row["name"],
-            distance=row["distance"],
-            reused_tokens=row["reused_tokens"],
-            milliseconds=row["ms"],
-            note=row["note"],
-            tier=row["tier"],
-        )
-        for row in told["segments"]
-    )
-    return ReuseReport(segments, composition=told["composition"])
+    return ReuseReport(tuple(map(SegmentReuse.from_reply, told["segments"])), composition=told["composition"])

@@ -10,7 +10,7 @@ from kvmosaic.api.documents import DocumentFields, document_texts
 from kvmosaic.api.errors import read_body
 from kvmosaic.api.warming import WarmOptions
 from kvmosaic.errors import InvalidMessages, InvalidPrompt
-from kvmosaic.integrations.vllm.front.served_model import ServedModel, template_tools
+from kvmosaic.integrations.vllm.front.served_model import ServedModel
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 from kvmosaic.prompt import Document, Prompt, read_messages
 from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_marked, take_separated
@@ -86,10 +86,7 @@ class Renderer:
         system, preamble = options.system, options.preamble
         if options.chat is False:
             return self.encoder.encode_documents(documents, system, chat=False, preamble=preamble)
-        template = self.model.template_for(None, None)
-        variables = dict(self.model.template_variables)
-        if template is not None:
-            variables["chat_template"] = template
+        variables = {**self.model.template_variables, **self.model.rendering()[1]}
         return self.encoder.encode_documents(documents, system, preamble=preamble, **variables)
 
     def _conversation(self, body: Body, messages: Any, options: dict[str, Any]) -> Prompt | None:
@@ -123,23 +120,16 @@ class Renderer:
         documents: Sequence[Document],
         options: dict[str, Any],
     ) -> Prompt:
-        tools = body.get("tools") or None
-        if tools is not None:
-            tools = options["tools"] = template_tools(tools)
         wanted = body.get("chat_template")
         if wanted is not None and not (self.model.takes_other_templates and isinstance(wanted, str)):
             raise InvalidMessages(
                 "this server takes no chat_template from requests; leave it out, or start vLLM with "
                 "--trust-request-chat-template"
             )
-        template = self.model.template_for(wanted, tools)
-        own = getattr(self.model.tokenizer, "chat_template", None)
-        if template is None and not own:
+        template, rendering = self.model.rendering(wanted, body.get("tools"))
+        if not template:
             return self._without_template(read_messages(messages), documents, options["preamble"])
-        messages = known_roles(template or str(own), messages)
-        if template is not None:
-            options["chat_template"] = template
-        return self.encoder.encode_chat(messages, documents, **options)
+        return self.encoder.encode_chat(known_roles(template, messages), documents, **options, **rendering)
 
     def _without_template(
         self, messages: Sequence[Mapping[str, Any]], documents: Sequence[Document], preamble: str | int | None

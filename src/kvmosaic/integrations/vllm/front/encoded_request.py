@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from kvmosaic.errors import InvalidConfig, InvalidPrompt
+from kvmosaic.errors import InvalidConfig, InvalidPrompt, InvalidRepair
 from kvmosaic.integrations.vllm.contract import (
     MAX_REPAIR_TOKENS,
     Composition,
@@ -17,9 +17,9 @@ from kvmosaic.integrations.vllm.contract import (
     choose_strategy,
 )
 from kvmosaic.prompt import Prompt, SegmentKind
+from kvmosaic.repair import FirstTokens, NoRepair, repair_policy
 
 FIELDS = ("position_strategy", "chunk_context", "repair")
-_FIRST = re.compile(r"\s*first\s*\(\s*(\d{1,9})\s*\)\s*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +54,17 @@ def read_repair(value: object) -> int:
     Raises:
         InvalidConfig: anything else.
     """
-    number: object = None
-    if value is None or value == "none":
-        return 0
-    if isinstance(value, str) and (found := _FIRST.fullmatch(value)):
-        number = int(found[1])
-    elif isinstance(value, Mapping) and set(value) == {"first"}:
-        number = value["first"]
-    if type(number) is not int or not 0 <= number <= MAX_REPAIR_TOKENS:
-        raise InvalidConfig(
-            f'repair is {value!r:.80}; write "none", or "first(16)" for the first 16 tokens of each document, at most '
-            f"{MAX_REPAIR_TOKENS}"
-        )
-    return number
+    said = f"first({value['first']})" if isinstance(value, Mapping) and set(value) == {"first"} else value
+    with suppress(InvalidRepair):
+        policy = repair_policy(said)  # type: ignore[arg-type]
+        if isinstance(policy, NoRepair):
+            return 0
+        if isinstance(policy, FirstTokens) and policy.tokens <= MAX_REPAIR_TOKENS:
+            return policy.tokens
+    raise InvalidConfig(
+        f'repair is {value!r:.80}; write "none", or "first(16)" for the first 16 tokens of each document, at most '
+        f"{MAX_REPAIR_TOKENS}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 from kvmosaic.errors import InvalidConfig, InvalidPrompt
 from kvmosaic.integrations.vllm.contract import trained_positions
 from kvmosaic.integrations.vllm.front.encoded_request import EncodedRequest, How, composed
-from kvmosaic.integrations.vllm.front.served_model import ServedModel, template_tools
+from kvmosaic.integrations.vllm.front.served_model import ServedModel
 from kvmosaic.integrations.vllm.plugin import NAME
 from kvmosaic.prompt import Prompt, PromptOptions
 from kvmosaic.prompt.chat_request import known_roles
@@ -113,16 +113,11 @@ def chat(
     """
     how, model = _how(position_strategy, chunk_context, repair), _model_of(llm)
     encoder = model.encoder(PromptOptions(preamble=preamble))
-    variables: dict[str, Any] = dict(chat_template_kwargs or {})
-    if tools:
-        variables["tools"] = template_tools(tools)
-    template = model.template_for(chat_template, variables.get("tools"))
-    if template is not None:
-        variables["chat_template"] = template
-    own = str(getattr(model.tokenizer, "chat_template", None) or "")
+    template, rendering = model.rendering(chat_template, tools)
+    variables = {**(chat_template_kwargs or {}), **rendering}
     conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
     encoded = [
-        encoder.encode_chat(known_roles(template or own, conversation), documents, salt=salt, **variables)
+        encoder.encode_chat(known_roles(template, conversation), documents, salt=salt, **variables)
         for conversation in conversations
     ]
     return _generated(llm, encoded, how, sampling_params, options)
