@@ -76,3 +76,13 @@ def test_a_repair_sees_the_texts_too(vllm_engine, name):
     engine = vllm_engine(name)
     ask = compose(SYSTEM, [A, B], QUESTION, [TODAY, HEADING], repair=200)
     assert difference(engine.ask(ask), engine.ask(ask.plain)) < CLOSE
+
+
+def test_without_repair_a_text_between_documents_is_a_reason_to_bypass_and_a_rest_is_not(vllm_engine):
+    engine = vllm_engine("llama", enable_prompt_embeds=True)
+    answer = engine.ask(compose(SYSTEM, [A, B], QUESTION, [TODAY, HEADING]))
+    assert "text between documents cannot be computed" in answer.report["bypass"]
+    rest = compose(SYSTEM, [A, B], QUESTION, [TODAY, []])
+    answer = engine.ask(rest)
+    assert answer.is_composed, answer.report
+    assert difference(answer, vllm_engine("llama").ask(rest)) < CLOSE
