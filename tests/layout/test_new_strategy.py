@@ -14,8 +14,7 @@ from kvmosaic import ChunkCacheConfig
 from kvmosaic.cli import app
 from kvmosaic.errors import InvalidConfig, NotMovable
 from kvmosaic.eval.variants import variants
-from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.front.encoded_request import How
+from kvmosaic.integrations.vllm.contract import Composition, How
 from kvmosaic.layout import arrange
 from kvmosaic.layout.strategies import STRATEGIES, PositionStrategy
 from kvmosaic.prompt import Prompt

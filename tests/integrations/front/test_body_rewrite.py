@@ -20,10 +20,9 @@ from kvmosaic.api.documents import DocumentFields
 from kvmosaic.api.errors import ApiError
 from kvmosaic.documents import DocumentStore
 from kvmosaic.errors import UnknownDocument
-from kvmosaic.integrations.vllm.contract import Composition
+from kvmosaic.integrations.vllm.contract import Composition, How
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
 from kvmosaic.integrations.vllm.front.body_rewrite import may_have_documents, rewritten
-from kvmosaic.integrations.vllm.front.encoded_request import How
 from kvmosaic.integrations.vllm.front.served_model import ServedModel
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 from kvmosaic.model import LoadedModel

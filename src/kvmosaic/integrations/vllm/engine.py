@@ -9,8 +9,7 @@ from typing import Any
 
 from kvmosaic.engine_protocol import Capability, EngineCapabilities, InferenceEngine, check_priority
 from kvmosaic.errors import EngineStopped, InvalidPrompt, KVMosaicError, UnknownRequest
-from kvmosaic.integrations.vllm.contract import FIELD, choose_strategy, trained_positions
-from kvmosaic.integrations.vllm.front.encoded_request import How, composed
+from kvmosaic.integrations.vllm.contract import FIELD, How, choose_strategy, composed, trained_positions
 from kvmosaic.integrations.vllm.front.python_api import vllm_input, with_boundaries
 from kvmosaic.layout import ChunkContext, Layout, arrange
 from kvmosaic.prompt import Prompt, check_length

@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 from kvmosaic.api.errors import ApiError
 from kvmosaic.errors import InvalidPrompt, KVMosaicError
-from kvmosaic.integrations.vllm.contract import FIELD, Composition
+from kvmosaic.integrations.vllm.contract import FIELD, FIELDS, Composition, How, composed
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
-from kvmosaic.integrations.vllm.front.encoded_request import FIELDS, How, composed
 from kvmosaic.integrations.vllm.front.internal_requests import api_error
 from kvmosaic.prompt.preamble import MARKS
 

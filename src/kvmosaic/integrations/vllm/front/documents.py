@@ -20,8 +20,7 @@ from kvmosaic.api.fields import Name, Reply
 from kvmosaic.api.warming import WarmedDocument, WarmRequest, WarmSummary
 from kvmosaic.documents import DocumentStore, FolderDocuments, Match, MemoryDocuments, StoredDocument, StoreLimits
 from kvmosaic.errors import InvalidDocument, KVMosaicError
-from kvmosaic.integrations.vllm.contract import FIELD
-from kvmosaic.integrations.vllm.front.encoded_request import EncodedRequest, composed
+from kvmosaic.integrations.vllm.contract import FIELD, EncodedRequest, composed
 from kvmosaic.integrations.vllm.front.internal_requests import api_error, ask, whole_body
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 from kvmosaic.prompt import Document

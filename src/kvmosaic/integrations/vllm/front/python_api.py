@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvmosaic.errors import InvalidConfig, InvalidPrompt
-from kvmosaic.integrations.vllm.contract import trained_positions
-from kvmosaic.integrations.vllm.front.encoded_request import EncodedRequest, How, composed
+from kvmosaic.integrations.vllm.contract import EncodedRequest, How, composed, trained_positions
 from kvmosaic.integrations.vllm.front.served_model import ServedModel
 from kvmosaic.integrations.vllm.plugin import NAME
 from kvmosaic.prompt import Prompt, PromptOptions
