@@ -102,6 +102,7 @@ def test_a_request_without_segments_is_an_ordinary_one(params: Any) -> None:
         ({"chunks": [5], "texts": [1, 1]}, "2 texts for 1 chunks"),
         ({"chunks": [5], "texts": [-1]}, "a text of -1 tokens"),
         ({"chunks": [5], "texts": [5]}, "10 of 10 tokens"),
+        ({"chunks": [1] * 4096, "texts": [0, *[1] * 17, *[0] * 4078]}, "17 texts between 4096 chunks; at most 16"),
         ({"system": 2**70, "chunks": [3]}, "from 0 to"),
     ],
 )

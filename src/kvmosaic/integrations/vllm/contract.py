@@ -21,6 +21,8 @@ FIELD = "kvmosaic"
 MAX_CHUNKS = 4096
 MAX_TOKENS = 2**27
 MAX_REPAIR_TOKENS = 4096
+MAX_SEEN = 2**16
+"""max_texts between documents, times documents: a text sees each of those before it, and the scheduler lists them."""
 
 Saw = Literal["system", "none"]
 """What chunks saw: the values of `kvmosaic.layout.ChunkContext` that vLLM supports."""
@@ -69,6 +71,12 @@ class Composition:
         for name, number in (("ids", len(self.ids)), ("texts", len(self.texts))):
             if number not in (0, len(self.chunks)):
                 raise InvalidConfig(f"{number} {name} for {len(self.chunks)} chunks; give one each, or none")
+        num_between = sum(map(bool, self.texts[1:]))
+        if num_between * len(self.chunks) > MAX_SEEN:
+            raise InvalidConfig(
+                f"{num_between} texts between {len(self.chunks)} chunks; at most {MAX_SEEN // len(self.chunks)} are "
+                "allowed between so many: make some part of a chunk"
+            )
 
     @property
     def end(self) -> int:

@@ -156,7 +156,8 @@ class VLLMEngine(InferenceEngine):
         if not prompt.chunks:
             raise InvalidPrompt("a warm-up needs at least one document; got none")
         params = SamplingParams(max_tokens=1, temperature=0, repair="none")
-        return self._add(prompt, self._how_for(None, chunk_context, "none"), params, None, 0, is_warm_up=True)
+        how = self._how_for(None, chunk_context, "none")
+        return self._add(prompt.without_texts(), how, params, None, 0, is_warm_up=True)
 
     def step(self) -> Sequence[VLLMRequest]:
         """Runs one step of vLLM's; returns the requests with new output."""

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import num_repaired
-from kvmosaic.layout import Layout, composition_of
+from kvmosaic.layout import Layout, Span, composition_of
 from kvmosaic.sampling import ReuseReport, SegmentReuse
 from kvmosaic.sampling.reuse import segment_action
 
@@ -120,12 +120,14 @@ class ComposedReport:
     def segments(self) -> tuple[SegmentReuse, ...]:
         """System text, texts, chunks and question, in prompt order; an empty system text is omitted."""
         outcomes, repaired = iter(self.chunks), num_repaired(self.layout, self.repair)
+        positions = self.layout.positions()
         rows, start = [], 0
         for index, span in enumerate(self.layout.spans):
             length = span.num_tokens
             of_prefix = min(max(self.prefix_tokens - start, 0), length)
             if span.segment.kind == "chunk" and self.is_composed:
-                rows.append(self._chunk(index, of_prefix, next(outcomes), repaired.get(index, 0)))
+                distance = positions[index] - span.start
+                rows.append(_chunk(span, distance, of_prefix, next(outcomes), repaired.get(index, 0)))
             else:
                 reused = length if self._is_cached(index) else of_prefix
                 rows.append(_segment(str(span.segment.kind), length, reused, name=span.segment.name))
@@ -143,27 +145,6 @@ class ComposedReport:
         have_seen_it = self.chunks if self.layout.chunk_context == "system" else ()
         return is_rest_cached or any(chunk.source == "cached" for chunk in have_seen_it)
 
-    def _chunk(self, index: int, of_prefix: int, outcome: ChunkOutcome, again: int) -> SegmentReuse:
-        span = self.layout.spans[index]
-        length, name = span.num_tokens, span.segment.name
-        distance = self.layout.position_of(index) - span.start
-        if of_prefix == length:
-            return _segment("chunk", length, length, name=name, distance=distance, note="composed here before")
-        is_loaded = outcome.source == "cached" and outcome.tier != "device"
-        notes = (
-            _NOTES[outcome.source],
-            f"loaded from {outcome.tier}" if is_loaded else "",
-            f"its first {again} tokens computed again" if again else "",
-        )
-        return _segment(
-            *("chunk", length, of_prefix if outcome.source == "computed" else max(of_prefix, length - again)),
-            name=name,
-            distance=distance,
-            tier=outcome.tier if is_loaded else "device",
-            seconds=outcome.seconds,
-            note="; ".join(filter(None, notes)),
-        )
-
     def _meaning(self) -> str:
         """Describes what the prompt computed: exact attention, or which approximation."""
         if not self.is_composed:
@@ -172,6 +153,27 @@ class ComposedReport:
         if self.repair:
             meaning += f"; the first {self.repair} tokens of each document see everything before them"
         return meaning
+
+
+def _chunk(span: Span, distance: int, of_prefix: int, outcome: ChunkOutcome, again: int) -> SegmentReuse:
+    """The row of a chunk, of which `again` tokens were recomputed at its start."""
+    length, name = span.num_tokens, span.segment.name
+    if of_prefix == length:
+        return _segment("chunk", length, length, name=name, distance=distance, note="composed here before")
+    is_loaded = outcome.source == "cached" and outcome.tier != "device"
+    notes = (
+        _NOTES[outcome.source],
+        f"loaded from {outcome.tier}" if is_loaded else "",
+        f"its first {again} tokens computed again" if again else "",
+    )
+    return _segment(
+        *("chunk", length, of_prefix if outcome.source == "computed" else max(of_prefix, length - again)),
+        name=name,
+        distance=distance,
+        tier=outcome.tier if is_loaded else "device",
+        seconds=outcome.seconds,
+        note="; ".join(filter(None, notes)),
+    )
 
 
 def _segment(

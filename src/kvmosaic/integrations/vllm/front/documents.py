@@ -196,7 +196,7 @@ class DocumentRoutes:
         try:
             if isinstance(document, str):
                 document = store.get(TENANT, document).content
-            prompt = renderer.warming([document], body)
+            prompt = renderer.warming([document], body).without_texts()
             how = self._front.settings.how.updated({"chunk_context": body.chunk_context})
             return composed(prompt, how, renderer.model.trained_positions)
         except KVMosaicError as error:

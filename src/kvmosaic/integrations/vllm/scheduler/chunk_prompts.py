@@ -61,7 +61,7 @@ def take_apart(layout: Layout, block_size: int) -> tuple[tuple[ChunkPrompt, ...]
     Chunks of the same tokens share one chunk prompt. The changing rest of a system text has a prompt, too. The system
     text comes from the first of these prompts that saw it, and has its own prompt if none did.
     """
-    spans = layout.spans
+    spans, positions = layout.spans, layout.positions()
     sources = [index for index in range(len(spans) - 1) if not has_seen_chunks(layout, index)]
     has_shared_system = spans[0].segment.kind == "system" and any(spans[index].views for index in sources)
     numbers: dict[ChunkPrompt, int] = {}
@@ -72,7 +72,7 @@ def take_apart(layout: Layout, block_size: int) -> tuple[tuple[ChunkPrompt, ...]
         seen = [token for view in span.views for token in spans[view.span].token_ids]
         prompt = ChunkPrompt.of(seen, span.token_ids, block_size, is_text=span.is_text)
         number = numbers.setdefault(prompt, len(numbers))
-        distance = layout.position_of(index) - span.start
+        distance = positions[index] - span.start
         pieces.append(PromptPiece(starts[index], starts[index + 1], number, len(seen), distance, index))
     return tuple(numbers), tuple(pieces)
 
@@ -106,12 +106,12 @@ def recomputed_runs(layout: Layout, repair: int, num_cached: int) -> tuple[tuple
 
     Tokens that are cached already are omitted.
     """
-    runs = []
-    repaired, begin = num_repaired(layout, repair), 0
+    runs, begin = [], 0
+    repaired, positions = num_repaired(layout, repair), layout.positions()
     for index, span in enumerate(layout.spans[:-1]):
         length = span.num_tokens if has_seen_chunks(layout, index) else repaired.get(index, 0)
         start, stop = max(begin, num_cached), begin + length
         if start < stop:
-            runs.append((start, stop, layout.position_of(index) + start - begin))
+            runs.append((start, stop, positions[index] + start - begin))
         begin += span.num_tokens
     return tuple(runs)
