@@ -58,8 +58,8 @@ def test_what_the_user_gives_is_not_given_again(own: list[str]) -> None:
 
 
 def test_our_choices_become_variables() -> None:
-    assert shown("m", "--repair", "first(16)", "--position-strategy", "shared")[:2] == [
-        "KVMOSAIC_POSITION_STRATEGY=shared", "KVMOSAIC_REPAIR=first(16)",
+    assert shown("m", "--repair", "first(16)", "--position-strategy", "shared", "--preamble", "all")[:3] == [
+        "KVMOSAIC_POSITION_STRATEGY=shared", "KVMOSAIC_PREAMBLE=all", "KVMOSAIC_REPAIR=first(16)",
     ]  # fmt: skip
 
 

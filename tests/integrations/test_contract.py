@@ -12,13 +12,14 @@ from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.contract import Composition, choose_strategy
 
 COMPOSITIONS = st.builds(
-    lambda system, chunks, strategy, context, repair, named: Composition(
+    lambda system, chunks, strategy, context, repair, named, texts: Composition(
         system,
         tuple(chunks),
         strategy,
         context,
         repair,
         tuple(f"d{i}" for i in range(len(chunks))) if named else (),
+        texts=tuple(texts[: len(chunks)]) if any(texts[: len(chunks)]) else (),
     ),
     st.integers(0, 60),
     st.lists(st.integers(1, 70), min_size=1, max_size=6),
@@ -26,6 +27,7 @@ COMPOSITIONS = st.builds(
     st.sampled_from(["system", "none"]),
     st.integers(0, 80),
     st.booleans(),
+    st.lists(st.sampled_from([0, 0, 5]), min_size=6, max_size=6),
 )
 
 
@@ -59,21 +61,19 @@ def test_auto_is_sequential_where_the_prompt_and_one_token_fit_the_positions_of_
     assert choose_strategy(strategy, 10, trained) == (chosen if strategy == "auto" else strategy)
 
 
-@given(COMPOSITIONS)
-def test_positions_are_those_of_our_own_layouts(composition: Composition) -> None:
-    from kvmosaic.layout import arrange, dense
-    from kvmosaic.prompt import Prompt
-
-    tokens = iter(range(composition.end))
-    take = lambda n: [next(tokens) for _ in range(n)]  # noqa: E731
-    if composition.system == 0:
-        return
-    prompt = Prompt.from_tokens(take(composition.system), [take(m) for m in composition.chunks], [1])
-    layout = arrange(prompt, composition.position_strategy, composition.chunk_context)
-    seen = list(dense(layout).question_positions)
-    for chunk, start in enumerate(composition.starts):
-        assert seen[start] == composition.position_of(chunk)
-    assert seen[-1] == composition.question_position
+def test_its_layout_has_the_tokens_of_each_segment_in_order() -> None:
+    composition = Composition(3, (2, 1), "shared", ids=("ferry", None), texts=(2, 1))
+    layout = composition.layout(range(12))
+    assert [(str(span.segment.kind), span.token_ids) for span in layout.spans] == [
+        ("system", (0, 1, 2)),
+        ("text", (3, 4)),
+        ("chunk", (5, 6)),
+        ("text", (7,)),
+        ("chunk", (8,)),
+        ("question", (9, 10, 11)),
+    ]
+    assert layout.positions() == {0: 0, 1: 3, 2: 5, 3: 7, 4: 5} and layout.last.start == 8
+    assert [span.segment.name for span in layout.spans if span.segment.kind == "chunk"] == ["ferry", None]
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, {"kvmosaic": None}, "kvmosaic", [1], 7])
@@ -99,6 +99,10 @@ def test_a_request_without_segments_is_an_ordinary_one(params: Any) -> None:
         ({"chunks": [5], "chunk_context": "all"}, "'system' or 'none'"),
         ({"chunks": [5], "repair": 5000}, "0 to 4096"),
         ({"chunks": [5], "ids": ["a", "b"]}, "2 ids for 1 chunks"),
+        ({"chunks": [5], "texts": [1, 1]}, "2 texts for 1 chunks"),
+        ({"chunks": [5], "texts": [-1]}, "a text of -1 tokens"),
+        ({"chunks": [5], "texts": [5]}, "10 of 10 tokens"),
+        ({"chunks": [1] * 4096, "texts": [0, *[1] * 17, *[0] * 4078]}, "17 texts between 4096 chunks; at most 16"),
         ({"system": 2**70, "chunks": [3]}, "from 0 to"),
     ],
 )

@@ -19,7 +19,8 @@ from kvmosaic.metrics import catalogue
 
 SHAPE = Composition(system=6, chunks=(4, 8, 5, 2), repair=3)
 OUTCOMES = (ChunkOutcome("computed"), ChunkOutcome("awaited"), ChunkOutcome("cached", "disk"), ChunkOutcome("cached"))
-REPORT = ComposedReport(SHAPE, 30, OUTCOMES)
+LAYOUT = SHAPE.layout(range(30))
+REPORT = ComposedReport(LAYOUT, SHAPE.repair, OUTCOMES)
 
 
 def totals(data: dict) -> dict[str, float]:
@@ -41,7 +42,7 @@ def test_a_composed_request_is_counted_by_chunks_and_by_tokens() -> None:
 
 
 def test_chunks_of_a_prompt_that_was_composed_before_are_not_repaired_again() -> None:
-    assert ComposedReport(SHAPE, 30, OUTCOMES, prefix_tokens=18).repaired_tokens == 3 + 2
+    assert ComposedReport(LAYOUT, SHAPE.repair, OUTCOMES, prefix_tokens=18).repaired_tokens == 3 + 2
 
 
 def test_what_is_taken_is_counted_once() -> None:
@@ -68,7 +69,7 @@ def test_reasons_cannot_grow_without_end() -> None:
 def test_reports_that_nobody_takes_do_not_pile_up() -> None:
     tally = ReportCounters()
     for number in range(MAX_REPORTS + 10):
-        tally.bypassed("windows", ComposedReport(SHAPE, 30, bypass="the model has windows"), str(number))
+        tally.bypassed("windows", ComposedReport(LAYOUT, SHAPE.repair, bypass="the model has windows"), str(number))
     data = tally.take()
     assert data is not None
     assert list(data["reports"]) == [str(number) for number in range(10, MAX_REPORTS + 10)]

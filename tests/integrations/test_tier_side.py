@@ -193,3 +193,21 @@ def test_weights_that_cannot_be_told_apart_turn_the_tiers_off_until_they_can():
         steps.tiering.on_reports([FingerprintReport(number, 0, fingerprint)])
         assert steps.tiering.match(steps.ask(), 0) == expected
         assert bool(steps.step().fetches) is (expected is None)
+
+
+def test_of_a_text_the_system_text_alone_is_loaded_and_stored():
+    prompt = ChunkPrompt.of((1, 2, 3, 4, 5), (6, 7), BLOCK, is_text=True)
+    steps = Steps()
+    request = steps.ask(prompt)
+    assert steps.tiering.match(request, 0) is None
+    first = steps.step()
+    assert [fetch.run.start for fetch in first.fetches] == [0]
+    steps.tell(first, "host")
+    assert steps.tiering.match(request, 0) == 5
+    steps.admit(request, 5)
+    assert [load.num_tokens for load in steps.step(request).loads] == [5]
+    assert steps.tiering.finished(request.request_id, [b"a", b"b"]) is None, "the text was computed"
+    assert not steps.step().stores
+    alone = steps.ask(ChunkPrompt.of((), (6, 7), BLOCK, is_text=True))
+    assert steps.tiering.match(alone, 0) == 0
+    steps.tiering.check_invariants()

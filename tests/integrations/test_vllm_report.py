@@ -1,6 +1,7 @@
 """The reuse report of a request inside vLLM."""
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,9 +15,13 @@ CACHED = ChunkOutcome("cached")
 SHAPE = Composition(system=6, chunks=(4, 8), ids=("ferry", None))
 
 
+def report_of(shape: Composition, num_tokens: int, *outcomes: Any, **fields: Any) -> ComposedReport:
+    return ComposedReport(shape.layout(range(num_tokens)), shape.repair, *outcomes, **fields)
+
+
 def test_moved_chunks_are_told_with_their_distance_and_their_tier() -> None:
     outcomes = (CACHED, ChunkOutcome("cached", tier="host", seconds=0.002))
-    told = ComposedReport(SHAPE, 20, outcomes, prefix_tokens=4).to_json()
+    told = report_of(SHAPE, 20, outcomes, prefix_tokens=4).to_json()
     ferry, other = told["documents"]
     assert (ferry["id"], ferry["action"], ferry["distance"], ferry["tier"]) == ("ferry", "reused", 0, "device")
     assert (other["id"], other["action"], other["distance"], other["tier"]) == (None, "moved", 4, "host")
@@ -30,7 +35,7 @@ def test_moved_chunks_are_told_with_their_distance_and_their_tier() -> None:
 
 
 def test_a_computed_chunk_is_in_no_tier_and_an_awaited_one_was_computed_by_another_request() -> None:
-    told = ComposedReport(SHAPE, 20, (ChunkOutcome("computed"), ChunkOutcome("awaited"))).to_json()
+    told = report_of(SHAPE, 20, (ChunkOutcome("computed"), ChunkOutcome("awaited"))).to_json()
     computed, awaited = told["documents"]
     assert (computed["action"], computed["tier"], computed["reused_tokens"]) == ("computed", None, 0)
     assert (awaited["action"], awaited["note"]) == ("moved", "computed by another request")
@@ -40,7 +45,7 @@ def test_a_computed_chunk_is_in_no_tier_and_an_awaited_one_was_computed_by_anoth
 
 def test_of_a_prompt_that_was_asked_before_all_that_the_prefix_cache_had_is_reused() -> None:
     shape = Composition(system=6, chunks=(4, 8), position_strategy="shared", chunk_context="none")
-    told = ComposedReport(shape, 20, (CACHED, CACHED), prefix_tokens=19).to_json()
+    told = report_of(shape, 20, (CACHED, CACHED), prefix_tokens=19).to_json()
     assert [segment["action"] for segment in told["segments"]] == ["reused", "moved", "moved", "partly reused"]
     assert {document["distance"] for document in told["documents"]} == {6}
     assert told["totals"]["recomputed_tokens"] == 1
@@ -48,8 +53,8 @@ def test_of_a_prompt_that_was_asked_before_all_that_the_prefix_cache_had_is_reus
 
 
 def test_repaired_tokens_count_as_computed() -> None:
-    shape = Composition(system=0, chunks=(4, 8), chunk_context="none", repair=4)
-    first, second = ComposedReport(shape, 20, (CACHED, CACHED)).to_json()["documents"]
+    shape = Composition(system=2, chunks=(4, 8), chunk_context="none", repair=4)
+    first, second = report_of(shape, 20, (CACHED, CACHED)).to_json()["documents"]
     assert (first["action"], first["tier"]) == ("computed", None)
     assert (second["action"], second["reused_tokens"]) == ("partly reused", 4)
     assert second["note"] == "its first 4 tokens computed again"
@@ -57,14 +62,14 @@ def test_repaired_tokens_count_as_computed() -> None:
 
 def test_the_first_document_has_seen_all_there_is_before_it() -> None:
     shape = Composition(system=3, chunks=(4, 8), repair=4)
-    report = ComposedReport(shape, 20, (CACHED, CACHED))
+    report = report_of(shape, 20, (CACHED, CACHED))
     first, second = report.to_json()["documents"]
     assert (first["reused_tokens"], first["note"]) == (4, "")
     assert (second["reused_tokens"], report.repaired_tokens) == (4, 4)
 
 
 def test_a_bypass_says_why_and_counts_what_an_ordinary_prompt_would_reuse() -> None:
-    told = ComposedReport(SHAPE, 20, prefix_tokens=12, bypass="it asks for prompt_logprobs").to_json()
+    told = report_of(SHAPE, 20, prefix_tokens=12, bypass="it asks for prompt_logprobs").to_json()
     assert told["bypass"] == "it asks for prompt_logprobs"
     assert told["composition"] == "exact"
     assert [document["action"] for document in told["documents"]] == ["reused", "partly reused"]
@@ -82,10 +87,11 @@ def reports(draw: st.DrawFn) -> ComposedReport:
         chunk_context=draw(st.sampled_from(["system", "none"])),
         repair=draw(st.integers(0, 50)),
         ids=tuple(map(str, lengths)) if draw(st.booleans()) else (),
+        texts=tuple(draw(st.integers(0, 5)) for _ in lengths),
     )
     num_tokens = shape.end + draw(st.integers(1, 40))
     sources = st.builds(ChunkOutcome, st.sampled_from(["cached", "computed", "awaited", "same"]), st.just("disk"))
-    return ComposedReport(
+    return report_of(
         shape,
         num_tokens,
         tuple(draw(st.lists(sources, min_size=len(lengths), max_size=len(lengths)))),
@@ -100,15 +106,29 @@ def test_every_report_has_the_form_of_our_own_server_and_its_numbers_add_up(repo
     own = {name: told[name] for name in ReplyReport.model_fields}
     assert ReplyReport.model_validate(own).model_dump() == own
     totals = told["totals"]
-    assert sum(segment["tokens"] for segment in told["segments"]) == totals["prompt_tokens"] == report.num_tokens
-    assert totals["cached_tokens"] + totals["composed_tokens"] + totals["recomputed_tokens"] == report.num_tokens
+    assert sum(segment["tokens"] for segment in told["segments"]) == totals["prompt_tokens"] == report.layout.num_tokens
+    assert totals["cached_tokens"] + totals["composed_tokens"] + totals["recomputed_tokens"] == report.layout.num_tokens
     assert totals["recomputed_tokens"] >= 1
-    for number, document in enumerate(told["documents"]):
-        shift = report.composition.system if report.composition.chunk_context == "system" else 0
-        expected = report.composition.position_of(number) - shift if report.is_composed else 0
+    layout = report.layout
+    chunks = [index for index, span in enumerate(layout.spans) if span.segment.kind == "chunk"]
+    for index, document in zip(chunks, told["documents"], strict=True):
+        expected = layout.position_of(index) - layout.spans[index].start if report.is_composed else 0
         assert document["distance"] == expected
+
+
+def test_the_rest_of_a_system_text_and_texts_between_documents_have_rows_of_their_own() -> None:
+    shape = Composition(system=6, chunks=(4, 8), texts=(3, 2))
+    told = report_of(shape, 30, (CACHED, CACHED), prefix_tokens=4, rest=ChunkOutcome("computed")).to_json()
+    kinds = [(row["kind"], row["tokens"], row["reused_tokens"]) for row in told["segments"]]
+    assert kinds == [
+        *(("system", 6, 6), ("text", 3, 0), ("chunk", 4, 4), ("text", 2, 0), ("chunk", 8, 8), ("question", 7, 0))
+    ]
+    assert [row["distance"] for row in told["documents"]] == [3, 9]
+    assert "documents saw 6 of 9 tokens of the system text" in told["composition"]
+    again = report_of(shape, 30, (CACHED, CACHED), rest=CACHED).to_json()
+    assert [row["reused_tokens"] for row in again["segments"]] == [6, 3, 4, 0, 8, 0]
 
 
 def test_a_report_has_one_outcome_for_each_chunk() -> None:
     with pytest.raises(AssertionError):
-        ComposedReport(SHAPE, 20, (CACHED,))
+        report_of(SHAPE, 20, (CACHED,))

@@ -14,8 +14,7 @@ from kvmosaic import ChunkCacheConfig
 from kvmosaic.cli import app
 from kvmosaic.errors import InvalidConfig, NotMovable
 from kvmosaic.eval.variants import variants
-from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.front.encoded_request import How
+from kvmosaic.integrations.vllm.contract import Composition, How
 from kvmosaic.layout import arrange
 from kvmosaic.layout.strategies import STRATEGIES, PositionStrategy
 from kvmosaic.prompt import Prompt
@@ -73,8 +72,8 @@ def test_every_face_offers_it(gapped: str) -> None:
     assert ChatRequest.model_validate(body).position_strategy == gapped
     assert gapped in {variant.strategy for variant in variants(["none"])}
     assert How(position_strategy=gapped).position_strategy == gapped
-    shape = Composition(3, (19, 7, 12), position_strategy=gapped)
-    assert [shape.position_of(index) for index in range(3)] == [11, 30, 37] and shape.question_position == 49
+    layout = Composition(3, (19, 7, 12), position_strategy=gapped).layout(range(45))
+    assert [layout.position_of(index) for index in (1, 2, 3)] == [11, 30, 37] and layout.last.start == 49
 
 
 def test_commands_offer_it(gapped: str) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from kvmosaic.api.errors import ApiError, ErrorDetail
+from kvmosaic.api.errors import ApiError
 from kvmosaic.api.fields import INTEGRAL, MAX_DOCUMENTS, Body, Name, Plain, Reply, Text
 from kvmosaic.documents import DocumentDraft, DocumentPage, DocumentStore, StoredDocument
 from kvmosaic.documents.stored import MAX_METADATA_KEY, MAX_METADATA_PAIRS, MAX_METADATA_VALUE, MAX_TTL_SECONDS
@@ -20,7 +20,6 @@ from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS, REFUSED_I
 from kvmosaic.prompt.preamble import MAX_PREAMBLE_TOKENS, MAX_RULE_CHARACTERS
 from kvmosaic.prompt.segment import MAX_SALT_CHARACTERS
 
-MAX_WARM_IDS = 10_000
 MAX_LIST = 1_000
 
 DocumentId = Annotated[
@@ -35,8 +34,6 @@ DocumentId = Annotated[
 ]
 MetadataKey = Annotated[str, Field(min_length=1, max_length=MAX_METADATA_KEY)]
 MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
-SystemText = Annotated[Text, Field(min_length=1, json_schema_extra={"pattern": r"\S"})]
-Endpoint = Literal["/v1/chat/completions", "/v1/responses", "/v1/completions"]
 
 
 DocumentPriority = Annotated[
@@ -213,6 +210,16 @@ class NewDocument(DocumentContent):
 
     id: DocumentId | None = None
 
+    def check_id(self, name: str) -> None:
+        """Checks that it may be stored under an id in the address, which the body may repeat.
+
+        Raises:
+            ApiError: the body names another one.
+        """
+        if self.id not in (None, name):
+            message = f"the address names the document {name!r:.300}, the body {self.id!r}; leave it out"
+            raise ApiError(400, message, param="id")
+
 
 class ChunkObject(Reply):
     """One cached run of keys and values of a document: there is one for each system text and salt, and each part."""
@@ -310,114 +317,3 @@ class DeletedDocument(Reply):
     id: str
     object: Literal["document.deleted"]
     deleted: Literal[True]
-
-
-class WarmOptions(Body):
-    """For which prompts a document is computed."""
-
-    system: Annotated[
-        SystemText | None,
-        Field(
-            description="System text of the later prompts: a document is computed after it, and a cache hit only there."
-        ),
-    ] = None
-    endpoint: Annotated[
-        Endpoint | None,
-        Field(description="Where it will be used; /v1/completions writes documents without the chat template."),
-    ] = None
-    chunk_context: Annotated[
-        Literal["system", "none"] | None,
-        Field(description="As the later requests say it: with none, a document is a cache hit after any system text."),
-    ] = None
-    preamble: PreambleField = None
-    stream: Annotated[bool | None, Field(description="Send an event for each document as it ends.")] = False
-
-    @property
-    def chat(self) -> bool | None:
-        """Whether documents are rendered with a chat template; None: if the model has one."""
-        return False if self.endpoint == "/v1/completions" else None
-
-
-class WarmOneRequest(WarmOptions):
-    """How to warm one document."""
-
-    cache_salt: Annotated[str | None, Field(max_length=4_096)] = None
-
-
-class WarmRequest(WarmOptions, DocumentFields):
-    """What to warm: stored documents by `ids`, documents that are not stored, or (neither given) all stored ones.
-
-    An empty list names none.
-    """
-
-    ids: Annotated[list[DocumentId] | None, Field(max_length=MAX_WARM_IDS)] = None
-
-
-@dataclass(frozen=True, slots=True)
-class WarmedDocument:
-    """Result of warming one document."""
-
-    index: int
-    id: str | None
-    num_tokens: int = 0
-    num_chunks: int = 0
-    was_cached: bool = False
-    milliseconds: float = 0.0
-    error: ApiError | None = None
-
-
-class WarmedObject(Reply):
-    """How warming one document ended: its tokens, or an error."""
-
-    object: Literal["document.warmed", "document.failed"]
-    index: Annotated[int, Field(description="Place among the documents of the request.")]
-    id: str | None
-    tokens: int | None = None
-    chunks: int | None = None
-    was_cached: bool | None = None
-    ms: float | None = None
-    error: ErrorDetail | None = None
-
-    @classmethod
-    def of(cls, warmed: WarmedDocument) -> WarmedObject:
-        """Describes the result for one document."""
-        if warmed.error is not None:
-            error = ErrorDetail(**warmed.error.body["error"])
-            return cls(object="document.failed", index=warmed.index, id=warmed.id, error=error)
-        return cls(
-            object="document.warmed",
-            index=warmed.index,
-            id=warmed.id,
-            tokens=warmed.num_tokens,
-            chunks=warmed.num_chunks,
-            was_cached=warmed.was_cached,
-            ms=round(warmed.milliseconds, 3),
-        )
-
-
-class WarmSummary(Reply):
-    """What warming came to; the last event of a stream."""
-
-    object: Literal["documents.warmed"]
-    num_documents: int = 0
-    num_computed: int = 0
-    num_cached: Annotated[int, Field(description="Found in the cache, nothing to compute.")] = 0
-    num_failed: int = 0
-    tokens: int = 0
-    ms: Annotated[float, Field(description="From the first to the last.")] = 0.0
-    data: Annotated[list[WarmedObject] | None, Field(description="By index; only without `stream`.")] = None
-
-    @classmethod
-    def empty(cls) -> WarmSummary:
-        """The summary before the first result."""
-        return cls(
-            object="documents.warmed", num_documents=0, num_computed=0, num_cached=0, num_failed=0, tokens=0, ms=0.0
-        )
-
-    def add(self, warmed: WarmedDocument) -> None:
-        """Adds one result to the counts."""
-        self.num_documents += 1
-        self.num_failed += warmed.error is not None
-        self.num_cached += warmed.error is None and warmed.was_cached
-        self.num_computed += warmed.error is None and not warmed.was_cached
-        self.tokens += warmed.num_tokens

@@ -11,7 +11,7 @@ from kvmosaic.errors import InvalidOffset, NotMovable
 from kvmosaic.layout import ChunkContext, Layout, RollingWindow, arrange, choose_strategy
 from kvmosaic.layout.strategies import AUTO
 from kvmosaic.model.loaded import LoadedModel
-from kvmosaic.prompt import Prompt, SegmentKind, check_length
+from kvmosaic.prompt import Prompt, check_length
 from kvmosaic.repair import FullRepair, NoRepair, RepairPolicy, repair_policy
 
 
@@ -102,8 +102,7 @@ class Placer:
             end = 1 if window is None else window.num_positions - prompt.segments[-1].num_tokens
             strategy = choose_strategy(prompt.num_tokens + end, max_positions, is_movable=model.is_movable)
         if chunks_only:  # texts are computed with the request
-            kept = (segment for segment in prompt.segments if segment.kind is not SegmentKind.TEXT)
-            prompt = replace(prompt, segments=tuple(kept))
+            prompt = prompt.without_texts()
         layout = arrange(prompt, strategy, context)
         if max_positions is not None and any(span.end > max_positions for span in layout.spans[:-1]):
             layout = arrange(replace(prompt, lead_in=()), strategy, context)  # the lead-in has no room

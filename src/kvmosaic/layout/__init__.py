@@ -8,6 +8,7 @@ from kvmosaic.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvmosaic.layout.arrangement import arrange
+    from kvmosaic.layout.composition import composition_of
     from kvmosaic.layout.dense_layout import DenseLayout, dense
     from kvmosaic.layout.repaired_layout import exact_spans, repair_positions, repaired
     from kvmosaic.layout.rolling_window import RollingWindow
@@ -28,6 +29,7 @@ __all__ = [
     "Visibility",
     "arrange",
     "choose_strategy",
+    "composition_of",
     "dense",
     "exact_spans",
     "repair_positions",
@@ -37,6 +39,7 @@ __all__ = [
 # Names are imported on first use: the command line reads the names of strategies, and needs no numpy for its help.
 _HOMES = {
     "arrangement": ("arrange",),
+    "composition": ("composition_of",),
     "dense_layout": ("DenseLayout", "dense"),
     "repaired_layout": ("exact_spans", "repair_positions", "repaired"),
     "rolling_window": ("RollingWindow",),

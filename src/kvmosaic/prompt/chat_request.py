@@ -70,7 +70,7 @@ def check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
     Raises:
         InvalidMessages: another name.
     """
-    taken = set(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages", "salt", "self"}
+    taken = set(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages", "salt", "preamble", "self"}
     taken |= set(getattr(tokenizer, "special_tokens_map", ()))
     for name in variables:
         if name in taken or not name.isidentifier():

@@ -217,6 +217,10 @@ class Prompt:
         token_ids = tuple(token for segment in self.segments for token in segment.token_ids or ())
         return replace(self, segments=(Segment(SegmentKind.PLAIN, token_ids, text=self.text),), is_joined=True)
 
+    def without_texts(self) -> Prompt:
+        """A prompt of the same documents, for warming: they see no text."""
+        return replace(self, segments=tuple(each for each in self.segments if each.kind is not SegmentKind.TEXT))
+
     @property
     def text(self) -> str | None:
         """The text of all segments, one after the other; None if a segment was given as token ids."""

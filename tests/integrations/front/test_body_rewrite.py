@@ -20,10 +20,9 @@ from kvmosaic.api.documents import DocumentFields
 from kvmosaic.api.errors import ApiError
 from kvmosaic.documents import DocumentStore
 from kvmosaic.errors import UnknownDocument
-from kvmosaic.integrations.vllm.contract import Composition
+from kvmosaic.integrations.vllm.contract import Composition, How
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
 from kvmosaic.integrations.vllm.front.body_rewrite import may_have_documents, rewritten
-from kvmosaic.integrations.vllm.front.encoded_request import How
 from kvmosaic.integrations.vllm.front.served_model import ServedModel
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 from kvmosaic.model import LoadedModel
@@ -76,6 +75,8 @@ def borders(prompt: Prompt) -> tuple[list[int], dict[str, Any]]:
     said["position_strategy"] = "sequential"
     if any(names):
         said["ids"] = names
+    if prompt.has_texts:  # one text, before the first document
+        said["texts"] = [prompt.segments[-2 - len(names)].num_tokens, *(0 for _ in names[1:])]
     return [token for segment in prompt.segments for token in segment.token_ids or ()], said
 
 
@@ -129,6 +130,41 @@ def test_marked_parts_and_parts_between_separators_are_documents() -> None:
         assert found is not None
         params = found["kv_transfer_params"]
         assert (params["prompt_token_ids"], params["kvmosaic"]) == borders(prompt)
+
+
+@pytest.mark.parametrize(
+    ("system", "fields"),
+    [
+        ("You answer. Today is 2026-11-23.", {}),
+        ("You answer. Ada asks.", {"preamble": "before:Ada"}),
+        ("You answer. Ada asks.", {"preamble": 6}),
+        (
+            [
+                {"type": "text", "text": "You.", "cache_control": {"type": "ephemeral"}},
+                {"type": "text", "text": "Ada."},
+            ],
+            {},
+        ),
+    ],
+)
+def test_the_rest_of_a_system_text_is_a_text_of_its_own(system: Any, fields: dict[str, Any]) -> None:
+    services, front = own_server(CHATML, None), renderer(CHATML)
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": QUESTION}]
+    body = DocumentFields.model_validate({"documents": ["One.", "Two."], **fields})
+    prompt = chat_prompt(services, TENANT, body, messages, Rendering()).prompt
+    assert prompt.has_texts
+    found = rewrite(front, "chat", messages=messages, documents=["One.", "Two."], **fields)
+    assert found is not None and "preamble" not in found
+    params = found["kv_transfer_params"]
+    assert (params["prompt_token_ids"], params["kvmosaic"]) == borders(prompt)
+    whole = rewrite(front, "chat", messages=messages, documents=["One.", "Two."], preamble="all")
+    assert whole is not None and ("texts" in whole["kv_transfer_params"]["kvmosaic"]) == isinstance(system, list)
+
+
+def test_a_text_prompt_has_a_preamble_too() -> None:
+    front = renderer(None, "##")
+    found = rewrite(front, "completion", prompt="You answer. It is 10:45. ## One. ## What?", documents=["Two."])
+    assert found is not None and found["kv_transfer_params"]["kvmosaic"]["texts"][0] > 0
 
 
 def test_a_response_is_the_conversation_with_its_instructions() -> None:
@@ -229,7 +265,10 @@ def test_what_is_left_to_the_engine_is_chosen_by_the_length_of_the_prompt() -> N
         ({"truncate_prompt_tokens": 5}, "does not go with documents"),
         ({"chat_template": "{{ messages }}"}, "trust-request-chat-template"),
         ({"chat_template_kwargs": {"tokenize": True}}, "cannot set 'tokenize'"),
+        ({"chat_template_kwargs": {"preamble": "all"}}, "cannot set 'preamble'"),
         ({"chat_template_kwargs": 3}, "send an object"),
+        ({"preamble": "pattern:a*b"}, "set by the operator"),
+        ({"preamble": "sometimes"}, "choose 'auto', 'all'"),
         ({"kv_transfer_params": {"kvmosaic": {}}}, "send one of them"),
         ({"kv_transfer_params": {"prompt_token_ids": [1]}}, "send one of them"),
         ({"kv_transfer_params": [1]}, "send an object"),

@@ -22,14 +22,16 @@ def at_rest(engine):
 
 
 def crowd(seed, count):
-    """Composed prompts over a few shared documents, a plain one now and then."""
+    """Composed prompts over a few shared documents, with texts before and between them; a plain one now and then."""
     draw = random.Random(seed)
     asks = []
     for number in range(count):
         chosen = draw.sample(LIBRARY, draw.randint(1, 4))
         (question,) = documents(1000 + number, draw.randint(1, 30))
         strategy = draw.choice(["sequential", "shared"])
-        ask = replace(compose(SYSTEM, chosen, question, position_strategy=strategy), max_tokens=draw.randint(2, 6))
+        texts = [draw.choice([[], [], LIBRARY[0][:9], [7, number]]) for _ in chosen] if number % 2 else ()
+        ask = compose(SYSTEM, chosen, question, texts, position_strategy=strategy)
+        ask = replace(ask, max_tokens=draw.randint(2, 6))
         asks.append(ask.plain if number % 7 == 6 else ask)
     return asks
 
@@ -69,13 +71,14 @@ def test_everyone_cancelled_at_every_moment_leaves_nothing_behind(vllm_engine):
 
 
 def test_documents_longer_than_a_step(vllm_engine):
-    """64 tokens a step: chunks, system prompt and question each take several."""
+    """64 tokens a step: chunks, texts, system prompt and question each take several."""
     cut = vllm_engine("llama", max_num_batched_tokens=64)
-    system, long, longer, question = documents(50, 100, 150, 333, 90)
+    system, long, longer, question, rest, text = documents(50, 100, 150, 333, 90, 80, 170)
     for ask in (
         compose(system, [long, longer], question),
         compose(system, [longer, long], question, position_strategy="shared"),
         compose(system, [longer, long], question, chunk_context="none"),
+        compose(system, [longer, long], question, [rest, text]),
     ):
         answer = cut.ask(ask)
         assert answer.is_composed, answer.report
@@ -87,7 +90,8 @@ def test_preempted_prompts_say_the_same(vllm_engine):
     """Six answers of 250 tokens do not fit together: some lose their blocks, and start again."""
     small = vllm_engine("llama", num_gpu_blocks_override=40)
     small.call("count_preemptions")
-    asks = [replace(compose(SYSTEM, [chunk], [9 + index]), max_tokens=250) for index, chunk in enumerate(LIBRARY[:6])]
+    prompts = [compose(SYSTEM, [chunk], [9 + index], [[index]]) for index, chunk in enumerate(LIBRARY[:6])]
+    asks = [replace(prompt, max_tokens=250) for prompt in prompts]
     answers = small.play(asks, [0] * 6, [None] * 6)
     assert small.call("preemptions") > 0, "nothing was preempted, so this test says nothing"
     at_rest(small)
@@ -162,6 +166,10 @@ def test_several_answers_to_one_prompt(vllm_engine):
         (Composition(5, (50, 60)), Composition(5, (50,))),
         (Composition(5, (50, 60), position_strategy="shared"), Composition(5, (50,), position_strategy="shared")),
         (Composition(40, (20, 40), chunk_context="none"), Composition(60, (40,), chunk_context="none")),
+        (Composition(40, (20, 40)), Composition(40, (40,), texts=(20,))),  # what was a chunk is a text
+        (Composition(40, (20, 40), texts=(0, 30)), Composition(40, (20, 70))),
+        (Composition(40, (20, 40), texts=(0, 30)), Composition(40, (50, 40))),
+        (Composition(40, (20, 40), texts=(9, 30)), Composition(49, (20, 40), texts=(0, 30))),
     ],
 )
 def test_the_same_tokens_with_other_borders_share_nothing_approximate(vllm_engine, before, then):

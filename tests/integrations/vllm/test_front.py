@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from support.asking import DOCUMENTS, MESSAGES
 
+from kvmosaic.integrations.vllm.contract import How
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
 from kvmosaic.integrations.vllm.front.body_rewrite import rewritten
-from kvmosaic.integrations.vllm.front.encoded_request import How
 from kvmosaic.integrations.vllm.front.served_model import ServedModel, find_model, template_tools
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 

@@ -56,7 +56,8 @@ def test_engines_of_one_process_have_series_of_their_own_and_names_are_registere
     for _ in range(2):
         metrics = ComposingPromMetrics(configuration, kinds, ["model_name", "engine"], engines)
     tally = ReportCounters()
-    report = ComposedReport(Composition(6, (4, 8)), 20, (ChunkOutcome("computed"), ChunkOutcome("cached")))
+    layout = Composition(6, (4, 8)).layout(range(20))
+    report = ComposedReport(layout, chunks=(ChunkOutcome("computed"), ChunkOutcome("cached")))
     tally.composed(report, "seven-1a2b3c4d")
     stats = ComposingStats.taken_from(tally)
     assert not stats.is_empty()

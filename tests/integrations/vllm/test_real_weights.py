@@ -42,9 +42,10 @@ def asked(folder: Path, **how: Any) -> Ask:
     if REAL:
         from transformers import AutoTokenizer
 
-        from kvmosaic.integrations.vllm.worker.trial.text import _TEXT
+        from kvmosaic.model.ordinary_text import ordinary_tokens
 
-        tokens = iter(AutoTokenizer.from_pretrained(folder).encode(_TEXT))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokens = iter(ordinary_tokens(tokenizer, len(tokenizer), 215))
         system, *chunks, question = ([next(tokens) for _ in range(length)] for length in (20, 60, 41, 80, 14))
     return replace(compose(system, chunks, question, **how), max_tokens=24)
 

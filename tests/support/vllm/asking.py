@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, zip_longest
 from typing import Any
 
 from kvmosaic.integrations.vllm.contract import FIELD, Composition
@@ -98,7 +99,15 @@ def documents(seed: int, *lengths: int) -> list[list[int]]:
     return [[draw.randrange(5, MAX_TOKEN_ID) for _ in range(length)] for length in lengths]
 
 
-def compose(system: Sequence[int], chunks: Sequence[Sequence[int]], question: Sequence[int], **how: Any) -> Ask:
-    """A composed prompt; `how` are fields of `Composition`."""
-    token_ids = (*system, *(token for chunk in chunks for token in chunk), *question)
-    return Ask(token_ids, Composition(system=len(system), chunks=tuple(map(len, chunks)), **how))
+def compose(
+    system: Sequence[int],
+    chunks: Sequence[Sequence[int]],
+    question: Sequence[int],
+    texts: Sequence[Sequence[int]] = (),
+    **how: Any,
+) -> Ask:
+    """A composed prompt; `how` are fields of `Composition`, `texts` stand before the chunks."""
+    body = [run for text, chunk in zip_longest(texts, chunks, fillvalue=()) for run in (text, chunk)]
+    token_ids = (*system, *chain.from_iterable(body), *question)
+    lengths = tuple(map(len, texts))
+    return Ask(token_ids, Composition(len(system), tuple(map(len, chunks)), texts=lengths, **how))

@@ -14,9 +14,7 @@ def own_answer(llm: LLM, ask: Ask) -> Answer:
         (output,) = llm.generate([list(ask.token_ids)], params)
     else:
         assert how.chunk_context == llm.chunk_cache_config.chunk_context
-        ids = list(ask.token_ids)
-        chunks = [ids[start : start + length] for start, length in zip(how.starts, how.chunks, strict=True)]
-        prompt = Prompt.from_tokens(ids[: how.system] or None, chunks, ids[how.end :])
+        prompt = Prompt(tuple(span.segment for span in how.layout(ask.token_ids).spans))
         (output,) = llm.generate([prompt], params, position_strategy=how.position_strategy)
     answers = output.outputs
     return Answer(

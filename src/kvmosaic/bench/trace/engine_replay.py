@@ -12,7 +12,7 @@ from kvmosaic.bench.trace.replay import ReplayRow, reused_documents
 from kvmosaic.bench.trace.trace import Trace
 from kvmosaic.bench.trace.variant import Variant
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
-from kvmosaic.config.sizes import parse_bytes
+from kvmosaic.config.setting import parse_bytes
 from kvmosaic.errors import InvalidTrace, PromptTooLong
 from kvmosaic.llm import LLM
 from kvmosaic.model import load_model

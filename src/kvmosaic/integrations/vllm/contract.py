@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from kvmosaic.errors import InvalidConfig
-from kvmosaic.layout.strategies import AUTO, STRATEGIES, PositionStrategy, strategy_names
+from kvmosaic.errors import InvalidConfig, InvalidPrompt, InvalidRepair
+from kvmosaic.layout import Layout, arrange
+from kvmosaic.layout.strategies import AUTO, strategy_names
 from kvmosaic.layout.strategies import choose_strategy as choose_automatically
+from kvmosaic.prompt import Prompt, Segment, SegmentKind
+from kvmosaic.repair import FirstTokens, NoRepair, repair_policy
 
+FIELDS = ("position_strategy", "chunk_context", "repair")
+"""Fields of a body that say how its documents are composed."""
 FIELD = "kvmosaic"
 """The key inside `kv_transfer_params`, of requests and of answers."""
 MAX_CHUNKS = 4096
 MAX_TOKENS = 2**27
 MAX_REPAIR_TOKENS = 4096
+MAX_SEEN = 2**16
+"""max_texts between documents, times documents: a text sees each of those before it, and the scheduler lists them."""
 
 Saw = Literal["system", "none"]
 """What chunks saw: the values of `kvmosaic.layout.ChunkContext` that vLLM supports."""
@@ -22,16 +30,17 @@ Saw = Literal["system", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """Segment boundaries of a prompt's token ids: system text, chunks, question.
+    """Segment boundaries of a prompt's token ids: system text, chunks, question, and texts before chunks.
 
-        token ids   s s s s s s | a a a a | b b b b b b | q q q
-                    system = 6    chunks = (4, 6)         the rest: the question
+        token ids   s s s s s s | t t | a a a a | b b b b b b | q q q
+                    system = 6     texts = (2, 0), chunks = (4, 6)    the rest: the question
 
-    A chunk saw the system text and itself, never the other chunks. The question sees everything.
+    A chunk saw the system text and itself, never texts or other chunks. Texts and the question see everything before
+    them: the changing rest of a system text, or what is between documents.
     """
 
     system: int
-    """Tokens of the system text; 0 or more."""
+    """Tokens of the system text, without its changing rest; 0 or more."""
     chunks: tuple[int, ...]
     """Tokens of each chunk, in the order of the prompt; each 1 or more."""
     position_strategy: str = "sequential"
@@ -42,60 +51,51 @@ class Composition:
     """Names of the chunks for the report; empty, or one each."""
     leaves_repair_open: bool = False
     """`repair` is unset: the engine uses its default repair, where it can."""
+    texts: tuple[int, ...] = ()
+    """Tokens of the text before each chunk; empty, or one number each, 0 for none."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.system <= MAX_TOKENS:
-            raise InvalidConfig(f"system is {self.system} tokens; give a number from 0 to {MAX_TOKENS}")
         if not 1 <= len(self.chunks) <= MAX_CHUNKS:
             raise InvalidConfig(f"{len(self.chunks)} chunks; a composed prompt has 1 to {MAX_CHUNKS} of them")
-        if not all(1 <= length <= MAX_TOKENS for length in self.chunks):
-            shortest = min(self.chunks)
-            raise InvalidConfig(f"a chunk of {shortest} tokens; every chunk has 1 to {MAX_TOKENS}")
+        for name, shortest, lengths in (
+            ("system", 0, (self.system,)),
+            ("a chunk", 1, self.chunks),
+            ("a text", 0, self.texts),
+        ):
+            for wrong in (length for length in lengths if not shortest <= length <= MAX_TOKENS):
+                raise InvalidConfig(f"{name} of {wrong} tokens; give a number from {shortest} to {MAX_TOKENS}")
         check_choice("position_strategy", self.position_strategy, choices(auto=False))
         check_choice("chunk_context", self.chunk_context, get_args(Saw))
         if not 0 <= self.repair <= MAX_REPAIR_TOKENS:
             raise InvalidConfig(f"repair is {self.repair} tokens of each chunk; give 0 to {MAX_REPAIR_TOKENS}")
-        if self.ids and len(self.ids) != len(self.chunks):
-            raise InvalidConfig(f"{len(self.ids)} ids for {len(self.chunks)} chunks; give one each, or none")
+        for name, number in (("ids", len(self.ids)), ("texts", len(self.texts))):
+            if number not in (0, len(self.chunks)):
+                raise InvalidConfig(f"{number} {name} for {len(self.chunks)} chunks; give one each, or none")
+        num_between = sum(map(bool, self.texts[1:]))
+        if num_between * len(self.chunks) > MAX_SEEN:
+            raise InvalidConfig(
+                f"{num_between} texts between {len(self.chunks)} chunks; at most {MAX_SEEN // len(self.chunks)} are "
+                "allowed between so many: make some part of a chunk"
+            )
 
     @property
     def end(self) -> int:
         """The index of the question's first token."""
-        return self.system + sum(self.chunks)
+        return self.system + sum(self.chunks) + sum(self.texts)
 
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """The index of each chunk's first token."""
-        starts, cursor = [], self.system
-        for length in self.chunks:
-            starts.append(cursor)
-            cursor += length
-        return tuple(starts)
-
-    @property
-    def question_position(self) -> int:
-        """Position of the question's first token."""
-        return max(self.position_at(start) + length for start, length in zip(self.starts, self.chunks, strict=True))
-
-    def position_of(self, chunk: int) -> int:
-        """Position of a chunk's first token, as the question sees it."""
-        return self.position_at(self.starts[chunk])
-
-    def position_at(self, index: int) -> int:
-        """Position of the chunk whose first token has this index, as the question sees it."""
-        seen = self.system if self.chunk_context == "system" else 0
-        return self.strategy.position(seen, index, self.system - seen)
-
-    @property
-    def strategy(self) -> PositionStrategy:
-        """The position strategy."""
-        return STRATEGIES[self.position_strategy]
-
-    def repaired(self, chunk: int) -> int:
-        """Number of recomputed tokens of a chunk; the first chunk may have seen everything before it."""
-        if chunk == 0 and self.chunk_context == "system":
-            return 0
-        return min(self.repair, self.chunks[chunk])
+    def layout(self, token_ids: Sequence[int]) -> Layout:
+        """The layout of the whole prompt."""
+        lengths: list[tuple[SegmentKind, int, str | None]] = [(SegmentKind.SYSTEM, self.system, None)]
+        names, texts = self.ids or (None,) * len(self.chunks), self.texts or (0,) * len(self.chunks)
+        for text, chunk, name in zip(texts, self.chunks, names, strict=True):
+            lengths += [(SegmentKind.TEXT, text, None), (SegmentKind.CHUNK, chunk, name)]
+        lengths.append((SegmentKind.QUESTION, len(token_ids) - self.end, None))
+        segments, start = [], 0
+        for kind, length, name in lengths:
+            if length:
+                segments.append(Segment(kind, tuple(token_ids[start : start + length]), name=name))
+            start += length
+        return arrange(Prompt(tuple(segments)), self.position_strategy, self.chunk_context)
 
     def to_params(self) -> dict[str, Any]:
         """Encodes it as `kv_transfer_params` of a request."""
@@ -107,6 +107,8 @@ class Composition:
             params["repair"] = self.repair
         if self.ids:
             params["ids"] = list(self.ids)
+        if any(self.texts):
+            params["texts"] = list(self.texts)
         return {FIELD: params}
 
     @classmethod
@@ -134,7 +136,7 @@ class Composition:
         fields = params[FIELD]
         if not isinstance(fields, Mapping):
             raise InvalidConfig(f"kv_transfer_params.{FIELD} is {fields!r:.80}; give an object with system and chunks")
-        known = {"system", "chunks", "position_strategy", "chunk_context", "repair", "ids"}
+        known = {"system", "chunks", "position_strategy", "chunk_context", "repair", "ids", "texts"}
         if unknown := sorted(map(str, set(fields) - known)):
             raise InvalidConfig(f"{FIELD} has no field {unknown[0]!r:.80}; it has {', '.join(sorted(known))}")
         strategy = fields.get("position_strategy", "auto")
@@ -148,13 +150,112 @@ class Composition:
             repair=default_repair if repair is None else _number("repair", repair),
             ids=tuple(None if name is None else str(name)[:256] for name in _listed("ids", fields.get("ids", ()))),
             leaves_repair_open=repair is None,
+            texts=tuple(_number("texts", value) for value in _listed("texts", fields.get("texts", ()))),
         )
         if composition.end >= num_tokens:
             raise InvalidConfig(
-                f"system and chunks are {composition.end} of {num_tokens} tokens; at least one token must be left to "
-                "ask with"
+                f"system, texts and chunks are {composition.end} of {num_tokens} tokens; at least one must be left "
+                "to ask with"
             )
         return composition
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """Composition options of one request, or a server's defaults for options that a request omits."""
+
+    position_strategy: str = "auto"
+    chunk_context: Saw = "system"
+    repair: int | None = None
+    """Tokens at the start of each document that are recomputed with everything before them visible; None: the engine's
+    default repair, where it can."""
+
+    def __post_init__(self) -> None:
+        check_choice("position_strategy", self.position_strategy, choices())
+        check_choice("chunk_context", self.chunk_context, get_args(Saw))
+
+    def updated(self, fields: Mapping[str, Any]) -> How:
+        """A copy with the fields that are present and not None.
+
+        Raises:
+            InvalidConfig: an invalid value.
+        """
+        given = {name: fields[name] for name in FIELDS if fields.get(name) is not None}
+        if "repair" in given:
+            given["repair"] = read_repair(given["repair"])
+        return replace(self, **given)
+
+
+def read_repair(value: object) -> int:
+    """Parses "none", "first(16)" or {"first": 16} into the number of recomputed tokens.
+
+    Raises:
+        InvalidConfig: anything else.
+    """
+    said = f"first({value['first']})" if isinstance(value, Mapping) and set(value) == {"first"} else value
+    with suppress(InvalidRepair):
+        policy = repair_policy(said)  # type: ignore[arg-type]
+        if isinstance(policy, NoRepair):
+            return 0
+        if isinstance(policy, FirstTokens) and policy.tokens <= MAX_REPAIR_TOKENS:
+            return policy.tokens
+    raise InvalidConfig(
+        f'repair is {value!r:.80}; write "none", or "first(16)" for the first 16 tokens of each document, at most '
+        f"{MAX_REPAIR_TOKENS}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRequest:
+    """A prompt that is ready for vLLM."""
+
+    token_ids: tuple[int, ...]
+    composition: Composition | None
+    """None: an ordinary prompt."""
+
+
+def composed(prompt: Prompt, how: How, trained_positions: int | None) -> EncodedRequest:
+    """Flattens a tokenized prompt; a strategy left to the engine is chosen here.
+
+    Raises:
+        InvalidPrompt: a document that sees others, or has its own position, which vLLM cannot compose.
+        InvalidConfig: values beyond the contract's limits.
+    """
+    token_ids = tuple(token for segment in prompt.segments for token in segment.token_ids or ())
+    chunks = prompt.chunks
+    if not chunks:
+        return EncodedRequest(token_ids, None)
+    for chunk in chunks:
+        if chunk.sees or chunk.position_offset is not None:
+            field = "sees" if chunk.sees else "position_offset"
+            raise InvalidPrompt(f"the {chunk.label} has {field}, which vLLM cannot compose; leave it out")
+    first = prompt.segments[0]
+    names = tuple(chunk.name for chunk in chunks)
+    composition = Composition(
+        system=first.num_tokens if first.kind is SegmentKind.SYSTEM else 0,
+        chunks=tuple(chunk.num_tokens for chunk in chunks),
+        position_strategy=choose_strategy(how.position_strategy, len(token_ids), trained_positions),
+        chunk_context=how.chunk_context,
+        repair=how.repair or 0,
+        ids=names if any(names) else (),
+        leaves_repair_open=how.repair is None,
+        texts=_texts(prompt),
+    )
+    return EncodedRequest(token_ids, composition)
+
+
+def _texts(prompt: Prompt) -> tuple[int, ...]:
+    """Tokens of the texts before each chunk; those after the last one belong to the question, which sees the same."""
+    if not prompt.has_texts:
+        return ()
+    lengths, length = [], 0
+    for segment in prompt.segments:
+        if segment.kind is SegmentKind.TEXT:
+            length += segment.num_tokens
+        elif segment.kind is SegmentKind.CHUNK:
+            lengths.append(length)
+            length = 0
+    return tuple(lengths) if any(lengths) else ()
 
 
 def _number(name: str, value: Any) -> int:

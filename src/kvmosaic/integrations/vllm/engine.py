@@ -9,8 +9,7 @@ from typing import Any
 
 from kvmosaic.engine_protocol import Capability, EngineCapabilities, InferenceEngine, check_priority
 from kvmosaic.errors import EngineStopped, InvalidPrompt, KVMosaicError, UnknownRequest
-from kvmosaic.integrations.vllm.contract import FIELD, choose_strategy, trained_positions
-from kvmosaic.integrations.vllm.front.encoded_request import How, composed
+from kvmosaic.integrations.vllm.contract import FIELD, How, choose_strategy, composed, trained_positions
 from kvmosaic.integrations.vllm.front.python_api import vllm_input, with_boundaries
 from kvmosaic.layout import ChunkContext, Layout, arrange
 from kvmosaic.prompt import Prompt, check_length
@@ -100,7 +99,6 @@ class VLLMEngine(InferenceEngine):
         self._trained_positions = trained_positions(config)
         missing = {
             Capability.ROLLING_WINDOW: "vLLM keeps every token of an answer",
-            Capability.TEXTS: "the plugin places documents right after the system text",
         }
         if config.skip_tokenizer_init:
             missing[Capability.STRUCTURED_OUTPUT] = "this model has no tokenizer"
@@ -158,7 +156,8 @@ class VLLMEngine(InferenceEngine):
         if not prompt.chunks:
             raise InvalidPrompt("a warm-up needs at least one document; got none")
         params = SamplingParams(max_tokens=1, temperature=0, repair="none")
-        return self._add(prompt, self._how_for(None, chunk_context, "none"), params, None, 0, is_warm_up=True)
+        how = self._how_for(None, chunk_context, "none")
+        return self._add(prompt.without_texts(), how, params, None, 0, is_warm_up=True)
 
     def step(self) -> Sequence[VLLMRequest]:
         """Runs one step of vLLM's; returns the requests with new output."""
@@ -201,8 +200,6 @@ class VLLMEngine(InferenceEngine):
         return self._how.updated(wishes)
 
     def _arrange(self, prompt: Prompt, how: How) -> Layout:
-        if prompt.has_texts:
-            self._capabilities.require(Capability.TEXTS, "a prompt with text segments")
         strategy = choose_strategy(how.position_strategy, prompt.num_tokens, self._trained_positions)
         layout = arrange(prompt, strategy, how.chunk_context)
         if self._capabilities.max_positions is not None:
@@ -287,18 +284,4 @@ def _report(said: Any, num_tokens: int) -> ReuseReport:
         reused = min(said.num_cached_tokens or 0, num_tokens)
         action = segment_action(reused, num_tokens, distance=0)
         return ReuseReport((SegmentReuse("plain", num_tokens, action, reused_tokens=reused),))
-    segments = tuple(
-        SegmentReuse(
-            kind=row["kind"],
-            num_tokens=row["tokens"],
-            action=row["action"],
-            name=row["name"],
-            distance=row["distance"],
-            reused_tokens=row["reused_tokens"],
-            milliseconds=row["ms"],
-            note=row["note"],
-            tier=row["tier"],
-        )
-        for row in told["segments"]
-    )
-    return ReuseReport(segments, composition=told["composition"])
+    return ReuseReport(tuple(map(SegmentReuse.from_reply, told["segments"])), composition=told["composition"])

@@ -8,9 +8,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
-from kvmosaic.integrations.vllm.contract import Composition
+from kvmosaic.integrations.vllm.scheduler.chunk_prompts import num_repaired
+from kvmosaic.layout import Layout, Span, composition_of
 from kvmosaic.sampling import ReuseReport, SegmentReuse
 from kvmosaic.sampling.reuse import segment_action
 
@@ -54,19 +56,21 @@ class ComposedReport:
     All values are numbers, texts or None, so that any process can send it to any other.
     """
 
-    composition: Composition
-    num_tokens: int
-    """Tokens of the whole prompt."""
+    layout: Layout
+    repair: int = 0
+    """Recomputed tokens at the start of each chunk."""
     chunks: tuple[ChunkOutcome, ...] = ()
     """One per chunk; empty if the request was not composed."""
     prefix_tokens: int = 0
     """Tokens at the start of the prompt that hit vLLM's own prefix cache."""
     bypass: str = ""
     """Why it was answered as an ordinary prompt; empty: it was composed."""
+    rest: ChunkOutcome | None = None
+    """Outcome of the text before the first chunk, if there is one."""
 
     def __post_init__(self) -> None:
         if self.is_composed:
-            assert len(self.chunks) == len(self.composition.chunks)
+            assert len(self.chunks) == len(self.lengths)
 
     @property
     def is_composed(self) -> bool:
@@ -74,13 +78,18 @@ class ComposedReport:
         return not self.bypass and bool(self.chunks)
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each chunk."""
+        return tuple(span.num_tokens for span in self.layout.spans if span.segment.kind == "chunk")
+
+    @property
     def repaired_tokens(self) -> int:
         """Tokens of chunks that were recomputed in this prompt."""
-        shape = self.composition
-        if not self.is_composed or not shape.repair:
+        if not self.is_composed:
             return 0
-        ends = (start + length for start, length in zip(shape.starts, shape.chunks, strict=True))
-        return sum(shape.repaired(chunk) for chunk, end in enumerate(ends) if self.prefix_tokens < end)
+        ends = tuple(accumulate(span.num_tokens for span in self.layout.spans))
+        repaired = num_repaired(self.layout, self.repair)
+        return sum(number for index, number in repaired.items() if self.prefix_tokens < ends[index])
 
     def to_json(self) -> dict[str, Any]:
         """The value of the answer's field `kvmosaic`: that of our own server, plus `totals` and `bypass`."""
@@ -98,7 +107,7 @@ class ComposedReport:
             "documents": [segment for segment in segments if segment["kind"] == "chunk"],
             "segments": segments,
             "totals": {
-                "prompt_tokens": self.num_tokens,
+                "prompt_tokens": self.layout.num_tokens,
                 "cached_tokens": exact,
                 "composed_tokens": reuse.reused_tokens - exact,
                 "recomputed_tokens": reuse.computed_tokens,
@@ -109,64 +118,62 @@ class ComposedReport:
         }
 
     def segments(self) -> tuple[SegmentReuse, ...]:
-        """System text, chunks and question, in prompt order; an empty system text is omitted."""
-        shape = self.composition
-        system = [_segment("system", shape.system, self._system_reused())] if shape.system else []
-        chunks = (self._chunk(index, start) for index, start in enumerate(shape.starts))
-        question = self.num_tokens - shape.end
-        return (*system, *chunks, _segment("question", question, self._of_prefix(shape.end, question)))
+        """System text, texts, chunks and question, in prompt order; an empty system text is omitted."""
+        outcomes, repaired = iter(self.chunks), num_repaired(self.layout, self.repair)
+        positions = self.layout.positions()
+        rows, start = [], 0
+        for index, span in enumerate(self.layout.spans):
+            length = span.num_tokens
+            of_prefix = min(max(self.prefix_tokens - start, 0), length)
+            if span.segment.kind == "chunk" and self.is_composed:
+                distance = positions[index] - span.start
+                rows.append(_chunk(span, distance, of_prefix, next(outcomes), repaired.get(index, 0)))
+            else:
+                reused = length if self._is_cached(index) else of_prefix
+                rows.append(_segment(str(span.segment.kind), length, reused, name=span.segment.name))
+            start += length
+        return tuple(rows)
 
-    def _of_prefix(self, start: int, length: int) -> int:
-        """How many of `length` tokens from `start` on hit the prefix cache."""
-        return min(max(self.prefix_tokens - start, 0), length)
-
-    def _system_reused(self) -> int:
-        """All of it if a cached chunk saw it; else the prefix cache hits."""
-        system = self.composition.system
-        saw_it = self.is_composed and self.composition.chunk_context == "system"
-        if saw_it and any(chunk.source == "cached" for chunk in self.chunks):
-            return system
-        return self._of_prefix(0, system)
-
-    def _chunk(self, index: int, start: int) -> SegmentReuse:
-        shape = self.composition
-        length = shape.chunks[index]
-        name = shape.ids[index] if shape.ids else None
-        of_prefix = self._of_prefix(start, length)
-        if not self.is_composed:
-            return _segment("chunk", length, of_prefix, name=name)
-        distance = shape.position_at(start) - (shape.system if shape.chunk_context == "system" else 0)
-        if of_prefix == length:
-            return _segment("chunk", length, length, name=name, distance=distance, note="composed here before")
-        outcome = self.chunks[index]
-        again = shape.repaired(index)
-        is_loaded = outcome.source == "cached" and outcome.tier != "device"
-        notes = (
-            _NOTES[outcome.source],
-            f"loaded from {outcome.tier}" if is_loaded else "",
-            f"its first {again} tokens computed again" if again else "",
-        )
-        return _segment(
-            *("chunk", length, of_prefix if outcome.source == "computed" else max(of_prefix, length - again)),
-            name=name,
-            distance=distance,
-            tier=outcome.tier if is_loaded else "device",
-            seconds=outcome.seconds,
-            note="; ".join(filter(None, notes)),
-        )
+    def _is_cached(self, index: int) -> bool:
+        """Whether all of a system text, or of the text after it, was cached: a cached chunk saw the former."""
+        if not self.is_composed or index > 1:
+            return False
+        is_rest_cached = self.rest is not None and self.rest.source == "cached"
+        span = self.layout.spans[index]
+        if span.segment.kind != "system":
+            return span.is_text and is_rest_cached
+        have_seen_it = self.chunks if self.layout.chunk_context == "system" else ()
+        return is_rest_cached or any(chunk.source == "cached" for chunk in have_seen_it)
 
     def _meaning(self) -> str:
         """Describes what the prompt computed: exact attention, or which approximation."""
         if not self.is_composed:
             return "exact"
-        shape = self.composition
-        parts = ["documents do not see each other"]
-        if shape.chunk_context == "none":
-            parts.append("documents did not see the system prompt")
-        meaning = [f"composed ({shape.position_strategy}): " + ", ".join(parts)]
-        if shape.repair:
-            meaning.append(f"the first {shape.repair} tokens of each document see everything before them")
-        return "; ".join(meaning)
+        meaning = composition_of(self.layout)
+        if self.repair:
+            meaning += f"; the first {self.repair} tokens of each document see everything before them"
+        return meaning
+
+
+def _chunk(span: Span, distance: int, of_prefix: int, outcome: ChunkOutcome, again: int) -> SegmentReuse:
+    """The row of a chunk, of which `again` tokens were recomputed at its start."""
+    length, name = span.num_tokens, span.segment.name
+    if of_prefix == length:
+        return _segment("chunk", length, length, name=name, distance=distance, note="composed here before")
+    is_loaded = outcome.source == "cached" and outcome.tier != "device"
+    notes = (
+        _NOTES[outcome.source],
+        f"loaded from {outcome.tier}" if is_loaded else "",
+        f"its first {again} tokens computed again" if again else "",
+    )
+    return _segment(
+        *("chunk", length, of_prefix if outcome.source == "computed" else max(of_prefix, length - again)),
+        name=name,
+        distance=distance,
+        tier=outcome.tier if is_loaded else "device",
+        seconds=outcome.seconds,
+        note="; ".join(filter(None, notes)),
+    )
 
 
 def _segment(

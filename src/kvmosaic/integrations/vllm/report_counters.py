@@ -90,7 +90,7 @@ class ReportCounters:
         self._add(CHUNK_HITS, num_chunks - num_computed)
         self._add(CHUNK_WAITS, sum(chunk.source == "awaited" for chunk in report.chunks))
         self._add(REPAIRED_TOKENS, report.repaired_tokens, "computed")
-        for chunk, length in zip(report.chunks, report.composition.chunks, strict=True):
+        for chunk, length in zip(report.chunks, report.lengths, strict=True):
             if chunk.source == "cached" and chunk.tier != "device":
                 self._add(CHUNK_LOADS, 1)
                 self._add(CHUNK_LOADED_TOKENS, length)

@@ -21,7 +21,6 @@ from kvmosaic.api.documents import (
 from kvmosaic.documents import DocumentDraft, Match, StoredDocument, shown_name
 from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS
 from kvmosaic.server.documents.cached import CachedChunk, drop_superseded, find_cached, pin_cached, set_cached_priority
-from kvmosaic.server.errors import ApiError
 from kvmosaic.server.json_body import ParsedRoute
 from kvmosaic.server.openai.replies import ErrorReply, error_replies
 from kvmosaic.server.services import Services
@@ -103,10 +102,7 @@ def router(services: Services) -> APIRouter:
         The body may repeat the id. A request that begins after this reply reads the new text; one that reads the old
         text ends on it.
         """
-        if body.id not in (None, document_id):
-            raise ApiError(
-                400, f"the address names the document {document_id!r}, the body {body.id!r}; leave it out", param="id"
-            )
+        body.check_id(document_id)
         draft = await services.in_thread(tenant.name, body.draft, store)
         document, is_new = store.put(tenant.name, document_id, draft, _match(if_match))
         response.status_code = 201 if is_new else 200

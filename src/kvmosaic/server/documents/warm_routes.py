@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
-from kvmosaic.api.documents import WarmedObject, WarmOneRequest, WarmOptions, WarmRequest, WarmSummary
+from kvmosaic.api.warming import WarmedObject, WarmOneRequest, WarmOptions, WarmRequest, WarmSummary
 from kvmosaic.prompt import Document
 from kvmosaic.server.documents.routes import ROUTE, IdInPath
 from kvmosaic.server.documents.warmup import WarmJob, check_warmable, warm
-from kvmosaic.server.errors import ApiError, request_id_of
+from kvmosaic.server.errors import request_id_of
 from kvmosaic.server.json_body import ParsedRoute
 from kvmosaic.server.openai.replies import error_replies, streamed
 from kvmosaic.server.openai.sse import EventStream, event, open_stream
@@ -69,25 +69,16 @@ async def _events(services: Services, tenant: Tenant, job: WarmJob, request_id: 
         async for warmed in ends:
             summary.add(warmed)
             yield event(WarmedObject.of(warmed), "document.failed" if warmed.error else "document.warmed")
-    summary.ms = _milliseconds(started)
+    summary.ms = round((time.monotonic() - started) * 1e3, 3)
     yield event(summary, "documents.warmed")
 
 
 async def _whole(services: Services, tenant: Tenant, job: WarmJob, request_id: str) -> WarmSummary:
     """Returns one reply for all; raises the first error if none could be warmed."""
-    started, summary = time.monotonic(), WarmSummary.empty()
-    ended: list[WarmedObject] = []
-    errors: dict[int, ApiError] = {}
+    started = time.monotonic()
     async with aclosing(warm(services, tenant, job, request_id)) as ends:
-        async for warmed in ends:
-            summary.add(warmed)
-            ended.append(WarmedObject.of(warmed))
-            if warmed.error is not None:
-                errors[warmed.index] = warmed.error
-    if errors and len(errors) == len(ended):
-        raise errors[min(errors)]
-    summary.ms, summary.data = _milliseconds(started), sorted(ended, key=lambda one: one.index)
-    return summary
+        ended = [warmed async for warmed in ends]
+    return WarmSummary.of(ended, time.monotonic() - started)
 
 
 def _documents_of(services: Services, tenant: Tenant, body: WarmRequest) -> tuple[Document | str, ...]:
@@ -97,26 +88,12 @@ def _documents_of(services: Services, tenant: Tenant, body: WarmRequest) -> tupl
         UnknownDocument: an id that this tenant has not stored.
         InvalidDocument: an entry without text and id.
     """
-    if body.ids is None and body.documents is None:
-        return tuple(document.id for document in services.documents.documents(tenant.name))
-    chosen: list[Document | str] = list(dict.fromkeys(body.ids or ()))
-    for part in body.documents or ():
-        name = None if isinstance(part, str) else part.id if part.id is not None else part.doc_id
-        if isinstance(part, str):
-            chosen.append(Document(part))
-        elif part.text is None and name is not None:
-            chosen.append(str(name))
-        else:
-            fields = {"id": name, "title": part.title, "text": part.text}
-            chosen.append(Document.read({key: value for key, value in fields.items() if value is not None}))
+    store = services.documents
+    chosen = body.chosen(lambda: [document.id for document in store.documents(tenant.name)])
     for document_id in chosen:
         if isinstance(document_id, str):
-            services.documents.get(tenant.name, document_id)
-    return tuple(chosen)
-
-
-def _milliseconds(started: float) -> float:
-    return round((time.monotonic() - started) * 1e3, 3)
+            store.get(tenant.name, document_id)
+    return chosen
 
 
 _EXAMPLE = (

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from kvmosaic.api.documents import WarmedDocument
+from kvmosaic.api.warming import WarmedDocument
 from kvmosaic.engine import Request
 from kvmosaic.errors import ChunkCacheOff
 from kvmosaic.layout import ChunkContext

@@ -8,8 +8,9 @@ from typing import Any
 
 from kvmosaic.api.documents import DocumentFields, document_texts
 from kvmosaic.api.errors import read_body
+from kvmosaic.api.warming import WarmOptions
 from kvmosaic.errors import InvalidMessages, InvalidPrompt
-from kvmosaic.integrations.vllm.front.served_model import ServedModel, template_tools
+from kvmosaic.integrations.vllm.front.served_model import ServedModel
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 from kvmosaic.prompt import Document, Prompt, read_messages
 from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_marked, take_separated
@@ -66,51 +67,51 @@ class Renderer:
             InvalidPrompt: documents together with several prompts or token ids; see also its subclasses.
             UnknownDocument: an id that is not stored.
         """
-        documents = self._documents(body)
+        fields, documents = self._fields(body)
         given, separator = body.get("prompt"), self._settings.chunk_separator
         texts = [given] if isinstance(given, str) else given if isinstance(given, list) else []
         if not documents and not any(_is_split(text, separator) for text in texts):
             return None
         if len(texts) != 1 or not isinstance(texts[0], str):
             raise InvalidPrompt("documents go with one prompt of text; send a request for each prompt")
-        if not documents:
-            return self.encoder.encode(texts[0])
-        return self.encoder.encode(separated_prompt(texts[0], separator, documents))
+        prompt = separated_prompt(texts[0], separator, documents) if documents else texts[0]
+        return self.encoder.encode(prompt, preamble=fields.preamble)
 
-    def warming(self, documents: Sequence[Document], system: str | None, endpoint: str | None) -> Prompt:
+    def warming(self, documents: Sequence[Document], options: WarmOptions) -> Prompt:
         """A prompt whose segments before the question equal those of later prompts with these documents.
 
         Raises:
             InvalidMessages, InvalidDocument, InvalidPrompt: as for these prompts.
         """
-        if endpoint == "/v1/completions":
-            return self.encoder.encode_documents(documents, system, chat=False)
-        template = self.model.template_for(None, None)
-        options = dict(self.model.template_variables)
-        if template is not None:
-            options["chat_template"] = template
-        return self.encoder.encode_documents(documents, system, **options)
+        system, preamble = options.system, options.preamble
+        if options.chat is False:
+            return self.encoder.encode_documents(documents, system, chat=False, preamble=preamble)
+        variables = {**self.model.template_variables, **self.model.rendering()[1]}
+        return self.encoder.encode_documents(documents, system, preamble=preamble, **variables)
 
     def _conversation(self, body: Body, messages: Any, options: dict[str, Any]) -> Prompt | None:
-        documents = self._documents(body)
+        fields, documents = self._fields(body)
         if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
             if not documents:
                 return None  # vLLM reports the error best
             raise InvalidMessages('documents go with a list of messages {"role": ..., "content": ...} of text')
         try:
             kept, marked = take_marked(messages)
-            kept, separated = take_separated(read_messages(_with_read_arguments(kept)), self._settings.chunk_separator)
+            kept = _with_read_arguments(kept)
+            read_messages(kept)
+            kept, separated = take_separated(kept, self._settings.chunk_separator)
         except InvalidMessages:
             if not documents:
                 return None  # images, audio and the like, which vLLM may support
             raise
         if not (documents or marked or separated):
             return None
+        options["preamble"] = fields.preamble
         return self._encoded(body, kept, (*documents, *separated, *marked), options)
 
-    def _documents(self, body: Body) -> tuple[Document, ...]:
-        fields = read_body(DocumentFields, {"documents": body.get("documents")})
-        return document_texts(fields.documents or (), self._resolve)
+    def _fields(self, body: Body) -> tuple[DocumentFields, tuple[Document, ...]]:
+        fields = read_body(DocumentFields, {name: body.get(name) for name in ("documents", "preamble")})
+        return fields, document_texts(fields.documents or (), self._resolve)
 
     def _encoded(
         self,
@@ -119,25 +120,20 @@ class Renderer:
         documents: Sequence[Document],
         options: dict[str, Any],
     ) -> Prompt:
-        tools = body.get("tools") or None
-        if tools is not None:
-            tools = options["tools"] = template_tools(tools)
         wanted = body.get("chat_template")
         if wanted is not None and not (self.model.takes_other_templates and isinstance(wanted, str)):
             raise InvalidMessages(
                 "this server takes no chat_template from requests; leave it out, or start vLLM with "
                 "--trust-request-chat-template"
             )
-        template = self.model.template_for(wanted, tools)
-        own = getattr(self.model.tokenizer, "chat_template", None)
-        if template is None and not own:
-            return self._without_template(messages, documents)
-        messages = known_roles(template or str(own), messages)
-        if template is not None:
-            options["chat_template"] = template
-        return self.encoder.encode_chat(messages, documents, **options)
+        template, rendering = self.model.rendering(wanted, body.get("tools"))
+        if not template:
+            return self._without_template(read_messages(messages), documents, options["preamble"])
+        return self.encoder.encode_chat(known_roles(template, messages), documents, **options, **rendering)
 
-    def _without_template(self, messages: Sequence[Mapping[str, Any]], documents: Sequence[Document]) -> Prompt:
+    def _without_template(
+        self, messages: Sequence[Mapping[str, Any]], documents: Sequence[Document], preamble: str | int | None
+    ) -> Prompt:
         """Plain-text prompt for a model without a template: one question with an optional system text."""
         if [message["role"] for message in messages] not in (["user"], ["system", "user"]):
             raise InvalidMessages(
@@ -146,7 +142,7 @@ class Renderer:
             )
         *system, question = (message["content"] for message in messages)
         prompt = Prompt.from_documents(documents, question, system=system[0] if system else None)
-        return self.encoder.encode(prompt, control_tokens=False)
+        return self.encoder.encode(prompt, control_tokens=False, preamble=preamble)
 
     def _variables(self, body: Body, effort: Any) -> dict[str, Any]:
         """Template variables as vLLM sets them: its defaults, the request's, and the reasoning effort."""

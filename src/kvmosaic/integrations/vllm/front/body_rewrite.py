@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 from kvmosaic.api.errors import ApiError
 from kvmosaic.errors import InvalidPrompt, KVMosaicError
-from kvmosaic.integrations.vllm.contract import FIELD, Composition
+from kvmosaic.integrations.vllm.contract import FIELD, FIELDS, Composition, How, composed
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
-from kvmosaic.integrations.vllm.front.encoded_request import FIELDS, How, composed
 from kvmosaic.integrations.vllm.front.internal_requests import api_error
 from kvmosaic.prompt.preamble import MARKS
 
@@ -119,7 +118,7 @@ def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: 
     if ready.composition is not None:
         params |= ready.composition.to_params()
     token_ids = list(ready.token_ids)
-    changed = {name: value for name, value in body.items() if name not in ("documents", *FIELDS)}
+    changed = {name: value for name, value in body.items() if name not in ("documents", "preamble", *FIELDS)}
     if is_elsewhere:
         changed = _as_completion(changed, token_ids, renderer.model.max_positions)
     elif route == "completion":

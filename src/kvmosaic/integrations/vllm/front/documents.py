@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -14,26 +14,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from kvmosaic.api.documents import (
-    MAX_LIST,
-    DocumentList,
-    DocumentObject,
-    DocumentPart,
-    NewDocument,
-    WarmedDocument,
-    WarmedObject,
-    WarmRequest,
-    WarmSummary,
-    document_texts,
-)
+from kvmosaic.api.documents import MAX_LIST, DeletedDocument, DocumentList, DocumentObject, NewDocument
 from kvmosaic.api.errors import ApiError, read_body
 from kvmosaic.api.fields import Name, Reply
+from kvmosaic.api.warming import WarmedDocument, WarmRequest, WarmSummary
 from kvmosaic.documents import DocumentStore, FolderDocuments, Match, MemoryDocuments, StoredDocument, StoreLimits
 from kvmosaic.errors import InvalidDocument, KVMosaicError
-from kvmosaic.integrations.vllm.contract import FIELD
-from kvmosaic.integrations.vllm.front.encoded_request import EncodedRequest, composed
+from kvmosaic.integrations.vllm.contract import FIELD, EncodedRequest, composed
 from kvmosaic.integrations.vllm.front.internal_requests import api_error, ask, whole_body
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
+from kvmosaic.prompt import Document
 from kvmosaic.prompt.document_id import VERBS
 
 if TYPE_CHECKING:
@@ -124,14 +114,12 @@ class DocumentRoutes:
         match = None if header is None else Match.from_header(header)
         if method == "PUT":
             new = new_document(body)
-            if new.id not in (None, name):
-                message = f"the address names the document {name!r:.300}, the body {new.id!r}; leave it out"
-                raise ApiError(400, message, param="id")
+            new.check_id(name)
             document, is_new = store.put(TENANT, name, new.draft(store), match)
             return _described(document, 201 if is_new else 200)
         if method == "DELETE":
             store.delete(TENANT, name, match)
-            return JSONResponse({"id": name, "object": "document.deleted", "deleted": True})
+            return _json(DeletedDocument(id=name, object="document.deleted", deleted=True))
         document = store.get(TENANT, name)
         return _described(document, text=document.content.text)
 
@@ -151,44 +139,29 @@ class DocumentRoutes:
         """Prefills documents separately, a few concurrently. A failed one does not stop others."""
         if body.stream:
             raise ApiError(400, "inside vLLM warming sends no events; leave stream out", param="stream")
-        parts: list[DocumentPart | str] = [read_body(DocumentPart, {"id": name})] if name else [*(body.documents or ())]
-        if not name:
-            ids: Sequence[str] = body.ids or ()
-            if body.ids is None and body.documents is None:
-                stored = await self._front.in_thread(self._front.documents.documents, TENANT)
-                ids = [document.id for document in stored]
-            parts = [*(DocumentPart(id=each) for each in ids), *parts]
-        if len(parts) > MAX_WARM:
-            raise ApiError(400, f"{len(parts)} documents at once; at most {MAX_WARM} can be warmed: send fewer")
+        store = self._front.documents
+        if name:
+            chosen: tuple[Document | str, ...] = (name,)
+        else:
+            chosen = await self._front.in_thread(body.chosen, lambda: [each.id for each in store.documents(TENANT)])
+        if len(chosen) > MAX_WARM:
+            raise ApiError(400, f"{len(chosen)} documents at once; at most {MAX_WARM} can be warmed: send fewer")
         begun, running = time.monotonic(), asyncio.Semaphore(AT_ONCE)
 
-        async def one(index: int, part: DocumentPart | str) -> WarmedDocument:
-            document_id = None if isinstance(part, str) or part.id is None else str(part.id)
+        async def one(index: int, document: Document | str) -> WarmedDocument:
             async with running:
                 try:
-                    return await self._warm_one(index, document_id, part, body, scope)
+                    return await self._warm_one(index, document, body, scope)
                 except ApiError as error:
-                    return WarmedDocument(index, document_id, error=error)
+                    return WarmedDocument(index, _id_of(document), error=error)
 
-        warmed = await asyncio.gather(*(one(index, part) for index, part in enumerate(parts)))
-        errors = [each.error for each in warmed if each.error is not None]
-        if errors and len(errors) == len(warmed):
-            raise errors[0]
-        summary = WarmSummary.empty()
-        for each in warmed:
-            summary.add(each)
-        summary.ms, summary.data = (
-            round((time.monotonic() - begun) * 1e3, 3),
-            [WarmedObject.of(each) for each in warmed],
-        )
-        return _json(summary)
+        warmed = await asyncio.gather(*(one(index, document) for index, document in enumerate(chosen)))
+        return _json(WarmSummary.of(warmed, time.monotonic() - begun))
 
-    async def _warm_one(
-        self, index: int, document_id: str | None, part: DocumentPart | str, body: _WarmBody, scope: Scope
-    ) -> WarmedDocument:
+    async def _warm_one(self, index: int, document: Document | str, body: _WarmBody, scope: Scope) -> WarmedDocument:
         """Computes one document by a request of one token."""
         begun = time.monotonic()
-        ready = await self._front.in_thread(self._prompt_of, part, body, scope)
+        ready = await self._front.in_thread(self._prompt_of, document, body, scope)
         composition = ready.composition
         request = {
             "prompt": list(ready.token_ids),
@@ -210,23 +183,28 @@ class DocumentRoutes:
         actions = [each.get("action") for each in report.get("documents", ())]
         return WarmedDocument(
             index,
-            document_id,
+            _id_of(document),
             num_tokens=sum(composition.chunks),
             num_chunks=len(composition.chunks),
             was_cached=bool(actions) and all(action in ("reused", "moved") for action in actions),
             milliseconds=(time.monotonic() - begun) * 1e3,
         )
 
-    def _prompt_of(self, part: DocumentPart | str, body: _WarmBody, scope: Scope) -> EncodedRequest:
+    def _prompt_of(self, document: Document | str, body: _WarmBody, scope: Scope) -> EncodedRequest:
         """The prompt of a request with this document alone."""
         store, renderer = self._front.documents, self._front.renderer(scope)
         try:
-            documents = document_texts([part], lambda document_id: store.get(TENANT, document_id).content)
-            prompt = renderer.warming(documents, body.system, body.endpoint)
+            if isinstance(document, str):
+                document = store.get(TENANT, document).content
+            prompt = renderer.warming([document], body).without_texts()
             how = self._front.settings.how.updated({"chunk_context": body.chunk_context})
             return composed(prompt, how, renderer.model.trained_positions)
         except KVMosaicError as error:
             raise api_error(error) from error
+
+
+def _id_of(document: Document | str) -> str | None:
+    return document if isinstance(document, str) else document.id
 
 
 def new_document(body: dict[str, Any]) -> NewDocument:

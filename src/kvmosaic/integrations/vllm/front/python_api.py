@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvmosaic.errors import InvalidConfig, InvalidPrompt
-from kvmosaic.integrations.vllm.contract import trained_positions
-from kvmosaic.integrations.vllm.front.encoded_request import EncodedRequest, How, composed
-from kvmosaic.integrations.vllm.front.served_model import ServedModel, template_tools
+from kvmosaic.integrations.vllm.contract import EncodedRequest, How, composed, trained_positions
+from kvmosaic.integrations.vllm.front.served_model import ServedModel
 from kvmosaic.integrations.vllm.plugin import NAME
 from kvmosaic.prompt import Prompt, PromptOptions
 from kvmosaic.prompt.chat_request import known_roles
@@ -36,6 +35,7 @@ def generate(
     position_strategy: str = "auto",
     chunk_context: str = "system",
     repair: Any = None,
+    preamble: str | int = "auto",
     separator: str | None = None,
     **options: Any,
 ) -> list[Any]:
@@ -51,6 +51,8 @@ def generate(
         chunk_context: what a document saw when it was computed: "system" or "none".
         repair: "none", or "first(16)" to recompute the first 16 tokens of each document at its position; None: the
             default repair, where the engine can.
+        preamble: how much of a system text documents see: "auto", "all", a number of tokens, "before:TEXT" or
+            "pattern:REGEX"; its rest may change with every prompt.
         separator: what separates the segments of a text such as "System text. ## A document. ## Question?": "##" here;
             None or "": texts are never split.
         options: options of vLLM's `LLM.generate`, such as use_tqdm and lora_request.
@@ -63,7 +65,7 @@ def generate(
         InvalidConfig: a choice that vLLM does not support.
     """
     how = _how(position_strategy, chunk_context, repair)
-    encoder = _model_of(llm).encoder(PromptOptions(chunk_separator=separator, preamble="all"))
+    encoder = _model_of(llm).encoder(PromptOptions(chunk_separator=separator, preamble=preamble))
     listed = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
     if len(listed) > MAX_PROMPTS:
         raise InvalidPrompt(f"{len(listed)} prompts in one call; at most {MAX_PROMPTS} are allowed")
@@ -81,6 +83,7 @@ def chat(
     position_strategy: str = "auto",
     chunk_context: str = "system",
     repair: Any = None,
+    preamble: str | int = "auto",
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Any] | None = None,
@@ -97,6 +100,7 @@ def chat(
         position_strategy: as for `generate`.
         chunk_context: as for `generate`.
         repair: as for `generate`.
+        preamble: as for `generate`.
         chat_template: replaces the model's own.
         chat_template_kwargs: variables of the template, such as enable_thinking.
         tools: functions that the model may call.
@@ -107,17 +111,12 @@ def chat(
         InvalidPrompt, InvalidConfig: as for `generate`.
     """
     how, model = _how(position_strategy, chunk_context, repair), _model_of(llm)
-    encoder = model.encoder(PromptOptions(preamble="all"))
-    variables: dict[str, Any] = dict(chat_template_kwargs or {})
-    if tools:
-        variables["tools"] = template_tools(tools)
-    template = model.template_for(chat_template, variables.get("tools"))
-    if template is not None:
-        variables["chat_template"] = template
-    own = str(getattr(model.tokenizer, "chat_template", None) or "")
+    encoder = model.encoder(PromptOptions(preamble=preamble))
+    template, rendering = model.rendering(chat_template, tools)
+    variables = {**(chat_template_kwargs or {}), **rendering}
     conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
     encoded = [
-        encoder.encode_chat(known_roles(template or own, conversation), documents, salt=salt, **variables)
+        encoder.encode_chat(known_roles(template, conversation), documents, salt=salt, **variables)
         for conversation in conversations
     ]
     return _generated(llm, encoded, how, sampling_params, options)

@@ -47,6 +47,14 @@ class ServedModel:
         """The encoder of its prompts."""
         return PromptEncoder(self.tokenizer, settings, vocab_size=self.vocab_size, max_positions=self.max_positions)
 
+    def rendering(self, wanted: str | None = None, tools: Any = None) -> tuple[str, dict[str, Any]]:
+        """The template that vLLM would use ("": none), and the options of `encode_chat` that make it the one."""
+        options: dict[str, Any] = {"tools": template_tools(tools)} if tools else {}
+        template = self.template_for(wanted, options.get("tools"))
+        if template is not None:
+            options["chat_template"] = template
+        return template or str(getattr(self.tokenizer, "chat_template", None) or ""), options
+
     def template_for(self, wanted: str | None, tools: Any) -> str | None:
         """The template that vLLM would use; None: the tokenizer's own."""
         wanted = wanted or self.chat_template

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.integrations.vllm.front.encoded_request import FIELDS, How
+from kvmosaic.integrations.vllm.contract import FIELDS, How
 from kvmosaic.prompt import PromptOptions
+from kvmosaic.prompt.preamble import preamble_rule
 from kvmosaic.prompt.separator import read_separator
 
 PREFIX = "KVMOSAIC_"
 """The same prefix and names as for our own server."""
+TEXTS: dict[str, Callable[[str], Any]] = {
+    "chunk_separator": str,
+    "preamble": str,
+    "long_chunks": str,
+    "documents_dir": Path,
+}
+NUMBERS = {
+    "max_body_bytes": (1, 2**30),
+    "max_documents": (1, 10**6),
+    "max_documents_bytes": (1, 2**40),
+    "document_ttl": (0, 31_536_000),
+}
+"""Smallest and largest values."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontSettings(PromptOptions):
     """Limits and defaults of the front end, those of a `PromptEncoder` included."""
 
-    preamble: str | int = "all"
     how: How = field(default_factory=How)
     max_body_bytes: int = 2**26
     documents_dir: Path | None = None
@@ -28,10 +41,12 @@ class FrontSettings(PromptOptions):
     max_documents: int = 10_000
     max_documents_bytes: int = 2**28
     document_ttl: int | None = 3_600
-    """Default TTL of a stored document, in seconds; None: no expiry."""
+    """Default TTL of a stored document, in seconds; None or 0: no expiry."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "document_ttl", self.document_ttl or None)
         object.__setattr__(self, "chunk_separator", read_separator(self.chunk_separator))
+        preamble_rule(self.preamble)
         if self.long_chunks not in ("error", "split"):
             raise InvalidConfig(f"long_chunks is {self.long_chunks!r:.80}; choose 'error' or 'split'")
 
@@ -40,21 +55,12 @@ class FrontSettings(PromptOptions):
         """Reads the variables that begin with KVMOSAIC_; missing ones have their defaults.
 
         Raises:
-            InvalidConfig: a variable with an invalid value; the message names it.
+            InvalidConfig, InvalidPreamble: a variable with an invalid value; the message names it.
         """
         said = {name.removeprefix(PREFIX).lower(): value for name, value in environ.items() if value}
         given: dict[str, Any] = {"how": How().updated({name: said[name] for name in FIELDS if name in said})}
-        if "chunk_separator" in said:
-            given["chunk_separator"] = said["chunk_separator"]
-        if "long_chunks" in said:
-            given["long_chunks"] = cast(Literal["error", "split"], said["long_chunks"])
-        if "documents_dir" in said:
-            given["documents_dir"] = Path(said["documents_dir"])
-        for name, most in (("max_body_bytes", 2**30), ("max_documents", 10**6), ("max_documents_bytes", 2**40)):
-            if name in said:
-                given[name] = _number(name, said[name], 1, most)
-        if "document_ttl" in said:
-            given["document_ttl"] = _number("document_ttl", said["document_ttl"], 0, 31_536_000) or None
+        given |= {name: read(said[name]) for name, read in TEXTS.items() if name in said}
+        given |= {name: _number(name, said[name], *bounds) for name, bounds in NUMBERS.items() if name in said}
         return cls(**given)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from kvmosaic.integrations.vllm.contract import Composition
+from kvmosaic.layout import Layout, exact_spans
 
 PADDING_TOKEN = 0
 """Fills the last block of a chunk prompt; its keys and values are never read."""
@@ -26,13 +27,15 @@ class ChunkPrompt:
     """Without padding."""
     num_seen: int
     """Tokens before the chunk."""
+    is_text: bool = False
+    """Whether it computes the changing rest of a system text, which is worth nothing in tiers, instead of a chunk."""
 
     @classmethod
-    def of(cls, seen: Sequence[int], chunk: Sequence[int], block_size: int) -> ChunkPrompt:
+    def of(cls, seen: Sequence[int], chunk: Sequence[int], block_size: int, *, is_text: bool = False) -> ChunkPrompt:
         """The chunk prompt of a chunk that saw `seen`."""
         num_tokens = len(seen) + len(chunk)
         padding = -num_tokens % block_size
-        return cls((*seen, *chunk, *(PADDING_TOKEN,) * padding), num_tokens, len(seen))
+        return cls((*seen, *chunk, *(PADDING_TOKEN,) * padding), num_tokens, len(seen), is_text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,57 +51,67 @@ class PromptPiece:
     prompt: int
     offset: int
     distance: int
-    chunk: int | None
-    """Number of the chunk; None for the system text."""
+    span: int
+    """Index of its span in the layout."""
 
 
-def take_apart(
-    composition: Composition, token_ids: Sequence[int], block_size: int
-) -> tuple[tuple[ChunkPrompt, ...], tuple[PromptPiece, ...]]:
-    """Splits a composed prompt into chunk prompts and pieces, which cover tokens 0 to `composition.end`.
+def take_apart(layout: Layout, block_size: int) -> tuple[tuple[ChunkPrompt, ...], tuple[PromptPiece, ...]]:
+    """Splits a composed prompt into chunk prompts and pieces; what they do not cover is recomputed, or the question.
 
-    Chunks of the same tokens share one chunk prompt. The system text comes from the first chunk's prompt, if the
-    chunks saw it, and has its own prompt if they did not.
+    Chunks of the same tokens share one chunk prompt. The changing rest of a system text has a prompt, too. The system
+    text comes from the first of these prompts that saw it, and has its own prompt if none did.
     """
-    system = token_ids[: composition.system]
-    seen = system if composition.chunk_context == "system" else ()
+    spans, positions = layout.spans, layout.positions()
+    sources = [index for index in range(len(spans) - 1) if not has_seen_chunks(layout, index)]
+    has_shared_system = spans[0].segment.kind == "system" and any(spans[index].views for index in sources)
     numbers: dict[ChunkPrompt, int] = {}
-    pieces: list[PromptPiece] = []
-
-    def number_of(prompt: ChunkPrompt) -> int:
-        return numbers.setdefault(prompt, len(numbers))
-
-    if system and not seen:
-        pieces.append(PromptPiece(0, len(system), number_of(ChunkPrompt.of((), system, block_size)), 0, 0, None))
-    elif system:
-        pieces.append(PromptPiece(0, len(system), 0, 0, 0, None))
-    for chunk, (start, length) in enumerate(zip(composition.starts, composition.chunks, strict=True)):
-        number = number_of(ChunkPrompt.of(seen, token_ids[start : start + length], block_size))
-        distance = composition.position_at(start) - len(seen)
-        pieces.append(PromptPiece(start, start + length, number, len(seen), distance, chunk))
+    pieces = [PromptPiece(0, spans[0].num_tokens, 0, 0, 0, 0)] if has_shared_system else []
+    starts = tuple(accumulate((span.num_tokens for span in spans), initial=0))
+    for index in sources[has_shared_system:]:
+        span = spans[index]
+        seen = [token for view in span.views for token in spans[view.span].token_ids]
+        prompt = ChunkPrompt.of(seen, span.token_ids, block_size, is_text=span.is_text)
+        number = numbers.setdefault(prompt, len(numbers))
+        distance = positions[index] - span.start
+        pieces.append(PromptPiece(starts[index], starts[index + 1], number, len(seen), distance, index))
     return tuple(numbers), tuple(pieces)
 
 
-def first_private_block(composition: Composition, block_size: int) -> int:
+def has_seen_chunks(layout: Layout, index: int) -> bool:
+    """Whether a span is a text after chunks: no other prompt computes it, so it is recomputed like repaired tokens."""
+    return any(layout.spans[view.span].segment.kind == "chunk" for view in layout.spans[index].views)
+
+
+def first_private_block(layout: Layout, block_size: int) -> int:
     """The first block whose keys and values differ from those of an ordinary prompt with the same tokens.
 
-    The system text and the first chunk, directly after it, are what an ordinary prompt would compute: their full
-    blocks are shared with it.
+    The system text and the text or chunk directly after it are what an ordinary prompt would compute: their full blocks
+    are shared with it.
     """
-    exact = composition.system
-    if composition.chunk_context == "system":
-        exact += composition.chunks[0]
-    return exact // block_size
+    return sum(layout.spans[index].num_tokens for index in exact_spans(layout)) // block_size
 
 
-def repaired_runs(composition: Composition, num_cached: int) -> tuple[tuple[int, int], ...]:
-    """Recomputed runs, as (start, stop): the first tokens of each chunk, unless they are cached already.
+def num_repaired(layout: Layout, repair: int) -> dict[int, int]:
+    """By index of a chunk's span: how many of its first tokens are recomputed; none if it saw everything before it."""
+    exact = exact_spans(layout) if repair else ()
+    return {
+        index: min(repair, span.num_tokens)
+        for index, span in enumerate(layout.spans)
+        if span.segment.kind == "chunk" and repair and index not in exact
+    }
 
-    The first chunk is omitted if it saw the system text: it has seen everything before it.
+
+def recomputed_runs(layout: Layout, repair: int, num_cached: int) -> tuple[tuple[int, int, int], ...]:
+    """Recomputed runs, as (start, stop, position): texts after chunks, and the first tokens of each chunk.
+
+    Tokens that are cached already are omitted.
     """
-    runs = []
-    for chunk, start in enumerate(composition.starts):
-        stop = start + composition.repaired(chunk)
-        if max(start, num_cached) < stop:
-            runs.append((max(start, num_cached), stop))
+    runs, begin = [], 0
+    repaired, positions = num_repaired(layout, repair), layout.positions()
+    for index, span in enumerate(layout.spans[:-1]):
+        length = span.num_tokens if has_seen_chunks(layout, index) else repaired.get(index, 0)
+        start, stop = max(begin, num_cached), begin + length
+        if start < stop:
+            runs.append((start, stop, positions[index] + start - begin))
+        begin += span.num_tokens
     return tuple(runs)

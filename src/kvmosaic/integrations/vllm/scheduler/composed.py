@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
@@ -14,6 +15,7 @@ from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import ChunkPrompt, PromptPiece, first_private_block
 from kvmosaic.integrations.vllm.scheduler.tier_side import LoadedChunk
 from kvmosaic.integrations.vllm.scheduler.trouble import Bypass
+from kvmosaic.layout import Layout
 
 
 @dataclass(slots=True)
@@ -36,6 +38,7 @@ class ComposedRequest:
 
     request: Any
     composition: Composition
+    layout: Layout
     ordinary_hasher: Any
     bypass: Bypass | None = None
     """Why it is answered as an ordinary prompt; None: it is composed."""
@@ -63,21 +66,26 @@ class ComposedRequest:
     @property
     def position_shift(self) -> int:
         """How many positions before its index a token of the question or the answer is."""
-        return 0 if self.bypass else self.composition.end - self.composition.question_position
+        return 0 if self.bypass else self.composition.end - self.layout.last.start
 
 
 def report_of(composed: ComposedRequest) -> ComposedReport:
     """Reports what was reused, moved and computed, or why the request was bypassed."""
-    shape, num_tokens = composed.composition, composed.request.num_prompt_tokens
+    layout, repair = composed.layout, composed.composition.repair
     if composed.bypass is not None:
-        return ComposedReport(shape, num_tokens, prefix_tokens=composed.num_cached, bypass=composed.bypass.reason)
-    outcomes = []
+        return ComposedReport(layout, repair, prefix_tokens=composed.num_cached, bypass=composed.bypass.reason)
+    outcomes, rest = [], None
     seen: set[int] = set()
     for piece in composed.pieces:
-        if piece.chunk is not None:
+        span = layout.spans[piece.span]
+        if span.is_text:
+            rest = _outcome(composed, piece.prompt)
+        elif span.segment.kind == "chunk":
             outcomes.append(ChunkOutcome("same") if piece.prompt in seen else _outcome(composed, piece.prompt))
             seen.add(piece.prompt)
-    return ComposedReport(shape, num_tokens, tuple(outcomes), min(composed.num_cached, shape.end))
+    return ComposedReport(
+        layout, repair, tuple(outcomes), min(composed.num_cached, composed.composition.end), rest=rest
+    )
 
 
 def _outcome(composed: ComposedRequest, prompt: int) -> ChunkOutcome:
@@ -89,6 +97,8 @@ def _outcome(composed: ComposedRequest, prompt: int) -> ChunkOutcome:
 
 
 _SPACE = "kvmosaic-1"
+_MARKS: dict[str, tuple[str, ...]] = {"system": ("system",), "chunk": (), "text": ("text",), "question": ("question",)}
+"""By kind of a segment: what a block's hash covers beside its place. A text and the question see everything before."""
 
 
 class ComposedHasher:
@@ -100,18 +110,21 @@ class ComposedHasher:
                        prompt's
 
     A block's hash covers its tokens, all blocks before it, and (from the first private one on) how it was composed, the
-    length of the system text, and where chunks and the question begin in it. So an ordinary prompt never hits
+    length of the system text, and where texts, chunks and the question begin in it. So an ordinary prompt never hits
     approximate keys, and two composed prompts share their blocks as long as they begin alike.
     """
 
-    def __init__(self, composition: Composition, block_size: int, digest: Callable[[Any], bytes]) -> None:
+    def __init__(
+        self, composition: Composition, layout: Layout, block_size: int, digest: Callable[[Any], bytes]
+    ) -> None:
         self._block_size, self._digest = block_size, digest
-        self._first_private = first_private_block(composition, block_size)
+        self._first_private = first_private_block(layout, block_size)
         self._method = (
             *(_SPACE, composition.position_strategy, composition.chunk_context),
             *(composition.repair, composition.system),
         )
-        self._chunks, self._question = composition.starts, composition.end
+        starts = accumulate((span.num_tokens for span in layout.spans), initial=0)
+        self._marks = [(start, _MARKS[span.segment.kind]) for span, start in zip(layout.spans, starts, strict=False)]
 
     def __call__(self, request: Any) -> list[BlockHash]:
         """Computes the missing hashes of full blocks."""
@@ -122,9 +135,8 @@ class ComposedHasher:
             start, stop = block * size, (block + 1) * size
             extra, _ = generate_block_hash_extra_keys(request, start, stop, 0)
             if block >= self._first_private:
-                extra = (*(extra or ()), *self._method, *(at - start for at in self._chunks if start <= at < stop))
-                if start <= self._question < stop:  # it sees everything, unlike a chunk at its position
-                    extra = (*extra, "question", self._question - start)
+                marks = ((*mark, at - start) for at, mark in self._marks if start <= at < stop)
+                extra = (*(extra or ()), *self._method, *chain.from_iterable(marks))
             before = hash_block_tokens(self._digest, before, request.all_token_ids[start:stop], extra)
             hashes.append(before)
         return hashes

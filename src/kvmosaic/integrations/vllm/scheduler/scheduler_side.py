@@ -14,7 +14,7 @@ from kvmosaic.integrations.vllm.contract import FIELD, Composition, trained_posi
 from kvmosaic.integrations.vllm.operations import Move, Operations, RepairedRun, ShiftedTokens, WorkerFacts
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
 from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP, BlockStore, WriteLog
-from kvmosaic.integrations.vllm.scheduler.chunk_prompts import PromptPiece, repaired_runs, take_apart
+from kvmosaic.integrations.vllm.scheduler.chunk_prompts import PromptPiece, recomputed_runs, take_apart
 from kvmosaic.integrations.vllm.scheduler.chunk_requests import ChunkRequests
 from kvmosaic.integrations.vllm.scheduler.composed import ComposedHasher, ComposedRequest, SeenBlocks, report_of
 from kvmosaic.integrations.vllm.scheduler.tier_side import LoadedChunk, Tiering
@@ -119,15 +119,16 @@ class SchedulerSide:
             return
         if composition is None:
             return
-        composed = ComposedRequest(request, composition, request._block_hasher)
+        layout = composition.layout(request.prompt_token_ids or range(request.num_prompt_tokens))
+        composed = ComposedRequest(request, composition, layout, request._block_hasher)
         self._requests[request.request_id] = composed
-        composed.bypass = self._trouble or request_trouble(request, composition, self._facts)
+        composed.bypass = self._trouble or request_trouble(request, composition, layout, self._facts)
         if composed.bypass is None:
             self._take_apart(composed)
         if composed.bypass is not None:
             self.tally.bypassed(composed.bypass.code, report_of(composed), request.request_id)
         else:
-            self._rehash(composed, ComposedHasher(composition, self._block_size, self._digest))
+            self._rehash(composed, ComposedHasher(composition, layout, self._block_size, self._digest))
             composed.num_cached = self.store.num_leading(request.block_hashes) * self._block_size
             self._look(composed, range(len(composed.pieces)), self._step - 1)
             self._record_sighting(composed, composed.num_cached, self._step - 1)
@@ -159,7 +160,7 @@ class SchedulerSide:
     def _take_apart(self, composed: ComposedRequest) -> None:
         """Computes pieces and hashes of a request, or the reason why there is no room for them."""
         request, size = composed.request, self._block_size
-        composed.prompts, composed.pieces = take_apart(composed.composition, request.prompt_token_ids, size)
+        composed.prompts, composed.pieces = take_apart(composed.layout, size)
         longest = max(len(prompt.token_ids) for prompt in composed.prompts)
         if longest + 1 > self._config.model_config.max_model_len:
             composed.bypass = Bypass(
@@ -254,7 +255,8 @@ class SchedulerSide:
             return None  # bypassed: the prefix is to be looked up again, as that of an ordinary prompt
         if any(composed.sightings[index].step >= self._step for index in needed):
             return None
-        if composed.composition.repair and not self._record_sighting(composed, num_local, self._step):
+        runs = recomputed_runs(composed.layout, composed.composition.repair, num_local)
+        if runs and not self._record_sighting(composed, num_local, self._step):
             return None
         composed.planned = [self._remainder(composed, index, num_local) for index in needed]
         for _, blocks in composed.planned:
@@ -313,19 +315,16 @@ class SchedulerSide:
                     distance=piece.distance,
                 )
             )
-        if composed.composition.repair:
-            composed.repairs = self._repairs(composed, own, composed.planned[0][0].start)
+        composed.repairs = self._repairs(composed, own, composed.composition.end - num_external)
         self._admitted.append(request.request_id)
 
     def _repairs(self, composed: ComposedRequest, blocks: tuple[int, ...], num_cached: int) -> list[RepairedRun]:
-        shape = composed.composition
-        repairs = []
-        for start, stop in repaired_runs(shape, num_cached):
-            chunk = next(i for i, begin in enumerate(shape.starts) if begin <= start < begin + shape.chunks[i])
-            position = shape.position_of(chunk) + start - shape.starts[chunk]
-            tokens = tuple(composed.request.prompt_token_ids[start:stop])
-            repairs.append(RepairedRun(blocks[: -(-stop // self._block_size)], start, tokens, position))
-        return repairs
+        runs = recomputed_runs(composed.layout, composed.composition.repair, num_cached)
+        tokens = composed.request.prompt_token_ids
+        return [
+            RepairedRun(blocks[: -(-stop // self._block_size)], start, tuple(tokens[start:stop]), position)
+            for start, stop, position in runs
+        ]
 
     def operations(self, scheduled: Any) -> Operations:
         """The workers' operations for the step just scheduled; releases the held blocks after it."""

@@ -42,6 +42,8 @@ def engine_fingerprint(workers: Sequence[str]) -> str:
 def stored_runs(prompt: ChunkPrompt, fingerprint: str, salt: str) -> tuple[StoredRun, ...]:
     """The runs of a chunk prompt without its padding: what the chunk saw, if anything, and the chunk.
 
+    The changing rest of a system text is no run: it would fill the tiers with what no later prompt has.
+
     Keys are built as in our own engine: from the model, the salt, the run's tokens, its start and what it saw, but not
     from the block size.
     """
@@ -54,6 +56,8 @@ def stored_runs(prompt: ChunkPrompt, fingerprint: str, salt: str) -> tuple[Store
         key = chain.run_encoded(root, seen)
         runs.append(StoredRun(fingerprint, key, root, 0, seen))
         views.append((key, prompt.num_seen))
+    if prompt.is_text:
+        return tuple(runs)
     root = chain.root(prompt.num_seen, views)
     runs.append(StoredRun(fingerprint, chain.run_encoded(root, chunk), root, prompt.num_seen, chunk))
     return tuple(runs)
@@ -202,7 +206,7 @@ class Tiering:
             if first < last:
                 entry.loads.append(Load(staged.number, first - run.start, own, first, last - first))
             self._know(run.key)
-            if run is entry.runs[-1]:
+            if run.start + run.num_tokens == entry.prompt.num_tokens:
                 entry.loaded = LoadedChunk(staged.tier, staged.seconds or 0.0)
         entry.admitted, entry.num_computed = self._clock(), request.num_prompt_tokens - stop
         self._admitted.append(request.request_id)

@@ -8,6 +8,8 @@ from typing import Any
 
 from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.operations import WorkerFacts
+from kvmosaic.integrations.vllm.scheduler.chunk_prompts import has_seen_chunks
+from kvmosaic.layout import Layout
 from kvmosaic.repair import DEFAULT_REPAIR, FirstTokens, repair_policy
 
 
@@ -78,7 +80,9 @@ def default_repair(facts: Iterable[WorkerFacts]) -> int:
     return policy.tokens
 
 
-def request_trouble(request: Any, composition: Composition, facts: Iterable[WorkerFacts]) -> Bypass | None:
+def request_trouble(
+    request: Any, composition: Composition, layout: Layout, facts: Iterable[WorkerFacts]
+) -> Bypass | None:
     """Why this request cannot be composed; None if it can."""
     if request.sampling_params is None:
         return Bypass("pooling", "pooling requests have no question")
@@ -94,7 +98,13 @@ def request_trouble(request: Any, composition: Composition, facts: Iterable[Work
         return Bypass("resumable", "the prompt arrives in parts")
     if composition.repair and not all(fact.can_repair for fact in facts):
         return Bypass("repair", "repair cannot be computed on these workers")
-    if composition.strategy.overlaps and not all(fact.can_shift for fact in facts):
+    if any(has_seen_chunks(layout, index) for index in range(len(layout.spans) - 1)) and not all(
+        fact.can_repair for fact in facts
+    ):
+        return Bypass(
+            "texts", "text between documents cannot be computed on these workers, where repair is not possible"
+        )
+    if layout.rules.overlaps and not all(fact.can_shift for fact in facts):
         return Bypass(
             "shared_positions", "positions cannot be shifted on these workers; use position_strategy 'sequential'"
         )

@@ -16,9 +16,8 @@ from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
 from kvmosaic.integrations.vllm.worker.trial.attention import AttentionRecorder
 from kvmosaic.integrations.vllm.worker.trial.layer_trial import LayerTrial, RecordedCall, outputs
-from kvmosaic.integrations.vllm.worker.trial.plan import HEAD_TOKENS, NUM_TOKENS, TrialPlan, far_positions
+from kvmosaic.integrations.vllm.worker.trial.plan import HEAD_TOKENS, NUM_TOKENS, TrialPlan, far_positions, trial_tokens
 from kvmosaic.integrations.vllm.worker.trial.rotation import direct_trouble, noise_ratio, perturbed, unit, wide
-from kvmosaic.integrations.vllm.worker.trial.text import ordinary_tokens
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ def check(places: KVLayout, nested: ExtraForward) -> str:
     if num_tokens < 4 or last < 1:
         return f"prompts of at most {nested.max_length} tokens are too short for the check at start"
     plan = TrialPlan.of(
-        ordinary_tokens(nested.model_config, num_tokens),
+        trial_tokens(nested.model_config, num_tokens),
         far_positions(last),
         block_size=places.block_size,
         num_blocks=min(places.num_blocks, nested.num_blocks),

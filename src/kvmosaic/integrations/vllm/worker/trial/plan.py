@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from kvmosaic.integrations.vllm.operations import Move, RepairedRun
+from kvmosaic.model.ordinary_text import ordinary_tokens
 
 NUM_TOKENS = 192
 HEAD_TOKENS = 17
@@ -127,3 +129,14 @@ class TrialPlan:
 def far_positions(last: int) -> tuple[int, ...]:
     """Position 0, and others near and far, up to the last one at which a run may begin."""
     return (0, *sorted({position for position in POSITIONS if position < last} | ({last} if last > 0 else set())))
+
+
+def trial_tokens(model_config: Any, num_tokens: int) -> tuple[int, ...]:
+    """Tokens of an ordinary text in the model's vocabulary."""
+    try:
+        from vllm.tokenizers.registry import cached_tokenizer_from_config
+
+        tokenizer = cached_tokenizer_from_config(model_config)
+        return tuple(ordinary_tokens(tokenizer, int(model_config.get_vocab_size()), num_tokens))
+    except Exception:  # none was requested, or one that only vLLM's front end can load
+        return tuple(ordinary_tokens(None, int(model_config.get_vocab_size()), num_tokens))

@@ -1,13 +1,10 @@
-"""Prompts of the self-check: ordinary text, since random tokens are ill-conditioned on real weights."""
+"""Tokens of an ordinary text, for self-checks: random ones are ill-conditioned on real weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
-
-from kvmosaic.model.loaded import LoadedModel
-from kvmosaic.prompt import Prompt
 
 _TEXT = """\
 You answer questions from the documents that you are given. If they do not say it, say that you do not know.
@@ -33,25 +30,11 @@ When did the ferry leave, who had to wait for the parcel, and how long does the 
 """
 
 
-def ordinary_tokens(model: LoadedModel, count: int) -> list[int]:
+def ordinary_tokens(tokenizer: Any, vocab_size: int, count: int) -> list[int]:
     """`count` tokens of ordinary text; random ones without a tokenizer, or if it gives too few."""
-    tokenizer = model.tokenizer
-    token_ids: list[int] = tokenizer.encode(_TEXT, add_special_tokens=False) if tokenizer is not None else []
-    token_ids = [token for token in token_ids if token < model.vocab_size]
+    token_ids: list[int] = [] if tokenizer is None else list(tokenizer.encode(_TEXT, add_special_tokens=False))
+    token_ids = [token for token in token_ids if token < vocab_size]
     if len(set(token_ids)) < 20:
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(0, model.vocab_size, (count,), generator=generator).tolist()
+        return torch.randint(0, vocab_size, (count,), generator=generator).tolist()
     return [token_ids[number % len(token_ids)] for number in range(count)]
-
-
-def composed_prompts(tokens: Sequence[int], lengths: Sequence[Sequence[int]]) -> list[Prompt]:
-    """Prompts of system text, documents and question with these numbers of tokens, cut from one text."""
-    first = 0
-    prompts = []
-    for counts in lengths:
-        parts = []
-        for count in counts:
-            parts.append(tokens[first : first + count])
-            first += count
-        prompts.append(Prompt.from_tokens(parts[0], parts[1:-1], parts[-1]))
-    return prompts
