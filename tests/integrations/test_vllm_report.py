@@ -124,7 +124,7 @@ def test_the_rest_of_a_system_text_and_texts_between_documents_have_rows_of_thei
         *(("system", 6, 6), ("text", 3, 0), ("chunk", 4, 4), ("text", 2, 0), ("chunk", 8, 8), ("question", 7, 0))
     ]
     assert [row["distance"] for row in told["documents"]] == [3, 9]
-    assert "documents saw 6 of 9 tokens of the system text" in told["composition"]
+    assert "documents saw 6 of 9 tokens before them" in told["composition"]
     again = report_of(shape, 30, (CACHED, CACHED), rest=CACHED).to_json()
     assert [row["reused_tokens"] for row in again["segments"]] == [6, 3, 4, 0, 8, 0]
 

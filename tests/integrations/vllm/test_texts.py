@@ -42,7 +42,7 @@ def test_documents_are_found_again_behind_another_rest(vllm_engine, own_engine, 
     answer = engine.ask(tomorrow)
     rows = [(row["kind"], row["reused_tokens"]) for row in answer.report["segments"]]
     assert rows == [("system", 50), ("text", 0), ("chunk", 64), ("chunk", 83), ("question", 0)]
-    assert "documents saw 50 of 69 tokens of the system text" in answer.report["composition"]
+    assert "documents saw 50 of 69 tokens before them" in answer.report["composition"]
     assert difference(answer, own_answer(own_engine(name), tomorrow)) < CLOSE
     again = engine.ask(replace(tomorrow, token_ids=(*tomorrow.token_ids[:-3], *A[:3])))
     assert [row["reused_tokens"] for row in again.report["segments"]][:4] == [50, 19, 64, 83]

@@ -17,8 +17,7 @@ from string import ascii_lowercase
 from kvmosaic.bench.trace.trace import BLOCK_TOKENS, Trace, TraceBlock, TraceRequest
 from kvmosaic.bench.trace.variant import Variant
 from kvmosaic.prompt import Prompt, PromptEncoder, PromptOptions, Segment, SegmentKind
-from kvmosaic.prompt.preamble import preamble_rule
-from kvmosaic.prompt.preamble_split import with_preamble
+from kvmosaic.prompt.preamble import preamble_rule, with_preamble
 
 _NUM_DATES = 84
 _NUM_FILLERS = 20
