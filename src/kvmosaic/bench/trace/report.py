@@ -174,7 +174,7 @@ def save_plot(report: TraceReport, folder: Path) -> list[Path]:
 
 def _cells(row: ReplayRow) -> tuple[str, ...]:
     return (
-        row.about + ("" if row.is_complete else f" (first {row.num_requests:,} requests)"),
+        row.about + ("" if row.is_complete else f" (first {row.num_requests:,})"),
         row.cache,
         f"{row.document_share:.1%}" if row.document_tokens else "–",
         f"{row.prompt_share:.1%}" if row.variant != CLAIRVOYANT else "–",
@@ -188,7 +188,7 @@ def _served_cells(row: ServedRow) -> tuple[str, ...]:
     documents, prompts = row.points
     has_documents = bool(served.document_tokens)
     return (
-        served.about + ("" if served.is_complete else f" (first {served.num_requests:,} requests)"),
+        served.about + ("" if served.is_complete else f" (first {served.num_requests:,})"),
         f"{served.document_share:.1%}" if has_documents else "–",
         _points_text(documents) if has_documents else "–",
         f"{served.prompt_share:.1%}",
