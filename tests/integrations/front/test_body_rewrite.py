@@ -38,7 +38,7 @@ def own_server(template: str | None, separator: str | None) -> Any:
     module = build("llama", torch.float32, vocab_size=len(tokenizer), max_position_embeddings=4096)
     llm = LLM(
         LoadedModel.from_module(module, tokenizer),
-        chunk_cache_config=ChunkCacheConfig(chunk_cache_size="1MiB"),
+        chunk_cache_config=ChunkCacheConfig(chunk_cache_size="1MiB", chunk_separator=separator),
         engine_config=EngineConfig(request_cache_size="4MiB"),
         self_check=False,
     )
