@@ -196,6 +196,8 @@ def test_documents_that_were_only_found_change_no_request_that_does_not_go_with_
     kept = rewrite(front, "chat", messages=messages, kv_transfer_params=ids)
     assert kept is not None and kept["kv_transfer_params"] == ids and kept["messages"] == messages
     assert told(front, "chat", messages=messages, find_documents="all").status == 400
+    assert rewrite(front, "chat", messages=messages, chat_template_kwargs={"tokenize": True}) is None
+    assert rewrite(front, "chat", messages=[{"role": "clown", "content": PASTED}]) is None
 
 
 def test_a_text_prompt_has_a_preamble_too() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from kvmosaic.api.documents import DocumentFields, document_texts
 from kvmosaic.api.errors import read_body
 from kvmosaic.api.warming import WarmOptions
 from kvmosaic.documents import DocumentStore
-from kvmosaic.errors import InvalidMessages, InvalidPrompt
+from kvmosaic.errors import InvalidMessages, InvalidPrompt, KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD
 from kvmosaic.integrations.vllm.front.served_model import ServedModel
 from kvmosaic.integrations.vllm.front.settings import TENANT, FrontSettings
@@ -39,14 +40,7 @@ class Renderer:
             InvalidMessages, InvalidDocument, InvalidPrompt: see `PromptEncoder.encode_chat`.
             UnknownDocument: an id that is not stored.
         """
-        effort = body.get("reasoning_effort")
-        options = self._variables(body, effort)
-        if body.get("add_generation_prompt") is not None:
-            options["add_generation_prompt"] = bool(body["add_generation_prompt"])
-        if body.get("continue_final_message"):
-            options["continue_final_message"] = True
-            options.setdefault("add_generation_prompt", False)
-        return self._conversation(body, body.get("messages"), options)
+        return self._conversation(body, body.get("messages"), body.get("reasoning_effort"))
 
     def response(self, body: Body) -> Prompt | None:
         """The prompt of /v1/responses: a text, or messages of texts.
@@ -61,8 +55,8 @@ class Renderer:
         elif instructions:
             messages = [{"role": "system", "content": instructions}, *messages]
         reasoning = body.get("reasoning")
-        options = self._variables(body, reasoning.get("effort") if isinstance(reasoning, Mapping) else None)
-        return self._conversation(body, _plain_input(messages), options)
+        effort = reasoning.get("effort") if isinstance(reasoning, Mapping) else None
+        return self._conversation(body, _plain_input(messages), effort)
 
     def completion(self, body: Body) -> Prompt | None:
         """The prompt of /v1/completions.
@@ -77,7 +71,9 @@ class Renderer:
         if not documents and not any(_is_split(text, separator) for text in texts):
             if not finder.searches or [*map(type, texts)] != [str]:
                 return None
-            return _with_chunks(self.encoder.encode(texts[0], preamble=fields.preamble, finder=finder))
+            with suppress(KVMosaicError):  # which vLLM reports best
+                return _with_chunks(self.encoder.encode(texts[0], preamble=fields.preamble, finder=finder))
+            return None
         if len(texts) != 1 or not isinstance(texts[0], str):
             raise InvalidPrompt("documents go with one prompt of text; send a request for each prompt")
         prompt = separated_prompt(texts[0], separator, documents) if documents else texts[0]
@@ -95,7 +91,7 @@ class Renderer:
         variables = {**self.model.template_variables, **self.model.rendering()[1]}
         return self.encoder.encode_documents(documents, system, preamble=preamble, **variables)
 
-    def _conversation(self, body: Body, messages: Any, options: dict[str, Any]) -> Prompt | None:
+    def _conversation(self, body: Body, messages: Any, effort: Any) -> Prompt | None:
         fields, documents, finder = self._fields(body)
         if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
             if not documents:
@@ -110,10 +106,16 @@ class Renderer:
             if not documents:
                 return None  # images, audio and the like, which vLLM may support
             raise
-        if not (documents or marked or separated or finder.searches):
+        own = (*documents, *separated, *marked)
+        if not own and not finder.searches:
             return None
-        options |= {"preamble": fields.preamble, "finder": finder}
-        return self._encoded(body, kept, (*documents, *separated, *marked), options)
+        try:
+            options = self._options(body, effort) | {"preamble": fields.preamble, "finder": finder}
+            return self._encoded(body, kept, own, options)
+        except KVMosaicError:
+            if own:
+                raise
+            return None
 
     def _fields(self, body: Body) -> tuple[DocumentFields, tuple[Document, ...], DocumentFinder]:
         names = ("documents", "preamble", "find_documents")
@@ -157,8 +159,8 @@ class Renderer:
         prompt = Prompt.from_documents(documents, question, system=system[0] if system else None)
         return self.encoder.encode(prompt, control_tokens=False, preamble=preamble)
 
-    def _variables(self, body: Body, effort: Any) -> dict[str, Any]:
-        """Template variables as vLLM sets them: its defaults, the request's, and the reasoning effort."""
+    def _options(self, body: Body, effort: Any) -> dict[str, Any]:
+        """Template variables as vLLM sets them: its defaults, the request's, the reasoning effort, and how it ends."""
         given = body.get("chat_template_kwargs") or {}
         if not isinstance(given, Mapping):
             raise InvalidMessages(f"chat_template_kwargs is {given!r:.80}; send an object")
@@ -167,6 +169,11 @@ class Renderer:
         if effort is not None:
             variables["reasoning_effort"] = effort
             variables.setdefault("enable_thinking", effort != "none")
+        if body.get("add_generation_prompt") is not None:
+            variables["add_generation_prompt"] = bool(body["add_generation_prompt"])
+        if body.get("continue_final_message"):
+            variables["continue_final_message"] = True
+            variables.setdefault("add_generation_prompt", False)
         return variables
 
 
