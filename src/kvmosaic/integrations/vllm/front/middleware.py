@@ -23,7 +23,7 @@ from kvmosaic.integrations.vllm.front.body_rewrite import (
     rewritten,
 )
 from kvmosaic.integrations.vllm.front.documents import ROUTE as DOCUMENTS
-from kvmosaic.integrations.vllm.front.documents import TENANT, DocumentRoutes, open_documents
+from kvmosaic.integrations.vllm.front.documents import DocumentRoutes, open_documents
 from kvmosaic.integrations.vllm.front.internal_requests import whole_body
 from kvmosaic.integrations.vllm.front.served_model import find_model
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
@@ -85,7 +85,7 @@ class ComposedDocuments:
         """
         if self._renderer is None:
             model = find_model(scope["app"].state)
-            self._renderer = Renderer(model, self.settings, partial(self.documents.resolve, TENANT))
+            self._renderer = Renderer(model, self.settings, self.documents)
         return self._renderer
 
     async def in_thread(self, work: Any, *arguments: Any) -> Any:
@@ -132,7 +132,7 @@ class _Exchange:
             content = await whole_body(self._receive, self._front.settings.max_body_bytes, _SEND_LESS)
             if content is None:
                 return {"type": "http.disconnect"}
-            if may_have_documents(content, self._front.settings.chunk_separator):
+            if may_have_documents(content, self._front.settings):
                 self._asked = await self._front.rewritten(content, self._route, self._scope)
         except ApiError as refusal:
             self._refusal = refusal
