@@ -39,6 +39,7 @@ from kvmosaic.model.cpu.int8 import Quantization
 from kvmosaic.model.cpu.prepack import Prepack
 from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
 from kvmosaic.prompt.found_documents import DocumentFinder
+from kvmosaic.prompt.patterns import document_finder, read_find_documents
 from kvmosaic.repair import RepairPolicy
 from kvmosaic.sampling import RequestOutput, SamplingParams, ScoreOutput, decode_all, default_sampling
 from kvmosaic.tuned_settings import ProfileChoice, find_profile
@@ -218,6 +219,8 @@ class LLM:
         priority: int | Sequence[int] = 0,
         position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
+        preamble: str | int | None = None,
+        find_documents: str | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """Answers conversations over documents, rendered through the model's chat template.
@@ -230,6 +233,9 @@ class LLM:
             priority: for all conversations, or one each, from -100 to 100; higher runs first.
             position_strategy: instead of the configured one.
             chunk_context: as for `generate`.
+            preamble: how much of the system text documents see, instead of the configured one.
+            find_documents: "patterns", "none" or names of patterns: documents in the text of messages, instead of the
+                configured ones.
             progress: called after every finished conversation.
 
         Raises:
@@ -238,8 +244,9 @@ class LLM:
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if is_one else list(messages)
         params = self._params_for(sampling_params, len(conversations))
+        how: dict[str, Any] = {"preamble": preamble, "finder": self._finder(find_documents)}
         encoded = [
-            self.compose(conversation, documents=documents, salt=salt, is_endless=each.window_tokens is not None)
+            self.compose(conversation, documents=documents, salt=salt, is_endless=each.window_tokens is not None, **how)
             for conversation, each in zip(conversations, params, strict=True)
         ]
         placing = position_strategy, chunk_context
@@ -293,6 +300,8 @@ class LLM:
         priority: int = 0,
         position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
+        preamble: str | int | None = None,
+        find_documents: str | None = None,
     ) -> Iterator[RequestOutput]:
         """Answers one prompt or conversation, step by step: every output holds the answer so far.
 
@@ -301,13 +310,19 @@ class LLM:
         Raises:
             Everything that `generate` and `chat` raise, before the first output.
         """
+        how: dict[str, Any] = {"preamble": preamble, "finder": self._finder(find_documents)}
         if isinstance(prompt, str | Prompt):
-            encoded = self._encoder_for(sampling_params).encode(prompt, salt=salt)
+            encoded = self._encoder_for(sampling_params).encode(prompt, salt=salt, **how)
         else:
             is_endless = sampling_params is not None and sampling_params.window_tokens is not None
-            encoded = self.compose(prompt, documents=documents, salt=salt, is_endless=is_endless)
+            encoded = self.compose(prompt, documents=documents, salt=salt, is_endless=is_endless, **how)
         placing = position_strategy, chunk_context
         return self._stream(encoded, sampling_params or SamplingParams(), check_priority(priority), placing)
+
+    def _finder(self, find_documents: str | None) -> DocumentFinder | None:
+        if find_documents is None:
+            return None
+        return document_finder(read_find_documents(find_documents), self.chunk_cache_config.document_pattern)
 
     def compose(
         self,
@@ -344,6 +359,7 @@ class LLM:
         system: str | None = None,
         salt: str = "",
         chunk_context: ChunkContext | None = None,
+        preamble: str | int | None = None,
         progress: Progress | None = None,
     ) -> list[ChunkHandle]:
         """Computes documents now, so that later prompts find them.
@@ -353,7 +369,7 @@ class LLM:
             system: the system prompt under which they will be used; their keys depend on it (unless chunk_context is
                 "none"). None: no system message.
             salt: tenant salt of these prompts.
-            chunk_context: as these prompts will say it.
+            chunk_context, preamble: as these prompts will say it.
             progress: called after every finished document.
 
         Returns:
@@ -364,7 +380,7 @@ class LLM:
         documents = list(documents)
         most = self.chunk_cache_config.max_prompt_chunks
         parts = [documents[first : first + most] for first in range(0, max(len(documents), 1), most)]
-        prompts = [self.encoder.encode_documents(part, system=system, salt=salt) for part in parts]
+        prompts = [self.encoder.encode_documents(part, system=system, salt=salt, preamble=preamble) for part in parts]
         return self.chunks.warm(prompts, progress, chunk_context=chunk_context)
 
     def plan(
