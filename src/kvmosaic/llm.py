@@ -369,7 +369,8 @@ class LLM:
             system: the system prompt under which they will be used; their keys depend on it (unless chunk_context is
                 "none"). None: no system message.
             salt: tenant salt of these prompts.
-            chunk_context, preamble: as these prompts will say it.
+            chunk_context: as these prompts will say it.
+            preamble: as these prompts will say it.
             progress: called after every finished document.
 
         Returns:
