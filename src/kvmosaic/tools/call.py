@@ -1,0 +1,49 @@
+"""Tool calls, and the events from which a stream of them is put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool, as a model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON, as the model wrote it: cut off if the answer was."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContentText:
+    """Text of the answer outside of calls."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningText:
+    """Text that the model wrote for itself, in formats that have a channel for it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A call begins: its number in the answer, its id and the name of the tool."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsText:
+    """More text of the arguments of a call."""
+
+    index: int
+    text: str
+
+
+CallEvent = ContentText | ReasoningText | CallStart | ArgumentsText
