@@ -14,7 +14,7 @@ from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.document import Document, read_documents
 from kvmosaic.prompt.message import read_messages
 from kvmosaic.prompt.preamble import preamble_rule
-from kvmosaic.prompt.preamble_split import preamble_end, with_preamble, with_preamble_tokens
+from kvmosaic.prompt.preamble_split import placed, with_preamble, with_preamble_tokens
 from kvmosaic.prompt.segment import MAX_POSITION, Prompt, Segment, SegmentKind, numbered
 from kvmosaic.prompt.separator import check_unicode
 from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_token_ids
@@ -167,13 +167,17 @@ class PromptEncoder:
         """
         rule = self._preamble if preamble is None else preamble_rule(preamble)
         conversation = Conversation(self._known_tokenizer(), read_messages(messages), template_options)
+        conversation.check_tools()
         read = read_documents(documents or (), self.settings.max_prompt_chunks)
         last_answer = conversation.last_answer
         if not read:
             return self._from_pieces([(SegmentKind.PLAIN, None, conversation.pieces())], salt, last_answer)
-        placing = place_documents(conversation)
+        if self._is_joining:
+            placing, end = place_documents(conversation), None
+        else:
+            conversation, placing, end = placed(conversation, messages, rule)
+            last_answer = conversation.last_answer
         head, rest = placing.head, tuple[TextPiece, ...]()
-        end = None if self._is_joining else preamble_end(conversation, placing.head, messages, rule)
         if end is not None:
             head, rest = split_pieces(placing.head, end)
         parts: list[tuple[SegmentKind, str | None, Sequence[TextPiece]]] = [(SegmentKind.SYSTEM, None, head)]

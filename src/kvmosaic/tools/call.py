@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +49,20 @@ class ArgumentsText:
 
 
 CallEvent = ContentText | ReasoningText | CallStart | ArgumentsText
+
+
+def joined_events(events: Sequence[CallEvent]) -> list[CallEvent]:
+    """The same events with neighbours of a kind joined."""
+    joined: list[CallEvent] = []
+    for kind, group in groupby(events, key=_kind):
+        if isinstance(kind, CallStart):
+            joined += group
+        else:
+            joined.append(
+                replace(kind, text="".join(event.text for event in group if not isinstance(event, CallStart)))
+            )
+    return joined
+
+
+def _kind(event: CallEvent) -> CallEvent:
+    return event if isinstance(event, CallStart) else replace(event, text="")

@@ -6,10 +6,9 @@ import json
 import re
 import string
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvmosaic.tools.call import ArgumentsText, CallEvent, CallStart, ContentText, ReasoningText, ToolCall
+from kvmosaic.tools.call import ArgumentsText, CallEvent, CallStart, ContentText, ReasoningText, joined_events
 from kvmosaic.tools.json_scanner import JsonScanner
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class CallParser:
 
         Args:
             tool_format: how calls are written.
-            tools: those that may be called.
+            tools: tools that may be called.
             hidden: control tokens of the format that are no content.
             max_calls: further calls are dropped; None: there may be any number.
         """
@@ -95,7 +94,7 @@ class CallParser:
         if not self._is_done:
             self._is_done = next(self._steps, self) is self
         events, self._events = self._events, []
-        return _joined(events)
+        return joined_events(events)
 
     # What a format reads with.
 
@@ -367,64 +366,3 @@ def _any_of(texts: Collection[str]) -> re.Pattern[str] | None:
     """A pattern that matches one of these texts, the longest first."""
     found = sorted({text for text in texts if text}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, found))) if found else None
-
-
-def _joined(events: Sequence[CallEvent]) -> list[CallEvent]:
-    """The same events with neighbours of a kind joined."""
-    joined: list[CallEvent] = []
-    texts: list[str] = []
-    for event in events:
-        last = joined[-1] if joined else None
-        if isinstance(event, CallStart):
-            joined.append(event)
-            continue
-        if last is None or replace(event, text="") != last:
-            joined.append(replace(event, text=""))
-            texts.append("")
-        texts[-1] += event.text
-    found = iter(texts)
-    return [event if isinstance(event, CallStart) else replace(event, text=next(found)) for event in joined]
-
-
-class CallCollector:
-    """An answer put together from its events."""
-
-    def __init__(self) -> None:
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[tuple[CallStart, list[str]]] = []
-
-    def add(self, events: Sequence[CallEvent]) -> None:
-        """Adds events."""
-        for event in events:
-            if isinstance(event, ContentText):
-                self._content.append(event.text)
-            elif isinstance(event, ReasoningText):
-                self._reasoning.append(event.text)
-            elif isinstance(event, CallStart):
-                self._calls.append((event, []))
-            else:
-                self._calls[event.index][1].append(event.text)
-
-    @property
-    def content(self) -> str:
-        """The text outside of calls."""
-        return "".join(self._content)
-
-    @property
-    def reasoning(self) -> str:
-        """The text that the model wrote for itself."""
-        return "".join(self._reasoning)
-
-    @property
-    def calls(self) -> tuple[ToolCall, ...]:
-        """The calls, in order."""
-        return tuple(ToolCall(start.id, start.name, "".join(parts)) for start, parts in self._calls)
-
-
-def parse_calls(parser: CallParser, text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """The content and the calls of a whole answer."""
-    collector = CallCollector()
-    collector.add(parser.feed(text))
-    collector.add(parser.finish())
-    return collector.content, collector.calls
