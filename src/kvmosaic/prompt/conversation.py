@@ -22,8 +22,8 @@ _CLOCK = "strftime_now"
 """The function by which templates ask for the time."""
 _OTHER_TIME = "{%- macro strftime_now(format) -%}\N{WATCH}{%- endmacro -%}"
 """In front of a template: takes the place of its clock. No time is written like this."""
-_NO_CONTENT = re.compile(r"\bis (?:not )?none\b")
-"""In a template that treats a message without content and one with an empty content differently."""
+_NO_CONTENT = re.compile(r"""(\w+(?:\.content|\[['"]content['"]\])) is (not )?none\b""")
+"""How templates ask whether a message has no content; transformers leaves such a content out, which is not none."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 Documents = list[dict[str, str]] | None
 
@@ -89,6 +89,11 @@ def _could_write(text: str, token: str) -> bool:
     return any(text.endswith(token[:length]) or text.startswith(token[-length:]) for length in range(1, len(token)))
 
 
+def _with_empty_content(question: re.Match[str]) -> str:
+    """A template's question for no content, as one for an empty content."""
+    return f"({question[1]})" if question[2] else f"(not {question[1]})"
+
+
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """The message with the arguments of its tool calls as texts of JSON."""
     calls = copy.deepcopy(message.get("tool_calls"))
@@ -109,9 +114,7 @@ class _MarkedTexts:
 
     def message(self, message: dict[str, Any], number: int) -> dict[str, Any]:
         """A message with its texts replaced by marks."""
-        content = message["content"]
-        if content is not None:
-            content = self.mark(number, content, padded=True, always=True)
+        content = self.mark(number, message["content"], padded=True, always=True)
         mark = partial(self.mark, number)
         rest = {key: map_texts(value, mark) for key, value in message.items() if key not in ("role", "content")}
         return {"role": message["role"], "content": content, **rest}
@@ -189,21 +192,16 @@ class Conversation:
 
     def _with_rendered_calls(self) -> list[dict[str, Any]]:
         """The messages with tool calls as the template takes them: arguments as a mapping, or as a text of JSON."""
-        messages = self.messages
-        if _NO_CONTENT.search(self.template_source):
-            is_silent = [message.get("tool_calls") and message["content"] == "" for message in messages]
-            messages = [
-                {**message, "content": None} if silent else message
-                for message, silent in zip(messages, is_silent, strict=True)
-            ]
+        if self._has_source and _NO_CONTENT.search(self.template_source):
+            self._options["chat_template"] = _NO_CONTENT.sub(_with_empty_content, self.template_source)
         try:
-            self._render(messages, None)
+            self._render(self.messages, None)
         except InvalidMessages:
-            texts = [_with_text_arguments(message) for message in messages]
+            texts = [_with_text_arguments(message) for message in self.messages]
             with suppress(InvalidMessages):
                 self._render(texts, None)
                 return texts
-        return messages
+        return self.messages
 
     @property
     def last_answer(self) -> int | None:
@@ -223,7 +221,12 @@ class Conversation:
     @property
     def has_clock(self) -> bool:
         """Whether the template may write the time or date."""
-        return _CLOCK in self.template_source and not isinstance(getattr(self._tokenizer, "chat_template", ""), dict)
+        return _CLOCK in self.template_source and self._has_source
+
+    @property
+    def _has_source(self) -> bool:
+        """Whether the template is one text, which can be changed."""
+        return not isinstance(getattr(self._tokenizer, "chat_template", ""), dict)
 
     def at_another_time(self) -> Conversation:
         """The same conversation, rendered by the same template with something else on its clock."""

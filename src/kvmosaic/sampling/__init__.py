@@ -10,13 +10,14 @@ from kvmosaic.sampling.sampler import SampledToken, SamplingState, sample
 from kvmosaic.sampling.score import ScoreOutput
 from kvmosaic.sampling.stop_conditions import Finish, StopRules, StopStrings
 from kvmosaic.sampling.structured import CallGrammar, StructuredOutputs
-from kvmosaic.sampling.tool_calling import ToolCalling
+from kvmosaic.sampling.tool_calling import AnswerReader, ToolCalling
 
 __all__ = [
     "DEFAULT_SINK_TOKENS",
     "MAX_TOKENS",
     "MAX_WINDOW_TOKENS",
     "Answer",
+    "AnswerReader",
     "CallGrammar",
     "CompletionOutput",
     "Decoder",

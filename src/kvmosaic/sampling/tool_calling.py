@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from kvmosaic.errors import InvalidConfig, InvalidSampling, InvalidTools
 from kvmosaic.sampling.grammar import check_schema
+from kvmosaic.sampling.output import CompletionOutput, RequestOutput
 from kvmosaic.sampling.params import SamplingParams
 from kvmosaic.sampling.structured import CallGrammar
 from kvmosaic.tools import (
     TOOL_FORMATS,
+    CallCollector,
     CallParser,
     ControlToken,
     ToolFormat,
@@ -90,4 +93,62 @@ class ToolCalling:
             request.callable_tools,
             hidden=hidden if params.skip_special_tokens else (),
             max_calls=None if request.is_parallel else 1,
+        )
+
+
+class AnswerReader:
+    """Reads the tool calls out of the outputs of one request, whole or so far."""
+
+    def __init__(self, calling: ToolCalling, request: ToolRequest | None) -> None:
+        """Takes the tools of the request; without any, outputs stay as they are."""
+        self._calling = calling
+        self._request = request
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The tools as a chat template reads them."""
+        return [] if self._request is None else self._request.for_template()
+
+    def sampling(self, params: SamplingParams) -> SamplingParams:
+        """The parameters of the answers; see `ToolCalling.sampling`."""
+        return params if self._request is None else self._calling.sampling(params, self._request)
+
+    def read(self, output: RequestOutput, params: SamplingParams) -> RequestOutput:
+        """A finished output with its calls."""
+        return next(self.read_all([output], params))
+
+    def read_all(self, outputs: Iterable[RequestOutput], params: SamplingParams) -> Iterator[RequestOutput]:
+        """Outputs of one request so far, with their calls so far."""
+        answers: dict[int, _Answer] = {}
+        for output in outputs:
+            if self._request is None or not self._request.callable_tools:
+                yield output
+                continue
+            for each in output.outputs:
+                if each.index not in answers:
+                    answers[each.index] = _Answer(self._calling.parser(self._request, params))
+            yield replace(output, outputs=tuple(answers[each.index].read(each) for each in output.outputs))
+
+
+class _Answer:
+    """One answer, and how much of its text was parsed."""
+
+    def __init__(self, parser: CallParser) -> None:
+        self._parser = parser
+        self._collector = CallCollector()
+        self._num_read = 0
+        self._is_finished = False
+
+    def read(self, output: CompletionOutput) -> CompletionOutput:
+        self._collector.add(self._parser.feed(output.text[self._num_read :]))
+        self._num_read = len(output.text)
+        if output.finished and not self._is_finished:
+            self._is_finished = True
+            self._collector.add(self._parser.finish())
+        calls, reason = self._collector.calls, output.finish_reason
+        return replace(
+            output,
+            text=self._collector.content,
+            tool_calls=calls,
+            finish_reason="tool_calls" if calls and reason == "stop" else reason,
         )

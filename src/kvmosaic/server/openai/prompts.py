@@ -70,6 +70,8 @@ class Rendering:
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     template_options: Mapping[str, Any] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Checked tools, as the template reads them."""
     is_endless: bool = False
     """Whether the question may exceed the model's context: the answer then uses a rolling window."""
 
@@ -156,6 +158,8 @@ def _encode_chat(
     salt, preamble = body.cache_salt or "", body.preamble
     options = dict(rendering.template_options or {})
     if not _template_of(llm):
+        if rendering.tools:
+            raise InvalidMessages("this model has no chat template, so it cannot be shown tools; leave tools out")
         if options or rendering.continue_final_message:
             raise InvalidMessages(
                 "this model has no chat template, so there is nothing to be set; leave its options out"
@@ -163,6 +167,8 @@ def _encode_chat(
         is_endless = rendering.is_endless
         return llm.compose(messages, documents=documents or None, salt=salt, is_endless=is_endless, preamble=preamble)
     check_variables(llm.model.tokenizer, options)
+    if rendering.tools:
+        options["tools"] = list(rendering.tools)
     if rendering.add_generation_prompt is not None:
         options["add_generation_prompt"] = rendering.add_generation_prompt
     if rendering.continue_final_message:
