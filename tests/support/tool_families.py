@@ -13,8 +13,6 @@ from kvmosaic.model import LoadedModel
 from support.families import build
 from support.tokenizers import make_tokenizer
 
-CHATML_TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-
 QWEN = """\
 {%- if tools %}
     {{- '<|im_start|>system\n' }}
@@ -26,7 +24,8 @@ QWEN = """\
         {{- "\n" }}
         {{- tool | tojson }}
     {%- endfor %}
-    {{- "\n</tools>\n\nReturn each call as JSON within tags:\n<tool_call>\n{\\"name\\": <name>, \\"arguments\\": <args>}" }}
+    {{- "\n</tools>\n\nReturn each call as JSON within tags:\n<tool_call>\n" }}
+    {{- '{"name": <name>, "arguments": <args>}' }}
     {{- "\n</tool_call><|im_end|>\n" }}
 {%- elif messages[0].role == 'system' %}
     {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
@@ -58,13 +57,15 @@ QWEN3_CODER = """\
 {%- for tool in tools or [] %}
     {%- if loop.first %}{{- '\n\n<tools>' }}{%- endif %}
     {%- set tool = tool.function %}
-    {{- '\n<function>\n<name>' + tool.name + '</name>\n<description>' ~ tool.description | default('') ~ '</description>' }}
+    {{- '\n<function>\n<name>' + tool.name + '</name>\n<description>' }}
+    {{- tool.description | default('') ~ '</description>' }}
     {%- for name, about in tool.parameters.properties | items %}
         {{- '\n<parameter>\n<name>' ~ name ~ '</name>\n<type>' ~ about.type ~ '</type>\n</parameter>' }}
     {%- endfor %}
     {{- '\n</function>' }}
     {%- if loop.last %}
-        {{- '\n</tools>\n\nCall a function like this:\n<tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>' }}
+        {{- '\n</tools>\n\nCall a function like this:\n<tool_call>\n<function=name>\n<parameter=key>\nvalue' }}
+        {{- '\n</parameter>' }}
         {{- '\n</function>\n</tool_call>' }}
     {%- endif %}
 {%- endfor %}
@@ -94,8 +95,8 @@ LLAMA = """\
 {%- for m in messages %}
     {{- '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\n\n' }}
     {%- if tools and loop.first %}
-        {{- 'Given the following functions, respond with {"name": function name, "parameters": dictionary of argument name' }}
-        {{- ' and its value}.\n\n' }}
+        {{- 'Given the following functions, respond with {"name": function name, ' }}
+        {{- '"parameters": dictionary of argument name and its value}.\n\n' }}
         {%- for tool in tools %}{{- tool | tojson(indent=4) + '\n\n' }}{%- endfor %}
     {%- endif %}
     {%- if m.tool_calls %}
@@ -123,7 +124,8 @@ _MISTRAL_HEAD = """\
         {{- '[INST]' + (system + '\n\n' if system and loop.last else '') + m.content + '[/INST]' }}
     {%- elif m.role == 'tool' %}
         {%- if m.tool_call_id | length != 9 %}{{- raise_exception("ids of tool calls have 9 characters") }}{%- endif %}
-        {{- '[TOOL_RESULTS]{"content": ' + m.content | tojson + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
+        {{- '[TOOL_RESULTS]{"content": ' + m.content | tojson + ', "call_id": "' + m.tool_call_id + '"}' }}
+        {{- '[/TOOL_RESULTS]' }}
     {%- elif m.role == 'system' %}
         {{- raise_exception('Only user and assistant roles are supported, with an initial optional system message.') }}
     {%- elif m.tool_calls %}
@@ -205,7 +207,8 @@ HARMONY = """\
 {{- '<|start|>system<|message|>You are a helpful assistant.<|end|><|start|>developer<|message|># Instructions\n\n' }}
 {%- if messages[0].role == 'system' %}{{- messages[0].content }}{%- set messages = messages[1:] %}{%- endif %}
 {%- if tools %}{{- '\n\n# Tools\n\nnamespace functions {\n' }}
-{%- for tool in tools %}{{- '// ' ~ tool.function.description | default('') ~ '\ntype ' + tool.function.name + ' = (_: ' }}
+{%- for tool in tools %}
+{{- '// ' ~ tool.function.description | default('') ~ '\ntype ' + tool.function.name + ' = (_: ' }}
 {{- tool.function.parameters | tojson + ') => any;\n' }}{%- endfor %}{{- '} // namespace functions' }}{%- endif %}
 {{- '<|end|>' }}
 {%- for m in messages %}
@@ -254,9 +257,8 @@ def tool_tokenizer(family: str) -> PreTrainedTokenizerFast:
     """A small tokenizer with the template and the control tokens of a family."""
     about = TOOL_FAMILIES[family]
     tokenizer = make_tokenizer(about.template)
-    tokenizer.add_tokens(
-        [AddedToken(text, special=True, normalized=False) for text in about.special], special_tokens=True
-    )
+    special = [AddedToken(text, special=True, normalized=False) for text in about.special]
+    tokenizer.add_tokens(special, special_tokens=True)
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in about.added])
     return tokenizer
 

@@ -41,6 +41,7 @@ class ToolCalling:
         markers = () if self._format is None else self._format.markers
         special = set(getattr(tokenizer, "all_special_ids", ()))
         added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._reserved = frozenset(token.content for token in added.values() if len(token.content) > 1)
         self._tokens = {
             token.content: ControlToken(token_id, bool(token.special) or token_id in special)
             for token_id, token in added.items()
@@ -75,7 +76,7 @@ class ToolCalling:
                 "the form of an answer (response_format, structured_outputs) and tools exclude each other; leave one "
                 "out, or set tool_choice to 'none'"
             )
-        grammar = call_grammar(self.format, request, self._tokens)
+        grammar = call_grammar(self.format, request, self._tokens, self._reserved)
         if grammar is not None:
             for tool in request.callable_tools:
                 check_schema(tool.schema)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from kvmosaic.tools.formats.tool_format import ToolFormat
@@ -28,13 +28,16 @@ class ControlToken:
     """Whether no ordinary text contains it."""
 
 
-def call_grammar(tool_format: ToolFormat, request: ToolRequest, tokens: Mapping[str, ControlToken]) -> str | None:
+def call_grammar(
+    tool_format: ToolFormat, request: ToolRequest, tokens: Mapping[str, ControlToken], reserved: Collection[str] = ()
+) -> str | None:
     """The grammar of an answer in Lark; None if the answer may be anything.
 
     Args:
         tool_format: how calls are written.
         request: the tools and the choice. If no call is forced, tools with `strict` keep to their schemas.
-        tokens: the control tokens of the model, by their texts.
+        tokens: the format's control tokens in this model, by their texts.
+        reserved: the texts of all added tokens of the model.
 
     Raises:
         InvalidTools: a tool whose calls cannot be required in this format.
@@ -53,6 +56,10 @@ def call_grammar(tool_format: ToolFormat, request: ToolRequest, tokens: Mapping[
     lines.append(f"more: {writer.rule((Rule('call'), *more, texts.end))}")
     lines += _start(tool_format, writer, is_forced=is_forced)
     used = " ".join(lines)
+    schemas = json.dumps([tool.schema for tool in tools], ensure_ascii=False)
+    if any(text in schemas for text in reserved):
+        # llguidance tokenizes texts that can only go on in one way, and finds the control token, which is not allowed.
+        lines.insert(0, '%llguidance {"no_forcing": true}')
     return "\n".join([*lines, *(line for name, line in _TERMINALS.items() if re.search(rf"\b{name}\b", used))])
 
 
@@ -61,16 +68,19 @@ def _start(tool_format: ToolFormat, writer: _Writer, *, is_forced: bool) -> list
     calls = writer.rule((begin, Rule("more")))
     if (free := tool_format.free_parts()) is not None:
         before, instead = map(writer.rule, free)
-        return [f"start: ({before})* " + (calls if is_forced else f"(({calls}) | ({instead}))")]
+        return [f"start: ({before})? " + (calls if is_forced else f"(({calls}) | ({instead}))")]
     if is_forced:
         return [f"start: {calls}"]
     if tool_format.is_bare:
         return [f"start: {calls} | PLAIN"]
+    text = json.dumps(trigger, ensure_ascii=False)
+    plain = f"FREE: TEXT & ~(TEXT {text} TEXT)"
     if not begin.startswith(trigger) or writer.is_special(trigger):
-        return [f"start: TEXT ({calls})?"]
-    # The trigger is ordinary text: any text ends where it is complete, and a call follows.
+        return [f"start: FREE ({calls})?", plain]
+    # Where the trigger may be ordinary text, any text ends as soon as it is complete, and a call follows. The same
+    # trigger may be a token that no text of the grammar contains: llguidance treats all added <...> so.
     rest = writer.rule((begin.removeprefix(trigger), Rule("more")))
-    return [f"start: TEXT | head {rest}", f"head[lazy]: TEXT {json.dumps(trigger, ensure_ascii=False)}"]
+    return [f"start: FREE ({calls})? | head {rest}", f"head[lazy]: TEXT {text}", plain]
 
 
 class _Writer:

@@ -29,14 +29,15 @@ class DeepSeekV3(ToolFormat):
 
     def read_calls(self, parser: CallParser, trigger: str) -> Steps:
         """Reads calls up to the token that ends them."""
-        is_begun = trigger == _CALL
+        is_begun, before = trigger == _CALL, parser.num_calls
         while True:
             yield from parser.skip()
             if not is_begun and not (yield from parser.accept(_CALL)):
                 break
             is_begun = False
             yield from self._read_call(parser)
-        if (yield from parser.peek()) and not (yield from parser.accept(_END)):
+        has_end = not (yield from parser.peek()) or (yield from parser.accept(_END))
+        if not has_end or parser.num_calls == before:
             raise NotACall
         parser.commit()
 
