@@ -43,7 +43,8 @@ WITH_CALLS = {
     "deepseek_v31": f"Let me see.<｜tool▁calls▁begin｜>{_DS}weather<｜tool▁sep｜>{WRITTEN}<｜tool▁call▁end｜>"
     f'{_DS}search<｜tool▁sep｜>{{"query": "owls"}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "harmony": "<|channel|>final<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary "
-    f"to=functions.weather <|constrain|>json<|message|>{WRITTEN}<|call|><|start|>assistant to=functions.search<|channel|>commentary json"
+    f"to=functions.weather <|constrain|>json<|message|>{WRITTEN}<|call|>"
+    "<|start|>assistant to=functions.search<|channel|>commentary json"
     '<|message|>{"query": "owls"}<|call|>',
     "qwen3_coder": "Let me see.\n<tool_call>\n<function=weather>\n<parameter=city>\n"
     f"{ARGUMENTS['city']}\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n"

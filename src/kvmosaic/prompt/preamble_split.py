@@ -92,8 +92,9 @@ def _with_tools_first(
     split = conversation.with_split_message(number, texts)
     try:
         moved = place_documents(split)
+        # None where the template writes it after the documents: then all before them is the preamble
         rest = next((place for place, one in _system_pieces(split, moved.head) if one.message == number + 1), None)
-        if rest is None or _has_tools_after(split, moved, number + 1):
+        if _has_tools_after(split, moved, number + 1):
             return None
     except InvalidMessages:  # a template that takes one system message only
         return None
