@@ -43,7 +43,15 @@ from kvmosaic.server.openai.sampling_fields import (
     prepared,
 )
 from kvmosaic.server.openai.sse import DONE, event, open_stream
-from kvmosaic.server.openai.tool_answers import ToolAnswer, ToolAnswers, ending_with, message_deltas, read_delta
+from kvmosaic.server.openai.tool_answers import (
+    ToolAnswer,
+    ToolAnswers,
+    ending_with,
+    message_deltas,
+    read_delta,
+    tool_answers,
+)
+from kvmosaic.server.openai.tool_fields import named_by_field
 from kvmosaic.server.openai.usage import UsageTotals
 from kvmosaic.server.tenants import Tenant, current_tenant
 from kvmosaic.tools import CallParser
@@ -83,13 +91,12 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
 def _read(
     sources: PromptSources, tenant: Tenant, body: ChatRequest
 ) -> tuple[list[EncodedPrompt], SamplingParams, ToolAnswers | None]:
-    request, tools = body.tool_request(), None
-    params = body.sampling_params(sources.sampling_defaults())
-    prompts = [chat_prompt(sources, tenant, body, body.plain_messages(), body.rendering())]
-    if request is not None and request.callable_tools:
-        params = sources.llm.tool_calling.sampling(params, request)
-        tools = ToolAnswers(sources.llm.tool_calling, request, params)
-    return prompts, prepared(sources.llm, params), tools
+    with named_by_field():
+        request = body.tool_request()
+        params = body.sampling_params(sources.sampling_defaults())
+        prompts = [chat_prompt(sources, tenant, body, body.plain_messages(), body.rendering())]
+        tools = None if request is None else tool_answers(sources.llm, request, params)
+    return prompts, prepared(sources.llm, params if tools is None else tools.params), tools
 
 
 class ChatWriter:

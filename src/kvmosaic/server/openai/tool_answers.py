@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvmosaic.engine import AnswerDelta
+from kvmosaic.llm import LLM
 from kvmosaic.sampling import SamplingParams, ToolCalling
 from kvmosaic.server.openai.generation import Ending, WholeAnswer
 from kvmosaic.server.openai.replies import (
@@ -35,6 +36,18 @@ class ToolAnswers:
     def whole(self) -> ToolAnswer:
         """Returns an empty answer."""
         return ToolAnswer(parser=self.parser())
+
+
+def tool_answers(llm: LLM, request: ToolRequest, params: SamplingParams) -> ToolAnswers | None:
+    """Returns the parsers of a request's answers and its parameters with tools; None if it can call none.
+
+    Raises:
+        InvalidTools, InvalidSampling: see `ToolCalling.sampling`.
+    """
+    if not request.callable_tools:
+        return None
+    calling = llm.tool_calling
+    return ToolAnswers(calling, request, calling.sampling(params, request))
 
 
 @dataclass(slots=True, kw_only=True)
