@@ -23,6 +23,7 @@ from kvmosaic.assembly import (
     continuations_of,
     profile_place,
     prompts_of,
+    read_tools,
 )
 from kvmosaic.attention import AttentionBackend, BackendName, choose_backend
 from kvmosaic.cache import ChunkCacheStats, Plan, PrefixTree, TreeLimits
@@ -32,7 +33,7 @@ from kvmosaic.engine import Request
 from kvmosaic.engine.priorities import priorities_for
 from kvmosaic.engine.self_check import SelfCheck, run_self_check
 from kvmosaic.engine_protocol import check_priority
-from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling
+from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling, InvalidTools
 from kvmosaic.layout import ChunkContext
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.cpu.int8 import Quantization
@@ -41,11 +42,20 @@ from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
 from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.patterns import document_finder, read_find_documents
 from kvmosaic.repair import RepairPolicy
-from kvmosaic.sampling import RequestOutput, SamplingParams, ScoreOutput, decode_all, default_sampling
+from kvmosaic.sampling import (
+    AnswerReader,
+    RequestOutput,
+    SamplingParams,
+    ScoreOutput,
+    ToolCalling,
+    decode_all,
+    default_sampling,
+)
 from kvmosaic.tuned_settings import ProfileChoice, find_profile
 
 Messages = Sequence[Mapping[str, Any]]
 Documents = Sequence[Document | Mapping[str, Any] | str]
+Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]
 Progress = Callable[[int, int], None]
 """Called with the number of finished requests and the number of all."""
 _Placing = tuple[str | None, ChunkContext | None]
@@ -78,6 +88,7 @@ class LLM:
         profile: ProfileChoice = True,
         attention_backend: AttentionBackend | BackendName | None = None,
         self_check: bool = True,
+        tool_format: str = "auto",
         trust_remote_code: bool = False,
     ) -> None:
         """Loads a model and gives it its caches.
@@ -106,6 +117,8 @@ class LLM:
                 why. The environment variable KVMOSAIC_ATTENTION decides where nothing is said here.
             self_check: compare a composed prompt with a dense forward first; if they differ, the chunk cache stays off
                 and `chunk_cache_off_reason` says why.
+            tool_format: how the model writes tool calls: "hermes", "llama3_json", "mistral", …; "auto": as its chat
+                template does.
             trust_remote_code: run Python code that comes with the checkpoint.
 
         Raises:
@@ -168,6 +181,8 @@ class LLM:
         self.encoder = encoder if self.has_chunk_cache else encoder.joining()
         self.chunks = ChunkStore(self.engine, self.encoder, self.chunk_cache_off_reason)
         self._default_sampling = default_sampling(self.model.generation_settings)
+        tokenizer = self.model.tokenizer
+        self.tool_calling = ToolCalling(tokenizer, str(getattr(tokenizer, "chat_template", None) or ""), tool_format)
 
     @property
     def has_chunk_cache(self) -> bool:
@@ -215,6 +230,9 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         documents: Documents | None = None,
+        tools: Tools | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
         salt: str = "",
         priority: int | Sequence[int] = 0,
         position_strategy: str | None = None,
@@ -229,6 +247,12 @@ class LLM:
             messages: one conversation ([{"role": "user", "content": "…"}]) or a list of them.
             sampling_params: for all conversations, or one each.
             documents: [{"id", "title", "text", "priority"}], Documents or texts; the same for all conversations.
+            tools: [{"type": "function", "function": {"name", "description", "parameters"}}] as OpenAI's API has them,
+                or functions with type hints and docstrings; the same for all conversations. Calls are in
+                `CompletionOutput.tool_calls`.
+            tool_choice: "auto" (the default), "none", "required", or
+                {"type": "function", "function": {"name": ...}}.
+            parallel_tool_calls: whether an answer may hold several calls.
             salt: tenant salt; conversations with different salts share nothing.
             priority: for all conversations, or one each, from -100 to 100; higher runs first.
             position_strategy: instead of the configured one.
@@ -245,12 +269,25 @@ class LLM:
         conversations: list[Any] = [messages] if is_one else list(messages)
         params = self._params_for(sampling_params, len(conversations))
         how: dict[str, Any] = {"preamble": preamble, "finder": self._finder(find_documents)}
+        reader = self._reader(tools, tool_choice, parallel_tool_calls)
         encoded = [
-            self.compose(conversation, documents=documents, salt=salt, is_endless=each.window_tokens is not None, **how)
+            self.compose(
+                conversation,
+                documents=documents,
+                tools=None if reader is None else reader.tools,
+                salt=salt,
+                is_endless=each.window_tokens is not None,
+                **how,
+            )
             for conversation, each in zip(conversations, params, strict=True)
         ]
+        if reader is not None:
+            params = [reader.sampling(each) for each in params]
         placing = position_strategy, chunk_context
-        return self._answer(encoded, params, priorities_for(priority, len(encoded)), placing, progress)
+        outputs = self._answer(encoded, params, priorities_for(priority, len(encoded)), placing, progress)
+        if reader is None:
+            return outputs
+        return [reader.read(output, each) for output, each in zip(outputs, params, strict=True)]
 
     def score(
         self,
@@ -296,6 +333,9 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         documents: Documents | None = None,
+        tools: Tools | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
         salt: str = "",
         priority: int = 0,
         position_strategy: str | None = None,
@@ -311,13 +351,28 @@ class LLM:
             Everything that `generate` and `chat` raise, before the first output.
         """
         how: dict[str, Any] = {"preamble": preamble, "finder": self._finder(find_documents)}
+        params = sampling_params or SamplingParams()
+        reader = self._reader(tools, tool_choice, parallel_tool_calls)
         if isinstance(prompt, str | Prompt):
+            if reader is not None:
+                raise InvalidTools(
+                    "tools go with a conversation; give messages instead of a prompt, or leave tools out"
+                )
             encoded = self._encoder_for(sampling_params).encode(prompt, salt=salt, **how)
         else:
-            is_endless = sampling_params is not None and sampling_params.window_tokens is not None
-            encoded = self.compose(prompt, documents=documents, salt=salt, is_endless=is_endless, **how)
+            encoded = self.compose(
+                prompt,
+                documents=documents,
+                tools=None if reader is None else reader.tools,
+                salt=salt,
+                is_endless=params.window_tokens is not None,
+                **how,
+            )
+        if reader is not None:
+            params = reader.sampling(params)
         placing = position_strategy, chunk_context
-        return self._stream(encoded, sampling_params or SamplingParams(), check_priority(priority), placing)
+        outputs = self._stream(encoded, params, check_priority(priority), placing)
+        return outputs if reader is None else reader.read_all(outputs, params)
 
     def _finder(self, find_documents: str | None) -> DocumentFinder | None:
         if find_documents is None:
@@ -329,6 +384,7 @@ class LLM:
         messages: Messages,
         *,
         documents: Documents | None = None,
+        tools: Tools | None = None,
         salt: str = "",
         is_endless: bool = False,
         preamble: str | int | None = None,
@@ -338,13 +394,17 @@ class LLM:
 
         A model without a chat template takes one question with an optional system text, as plain text. With
         `is_endless`, the question may be longer than the model: for sampling parameters with `window_tokens`. With
-        `preamble`, documents see that much of the system text, instead of what the settings say. Without documents, a
-        `finder` finds them in the messages, instead of the one of the settings.
+        `preamble`, documents see that much of the system text, instead of what the settings say. `tools` are in the
+        order of their names, whatever their order here. Without documents, a `finder` finds them in the messages,
+        instead of the one of the settings.
 
         Raises:
-            InvalidMessages, InvalidDocument: see `chat`.
+            InvalidMessages, InvalidDocument, InvalidTools: see `chat`.
         """
         encoder = self.encoder.endless() if is_endless else self.encoder
+        if tools and (read := read_tools(tools, None, True, self.model)) is not None:
+            written = read.for_template()
+            return encoder.encode_chat(messages, documents, salt=salt, preamble=preamble, finder=finder, tools=written)
         if documents is not None and not getattr(self.model.tokenizer, "chat_template", None):
             *system, question = (message["content"] for message in read_messages(messages))
             if [message["role"] for message in messages] in (["user"], ["system", "user"]):
@@ -357,6 +417,7 @@ class LLM:
         documents: Documents,
         *,
         system: str | None = None,
+        tools: Tools | None = None,
         salt: str = "",
         chunk_context: ChunkContext | None = None,
         preamble: str | int | None = None,
@@ -368,6 +429,7 @@ class LLM:
             documents: as for `chat`.
             system: the system prompt under which they will be used; their keys depend on it (unless chunk_context is
                 "none"). None: no system message.
+            tools: those with which they will be used, which documents see, too.
             salt: tenant salt of these prompts.
             chunk_context: as these prompts will say it.
             preamble: as these prompts will say it.
@@ -381,7 +443,9 @@ class LLM:
         documents = list(documents)
         most = self.chunk_cache_config.max_prompt_chunks
         parts = [documents[first : first + most] for first in range(0, max(len(documents), 1), most)]
-        prompts = [self.encoder.encode_documents(part, system=system, salt=salt, preamble=preamble) for part in parts]
+        read = read_tools(tools, None, True, self.model)
+        options: dict[str, Any] = {"preamble": preamble} | ({} if read is None else {"tools": read.for_template()})
+        prompts = [self.encoder.encode_documents(part, system=system, salt=salt, **options) for part in parts]
         return self.chunks.warm(prompts, progress, chunk_context=chunk_context)
 
     def plan(
@@ -504,6 +568,15 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _reader(
+        self, tools: Tools | None, choice: str | Mapping[str, Any] | None, is_parallel: bool
+    ) -> AnswerReader | None:
+        """Reads the calls out of answers; None without tools."""
+        if not tools and choice in (None, "auto", "none"):
+            return None
+        read = read_tools(tools, choice, is_parallel, self.model)
+        return None if read is None else AnswerReader(self.tool_calling, read)
 
     def _encoder_for(self, params: SamplingParams | None) -> PromptEncoder:
         """With a rolling window, a prompt may be longer than the model."""

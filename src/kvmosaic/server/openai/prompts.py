@@ -8,7 +8,7 @@ from typing import Any
 
 from kvmosaic.api.documents import DocumentFields
 from kvmosaic.documents import DocumentStore, label_in
-from kvmosaic.errors import InvalidMessages, InvalidPrompt
+from kvmosaic.errors import InvalidMessages, InvalidPrompt, InvalidTools
 from kvmosaic.llm import LLM
 from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_marked, take_separated
@@ -71,6 +71,8 @@ class Rendering:
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     template_options: Mapping[str, Any] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Checked tools, as the template reads them."""
     is_endless: bool = False
     """Whether the question may exceed the model's context: the answer then uses a rolling window."""
 
@@ -165,6 +167,8 @@ def _encode_chat(
     salt, preamble = body.cache_salt or "", body.preamble
     options = dict(rendering.template_options or {})
     if not _template_of(llm):
+        if rendering.tools:
+            raise InvalidTools("this model has no chat template, so it cannot be shown tools; leave tools out")
         if options or rendering.continue_final_message:
             raise InvalidMessages(
                 "this model has no chat template, so there is nothing to be set; leave its options out"
@@ -172,6 +176,8 @@ def _encode_chat(
         how: dict[str, Any] = {"is_endless": rendering.is_endless, "preamble": preamble, "finder": finder}
         return llm.compose(messages, documents=documents or None, salt=salt, **how)
     check_variables(llm.model.tokenizer, options)
+    if rendering.tools:
+        options["tools"] = list(rendering.tools)
     if rendering.add_generation_prompt is not None:
         options["add_generation_prompt"] = rendering.add_generation_prompt
     if rendering.continue_final_message:
