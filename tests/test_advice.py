@@ -183,3 +183,9 @@ def test_over_http(caplog: pytest.LogCaptureFixture) -> None:
     assert float(line.split()[-1]) == 5 * reports[0]["documents"][0]["tokens"]
     assert [record.getMessage().count("lost reuse") for record in caplog.records] == [1]
     assert next(iter(advice.values())) == tuple(reports[-1]["advice"])
+
+
+def test_an_equal_text_under_another_salt_is_no_white_space(llm: LLM) -> None:
+    for salt in ("one", "two"):
+        output = ask(llm, "The harbour of Halport freezes in every winter.", salt=salt)
+        assert misses(output) == ["never_seen"]

@@ -107,18 +107,21 @@ class _TenantHistory:
             self.common_tokens = shared if self.common_tokens is None else min(shared, self.common_tokens)
         self._system = tokens
 
-    def miss_of(self, segment: Segment) -> tuple[MissReason, str]:
+    def miss_of(self, segment: Segment, salt: str) -> tuple[MissReason, str]:
         """Why a document that is not in the cache is missed, and a remark."""
         text = (segment.text or "")[:_MAX_CHARACTERS]
         if not text:
             return "never_seen", ""
         spaced = " ".join(text.split())
-        is_spaced = self._by_white_space.put(hash(spaced)) is not None
-        is_counted = self._by_counter.put(hash(_NUMBERS.sub("0", spaced))) is not None
-        before = self._named.put(_STORED.sub("", segment.name), text) if segment.name else None
-        if is_spaced:
+        exact = hash(text)
+        alike = self._by_white_space.put(hash((salt, spaced)), exact)
+        counted = self._by_counter.put(hash((salt, _NUMBERS.sub("0", spaced))), exact)
+        before = self._named.put((salt, _STORED.sub("", segment.name)), text) if segment.name else None
+        if exact in (alike, counted):
+            return "never_seen", ""  # the text itself: as part of another, or so long ago that nothing is known
+        if alike is not None:
             return "white_space", "a document was seen that differs in white space only"
-        if is_counted:
+        if counted is not None:
             return "counter", "a document was seen that differs in numbers only"
         if before is not None and before != text:
             place = common_length(before, text)
@@ -216,7 +219,7 @@ class ReuseAdvisor:
             history.note_system(prompt.segments[0])
             for index, segment in enumerate(prompt.segments):
                 if segments[index].miss is not None:
-                    segments[index] = _explained(history, segment, segments[index])
+                    segments[index] = _explained(history, segment, segments[index], prompt.salt)
                     if (reason := _LOST.get(segments[index].miss or "")) is not None:
                         lost[reason] += segments[index].computed_tokens
             loss = history.history_loss(prompt.chunks, prompt.segments[-1], segments[-1])
@@ -251,9 +254,9 @@ class ReuseAdvisor:
         return history
 
 
-def _explained(history: _TenantHistory, segment: Segment, reuse: SegmentReuse) -> SegmentReuse:
+def _explained(history: _TenantHistory, segment: Segment, reuse: SegmentReuse, salt: str) -> SegmentReuse:
     """A missed document with its reason; one that the cache knows nothing of is compared with earlier ones."""
-    miss, remark = history.miss_of(segment)
+    miss, remark = history.miss_of(segment, salt)
     if reuse.miss != "never_seen":
         return reuse
     return replace(reuse, miss=miss, note="; ".join(filter(None, (reuse.note, remark))))
