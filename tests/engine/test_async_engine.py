@@ -87,7 +87,8 @@ def test_deltas_joined_are_the_answer(stop):
         assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [output.finish_reason]
         assert parts[-1].stop_reason == output.stop_reason
     assert [delta.reuse is not None for delta in deltas] == [True] + [False] * (len(deltas) - 1)
-    assert [delta.metrics is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    inner = [False] * (len(deltas) - 2)
+    assert [delta.metrics is not None for delta in deltas] == [True, *inner, *[True] * (len(deltas) > 1)]
     assert deltas[0].reuse.computed_tokens == deltas[0].num_prompt_tokens == len(SYSTEM) + 9 + 10 + 2
     times = [delta.time for delta in deltas]
     metrics = deltas[-1].metrics
