@@ -95,6 +95,8 @@ def test_deltas_joined_are_the_answer(stop):
     assert times == sorted(times)
     assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time <= times[0]
     assert metrics.finished_time <= times[-1]
+    stages = [metrics.arrival_time, *metrics.plan, *metrics.lookup, metrics.first_scheduled_time]
+    assert stages == sorted(stages) and metrics.load is None
 
 
 def test_greedy_answers_are_the_same_alone_in_a_crowd_cold_and_warm():

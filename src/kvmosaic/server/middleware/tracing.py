@@ -53,6 +53,9 @@ class TracingMiddleware:
         finally:
             # a path with names of documents in it is not recorded, nor one that a client made up
             path = scope["path"] if reply.route is not None and "{" not in reply.route else None
-            version, scheme = scope["http_version"], scope["scheme"]
-            request_id = scope["state"].get("request_id", "")
-            trace.end(reply, request_id, url_path=path, url_scheme=scheme, network_protocol_version=version)
+            http = {
+                "url.path": path,
+                "url.scheme": scope["scheme"],
+                "network.protocol.version": scope["http_version"],
+            }
+            trace.end(reply, scope["state"].get("request_id", ""), http)

@@ -101,18 +101,17 @@ class RequestTrace:
                 )
                 span.end(self._at(period.end))
 
-    def end(self, reply: ReplyState, request_id: str, **http: str | None) -> None:
+    def end(self, reply: ReplyState, request_id: str, http: Mapping[str, str | None]) -> None:
         """Ends the span of the request.
 
         Args:
             reply: its reply, as far as it was sent.
             request_id: as in the X-Request-Id header of the reply.
-            http: further attributes of the HTTP request; underscores for dots.
+            http: further attributes of the HTTP request.
         """
         if reply.route is not None:
             self._span.update_name(f"{self._method or 'HTTP'} {reply.route}")
-        self._set({name.replace("_", "."): value for name, value in http.items()})
-        self._set({"http.route": reply.route, "http.response.status_code": reply.status})
+        self._set({**http, "http.route": reply.route, "http.response.status_code": reply.status})
         self._set({"gen_ai.request.id": request_id or None})
         self._set(_totals([self._records[index] for index in sorted(self._records)]))
         error, is_failure = self._error(reply)
