@@ -170,6 +170,15 @@ def test_invalid_traceparent_begins_a_trace(traced: Traced, parent: str) -> None
     assert root.parent is None and f"{root.context.trace_id:032x}" != TRACE_ID
 
 
+def test_long_tracestate_and_two_parents_are_ignored(traced: Traced) -> None:
+    traced.ask(headers={"traceparent": PARENT, "tracestate": "vendor=" + "v" * 1_000})
+    root = root_of(traced.take())
+    assert root.parent is not None and not root.context.trace_state
+    two = [("traceparent", PARENT), ("traceparent", PARENT.replace("4bf9", "5bf9"))]
+    httpx.get(traced.server.url + "/v1/models", headers=two)
+    assert root_of(traced.take()).parent is None
+
+
 def test_request_of_a_trace_that_is_not_sampled_has_no_spans(traced: Traced) -> None:
     assert traced.ask(headers={"traceparent": PARENT[:-1] + "0"}).status_code == 200
     traced.ask(headers={"X-Request-Id": "afterwards"})
@@ -313,6 +322,14 @@ def test_other_routes_have_a_span_without_names_of_documents(traced: Traced) -> 
     httpx.request(SECRET.upper(), address)
     root = root_of(traced.take())
     assert root.name == "HTTP /v1/documents" and attributes_of(root)["http.request.method"] == "_OTHER"
+
+
+def test_page_that_closes_its_stream_of_events_is_no_error(traced: Traced) -> None:
+    with httpx.stream("GET", traced.server.url + "/dashboard/events", timeout=60) as reply:
+        next(reply.iter_lines())
+    root = root_of(traced.take())
+    assert (root.name, root.status.status_code) == ("GET /dashboard/events", StatusCode.UNSET)
+    assert "error.type" not in attributes_of(root)
 
 
 def test_probes_and_scrapes_have_no_spans(traced: Traced) -> None:

@@ -77,13 +77,16 @@ class Tracing:
 
     def close(self) -> None:
         """Sends the last spans, for a few seconds at most; blocks. Later spans are dropped."""
-        closing = threading.Thread(target=self._provider.shutdown, name="kvmosaic-spans", daemon=True)
+        closing = threading.Thread(target=self._shut_down, name="kvmosaic-spans", daemon=True)
         closing.start()
         closing.join(FLUSH_SECONDS)
         if closing.is_alive():
             logger.warning("the last spans of requests could not be sent within %g s", FLUSH_SECONDS)
             self._exporter.shutdown()  # ends its retries
-        self._messages.detach()
+
+    def _shut_down(self) -> None:
+        self._provider.shutdown()
+        self._messages.detach()  # last, since all of this may log
 
     def _context(self, traceparents: Sequence[str], tracestates: Sequence[str]) -> Context:
         """Reads W3C trace context; baggage is not read, since nothing here uses it."""

@@ -11,9 +11,10 @@ from opentelemetry.trace import SpanKind, StatusCode, Tracer, set_span_in_contex
 from opentelemetry.util.types import AttributeValue
 
 from kvmosaic.sampling import Period, RequestMetrics, ReuseReport, SamplingParams
+from kvmosaic.server.metrics.prometheus import METHODS
 from kvmosaic.server.metrics.request_log import RequestRecord
 
-METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+READING = ("GET", "HEAD")
 OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
@@ -125,6 +126,8 @@ class RequestTrace:
 
         As HTTP's conventions have it, a refused request (4xx) leaves the status of a server's span unset.
         """
+        if not reply.is_complete and reply.has_client_left and self._method in READING:
+            return None, False  # how a stream of events for a page ends
         if not reply.is_complete:
             return "client_disconnected" if reply.has_client_left else "incomplete_reply", True
         status = reply.status or 0
