@@ -87,13 +87,16 @@ def test_deltas_joined_are_the_answer(stop):
         assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [output.finish_reason]
         assert parts[-1].stop_reason == output.stop_reason
     assert [delta.reuse is not None for delta in deltas] == [True] + [False] * (len(deltas) - 1)
-    assert [delta.metrics is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    inner = [False] * (len(deltas) - 2)
+    assert [delta.metrics is not None for delta in deltas] == [True, *inner, *[True] * (len(deltas) > 1)]
     assert deltas[0].reuse.computed_tokens == deltas[0].num_prompt_tokens == len(SYSTEM) + 9 + 10 + 2
     times = [delta.time for delta in deltas]
     metrics = deltas[-1].metrics
     assert times == sorted(times)
     assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time <= times[0]
     assert metrics.finished_time <= times[-1]
+    stages = [metrics.arrival_time, *metrics.plan, *metrics.lookup, metrics.first_scheduled_time]
+    assert stages == sorted(stages) and metrics.load is None
 
 
 def test_greedy_answers_are_the_same_alone_in_a_crowd_cold_and_warm():

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -25,6 +25,9 @@ from kvmosaic.server.app import build_app
 from kvmosaic.server.services import Services, build_services
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.tiers import Tier
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
 
 
 @cache
@@ -49,6 +52,7 @@ class RunningServer:
         loaded: LoadedModel | None = None,
         self_check: bool = False,
         tiers: Sequence[Tier] | None = None,
+        span_exporter: SpanExporter | None = None,
         **settings: Any,
     ) -> None:
         small = {"dtype": "float32", "device": "cpu", "chunk_cache_size": "32MiB", "request_cache_size": "32MiB"}
@@ -57,6 +61,7 @@ class RunningServer:
         self._loaded = loaded
         self._self_check = self_check
         self._tiers = tiers
+        self._span_exporter = span_exporter
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="server-under-test", daemon=True)
@@ -108,7 +113,7 @@ class RunningServer:
             **settings.llm_config(self._tiers).keywords(),
             self_check=self._self_check,
         )
-        self.services: Services = build_services(settings, self.llm)
+        self.services: Services = build_services(settings, self.llm, span_exporter=self._span_exporter)
         self.app = build_app(self.services)
         self.app.openapi()
         config = uvicorn.Config(

@@ -136,9 +136,11 @@ class Admission:
         self.waiting.remove(sequence)
         sequence.set_allocation(allocation)
         step.copies.extend(allocation.copies)
-        sequence.allocate_seconds = self._clock() - begin
+        allocated = self._clock()
+        sequence.allocate_seconds = allocated - begin
         if self._offloader is not None:
             self._offloader.load(sequence)
+        sequence.request.note_allocation(begin, allocated, self._clock())
         if self._swap is not None and (restore := self._swap.restore(sequence)) is not None:
             step.restores.append(restore)
         return True

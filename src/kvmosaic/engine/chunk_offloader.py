@@ -122,7 +122,7 @@ class ChunkOffloader:
                 self._staged_bytes += fetch.num_bytes
             fetches[key] = staged
             staged.num_holders += 1
-            sequence.fetching_since = self._clock()
+            sequence.note_fetch(self._clock())
         return not self.check_fetches(sequence)
 
     def check_fetches(self, sequence: Sequence) -> bool:

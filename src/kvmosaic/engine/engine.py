@@ -97,7 +97,7 @@ class Engine(InferenceEngine):
         self.offloader = offloader
         """Offloads chunks to the tiers, if there are any."""
         self.max_positions = min(limits, default=None)
-        self.placer = Placer(model, chunk_config, self.max_positions)
+        self.placer = Placer(model, chunk_config, self.max_positions, clock)
         """Places prompts."""
         self.scheduler = Scheduler(
             kv_cache, replace(config, max_num_batched_tokens=max_tokens), clock, offloader=offloader, swap=swap

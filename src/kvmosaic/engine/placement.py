@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvmosaic.config import ChunkCacheConfig
@@ -13,6 +14,7 @@ from kvmosaic.layout.strategies import AUTO
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.prompt import Prompt, check_length
 from kvmosaic.repair import FullRepair, NoRepair, RepairPolicy, repair_policy
+from kvmosaic.sampling import Period
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +27,16 @@ class PlacedPrompt:
     """Rolling window over question and answer, if any."""
     repair: RequestRepair | None = None
     """Repair of its chunks, if any."""
+    period: Period | None = None
+    """When it was placed."""
 
 
 class Placer:
     """Places prompts for one model, by the settings or as a request overrides them."""
 
-    def __init__(self, model: LoadedModel, config: ChunkCacheConfig, max_positions: int | None) -> None:
+    def __init__(
+        self, model: LoadedModel, config: ChunkCacheConfig, max_positions: int | None, clock: Callable[[], float]
+    ) -> None:
         """Places prompts of at most `max_positions`.
 
         Raises:
@@ -41,6 +47,7 @@ class Placer:
         self.max_positions = max_positions
         self._model = model
         self._config = config
+        self._clock = clock
         if config.says("repair"):
             check_model(self.repair, model)
 
@@ -65,6 +72,7 @@ class Placer:
         Raises:
             InvalidPrompt, InvalidRepair, InvalidSampling, NotMovable: see `arrange`, and `repair_of`.
         """
+        begin = self._clock()
         is_default = repair is None and not self._config.says("repair")
         policy = self.repair if repair is None else repair_policy(repair)
         if prompt.is_plain:
@@ -76,7 +84,7 @@ class Placer:
         planned = repair_of(policy, layout, self._model, has_window=has_window)
         if planned is not None:
             layout = self.arrange(prompt.joined(), window=window) if planned.is_full else planned.first_layout()
-        return PlacedPrompt(prompt, layout, window, planned)
+        return PlacedPrompt(prompt, layout, window, planned, Period(begin, self._clock()))
 
     def arrange(
         self,

@@ -14,6 +14,7 @@ from kvmosaic.prompt import Prompt, SegmentKind
 from kvmosaic.sampling import (
     Answer,
     Grammar,
+    Period,
     RequestMetrics,
     RequestOutput,
     ReuseReport,
@@ -49,6 +50,12 @@ class Request:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
+    lookup: Period | None = None
+    """Its first allocation."""
+    fetch_time: float | None = None
+    """When its first fetch from the tiers was requested."""
+    loaded_time: float | None = None
+    """When the fetched chunks were in the blocks of its first allocation."""
     scoring: Scoring | None = None
     """The continuation to score, if no answer is generated."""
     error: KVMosaicError | None = None
@@ -109,7 +116,31 @@ class Request:
     @property
     def metrics(self) -> RequestMetrics:
         """Timestamps of the request so far."""
-        return RequestMetrics(self.arrival_time, self.first_scheduled_time, self.first_token_time, self.finished_time)
+        load = None
+        if self.fetch_time is not None and self.loaded_time is not None:
+            load = Period(self.fetch_time, self.loaded_time)
+        return RequestMetrics(
+            self.arrival_time,
+            self.first_scheduled_time,
+            self.first_token_time,
+            self.finished_time,
+            self.placed.period,
+            load,
+            self.lookup,
+        )
+
+    def note_fetch(self, now: float) -> None:
+        """Records when chunks were requested from the tiers; only the first time, and before its first allocation."""
+        if self.fetch_time is None and self.lookup is None:
+            self.fetch_time = now
+
+    def note_allocation(self, begin: float, allocated: float, loaded: float) -> None:
+        """Records when it was planned, when its blocks were allocated, and when fetched chunks were in them.
+
+        Only the first allocation counts.
+        """
+        if self.lookup is None:
+            self.lookup, self.loaded_time = Period(begin, allocated), loaded
 
     def score(self) -> ScoreOutput:
         """Scores of its continuation, once finished."""

@@ -222,6 +222,11 @@ class Sequence:
             self.tier_names.clear()
         self.cached_reads.clear()
 
+    def note_fetch(self, now: float) -> None:
+        """Records that a fetch from the tiers was requested."""
+        self.fetching_since = now
+        self.request.note_fetch(now)
+
     def loaded(self, span_index: int, tier_name: str, seconds: float) -> None:
         """Records that a span's chunk was loaded from a tier after the allocation."""
         num_tokens = self.request.layout.spans[span_index].num_tokens

@@ -43,7 +43,7 @@ class RequestDelta:
     finished: bool
     """Whether this is the last delta."""
     metrics: RequestMetrics | None
-    """In the last delta."""
+    """In the first delta with tokens, and in the last one."""
     num_prompt_tokens: int
     time: float = 0.0
     """When the newest of these tokens were generated, in seconds on the engine's clock."""
@@ -92,6 +92,7 @@ class Unread:
             self._is_finished, self._metrics = True, request.metrics
         if not self._has_reuse and request.first_token_time is not None:
             self._reuse, self._has_reuse = request.reuse, True
+            self._metrics = request.metrics
 
     def take(self) -> RequestDelta:
         """Returns the unread output and marks it as read."""
@@ -106,7 +107,7 @@ class Unread:
             num_prompt_tokens=len(request.token_ids),
             time=self._time,
         )
-        self._answers, self._request, self._reuse = {}, None, None
+        self._answers, self._request, self._reuse, self._metrics = {}, None, None, None
         return delta
 
     def _note_answer(self, answer: Answer) -> bool:

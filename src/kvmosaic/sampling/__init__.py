@@ -3,7 +3,7 @@
 from kvmosaic.sampling.answer import Answer, Decoder, Detokenizer, decode_all
 from kvmosaic.sampling.defaults import default_sampling
 from kvmosaic.sampling.grammar import Grammar, GrammarCompiler, Matcher
-from kvmosaic.sampling.output import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from kvmosaic.sampling.output import CompletionOutput, FinishReason, Logprob, Period, RequestMetrics, RequestOutput
 from kvmosaic.sampling.params import DEFAULT_SINK_TOKENS, MAX_TOKENS, MAX_WINDOW_TOKENS, SamplingParams
 from kvmosaic.sampling.reuse import RepairUse, ReuseReport, SegmentAction, SegmentReuse
 from kvmosaic.sampling.sampler import SampledToken, SamplingState, sample
@@ -28,6 +28,7 @@ __all__ = [
     "GrammarCompiler",
     "Logprob",
     "Matcher",
+    "Period",
     "RepairUse",
     "RequestMetrics",
     "RequestOutput",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvmosaic.sampling.reuse import ReuseReport
 from kvmosaic.tools.call import ToolCall
@@ -47,6 +47,13 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
+class Period(NamedTuple):
+    """A stretch of time, between two timestamps."""
+
+    begin: float
+    end: float
+
+
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
     """Timestamps of a request: seconds of a monotonic clock."""
@@ -55,6 +62,12 @@ class RequestMetrics:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
+    plan: Period | None = None
+    """Its prompt was placed: layout, window, repair."""
+    load: Period | None = None
+    """From its first fetch from the tiers until what had arrived was in its blocks."""
+    lookup: Period | None = None
+    """Its cached tokens were looked up, and its blocks allocated; the first time, if it was preempted or repaired."""
 
     @property
     def time_in_queue(self) -> float | None:

@@ -17,6 +17,7 @@ from kvmosaic.server.metrics import prometheus
 from kvmosaic.server.middleware.authentication import OPEN_PATHS, AuthenticationMiddleware
 from kvmosaic.server.middleware.request_body import RequestBodyMiddleware
 from kvmosaic.server.middleware.response_headers import ResponseHeadersMiddleware
+from kvmosaic.server.middleware.tracing import TracingMiddleware
 from kvmosaic.server.openai.prompts import PromptSources
 from kvmosaic.server.services import Services
 
@@ -30,8 +31,8 @@ KEY = "key"
 def build_app(services: Services) -> FastAPI:
     """Builds the app: all routes over one set of services.
 
-    response headers ──▶ count ──▶ CORS ──▶ authentication ──▶ request body ──▶ routes
-    id, headers                             key, host          body, disconnects
+    (trace ──▶) response headers ──▶ count ──▶ CORS ──▶ authentication ──▶ request body ──▶ routes
+                id, headers                             key, host          body, disconnects
     """
     settings = services.settings
     app = FastAPI(
@@ -42,6 +43,8 @@ def build_app(services: Services) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,
+        # its own spans and logs would have messages of errors in them, which quote requests
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.services = services
     add_error_replies(app)
@@ -65,6 +68,8 @@ def build_app(services: Services) -> FastAPI:
         )
     app.add_middleware(prometheus.CountReplies, metrics=services.metrics)
     app.add_middleware(ResponseHeadersMiddleware)
+    if services.tracing is not None:
+        app.add_middleware(TracingMiddleware, tracing=services.tracing)
     return app
 
 

@@ -53,6 +53,7 @@ class PromptRunner:
         position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
         note: str = "",
+        on_record: Callable[[RequestRecord], None] | None = None,
     ) -> AsyncGenerator[RequestDelta, None]:
         """Answers a tokenized prompt, delta by delta.
 
@@ -69,6 +70,7 @@ class PromptRunner:
             position_strategy: instead of the configured one.
             chunk_context: instead of the configured one.
             note: why the prompt was not composed, for the report.
+            on_record: called with its record when it has ended.
 
         Raises:
             ApiError: 503 while the server drains, or the engine fails or has stopped, 429 when too many requests wait.
@@ -95,12 +97,14 @@ class PromptRunner:
                         seen.add(delta)
                         self._metrics.observe_delta(delta)
                         yield delta
-            except KVMosaicError:
-                seen.status = "failed"
+            except KVMosaicError as error:
+                seen.status, seen.error = "failed", type(error).__name__
                 raise
             finally:
                 record = seen.record(self._records, self.clock(), tenant, prompt, route, request_id)
                 self._records.add(replace(record, priority=class_of(priority)))
+                if on_record is not None:
+                    on_record(record)
 
     def check_engine(self) -> None:
         """Raises ApiError (503) if the engine has stopped or fails repeatedly; EngineAsleep if it sleeps."""
@@ -125,6 +129,7 @@ class _Seen:
     """State of a record while deltas stream."""
 
     status: RequestStatus = "cancelled"
+    error: str | None = None
     num_prompt_tokens: int = 0
     num_answer_tokens: int = 0
     finish_reasons: dict[int, str] = field(default_factory=dict)
@@ -174,4 +179,5 @@ class _Seen:
             metrics=self.metrics,
             inter_token_seconds=tuple(self.gaps),
             estimated_uncached_ttft=records.uncached_ttft(self.reuse),
+            error=self.error,
         )

@@ -150,6 +150,8 @@ class _Launch:
         if (offloader := llm.engine.offloader) is not None:
             stats = offloader.tiered_store.tier_stats()
             self._say(f"tiers      {' ▸ '.join(_shown_tier(stat) for stat in stats)}")
+        if settings.otlp_traces_endpoint is not None:
+            self._say(f"traces     {settings.otlp_traces_endpoint}")
         self._say(f"API key    {'needed' if services.tenants.needs_key else 'not needed'}")
         if settings.keys_file is not None and is_open_to_all(settings.keys_file):
             self._say(f"warning    everybody on this machine may read {settings.keys_file}; chmod 600 it")

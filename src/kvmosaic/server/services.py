@@ -15,10 +15,13 @@ from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants.access import Tenants
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
     from kvmosaic.documents import DocumentStore
     from kvmosaic.engine import AsyncEngine
     from kvmosaic.llm import LLM
     from kvmosaic.server.metrics.prometheus import ServerMetrics
+    from kvmosaic.server.tracing.export import Tracing
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,6 +42,8 @@ class Services:
     metrics: ServerMetrics
     runner: PromptRunner
     clock: Callable[[], float] = time.time
+    tracing: Tracing | None = None
+    """Spans of requests, if they are sent anywhere."""
 
     @property
     def is_working(self) -> bool:
@@ -56,13 +61,28 @@ class Services:
         self.threads.cancel_all()
         await self.engine.close()
         await asyncio.to_thread(self.llm.close)  # writes pending chunks to the tiers
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
         self.threads.shutdown()
 
 
-def build_services(settings: ServerSettings, llm: LLM, *, clock: Callable[[], float] | None = None) -> Services:
+def build_services(
+    settings: ServerSettings,
+    llm: LLM,
+    *,
+    clock: Callable[[], float] | None = None,
+    span_exporter: SpanExporter | None = None,
+) -> Services:
     """Starts the engine of a loaded model, and builds everything the routes need.
 
-    `clock` returns unix seconds; by default the system's time, and for TTLs one that does not change with it.
+    Args:
+        settings: settings of the server.
+        llm: the loaded model; its engine must not be used by others.
+        clock: returns unix seconds; by default the system's time, and for TTLs one that does not change with it.
+        span_exporter: receives the spans that `settings.otlp_traces_endpoint` asks for, in place of that address.
+
+    Raises:
+        InvalidConfig: tracing is on, and a variable of OpenTelemetry has a value that cannot be used.
     """
     from kvmosaic.documents import DocumentStore, StoreLimits
     from kvmosaic.engine import AsyncEngine
@@ -93,8 +113,18 @@ def build_services(settings: ServerSettings, llm: LLM, *, clock: Callable[[], fl
     services = Services(
         settings, llm, engine, tenants, documents, admission, threads, records, metrics, runner, clock=now
     )
+    services.tracing = _open_tracing(settings, llm, span_exporter)
     engine.start()
     return services
+
+
+def _open_tracing(settings: ServerSettings, llm: LLM, exporter: SpanExporter | None) -> Tracing | None:
+    if settings.otlp_traces_endpoint is None:
+        return None
+    from kvmosaic.server.tracing.export import Tracing  # imports OpenTelemetry
+
+    clock = llm.engine.clock
+    return Tracing(settings.otlp_traces_endpoint, settings.model_names[0], clock, exporter=exporter)
 
 
 def lifetime_clock() -> Callable[[], float]:

@@ -22,6 +22,7 @@ from kvmosaic.prompt.separator import read_separator
 from kvmosaic.server.config_fields import VARIABLE_ONLY, Secrets, config_fields
 from kvmosaic.server.config_file import read_config_file
 from kvmosaic.server.tenants.key_text import KEY_RULE, is_key_text
+from kvmosaic.server.trace_endpoint import EXAMPLE, MAX_URL_CHARACTERS, read_trace_endpoint
 from kvmosaic.tiers import Tier, parse_tier_url
 from kvmosaic.tuned_settings import profile_choice
 
@@ -96,6 +97,12 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
     )
     drain_seconds: float = _setting(
         30.0, "Server", "At SIGTERM, seconds for in-flight requests before they are aborted.", ge=0, le=86_400
+    )
+    otlp_traces_endpoint: str | None = _setting(
+        None,
+        "Server",
+        f"Where spans of requests are sent (OpenTelemetry, OTLP over HTTP), such as {EXAMPLE}. Default: no tracing.",
+        max_length=MAX_URL_CHARACTERS,
     )
     config: Path | None = _setting(None, "Server", "A YAML file with any of these settings.")
 
@@ -172,6 +179,11 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
     @classmethod
     def _separator(cls, value: str | None) -> str | None:
         return read_separator(value)
+
+    @field_validator("otlp_traces_endpoint")
+    @classmethod
+    def _endpoint(cls, value: str | None) -> str | None:
+        return read_trace_endpoint(value)
 
     @model_validator(mode="after")
     def _both_or_neither(self) -> ServerSettings:

@@ -42,6 +42,8 @@ class RequestRecord:
     estimated_uncached_ttft: float | None
     """Estimated TTFT without any reuse, from the time that computed tokens took."""
     priority: PriorityClass = "normal"
+    error: str | None = None
+    """Class of the error, if it failed."""
 
 
 class RequestLog:

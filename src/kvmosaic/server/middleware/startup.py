@@ -76,7 +76,7 @@ class StartupMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request; probes and scrapes bypass the throttle."""
-        if scope["type"] == "http" and not _reads_figures(scope):
+        if scope["type"] == "http" and not reads_figures(scope):
             await self._throttle.enter(self._tenant_of(scope))
         await self._app(scope, receive, send)
 
@@ -91,7 +91,8 @@ class StartupMiddleware:
             return ""
 
 
-def _reads_figures(scope: Scope) -> bool:
+def reads_figures(scope: Scope) -> bool:
+    """Whether a request is a probe or a scrape."""
     return scope["method"] in ("GET", "HEAD") and _path_of(scope) in FIGURES
 
 

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import anyio
 from fastapi import Request, Response
@@ -21,6 +22,9 @@ from kvmosaic.server.openai.prompts import EncodedPrompt
 from kvmosaic.server.openai.sampling_fields import SharedFields
 from kvmosaic.server.openai.usage import UsageTotals
 from kvmosaic.server.tenants import Tenant
+
+if TYPE_CHECKING:
+    from kvmosaic.server.tracing.request_trace import RequestTrace
 
 T = TypeVar("T")
 R = TypeVar("R", bound=BaseModel)
@@ -44,6 +48,8 @@ class GenerationRequest:
     priority: int = 0
     position_strategy: str | None = None
     chunk_context: ChunkContext | None = None
+    trace: RequestTrace | None = None
+    """Its trace, if it is sampled."""
 
     @classmethod
     def by(
@@ -57,6 +63,9 @@ class GenerationRequest:
     ) -> GenerationRequest:
         """Builds the request from its prompts and sampling parameters."""
         prompts, params = read
+        trace: RequestTrace | None = getattr(request.state, "trace", None)
+        if trace is not None:
+            trace.describe(route, body.model, params, stream=bool(body.stream))
         return cls(
             runner=runner,
             tenant=tenant,
@@ -68,6 +77,7 @@ class GenerationRequest:
             priority=body.priority or 0,
             position_strategy=body.position_strategy,
             chunk_context=body.chunk_context,
+            trace=trace,
         )
 
     def tally(self) -> UsageTotals:
@@ -126,8 +136,9 @@ async def deltas(asked: GenerationRequest) -> AsyncGenerator[tuple[int, RequestD
             position_strategy=asked.position_strategy,
             chunk_context=asked.chunk_context,
             note=composed.note,
+            on_record=None if asked.trace is None else partial(asked.trace.add, index),
         )
-        for composed in asked.prompts
+        for index, composed in enumerate(asked.prompts)
     ]
     admission = asked.runner.admission
     async with aclosing(_merged(sources)) as merged:
