@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from kvmosaic.api.errors import ErrorDetail
 from kvmosaic.api.fields import Reply
-from kvmosaic.server.openai.generation import Ending
+from kvmosaic.server.generation.answers import Ending
+from kvmosaic.server.generation.usage import ReplyReport, Usage
 from kvmosaic.server.openai.logprobs import ChatLogprobs, TextLogprobs
-from kvmosaic.server.openai.usage import ReplyReport, Usage
 
 
 class ErrorReply(Reply):

@@ -14,10 +14,11 @@ from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_marked, take_separated
 from kvmosaic.prompt.found_documents import DocumentFinder, FoundDocument
 from kvmosaic.prompt.patterns import document_finder, read_find_documents
+from kvmosaic.prompt.placed_documents import PlacedDocuments
 from kvmosaic.sampling.defaults import FOLLOWED
 from kvmosaic.server.errors import ApiError
-from kvmosaic.server.openai.documents import notes_of, read_documents, told_by_place
-from kvmosaic.server.openai.sampling_fields import Defaults
+from kvmosaic.server.generation.documents import notes_of, read_documents, told_by_place
+from kvmosaic.server.generation.sampling_fields import Defaults
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenant
 
@@ -99,8 +100,11 @@ def chat_prompt(
     body: DocumentFields,
     messages: Sequence[Mapping[str, Any]],
     rendering: Rendering,
+    placed: PlacedDocuments | None = None,
 ) -> EncodedPrompt:
     """Renders a conversation over its documents: those of the body, marked parts, and parts between separators.
+
+    Documents that are `placed` in messages stay there.
 
     Raises:
         InvalidMessages, InvalidDocument, InvalidPrompt: see `PromptEncoder.encode_chat`.
@@ -111,7 +115,7 @@ def chat_prompt(
     with told_by_place(body):
         documents = read_documents(sources.documents, tenant, body)
         rendering = replace(rendering, is_endless=_is_endless(body))
-        finder = _finder(sources, tenant, body)
+        finder = replace(_finder(sources, tenant, body), placed=placed)
         prompt = _encode_chat(sources.llm, kept, (*documents, *separated, *marked), body, rendering, finder)
     composed = _told(sources.llm, prompt, documents)
     return replace(composed, notes=notes_of(sources.documents, tenant, documents, composed.prompt))

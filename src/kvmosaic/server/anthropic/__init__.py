@@ -1,0 +1,1 @@
+"""Routes of Anthropic's API: messages and the number of their tokens."""

@@ -1,0 +1,154 @@
+"""Conversations of Anthropic's API as the prompt encoder reads them: texts, and documents at their place in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvmosaic.errors import InvalidDocument, InvalidMessages
+from kvmosaic.prompt import Document
+from kvmosaic.prompt.found_documents import FoundDocument
+from kvmosaic.prompt.placed_documents import PlacedDocuments, content_key, placed_content
+from kvmosaic.prompt.preamble import is_marked
+from kvmosaic.server.anthropic.blocks import (
+    DocumentBlock,
+    SearchResultBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from kvmosaic.server.anthropic.request import CountRequest, Message
+from kvmosaic.server.errors import ApiError
+
+_FAILED = "Error:"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages with texts as contents, and where the documents in them are."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    places: dict[str, tuple[FoundDocument, ...]] = field(default_factory=dict)
+
+    @property
+    def placed(self) -> PlacedDocuments | None:
+        """The documents in its messages; None without any."""
+        return PlacedDocuments(self.places) if self.places else None
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether the answer continues the last message, as it does after one of the assistant."""
+        return bool(self.messages) and self.messages[-1]["role"] == "assistant"
+
+    def add(self, role: str, parts: Sequence[str | Document], **extra: Any) -> None:
+        """Appends a message; one that says nothing is left out."""
+        content, found = placed_content(parts)
+        if not content.strip() and not extra.get("tool_calls") and role != "tool":
+            return
+        if found:
+            self.places[content_key(content)] = found
+        self.messages.append({"role": role, "content": content, **extra})
+
+
+def read_conversation(body: CountRequest) -> Conversation:
+    """Returns the conversation of a body.
+
+    Raises:
+        ApiError: 400, a document without a text, or a block where it cannot be.
+        InvalidMessages: there is nothing to answer.
+    """
+    conversation = Conversation()
+    if body.system:
+        system = body.system if isinstance(body.system, str) else [each.model_dump(exclude_none=True) for each in body.system]
+        conversation.messages.append({"role": "system", "content": system})
+    for role, first, blocks in _turns(body.messages):
+        if role == "assistant":
+            _add_answer(conversation, blocks, first)
+        else:
+            _add_texts(conversation, role, blocks, first)
+    if all(message["role"] == "system" for message in conversation.messages):
+        raise InvalidMessages("there is nothing to answer: the messages hold no text and no document; send one")
+    return conversation
+
+
+Blocks = list[tuple[int, int, Any]]
+"""Blocks of a turn, each with the number of its message and its place there."""
+
+
+def _turns(messages: Sequence[Message]) -> Iterator[tuple[str, int, Blocks]]:
+    """Yields role, number of the first message, and blocks of every turn: messages in a row with the same role."""
+    role, first, blocks = messages[0].role, 0, Blocks()
+    for number, message in enumerate(messages):
+        if message.role != role:
+            yield role, first, blocks
+            role, first, blocks = message.role, number, []
+        content = message.content
+        texts = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
+        blocks += [(number, place, block) for place, block in enumerate(texts)]
+    yield role, first, blocks
+
+
+def _add_answer(conversation: Conversation, blocks: Blocks, first: int) -> None:
+    texts = [block.text for _, _, block in blocks if isinstance(block, TextBlock)]
+    thoughts = [block.thinking for _, _, block in blocks if isinstance(block, ThinkingBlock)]
+    calls = [_call(block) for _, _, block in blocks if isinstance(block, ToolUseBlock)]
+    for number, place, block in blocks:
+        if not isinstance(block, TextBlock | ThinkingBlock | ToolUseBlock):
+            raise _misplaced(block, number, place, "the user")
+    extra: dict[str, Any] = {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+    if calls:
+        extra["tool_calls"] = calls
+    conversation.add("assistant", texts, **extra)
+
+
+def _add_texts(conversation: Conversation, role: str, blocks: Blocks, first: int) -> None:
+    """Adds results of tools as messages of their own, then the rest as one message."""
+    parts = list[str | Document]()
+    last = len(blocks) - 1
+    for index, (number, place, block) in enumerate(blocks):
+        if isinstance(block, ThinkingBlock | ToolUseBlock):
+            raise _misplaced(block, number, place, "the assistant")
+        if role == "system" and not isinstance(block, TextBlock):
+            raise _misplaced(block, number, place, "the user")
+        where = f"messages.{number}.content.{place}"
+        if isinstance(block, ToolResultBlock):
+            conversation.add("tool", _result(block, where), tool_call_id=block.tool_use_id)
+        else:
+            is_document = role == "user" and index != last and is_marked({"cache_control": _mark(block)})
+            parts.append(_part(block, where, is_document=is_document))
+    conversation.add(role, parts)
+
+
+def _mark(block: Any) -> Any:
+    return block.cache_control if isinstance(block, TextBlock) else None
+
+
+def _part(block: TextBlock | DocumentBlock | SearchResultBlock, where: str, *, is_document: bool = False) -> str | Document:
+    if isinstance(block, TextBlock) and not (is_document and block.text.strip()):
+        return block.text
+    try:
+        return Document(block.text) if isinstance(block, TextBlock) else block.document()
+    except InvalidDocument as error:
+        raise ApiError(400, f"{where}: {error}", param=where) from None
+
+
+def _result(block: ToolResultBlock, where: str) -> list[str | Document]:
+    content = block.content or ""
+    if isinstance(content, str):
+        parts: list[str | Document] = [content]
+    else:
+        parts = [_part(each, f"{where}.content.{place}") for place, each in enumerate(content)]
+    return [_FAILED, *parts] if block.is_error else parts
+
+
+def _call(block: ToolUseBlock) -> dict[str, Any]:
+    arguments = json.dumps(block.input, ensure_ascii=False)
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+
+
+def _misplaced(block: Any, number: int, place: int, author: str) -> ApiError:
+    where = f"messages.{number}.content.{place}"
+    return ApiError(400, f"{where}: a block of type {block.type!r} goes in a message of {author} only", param=where)
