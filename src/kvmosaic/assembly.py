@@ -18,8 +18,10 @@ from kvmosaic.model import LoadedModel
 from kvmosaic.model.formats import find_format
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, PromptEncoder
+from kvmosaic.prompt.conversation import schemas_of
 from kvmosaic.prompt.patterns import read_find_documents
 from kvmosaic.tiers import TieredStore, open_tiers, parse_tier_url
+from kvmosaic.tools import ToolRequest, read_tool_request
 from kvmosaic.tuned_settings import PROFILE_NAME
 
 PromptLike = str | Prompt | Sequence[int] | Mapping[str, Any]
@@ -98,6 +100,27 @@ def continuations_of(
         if not isinstance(item, str | Sequence) or isinstance(item, bytes):
             raise InvalidPrompt(f"a continuation is a text or token ids, got {item!r:.80}")
     return [encoder.continuation(item) if isinstance(item, str) else item for item in items]
+
+
+def read_tools(tools: object, choice: object, is_parallel: bool, model: LoadedModel) -> ToolRequest | None:
+    """The tools of a call, functions described by their signatures and docstrings; None without tools.
+
+    Raises:
+        InvalidTools: tools that cannot be called.
+        InvalidMessages: a function that cannot be described.
+    """
+    if isinstance(tools, list | tuple) and any(map(callable, tools)):
+        described = schemas_of(tools, model.tokenizer)
+        tools = [
+            _without_return(tool) if callable(given) else tool for given, tool in zip(tools, described, strict=True)
+        ]
+    return read_tool_request(tools, choice, is_parallel)
+
+
+def _without_return(tool: Any) -> Any:
+    """A described function without what it returns, which no model is asked for."""
+    function = {key: value for key, value in tool["function"].items() if key != "return"}
+    return {**tool, "function": function}
 
 
 def bundled_reader() -> Path:

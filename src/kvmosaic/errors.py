@@ -19,6 +19,7 @@
     │   ├── InvalidOffset             a `position_offset` that is missing, negative or overlapping
     │   ├── InvalidPriority           a request's priority outside its range
     │   ├── InvalidMessages           chat messages that are not chat messages
+    │   ├── InvalidTools              tools that cannot be called, or a choice that does not go with them
     │   └── InvalidDocument           a document that is not a mapping with a text
     ├── InvalidSampling               sampling parameters outside their range
     ├── CacheError
@@ -149,6 +150,10 @@ class InvalidPriority(InvalidPrompt):
 
 class InvalidMessages(InvalidPrompt):
     """Chat messages that are not chat messages."""
+
+
+class InvalidTools(InvalidPrompt):
+    """Tools that cannot be called, or a choice that does not go with them."""
 
 
 class InvalidDocument(InvalidPrompt):

@@ -23,6 +23,7 @@ from kvmosaic.assembly import (
     continuations_of,
     profile_place,
     prompts_of,
+    read_tools,
 )
 from kvmosaic.attention import AttentionBackend, BackendName, choose_backend
 from kvmosaic.cache import ChunkCacheStats, Plan, PrefixTree, TreeLimits
@@ -32,7 +33,7 @@ from kvmosaic.engine import Request
 from kvmosaic.engine.priorities import priorities_for
 from kvmosaic.engine.self_check import SelfCheck, run_self_check
 from kvmosaic.engine_protocol import check_priority
-from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling
+from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling, InvalidTools
 from kvmosaic.layout import ChunkContext
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.cpu.int8 import Quantization
@@ -40,11 +41,20 @@ from kvmosaic.model.cpu.prepack import Prepack
 from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
 from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.repair import RepairPolicy
-from kvmosaic.sampling import RequestOutput, SamplingParams, ScoreOutput, decode_all, default_sampling
+from kvmosaic.sampling import (
+    AnswerReader,
+    RequestOutput,
+    SamplingParams,
+    ScoreOutput,
+    ToolCalling,
+    decode_all,
+    default_sampling,
+)
 from kvmosaic.tuned_settings import ProfileChoice, find_profile
 
 Messages = Sequence[Mapping[str, Any]]
 Documents = Sequence[Document | Mapping[str, Any] | str]
+Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]
 Progress = Callable[[int, int], None]
 """Called with the number of finished requests and the number of all."""
 _Placing = tuple[str | None, ChunkContext | None]
@@ -77,6 +87,7 @@ class LLM:
         profile: ProfileChoice = True,
         attention_backend: AttentionBackend | BackendName | None = None,
         self_check: bool = True,
+        tool_format: str = "auto",
         trust_remote_code: bool = False,
     ) -> None:
         """Loads a model and gives it its caches.
@@ -105,6 +116,8 @@ class LLM:
                 why. The environment variable KVMOSAIC_ATTENTION decides where nothing is said here.
             self_check: compare a composed prompt with a dense forward first; if they differ, the chunk cache stays off
                 and `chunk_cache_off_reason` says why.
+            tool_format: how the model writes tool calls: "hermes", "llama3_json", "mistral", …; "auto": as its chat
+                template does.
             trust_remote_code: run Python code that comes with the checkpoint.
 
         Raises:
@@ -167,6 +180,8 @@ class LLM:
         self.encoder = encoder if self.has_chunk_cache else encoder.joining()
         self.chunks = ChunkStore(self.engine, self.encoder, self.chunk_cache_off_reason)
         self._default_sampling = default_sampling(self.model.generation_settings)
+        tokenizer = self.model.tokenizer
+        self.tool_calling = ToolCalling(tokenizer, str(getattr(tokenizer, "chat_template", None) or ""), tool_format)
 
     @property
     def has_chunk_cache(self) -> bool:
@@ -214,6 +229,9 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         documents: Documents | None = None,
+        tools: Tools | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
         salt: str = "",
         priority: int | Sequence[int] = 0,
         position_strategy: str | None = None,
@@ -226,6 +244,12 @@ class LLM:
             messages: one conversation ([{"role": "user", "content": "…"}]) or a list of them.
             sampling_params: for all conversations, or one each.
             documents: [{"id", "title", "text", "priority"}], Documents or texts; the same for all conversations.
+            tools: [{"type": "function", "function": {"name", "description", "parameters"}}] as OpenAI's API has them,
+                or functions with type hints and docstrings; the same for all conversations. Calls are in
+                `CompletionOutput.tool_calls`.
+            tool_choice: "auto" (the default), "none", "required", or
+                {"type": "function", "function": {"name": ...}}.
+            parallel_tool_calls: whether an answer may hold several calls.
             salt: tenant salt; conversations with different salts share nothing.
             priority: for all conversations, or one each, from -100 to 100; higher runs first.
             position_strategy: instead of the configured one.
@@ -238,12 +262,21 @@ class LLM:
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if is_one else list(messages)
         params = self._params_for(sampling_params, len(conversations))
+        reader = AnswerReader(self.tool_calling, read_tools(tools, tool_choice, parallel_tool_calls, self.model))
+        params = [reader.sampling(each) for each in params]
         encoded = [
-            self.compose(conversation, documents=documents, salt=salt, is_endless=each.window_tokens is not None)
+            self.compose(
+                conversation,
+                documents=documents,
+                tools=reader.tools,
+                salt=salt,
+                is_endless=each.window_tokens is not None,
+            )
             for conversation, each in zip(conversations, params, strict=True)
         ]
         placing = position_strategy, chunk_context
-        return self._answer(encoded, params, priorities_for(priority, len(encoded)), placing, progress)
+        outputs = self._answer(encoded, params, priorities_for(priority, len(encoded)), placing, progress)
+        return [reader.read(output, each) for output, each in zip(outputs, params, strict=True)]
 
     def score(
         self,
@@ -289,6 +322,9 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         documents: Documents | None = None,
+        tools: Tools | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
         salt: str = "",
         priority: int = 0,
         position_strategy: str | None = None,
@@ -301,19 +337,27 @@ class LLM:
         Raises:
             Everything that `generate` and `chat` raise, before the first output.
         """
+        params = sampling_params or SamplingParams()
+        reader = AnswerReader(self.tool_calling, read_tools(tools, tool_choice, parallel_tool_calls, self.model))
         if isinstance(prompt, str | Prompt):
+            if reader.tools:
+                raise InvalidTools(
+                    "tools go with a conversation; give messages instead of a prompt, or leave tools out"
+                )
             encoded = self._encoder_for(sampling_params).encode(prompt, salt=salt)
         else:
-            is_endless = sampling_params is not None and sampling_params.window_tokens is not None
-            encoded = self.compose(prompt, documents=documents, salt=salt, is_endless=is_endless)
+            params, is_endless = reader.sampling(params), params.window_tokens is not None
+            encoded = self.compose(prompt, documents=documents, tools=reader.tools, salt=salt, is_endless=is_endless)
         placing = position_strategy, chunk_context
-        return self._stream(encoded, sampling_params or SamplingParams(), check_priority(priority), placing)
+        outputs = self._stream(encoded, params, check_priority(priority), placing)
+        return outputs if not reader.tools else reader.read_all(outputs, params)
 
     def compose(
         self,
         messages: Messages,
         *,
         documents: Documents | None = None,
+        tools: Tools | None = None,
         salt: str = "",
         is_endless: bool = False,
         preamble: str | int | None = None,
@@ -324,12 +368,17 @@ class LLM:
         A model without a chat template takes one question with an optional system text, as plain text. With
         `is_endless`, the question may be longer than the model: for sampling parameters with `window_tokens`. With
         `preamble`, documents see that much of the system text, instead of what the settings say. Without documents, a
-        `finder` finds them in the messages, instead of the one of the settings.
+        `finder` finds them in the messages, instead of the one of the settings. `tools` are in the order of their
+        names, whatever their order here.
 
         Raises:
-            InvalidMessages, InvalidDocument: see `chat`.
+            InvalidMessages, InvalidDocument, InvalidTools: see `chat`.
         """
         encoder = self.encoder.endless() if is_endless else self.encoder
+        if (read := read_tools(tools, None, True, self.model)) is not None:
+            return encoder.encode_chat(
+                messages, documents, salt=salt, preamble=preamble, finder=finder, tools=read.for_template()
+            )
         if documents is not None and not getattr(self.model.tokenizer, "chat_template", None):
             *system, question = (message["content"] for message in read_messages(messages))
             if [message["role"] for message in messages] in (["user"], ["system", "user"]):
@@ -342,6 +391,7 @@ class LLM:
         documents: Documents,
         *,
         system: str | None = None,
+        tools: Tools | None = None,
         salt: str = "",
         chunk_context: ChunkContext | None = None,
         progress: Progress | None = None,
@@ -352,6 +402,7 @@ class LLM:
             documents: as for `chat`.
             system: the system prompt under which they will be used; their keys depend on it (unless chunk_context is
                 "none"). None: no system message.
+            tools: those with which they will be used, which documents see, too.
             salt: tenant salt of these prompts.
             chunk_context: as these prompts will say it.
             progress: called after every finished document.
@@ -364,7 +415,9 @@ class LLM:
         documents = list(documents)
         most = self.chunk_cache_config.max_prompt_chunks
         parts = [documents[first : first + most] for first in range(0, max(len(documents), 1), most)]
-        prompts = [self.encoder.encode_documents(part, system=system, salt=salt) for part in parts]
+        read = read_tools(tools, None, True, self.model)
+        options: dict[str, Any] = {} if read is None else {"tools": read.for_template()}
+        prompts = [self.encoder.encode_documents(part, system=system, salt=salt, **options) for part in parts]
         return self.chunks.warm(prompts, progress, chunk_context=chunk_context)
 
     def plan(

@@ -7,6 +7,7 @@ from support.tokenizers import CHATML, COHERE, DEFAULT_SYSTEM, LLAMA2, TEMPLATES
 from kvmosaic.errors import InvalidMessages
 from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.text_pieces import joined
+from kvmosaic.tools import canonical_tools
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "What is it?"}
@@ -153,7 +154,7 @@ BAD_TOOLS = {
 @pytest.mark.parametrize("template", [TOOLS_AS_JSON, TOOLS_AS_TEXT])
 @pytest.mark.parametrize("name", BAD_TOOLS)
 def test_control_tokens_in_tools_stay_text(template, name):
-    tools = [tool(), tool(**BAD_TOOLS[name])]
+    tools = canonical_tools([tool(), tool(**BAD_TOOLS[name])])
     pieces = conversation(template, [SYSTEM, USER], tools=tools).pieces()
     assert joined(pieces) == ordinary(template, [SYSTEM, USER], tools=tools)
     harmless = conversation(template, [SYSTEM, USER], tools=[tool(), tool()]).pieces()

@@ -9,8 +9,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from kvmosaic.prompt.document_id import ID_PATTERN
+from kvmosaic.tools.request import NAME_PATTERN, NAME_RULE
 
-_SHAPES = {ID_PATTERN: "must be 1 to 256 letters, digits or any of . _ : -"}
+_SHAPES = {ID_PATTERN: "must be 1 to 256 letters, digits or any of . _ : -", NAME_PATTERN: f"must be {NAME_RULE}"}
 """Patterns in words; the pattern itself says little to most users."""
 _SUBJECT = re.compile(r"^(Input|String|List|Dictionary|Value|Object|JSON|Data) should\b")
 

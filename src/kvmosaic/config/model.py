@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvmosaic.config.setting import setting
+from kvmosaic.tools import TOOL_FORMATS
 
 _model = partial(setting, panel="Model")
 
@@ -31,6 +32,11 @@ class ModelConfig:
         "none",
         help="int8: linear layers in 8-bit integers, for bfloat16 on a CPU: half the memory, and answers that may "
         "differ.",
+    )
+    tool_format: str = _model(
+        "auto",
+        choices=("auto", *TOOL_FORMATS),
+        help="How the model writes tool calls; auto: as its chat template does.",
     )
     trust_remote_code: bool = _model(False, help="Run Python code that comes with the checkpoint.")
     enable_chunk_cache: bool = _model(

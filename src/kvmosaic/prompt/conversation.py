@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvmosaic.errors import InvalidMessages
 from kvmosaic.prompt.chat_template.marks import MarkPlace, Marks, map_texts
 from kvmosaic.prompt.text_pieces import TextPiece, foreign, merged, template
 from kvmosaic.prompt.tokenizer import Tokenizer, control_tokens
+from kvmosaic.tools import canonical_tools
 
 _SCHEMAS = "{{ tools | tojson }}"
 _OWN_OPTIONS = ("tokenize", "return_dict", "documents", "return_tensors", "sanitize_control_tokens", "padding")
@@ -20,6 +22,8 @@ _CLOCK = "strftime_now"
 """The function by which templates ask for the time."""
 _OTHER_TIME = "{%- macro strftime_now(format) -%}\N{WATCH}{%- endmacro -%}"
 """In front of a template: takes the place of its clock. No time is written like this."""
+_NO_CONTENT = re.compile(r"""(\w+(?:\.content|\[['"]content['"]\])) is (not )?none\b""")
+"""How templates ask whether a message has no content; transformers leaves such a content out, which is not none."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 Documents = list[dict[str, str]] | None
 
@@ -85,6 +89,21 @@ def _could_write(text: str, token: str) -> bool:
     return any(text.endswith(token[:length]) or text.startswith(token[-length:]) for length in range(1, len(token)))
 
 
+def _with_empty_content(question: re.Match[str]) -> str:
+    """A template's question for no content, as one for an empty content."""
+    return f"({question[1]})" if question[2] else f"(not {question[1]})"
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its tool calls as texts of JSON."""
+    calls = copy.deepcopy(message.get("tool_calls"))
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**message, "tool_calls": calls} if calls else message
+
+
 class _MarkedTexts:
     """Texts replaced by marks for rendering: each with its mark and its message (None: a tool)."""
 
@@ -132,7 +151,57 @@ class Conversation:
         self._options = {"add_generation_prompt": not options.get("continue_final_message"), **options}
         tools = self._options.get("tools")
         if isinstance(tools, list | tuple):
-            self._options["tools"] = schemas_of(tools, tokenizer)
+            self._options["tools"] = canonical_tools(schemas_of(tools, tokenizer))
+        if any(message.get("tool_calls") for message in self.messages):
+            self.messages = self._with_rendered_calls()
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether there are tools."""
+        return bool(self._options.get("tools"))
+
+    def without_tools(self) -> Conversation:
+        """The same conversation without tools."""
+        other = copy.copy(self)
+        other._options = {name: value for name, value in self._options.items() if name != "tools"}
+        return other
+
+    def with_split_message(self, number: int, texts: Sequence[str]) -> Conversation:
+        """The same conversation with a message replaced by several of the same role."""
+        message, other = self.messages[number], copy.copy(self)
+        parts = [{**message, "content": text} for text in texts]
+        other.messages = [*self.messages[:number], *parts, *self.messages[number + 1 :]]
+        return other
+
+    def check_tools(self) -> None:
+        """Checks that the template shows tools, if there are any.
+
+        Raises:
+            InvalidMessages: it does not, or it rejects the conversation.
+        """
+        if not self.has_tools:
+            return
+        if "tools" in self.template_source:
+            without = self._render(self.messages, None, {"tools": None})
+            if self._render(self.messages, None) != without:
+                return
+        raise InvalidMessages(
+            "the chat template of this model does not show tools, so it cannot call them; leave tools out, or load a "
+            "model with a template for them"
+        )
+
+    def _with_rendered_calls(self) -> list[dict[str, Any]]:
+        """The messages with tool calls as the template takes them: arguments as a mapping, or as a text of JSON."""
+        if self._has_source and _NO_CONTENT.search(self.template_source):
+            self._options["chat_template"] = _NO_CONTENT.sub(_with_empty_content, self.template_source)
+        try:
+            self._render(self.messages, None)
+        except InvalidMessages:
+            texts = [_with_text_arguments(message) for message in self.messages]
+            with suppress(InvalidMessages):
+                self._render(texts, None)
+                return texts
+        return self.messages
 
     @property
     def last_answer(self) -> int | None:
@@ -152,7 +221,12 @@ class Conversation:
     @property
     def has_clock(self) -> bool:
         """Whether the template may write the time or date."""
-        return _CLOCK in self.template_source and not isinstance(getattr(self._tokenizer, "chat_template", ""), dict)
+        return _CLOCK in self.template_source and self._has_source
+
+    @property
+    def _has_source(self) -> bool:
+        """Whether the template is one text, which can be changed."""
+        return not isinstance(getattr(self._tokenizer, "chat_template", ""), dict)
 
     def at_another_time(self) -> Conversation:
         """The same conversation, rendered by the same template with something else on its clock."""

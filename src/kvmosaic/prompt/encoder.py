@@ -15,7 +15,14 @@ from kvmosaic.prompt.draft import Draft, document_draft, drafts_of, tokens_up_to
 from kvmosaic.prompt.found_documents import DocumentFinder, Part, said_before, split_at_documents, with_documents
 from kvmosaic.prompt.message import read_messages
 from kvmosaic.prompt.patterns import document_finder, read_find_documents
-from kvmosaic.prompt.preamble import PreambleRule, preamble_end, preamble_rule, with_preamble, with_preamble_tokens
+from kvmosaic.prompt.preamble import (
+    PreambleRule,
+    placed,
+    preamble_end,
+    preamble_rule,
+    with_preamble,
+    with_preamble_tokens,
+)
 from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind, numbered
 from kvmosaic.prompt.separator import check_unicode
 from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_token_ids
@@ -176,8 +183,8 @@ class PromptEncoder:
             documents: texts, mappings with "text" (and "title", "id") or `Document`s.
             salt: tenant salt.
             preamble: where it ends if no part is marked, instead of the settings; see `preamble_rule`.
-            finder: finds documents in the messages, instead of the settings. In a conversation with documents of its own
-                it finds only what the request placed in its messages.
+            finder: finds documents in the messages, instead of the settings. With documents of its own, a conversation
+                is searched only for those that the request placed in its messages.
             template_options: passed to the template, for example tools=..., enable_thinking=..., chat_template=....
 
         Raises:
@@ -188,6 +195,7 @@ class PromptEncoder:
         """
         rule = self._preamble if preamble is None else preamble_rule(preamble)
         conversation = Conversation(self._known_tokenizer(), read_messages(messages), template_options)
+        conversation.check_tools()
         read = read_documents(documents or (), self.settings.max_prompt_chunks)
         last_answer = conversation.last_answer
         if not read:
@@ -198,9 +206,12 @@ class PromptEncoder:
                 if len(found) > 1:
                     return self._splitting()._encode_found(conversation, found, messages, rule, salt)
             return self._from_pieces([Draft(SegmentKind.PLAIN, pieces)], salt, last_answer)
-        placing = place_documents(conversation)
+        if self._is_joining:
+            placing, end = place_documents(conversation), None
+        else:
+            conversation, placing, end = placed(conversation, messages, rule)
+            last_answer = conversation.last_answer
         head, rest = placing.head, tuple[TextPiece, ...]()
-        end = None if self._is_joining else preamble_end(conversation, placing.head, messages, rule)
         if end is not None:
             head, rest = split_pieces(placing.head, end)
         drafts = [Draft(SegmentKind.SYSTEM, head), *[Draft(SegmentKind.TEXT, rest)] * bool(rest)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -47,14 +48,32 @@ def _read_message(message: object, index: int) -> dict[str, Any]:
     if role not in ROLES:
         raise InvalidMessages(f"message {index} has the role {role!r:.80}; choose one of {', '.join(ROLES)}")
     content = _read_content(message.get("content"), index)
-    if not content.strip() and not (role == "assistant" and message.get("tool_calls")):
+    may_be_empty = role == "tool" or (role == "assistant" and message.get("tool_calls"))
+    if not content.strip() and not may_be_empty:
         raise InvalidMessages(f"message {index} ({role}) has no content; write something or leave the message out")
     if len(content) > MAX_MESSAGE_CHARACTERS:
         raise InvalidMessages(
             f"message {index} ({role}) has {len(content)} characters; at most {MAX_MESSAGE_CHARACTERS} are allowed"
         )
     extra = {key: _plain(message[key], index) for key in _EXTRA_KEYS if message.get(key) is not None}
+    if isinstance(calls := extra.get("tool_calls"), list):
+        extra["tool_calls"] = [_with_read_arguments(call, index) for call in calls]
     return {"role": role, "content": content, **extra}
+
+
+def _with_read_arguments(call: object, index: int) -> object:
+    """A tool call with its arguments as a mapping, as templates expect them, if they are the JSON of one."""
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(arguments, str):
+        return call
+    try:
+        read = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(read, dict):
+        return call
+    return {**call, "function": {**function, "arguments": _plain(read, index)}}
 
 
 def _plain(value: object, index: int, depth: int = 0) -> object:

@@ -1,4 +1,4 @@
-"""Documents that a request places in its messages, between other texts.
+r"""Documents that a request places in its messages, between other texts.
 
     message   [instructions, document, document, question]
     text      instructions \n\n  DOCUMENT \n\n  DOCUMENT \n\n  question
@@ -60,8 +60,8 @@ def placed_content(parts: Iterable[str | Document]) -> tuple[str, tuple[FoundDoc
         texts += [gap, text]
         length, before = start + len(text), text
     content = "".join(texts)
-    num_stripped = len(content) - len(content.lstrip())
-    return content, tuple(replace(each, start=each.start - num_stripped, end=each.end - num_stripped) for each in places)
+    shift = len(content) - len(content.lstrip())
+    return content, tuple(replace(each, start=each.start - shift, end=each.end - shift) for each in places)
 
 
 def content_key(content: str) -> str:

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from kvmosaic.errors import InvalidMessages, InvalidPreamble
-from kvmosaic.prompt.chat_template.document_placement import place_documents
+from kvmosaic.prompt.chat_template.document_placement import Placing, place_documents
 from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.message import is_system
 from kvmosaic.prompt.segment import Segment, SegmentKind
@@ -220,6 +220,65 @@ def with_preamble_tokens(
     return [stable, changing, *segments[1:]], ends + encodings[1:]
 
 
+def placed(conversation: Conversation, messages: Any, rule: PreambleRule) -> tuple[Conversation, Placing, int | None]:
+    """The documents' places in a conversation, and where the preamble ends before them; None: not before its end.
+
+    Tools belong to the preamble. If the template writes them after a system text that changes, they would change with
+    it: then the part that changes becomes a system message of its own, after the tools.
+
+    Args:
+        conversation: the checked conversation.
+        messages: as the caller gave them, with marks.
+        rule: of the request or the settings.
+
+    Returns:
+        The conversation as it is rendered, the places of its documents, and the end.
+    """
+    placing = place_documents(conversation)
+    end = preamble_end(conversation, placing.head, messages, rule)
+    if end is None or not conversation.has_tools:
+        return conversation, placing, end
+    return _with_tools_first(conversation, placing, end) or (conversation, placing, end)
+
+
+def _with_tools_first(
+    conversation: Conversation, placing: Placing, end: int
+) -> tuple[Conversation, Placing, int | None] | None:
+    """The same with the rest of the system text after the tools; None if it is there already, or cannot be."""
+    system = _system_pieces(conversation, placing.head)
+    found = next(((start, piece) for start, piece in system if start < end < start + len(piece.text)), None)
+    if found is None:
+        return None
+    (start, piece), number = found, found[1].message
+    texts = piece.text[: end - start].rstrip(), piece.text[end - start :].lstrip()
+    if number is None or not all(texts) or not _has_tools_after(conversation, placing, number):
+        return None
+    split = conversation.with_split_message(number, texts)
+    try:
+        moved = place_documents(split)
+        # None where the template writes it after the documents: then all before them is the preamble
+        rest = next((place for place, one in _system_pieces(split, moved.head) if one.message == number + 1), None)
+        if _has_tools_after(split, moved, number + 1):
+            return None
+    except InvalidMessages:  # a template that takes one system message only
+        return None
+    return split, moved, rest
+
+
+def _has_tools_after(conversation: Conversation, placing: Placing, number: int) -> bool:
+    """Whether what a template writes after a message and before the documents is another text without tools."""
+    plain = conversation.without_tools()
+    without = place_documents(plain) if placing.by_template else None
+    pieces = plain.pieces() if without is None else (*without.head, *without.tail)
+    return not _text_after(pieces, number).startswith(_text_after(placing.head, number))
+
+
+def _text_after(pieces: Sequence[TextPiece], number: int) -> str:
+    """The text after the content of a message."""
+    places = [index for index, piece in enumerate(pieces) if piece.message == number]
+    return joined(pieces[places[-1] + 1 :]) if places else ""
+
+
 def preamble_end(
     conversation: Conversation,
     head: Sequence[TextPiece],
@@ -246,7 +305,11 @@ def preamble_end(
         return end
     if rule.kind == "all":
         return None
-    end = rule.end_in(text)
+    if conversation.has_tools:  # whose texts, which anyone may have written, do not move the border
+        found = ((start, rule.end_in(piece.text)) for start, piece in _system_pieces(conversation, head))
+        end = next((start + place for start, place in found if place is not None), None)
+    else:
+        end = rule.end_in(text)
     if end is None and rule.num_tokens is None:
         end = _clock_end(conversation, text, has_documents)
         if end is None:

@@ -9,13 +9,16 @@ from kvmosaic.sampling.reuse import RepairUse, ReuseReport, SegmentAction, Segme
 from kvmosaic.sampling.sampler import SampledToken, SamplingState, sample
 from kvmosaic.sampling.score import ScoreOutput
 from kvmosaic.sampling.stop_conditions import Finish, StopRules, StopStrings
-from kvmosaic.sampling.structured import StructuredOutputs
+from kvmosaic.sampling.structured import CallGrammar, StructuredOutputs
+from kvmosaic.sampling.tool_calling import AnswerReader, ToolCalling
 
 __all__ = [
     "DEFAULT_SINK_TOKENS",
     "MAX_TOKENS",
     "MAX_WINDOW_TOKENS",
     "Answer",
+    "AnswerReader",
+    "CallGrammar",
     "CompletionOutput",
     "Decoder",
     "Detokenizer",
@@ -38,6 +41,7 @@ __all__ = [
     "StopRules",
     "StopStrings",
     "StructuredOutputs",
+    "ToolCalling",
     "decode_all",
     "default_sampling",
     "sample",

@@ -78,10 +78,14 @@ class Detokenizer:
     ids decoded at once.
     """
 
-    def __init__(self, tokenizer: Decoder | None, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Decoder | None, *, skip_special_tokens: bool = True, shown_ids: Collection[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = frozenset(tokenizer.all_special_ids) if tokenizer and skip_special_tokens else frozenset()
-        self._skip_special_tokens = skip_special_tokens
+        skipped = frozenset(tokenizer.all_special_ids) if tokenizer and skip_special_tokens else frozenset()
+        self._skipped = skipped - frozenset(shown_ids)
+        # Skipped ids never get into the window, so that the tokenizer need not skip any where some are shown.
+        self._skip_special_tokens = skip_special_tokens and not shown_ids
         self._window: list[int] = []
         self._emitted = 0
         self._whole_ends: list[int] = []
@@ -159,7 +163,11 @@ class Answer:
         self.finish: Finish | None = None
         self.rules = StopRules(params, eos_token_ids, max_tokens)
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            shown_ids=tuple(params.shown_special_token_ids or ()),
+        )
         self._text = StopStrings(params.stop_strings, keep=params.include_stop_str_in_output)
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative = 0.0

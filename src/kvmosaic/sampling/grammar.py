@@ -12,7 +12,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from kvmosaic.errors import InvalidSampling
-from kvmosaic.sampling.structured import StructuredOutputs
+from kvmosaic.sampling.structured import CallGrammar, StructuredOutputs
 
 MAX_JOINED_PATTERNS = 6
 """Twelve take half a second and 60 MB, and every further one four times that."""
@@ -175,9 +175,9 @@ class GrammarCompiler:
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = Lock()
         self._vocabulary: Vocabulary | None = None
-        self._grammars: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
+        self._grammars: OrderedDict[StructuredOutputs | CallGrammar, Grammar] = OrderedDict()
 
-    def compile(self, outputs: StructuredOutputs) -> Grammar:
+    def compile(self, outputs: StructuredOutputs | CallGrammar) -> Grammar:
         """Compiles structured outputs, or returns the cached grammar.
 
         Raises:
@@ -208,7 +208,7 @@ class GrammarCompiler:
             self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
         return self._vocabulary
 
-    def _compile(self, outputs: StructuredOutputs, vocabulary: Vocabulary) -> Grammar:
+    def _compile(self, outputs: StructuredOutputs | CallGrammar, vocabulary: Vocabulary) -> Grammar:
         inner = _source(outputs)
         plain, spaced = vocabulary.matcher([inner], LIMITS), None
         if vocabulary.drops_first_space and not plain.is_error():
@@ -222,14 +222,17 @@ class GrammarCompiler:
             allowed[list(vocabulary.eos_token_ids)] = False
             error, can_begin = first.failure, bool(allowed.any())
         if error:
-            raise InvalidSampling(f"structured_outputs.{outputs.kind} cannot be used: {_first_line(error)}")
+            what = "tools" if isinstance(outputs, CallGrammar) else f"structured_outputs.{outputs.kind}"
+            raise InvalidSampling(f"{what} cannot be used: {_first_line(error)}")
         if not can_begin:
             raise InvalidSampling(f"structured_outputs.{outputs.kind} allows only the empty answer")
         return grammar
 
 
-def _source(outputs: StructuredOutputs) -> dict[str, Any]:
+def _source(outputs: StructuredOutputs | CallGrammar) -> dict[str, Any]:
     """Converts structured outputs to llguidance's format."""
+    if isinstance(outputs, CallGrammar):
+        return {"lark_grammar": outputs.lark}
     if (schema := outputs.schema) is not None:
         check_schema(schema)
         # Overrides the schema's own white space setting (x-guidance).

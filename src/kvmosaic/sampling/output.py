@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvmosaic.sampling.reuse import ReuseReport
+from kvmosaic.tools.call import ToolCall
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,12 @@ class CompletionOutput:
     logprobs: tuple[dict[int, Logprob], ...] | None = None
     """Per token: the sampled and the most likely ones, by token id."""
     finish_reason: FinishReason | None = None
-    """stop, length or abort; None while the answer continues."""
+    """stop, length, abort or tool_calls; None while the answer continues."""
     stop_reason: int | str | None = None
     """The stop text or stop id that ended it; None for the end-of-sequence token."""
+
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Calls of tools that were passed to `LLM.chat`; `text` is what the model wrote beside them."""
 
     @property
     def finished(self) -> bool:

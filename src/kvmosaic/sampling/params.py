@@ -9,7 +9,7 @@ from typing import Any
 
 from kvmosaic.errors import InvalidSampling
 from kvmosaic.repair import RepairPolicy, repair_policy
-from kvmosaic.sampling.structured import StructuredOutputs
+from kvmosaic.sampling.structured import CallGrammar, StructuredOutputs
 
 MAX_ANSWERS = 256
 MAX_TOKENS = 2**27
@@ -71,7 +71,10 @@ class SamplingParams:
     """First tokens of the question (or the plain prompt) that stay visible; `DEFAULT_SINK_TOKENS` with a window."""
     repair: str | RepairPolicy | None = None
     """Tokens of cached documents to recompute, such as "query(0.15)"; None: the engine's default."""
-    structured_outputs: StructuredOutputs | None = None
+    shown_special_token_ids: Iterable[int] | None = None
+    """Special tokens that stay in the text in spite of `skip_special_tokens`, such as the tags of tool calls. Stored as
+    a tuple."""
+    structured_outputs: StructuredOutputs | CallGrammar | None = None
     """The required form of the answer; a mapping of its fields is accepted. A complete form ends the answer, also with
     `ignore_eos` and before `min_tokens`."""
 
@@ -104,10 +107,12 @@ class SamplingParams:
                 raise InvalidSampling(f"{name} must be True or False, got {getattr(self, name)!r}")
         if isinstance(self.structured_outputs, Mapping):
             object.__setattr__(self, "structured_outputs", StructuredOutputs.from_dict(self.structured_outputs))
-        elif not isinstance(self.structured_outputs, StructuredOutputs | None):
+        elif not isinstance(self.structured_outputs, StructuredOutputs | CallGrammar | None):
             raise InvalidSampling(f"structured_outputs must be StructuredOutputs, got {self.structured_outputs!r:.80}")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        shown = _token_ids("shown_special_token_ids", self.shown_special_token_ids)
+        object.__setattr__(self, "shown_special_token_ids", shown)
 
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> SamplingParams:
@@ -185,14 +190,14 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(texts))
 
 
-def _stop_ids(ids: object) -> tuple[int, ...]:
+def _token_ids(name: str, ids: object) -> tuple[int, ...]:
     if ids is None:
         return ()
     if not isinstance(ids, Iterable) or isinstance(ids, str | bytes):
-        raise InvalidSampling(f"stop_token_ids must be a list of token ids, got {ids!r}")
+        raise InvalidSampling(f"{name} must be a list of token ids, got {ids!r}")
     numbers = tuple(ids)
     if len(numbers) > MAX_STOP_IDS:
-        raise InvalidSampling(f"stop_token_ids has {len(numbers)} ids; at most {MAX_STOP_IDS} are allowed")
+        raise InvalidSampling(f"{name} has {len(numbers)} ids; at most {MAX_STOP_IDS} are allowed")
     for number in numbers:
-        _check_whole("a stop token id", number, 0, 2**31 - 1)
+        _check_whole(f"an id of {name}", number, 0, 2**31 - 1)
     return tuple(dict.fromkeys(numbers))

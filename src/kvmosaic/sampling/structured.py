@@ -89,6 +89,17 @@ class StructuredOutputs:
         return tuple(self.choice or ())
 
 
+@dataclass(frozen=True, slots=True)
+class CallGrammar:
+    """The form of an answer with tool calls: a grammar that `kvmosaic.tools` made of checked tools.
+
+    Unlike a caller's grammar it contains JSON schemas and control tokens.
+    """
+
+    lark: str
+    kind = "tools"
+
+
 def _check_text(name: str, text: object, most: int) -> None:
     if not isinstance(text, str) or not 0 < len(text) <= most:
         size = f"{len(text)} characters" if isinstance(text, str) else f"{text!r:.80}"

@@ -10,7 +10,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 
 from kvmosaic import __version__
-from kvmosaic.server import dashboard, documents, engine_routes, openai
+from kvmosaic.server import anthropic, dashboard, documents, engine_routes, openai
 from kvmosaic.server.dashboard.feed import Feed
 from kvmosaic.server.errors import add_error_replies
 from kvmosaic.server.generation.prompts import PromptSources
@@ -25,8 +25,8 @@ DESCRIPTION = (
     "what it has. Errors have OpenAI's shape, those of /v1/messages Anthropic's; every reply carries an X-Request-Id."
 )
 KEY = "key"
-ANTHROPIC_HEADERS = ("Anthropic-Version", "Anthropic-Beta", "Anthropic-Dangerous-Direct-Browser-Access")
-"""Headers that Anthropic's clients send from browsers; they change nothing here."""
+ANTHROPIC_HEADERS = ("X-Api-Key", "Anthropic-Version", "Anthropic-Beta", "Anthropic-Dangerous-Direct-Browser-Access")
+"""Headers that Anthropic's clients send from browsers; but for the key, they change nothing here."""
 
 
 def build_app(services: Services) -> FastAPI:
@@ -62,7 +62,13 @@ def build_app(services: Services) -> FastAPI:
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
             allow_methods=["GET", "POST", "PUT", "DELETE"],
-            allow_headers=["Authorization", "Content-Type", "If-Match", "X-Request-Id", "X-Api-Key", *ANTHROPIC_HEADERS],
+            allow_headers=[
+                "Authorization",
+                "Content-Type",
+                "If-Match",
+                "X-Request-Id",
+                *ANTHROPIC_HEADERS,
+            ],
             expose_headers=["ETag", "Retry-After", "X-Request-Id", "Request-Id"],
         )
     app.add_middleware(prometheus.CountReplies, metrics=services.metrics)

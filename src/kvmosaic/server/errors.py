@@ -60,7 +60,7 @@ def request_id_of(request: Request) -> str:
 def _http_error(error: HTTPException) -> ApiError:
     allowed = (error.headers or {}).get("Allow", "another method")
     known = {
-        404: "no such address; those of the OpenAI and Anthropic APIs begin with /v1, and /openapi.json lists all there are",
+        404: "no such address; those of the OpenAI API begin with /v1, and /openapi.json lists all there are",
         405: f"this address takes {allowed} only",
     }
     message = known.get(error.status_code, str(error.detail))

@@ -14,6 +14,7 @@ from kvmosaic.integrations.vllm.front.python_api import vllm_input, with_boundar
 from kvmosaic.layout import ChunkContext, Layout, arrange
 from kvmosaic.prompt import Prompt, check_length
 from kvmosaic.sampling import (
+    CallGrammar,
     CompletionOutput,
     Logprob,
     RequestOutput,
@@ -250,9 +251,11 @@ def _their_params(params: SamplingParams, *, has_tokenizer: bool) -> Any:
     return VLLMSamplingParams(**given, detokenize=has_tokenizer)
 
 
-def _their_structure(structure: StructuredOutputs) -> Any:
+def _their_structure(structure: StructuredOutputs | CallGrammar) -> Any:
     from vllm.sampling_params import StructuredOutputsParams
 
+    if isinstance(structure, CallGrammar):
+        return StructuredOutputsParams(grammar=structure.lark)
     given: Mapping[str, Any] = {field.name: getattr(structure, field.name) for field in fields(structure)}
     return StructuredOutputsParams(
         **{name: list(value) if name == "choice" else value for name, value in given.items() if value}

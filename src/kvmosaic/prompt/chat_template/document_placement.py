@@ -142,6 +142,9 @@ def place_documents(conversation: Conversation) -> Placing:
     line of the text. In later turns they stay at their place in the first turn. Otherwise documents go right after the
     system text (or before the first message, if there is none), as title, text and an empty line.
 
+    With tools, which many templates write after the system text, they go before the content of the first message that
+    is no system text, so that they see the tools.
+
     Raises:
         InvalidMessages: the template rejects the conversation, or shows none of its messages.
     """
@@ -177,7 +180,10 @@ def _behind_system(conversation: Conversation) -> Placing:
     if not shown:
         raise InvalidMessages("the chat template shows none of the messages, so documents have no place; change either")
     cut, gap = shown[0], ""
-    if pieces[cut].message == 0 and is_system(conversation.messages[0]):
+    if conversation.has_tools:
+        roles = [(index, conversation.messages[pieces[index].message or 0]) for index in shown]
+        cut = next((index for index, message in roles if not is_system(message)), cut)
+    elif pieces[cut].message == 0 and is_system(conversation.messages[0]):
         cut, gap = cut + 1, "\n\n"
     return Placing(merged((*pieces[:cut], template(gap))), merged(pieces[cut:]), _PLAIN_FORMATS, by_template=False)
 

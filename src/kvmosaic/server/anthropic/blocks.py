@@ -102,7 +102,9 @@ class DocumentBlock(Body):
 
     type: Literal["document"]
     source: Annotated[
-        Annotated[TextSource, Tag("text")] | Annotated[ContentSource, Tag("content")] | Annotated[Refused, Tag("other")],
+        Annotated[TextSource, Tag("text")]
+        | Annotated[ContentSource, Tag("content")]
+        | Annotated[Refused, Tag("other")],
         _tag_of("text", "content"),
     ]
     title: Name | None = None

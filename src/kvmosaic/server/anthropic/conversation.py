@@ -13,8 +13,7 @@ from kvmosaic.prompt.found_documents import FoundDocument
 from kvmosaic.prompt.placed_documents import PlacedDocuments, content_key, placed_content
 from kvmosaic.prompt.preamble import is_marked
 from kvmosaic.server.anthropic.blocks import (
-    DocumentBlock,
-    SearchResultBlock,
+    ReadablePart,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
@@ -24,6 +23,7 @@ from kvmosaic.server.anthropic.request import CountRequest, Message
 from kvmosaic.server.errors import ApiError
 
 _FAILED = "Error:"
+"""Before what a tool returned that failed, which templates have no field for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,14 @@ def read_conversation(body: CountRequest) -> Conversation:
     """
     conversation = Conversation()
     if body.system:
-        system = body.system if isinstance(body.system, str) else [each.model_dump(exclude_none=True) for each in body.system]
+        said = body.system
+        system = said if isinstance(said, str) else [block.model_dump(exclude_none=True) for block in said]
         conversation.messages.append({"role": "system", "content": system})
-    for role, first, blocks in _turns(body.messages):
+    for role, blocks in _turns(body.messages):
         if role == "assistant":
-            _add_answer(conversation, blocks, first)
+            _add_answer(conversation, blocks)
         else:
-            _add_texts(conversation, role, blocks, first)
+            _add_texts(conversation, role, blocks)
     if all(message["role"] == "system" for message in conversation.messages):
         raise InvalidMessages("there is nothing to answer: the messages hold no text and no document; send one")
     return conversation
@@ -78,20 +79,20 @@ Blocks = list[tuple[int, int, Any]]
 """Blocks of a turn, each with the number of its message and its place there."""
 
 
-def _turns(messages: Sequence[Message]) -> Iterator[tuple[str, int, Blocks]]:
-    """Yields role, number of the first message, and blocks of every turn: messages in a row with the same role."""
-    role, first, blocks = messages[0].role, 0, Blocks()
+def _turns(messages: Sequence[Message]) -> Iterator[tuple[str, Blocks]]:
+    """Yields role and blocks of every turn: messages in a row with the same role."""
+    role, blocks = messages[0].role, Blocks()
     for number, message in enumerate(messages):
         if message.role != role:
-            yield role, first, blocks
-            role, first, blocks = message.role, number, []
+            yield role, blocks
+            role, blocks = message.role, []
         content = message.content
         texts = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
         blocks += [(number, place, block) for place, block in enumerate(texts)]
-    yield role, first, blocks
+    yield role, blocks
 
 
-def _add_answer(conversation: Conversation, blocks: Blocks, first: int) -> None:
+def _add_answer(conversation: Conversation, blocks: Blocks) -> None:
     texts = [block.text for _, _, block in blocks if isinstance(block, TextBlock)]
     thoughts = [block.thinking for _, _, block in blocks if isinstance(block, ThinkingBlock)]
     calls = [_call(block) for _, _, block in blocks if isinstance(block, ToolUseBlock)]
@@ -104,7 +105,7 @@ def _add_answer(conversation: Conversation, blocks: Blocks, first: int) -> None:
     conversation.add("assistant", texts, **extra)
 
 
-def _add_texts(conversation: Conversation, role: str, blocks: Blocks, first: int) -> None:
+def _add_texts(conversation: Conversation, role: str, blocks: Blocks) -> None:
     """Adds results of tools as messages of their own, then the rest as one message."""
     parts = list[str | Document]()
     last = len(blocks) - 1
@@ -117,16 +118,13 @@ def _add_texts(conversation: Conversation, role: str, blocks: Blocks, first: int
         if isinstance(block, ToolResultBlock):
             conversation.add("tool", _result(block, where), tool_call_id=block.tool_use_id)
         else:
-            is_document = role == "user" and index != last and is_marked({"cache_control": _mark(block)})
+            marked = isinstance(block, TextBlock) and is_marked({"cache_control": block.cache_control})
+            is_document = marked and role == "user" and index != last
             parts.append(_part(block, where, is_document=is_document))
     conversation.add(role, parts)
 
 
-def _mark(block: Any) -> Any:
-    return block.cache_control if isinstance(block, TextBlock) else None
-
-
-def _part(block: TextBlock | DocumentBlock | SearchResultBlock, where: str, *, is_document: bool = False) -> str | Document:
+def _part(block: ReadablePart, where: str, *, is_document: bool = False) -> str | Document:
     if isinstance(block, TextBlock) and not (is_document and block.text.strip()):
         return block.text
     try:

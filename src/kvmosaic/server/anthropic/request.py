@@ -11,7 +11,9 @@ from kvmosaic.errors import InvalidMessages
 from kvmosaic.prompt.message import MAX_MESSAGES
 from kvmosaic.sampling import SamplingParams, StructuredOutputs
 from kvmosaic.server.anthropic.blocks import Content, TextBlocks
+from kvmosaic.server.anthropic.tool_fields import ToolChoice, Tools, tool_request
 from kvmosaic.server.generation.sampling_fields import Defaults, GenerationFields
+from kvmosaic.tools import ToolRequest
 
 THINKING_VARIABLE = "enable_thinking"
 """The variable by which chat templates switch thinking on and off."""
@@ -63,8 +65,13 @@ class CountRequest(GenerationFields):
     stop_sequences: Annotated[list[StopText] | None, Field(max_length=128)] = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    tools: Annotated[Any, Only((None, []), "tools cannot be called")] = None
-    tool_choice: Annotated[Any, Only((None, {"type": "auto"}, {"type": "none"}), "tools cannot be called")] = None
+    tools: Annotated[
+        Tools | None, Field(description="Functions that the model may call; it reads them in the order of their names.")
+    ] = None
+    tool_choice: Annotated[
+        ToolChoice | None,
+        Field(description="any or tool: the answer is a call that keeps to the schema. Default: auto."),
+    ] = None
     chat_template_kwargs: Annotated[Variables | None, Field(description="Variables of the chat template.")] = None
     container: Annotated[Any, Only((None,), "code is not run here")] = None
     mcp_servers: Annotated[Any, Only((None, []), "other servers are not called")] = None
@@ -92,6 +99,14 @@ class CountRequest(GenerationFields):
                     "out, or send {'type': 'disabled'}"
                 )
         return options or None
+
+    def tool_request(self) -> ToolRequest | None:
+        """Returns the tools and how they may be called; None without tools.
+
+        Raises:
+            InvalidTools: tools that cannot be called, or a choice that does not go with them.
+        """
+        return tool_request(self.tools, self.tool_choice)
 
     def sampling_params(self, defaults: Defaults) -> SamplingParams:
         """Returns the sampling parameters.

@@ -100,6 +100,9 @@ class WholeAnswer:
             self.finish_reason, self.stop_reason = ending, delta.stop_reason
 
 
+A = TypeVar("A", bound=WholeAnswer)
+
+
 def ending_of(answer: AnswerDelta) -> Ending | None:
     """Returns the finish reason, if the answer has ended; never called for aborted ones."""
     return "length" if answer.finish_reason == "length" else "stop" if answer.finish_reason else None
@@ -134,9 +137,9 @@ async def deltas(asked: GenerationRequest) -> AsyncGenerator[tuple[int, RequestD
             yield index, delta
 
 
-async def whole_answers(asked: GenerationRequest) -> tuple[list[WholeAnswer], UsageTotals]:
+async def whole_answers(asked: GenerationRequest, new_answer: Callable[[], A]) -> tuple[list[A], UsageTotals]:
     """Returns all answers, by the index of their choice, and their usage."""
-    answers = [WholeAnswer() for _ in range(len(asked.prompts) * asked.params.n)]
+    answers = [new_answer() for _ in range(len(asked.prompts) * asked.params.n)]
     tally = asked.tally()
     async with aclosing(deltas(asked)) as news:
         async for prompt_index, delta in news:

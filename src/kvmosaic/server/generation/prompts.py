@@ -37,6 +37,11 @@ class PromptSources:
         return self.llm.model.tokenizer
 
     @property
+    def chat_template(self) -> str:
+        """The source of the model's chat template; empty if it has none."""
+        return _template_of(self.llm)
+
+    @property
     def max_positions(self) -> int | None:
         """Maximum number of tokens of a prompt and its answer; None: unlimited."""
         return self.llm.engine.max_positions
@@ -73,6 +78,8 @@ class Rendering:
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     template_options: Mapping[str, Any] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Checked tools, as the template reads them."""
     is_endless: bool = False
     """Whether the question may exceed the model's context: the answer then uses a rolling window."""
 
@@ -104,14 +111,14 @@ def chat_prompt(
 ) -> EncodedPrompt:
     """Renders a conversation over its documents: those of the body, marked parts, and parts between separators.
 
-    Documents that are `placed` in messages stay there.
+    Documents that are `placed` in messages stay there; these messages have no separators.
 
     Raises:
         InvalidMessages, InvalidDocument, InvalidPrompt: see `PromptEncoder.encode_chat`.
         UnknownDocument: an id that this tenant has not stored.
     """
     kept, marked = take_marked(known_roles(_template_of(sources.llm), messages))
-    kept, separated = take_separated(kept, sources.settings.chunk_separator)
+    kept, separated = take_separated(kept, None if placed else sources.settings.chunk_separator)
     with told_by_place(body):
         documents = read_documents(sources.documents, tenant, body)
         rendering = replace(rendering, is_endless=_is_endless(body))
@@ -184,6 +191,8 @@ def _encode_chat(
     salt, preamble = body.cache_salt or "", body.preamble
     options = dict(rendering.template_options or {})
     if not _template_of(llm):
+        if rendering.tools:
+            raise InvalidMessages("this model has no chat template, so it cannot be shown tools; leave tools out")
         if options or rendering.continue_final_message:
             raise InvalidMessages(
                 "this model has no chat template, so there is nothing to be set; leave its options out"
@@ -191,6 +200,8 @@ def _encode_chat(
         how: dict[str, Any] = {"is_endless": rendering.is_endless, "preamble": preamble, "finder": finder}
         return llm.compose(messages, documents=documents or None, salt=salt, **how)
     check_variables(llm.model.tokenizer, options)
+    if rendering.tools:
+        options["tools"] = list(rendering.tools)
     if rendering.add_generation_prompt is not None:
         options["add_generation_prompt"] = rendering.add_generation_prompt
     if rendering.continue_final_message:

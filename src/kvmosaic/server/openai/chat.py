@@ -25,6 +25,7 @@ from kvmosaic.server.generation.answers import (
 from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model
 from kvmosaic.server.generation.sampling_fields import prepared
 from kvmosaic.server.generation.sse import DONE, event, open_stream
+from kvmosaic.server.generation.tool_answers import ToolAnswer, ToolAnswers, read_delta
 from kvmosaic.server.generation.usage import UsageTotals
 from kvmosaic.server.json_body import ParsedRoute
 from kvmosaic.server.openai.chat_request import ChatRequest
@@ -34,13 +35,16 @@ from kvmosaic.server.openai.replies import (
     ChatChoice,
     ChatChunk,
     ChatCompletion,
+    ChatEnding,
     ChunkChoice,
     MessageDelta,
     error_replies,
     streamed,
 )
 from kvmosaic.server.openai.request_fields import StreamOptions, check_stream_options
+from kvmosaic.server.openai.tool_answers import ending_with, message_deltas, message_of
 from kvmosaic.server.tenants import Tenant, current_tenant
+from kvmosaic.tools import CallParser
 
 ROUTE = "/v1/chat/completions"
 
@@ -63,27 +67,38 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         model = served_model(sources, body.model)
         check_stream_options(body.stream, body.stream_options)
         runner.admission.check(tenant)
-        read = await threads.run(tenant.name, _read, sources, tenant, body)
-        asked = GenerationRequest.by(runner, tenant, ROUTE, request, body, read)
-        writer = ChatWriter(asked, model, token_bytes)
+        prompts, params, tools = await threads.run(tenant.name, _read, sources, tenant, body)
+        asked = GenerationRequest.by(runner, tenant, ROUTE, request, body, (prompts, params))
+        writer = ChatWriter(asked, model, token_bytes, tools)
         if body.stream:
             return await open_stream(request, writer.chunks(body.stream_options or StreamOptions()))
-        answers, tally = await whole_answers(asked)
+        answers, tally = await whole_answers(asked, WholeAnswer if tools is None else tools.whole)
         return await reply_of(lambda: writer.whole(answers, tally), answers)
 
     return routes
 
 
-def _read(sources: PromptSources, tenant: Tenant, body: ChatRequest) -> tuple[list[EncodedPrompt], SamplingParams]:
-    params = prepared(sources.llm, body.sampling_params(sources.sampling_defaults()))
-    return [chat_prompt(sources, tenant, body, body.plain_messages(), body.rendering())], params
+def _read(
+    sources: PromptSources, tenant: Tenant, body: ChatRequest
+) -> tuple[list[EncodedPrompt], SamplingParams, ToolAnswers | None]:
+    request, tools = body.tool_request(), None
+    params = body.sampling_params(sources.sampling_defaults())
+    prompts = [chat_prompt(sources, tenant, body, body.plain_messages(), body.rendering())]
+    if request is not None and request.callable_tools:
+        params = sources.llm.tool_calling.sampling(params, request)
+        tools = ToolAnswers(sources.llm.tool_calling, request, params)
+    return prompts, prepared(sources.llm, params), tools
 
 
 class ChatWriter:
     """Writes the answers of one request in the shape of /v1/chat/completions."""
 
-    def __init__(self, asked: GenerationRequest, model: str, token_bytes: TokenBytes) -> None:
+    def __init__(
+        self, asked: GenerationRequest, model: str, token_bytes: TokenBytes, tools: ToolAnswers | None = None
+    ) -> None:
         self._asked = asked
+        self._tools = tools
+        self._parsers: dict[int, CallParser] = {}
         self._token_bytes = token_bytes
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{asked.request_id}",
@@ -142,33 +157,50 @@ class ChatWriter:
         return ChatChunk(**self._head, object="chat.completion.chunk", choices=choices)
 
     def _choice(self, index: int, answer: WholeAnswer) -> ChatChoice:
+        ending: ChatEnding = answer.finish_reason
+        message = AnswerMessage(role="assistant", content=answer.text, refusal=None)
+        if isinstance(answer, ToolAnswer):
+            ending, message = ending_with(answer.parser, answer.finish_reason), message_of(answer)
         return ChatChoice(
             index=index,
-            message=AnswerMessage(role="assistant", content=answer.text, refusal=None),
+            message=message,
             logprobs=self._logprobs(answer.token_ids, answer.logprobs),
-            finish_reason=answer.finish_reason,
+            finish_reason=ending,
             stop_reason=answer.stop_reason,
         )
 
     def _news(self, answer: AnswerDelta, *, is_first: bool) -> list[ChunkChoice]:
         choices = []
         if is_first:
-            delta = MessageDelta(role="assistant", content="")
+            delta = MessageDelta(role="assistant", content="" if self._tools is None else None)
             choices.append(ChunkChoice(index=answer.index, delta=delta, finish_reason=None))
         logprobs = self._logprobs(answer.token_ids, answer.logprobs or ())
-        if answer.text or logprobs is not None:
-            delta = MessageDelta(content=answer.text)
+        parser = self._parser_of(answer)
+        if parser is None:
+            said = [MessageDelta(content=answer.text)] if answer.text else []
+        else:
+            said = list(message_deltas(read_delta(parser, answer)))
+        if logprobs is not None and not said:
+            said = [MessageDelta(content="")]
+        for delta in said:
             choices.append(ChunkChoice(index=answer.index, delta=delta, logprobs=logprobs, finish_reason=None))
-        if answer.finish_reason is not None:
+            logprobs = None  # those of all new tokens are in the first chunk
+        if (ending := ending_of(answer)) is not None:
             choices.append(
                 ChunkChoice(
                     index=answer.index,
                     delta=MessageDelta(),
-                    finish_reason=ending_of(answer),
+                    finish_reason=ending if parser is None else ending_with(parser, ending),
                     stop_reason=answer.stop_reason,
                 )
             )
         return choices
+
+    def _parser_of(self, answer: AnswerDelta) -> CallParser | None:
+        """Returns the parser of an answer; None if it cannot call tools."""
+        if self._tools is not None and answer.index not in self._parsers:
+            self._parsers[answer.index] = self._tools.parser()
+        return self._parsers.get(answer.index)
 
     def _logprobs(self, token_ids: Any, logprobs: Any) -> ChatLogprobs | None:
         number = self._asked.params.logprobs

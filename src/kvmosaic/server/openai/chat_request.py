@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from kvmosaic.api.fields import (
     INTEGRAL,
@@ -31,6 +32,8 @@ from kvmosaic.server.openai.request_fields import (
     StreamOptions,
     structure_of,
 )
+from kvmosaic.server.openai.tool_fields import Calls, NamedChoice, ToolChoiceField, Tools, plain_tools
+from kvmosaic.tools import ToolRequest, read_tool_request
 
 Mark = bool | Plain | None
 
@@ -61,23 +64,38 @@ class ChatMessage(Body):
     """One message."""
 
     role: Annotated[
-        Literal["system", "developer", "user", "assistant"],
+        Literal["system", "developer", "user", "assistant", "tool"],
         Field(description="'developer' is 'system' for models whose template does not know it."),
     ]
-    content: Content
+    tool_calls: Annotated[Calls | None, Field(description="Calls in an answer.")] = None
+    tool_call_id: Annotated[Name | None, Field(description="The call whose result a tool's message is.")] = None
+    content: Annotated[Content | None, Field(description="May be null beside tool_calls.", validate_default=True)] = (
+        None
+    )
     name: Name | None = None
     reasoning_content: Text | None = None
     refusal: Ignored = None
     annotations: Ignored = None
     audio: Annotated[Any, Only((None,), "only text can be read")] = None
-    tool_calls: Annotated[Any, Only((None, []), "tools cannot be called")] = None
-    function_call: Annotated[Any, Only((None,), "tools cannot be called")] = None
+    function_call: Annotated[Any, Only((None,), "use tool_calls")] = None
+
+    @field_validator("content")
+    @classmethod
+    def _said(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and not (info.data.get("role") == "assistant" and info.data.get("tool_calls")):
+            raise PydanticCustomError("missing", "Field required")
+        return content
 
     def plain(self) -> dict[str, Any]:
         """Returns the message as the prompt encoder reads it."""
         content = self.content
-        kept = content if isinstance(content, str) else [part.model_dump(exclude_none=True) for part in content]
-        extra = {"name": self.name, "reasoning_content": self.reasoning_content}
+        kept = [part.model_dump(exclude_none=True) for part in content] if isinstance(content, list) else content
+        extra = {
+            "name": self.name,
+            "reasoning_content": self.reasoning_content,
+            "tool_calls": [call.model_dump(exclude={"index"}) for call in self.tool_calls or ()] or None,
+            "tool_call_id": self.tool_call_id,
+        }
         return {"role": self.role, "content": kept, **{key: text for key, text in extra.items() if text is not None}}
 
 
@@ -96,9 +114,23 @@ class ChatFields(Body):
         Variables | None, Field(description="Variables of the chat template, such as enable_thinking.")
     ] = None
 
+    tools: Annotated[
+        Tools | None, Field(description="Functions that the model may call; it reads them in the order of their names.")
+    ] = None
+
     def rendering(self) -> Rendering:
-        """Returns how the conversation is rendered."""
-        return Rendering(self.add_generation_prompt, bool(self.continue_final_message), self.chat_template_kwargs)
+        """Returns how the conversation is rendered.
+
+        Raises:
+            InvalidTools: tools that cannot be called.
+        """
+        read = read_tool_request(plain_tools(self.tools))
+        return Rendering(
+            self.add_generation_prompt,
+            bool(self.continue_final_message),
+            self.chat_template_kwargs,
+            () if read is None else tuple(read.for_template()),
+        )
 
     def plain_messages(self) -> list[dict[str, Any]]:
         """Returns the conversation as the prompt encoder reads it."""
@@ -124,18 +156,31 @@ class ChatRequest(SharedFields, ChatFields):
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), INTEGRAL] = None
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
-    tools: Annotated[Any, Only((None, []), "tools cannot be called")] = None
-    tool_choice: Annotated[Any, Only((None, "none", "auto"), "tools cannot be called")] = None
-    functions: Annotated[Any, Only((None, []), "tools cannot be called")] = None
-    function_call: Annotated[Any, Only((None, "none", "auto"), "tools cannot be called")] = None
+    tool_choice: Annotated[
+        ToolChoiceField | None,
+        Field(description="required or a function: the answer is a call that keeps to the schema. Default: auto."),
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, Field(description="false: at most one call in an answer. Default: true.")
+    ] = None
+    functions: Annotated[Any, Only((None, []), "use tools")] = None
+    function_call: Annotated[Any, Only((None, "none", "auto"), "use tool_choice")] = None
     audio: Annotated[Any, Only((None,), "only text is written")] = None
     modalities: Annotated[Any, Only((None, ["text"]), "only text is written")] = None
     reasoning_effort: Annotated[Any, Only((None, "none"), "use chat_template_kwargs")] = None
     verbosity: Annotated[Any, Only((None, "medium"), "say it in the system message")] = None
     web_search_options: Annotated[Any, Only((None,), "the web is not searched")] = None
     moderation: Annotated[Any, Only((None,), "answers are not moderated")] = None
-    parallel_tool_calls: Ignored = None
     prediction: Ignored = None
+
+    def tool_request(self) -> ToolRequest | None:
+        """Returns the tools and how they may be called; None without tools.
+
+        Raises:
+            InvalidTools: tools that cannot be called, or a choice that does not go with them.
+        """
+        choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedChoice) else self.tool_choice
+        return read_tool_request(plain_tools(self.tools), choice, self.parallel_tool_calls)
 
     def _format(self) -> StructuredOutputs | None:
         return structure_of(self.response_format)

@@ -146,7 +146,7 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         writer = CompletionWriter(asked, model, [str(text) for text in body.prompts] if body.echo else [])
         if body.stream:
             return await open_stream(request, writer.chunks(body.stream_options or StreamOptions()))
-        answers, tally = await whole_answers(asked)
+        answers, tally = await whole_answers(asked, WholeAnswer)
         return await reply_of(lambda: writer.whole(answers, tally), answers)
 
     return routes

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from kvmosaic.api.errors import ErrorDetail
 from kvmosaic.api.fields import Reply
 from kvmosaic.server.generation.answers import Ending
 from kvmosaic.server.generation.usage import ReplyReport, Usage
 from kvmosaic.server.openai.logprobs import ChatLogprobs, TextLogprobs
+
+ChatEnding = Ending | Literal["tool_calls"]
 
 
 class ErrorReply(Reply):
@@ -17,12 +21,31 @@ class ErrorReply(Reply):
     error: ErrorDetail
 
 
+class FunctionReply(Reply):
+    """What is called."""
+
+    name: str
+    arguments: Annotated[str, Field(description="JSON, as the model wrote it: check it before use.")]
+
+
+class ToolCallReply(Reply):
+    """One call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionReply
+
+
 class AnswerMessage(Reply):
     """The answer of a conversation."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: Annotated[str | None, Field(description="null: the answer is calls only.")]
     refusal: None = None
+    tool_calls: list[ToolCallReply] | None = None
+    reasoning_content: Annotated[
+        str | None, Field(description="With tools, and for models that have a channel for it.")
+    ] = None
 
 
 class ChatChoice(Reply):
@@ -31,7 +54,7 @@ class ChatChoice(Reply):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Ending
+    finish_reason: ChatEnding
     stop_reason: int | str | None
 
 
@@ -47,11 +70,29 @@ class ChatCompletion(Reply):
     kvmosaic: ReplyReport
 
 
+class FunctionDelta(Reply):
+    """What is new of a call: its name, or more of its arguments."""
+
+    name: str | None = None
+    arguments: str
+
+
+class CallDelta(Reply):
+    """What is new of one call of an answer."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class MessageDelta(Reply):
     """What is new of an answer."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[CallDelta] | None = None
+    reasoning_content: str | None = None
 
 
 class ChunkChoice(Reply):
@@ -60,7 +101,7 @@ class ChunkChoice(Reply):
     index: int
     delta: MessageDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: Ending | None
+    finish_reason: ChatEnding | None
     stop_reason: int | str | None = None
 
 

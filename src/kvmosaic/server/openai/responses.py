@@ -69,7 +69,7 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         writer = ResponseWriter(asked, body, model, token_bytes)
         if body.stream:
             return await open_stream(request, writer.events())
-        answers, tally = await whole_answers(asked)
+        answers, tally = await whole_answers(asked, WholeAnswer)
         return await reply_of(lambda: writer.whole(answers[0], tally), answers)
 
     return routes

@@ -1,0 +1,75 @@
+"""Tools in request bodies, with OpenAI's names: definitions, the choice, and calls of earlier turns."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from kvmosaic.api.fields import Body, Ignored, Name, Plain, Text
+from kvmosaic.tools.request import MAX_TOOL_CHARACTERS, MAX_TOOLS, NAME_PATTERN
+
+MAX_CALLS = 1_024
+ToolName = Annotated[str, Field(pattern=NAME_PATTERN)]
+
+
+class FunctionFields(Body):
+    """A function that the model may call."""
+
+    name: ToolName
+    description: Annotated[str | None, Field(max_length=MAX_TOOL_CHARACTERS)] = None
+    parameters: Annotated[
+        Plain | None, Field(description="A JSON schema of an object; its keys are read in this order.")
+    ] = None
+    strict: Annotated[
+        bool | None,
+        Field(description="Calls keep to the schema. So do calls that tool_choice requires, without it, too."),
+    ] = None
+
+
+class ToolFields(Body):
+    """A tool; only functions can be called."""
+
+    type: Literal["function"]
+    function: FunctionFields
+
+
+class NamedFunction(Body):
+    """The function that must be called."""
+
+    name: ToolName
+
+
+class NamedChoice(Body):
+    """A choice of one function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+Tools = Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)]
+ToolChoiceField = Literal["none", "auto", "required"] | NamedChoice
+
+
+class CalledFunction(Body):
+    """What was called."""
+
+    name: Name
+    arguments: Annotated[Text, Field(description="JSON, as the model wrote it.")]
+
+
+class CallFields(Body):
+    """A call in an earlier answer."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Ignored = None
+
+
+Calls = Annotated[list[CallFields], Field(max_length=MAX_CALLS)]
+
+
+def plain_tools(tools: list[ToolFields] | None) -> list[dict[str, Any]] | None:
+    """The tools as `read_tool_request` reads them."""
+    return None if tools is None else [tool.model_dump(exclude_unset=True) for tool in tools]

@@ -1,0 +1,32 @@
+"""Tools: what a model may call, and the formats in which models write their calls."""
+
+from __future__ import annotations
+
+from kvmosaic.tools.call import ArgumentsText, CallEvent, CallStart, ContentText, ReasoningText, ToolCall
+from kvmosaic.tools.collector import CallCollector, parse_calls
+from kvmosaic.tools.formats import TOOL_FORMATS, ToolFormat, detect_tool_format
+from kvmosaic.tools.grammar import ControlToken, call_grammar
+from kvmosaic.tools.parser import CallParser
+from kvmosaic.tools.request import Tool, ToolChoice, ToolRequest, canonical_tools, read_tool_request
+
+__all__ = [
+    "TOOL_FORMATS",
+    "ArgumentsText",
+    "CallCollector",
+    "CallEvent",
+    "CallParser",
+    "CallStart",
+    "ContentText",
+    "ControlToken",
+    "ReasoningText",
+    "Tool",
+    "ToolCall",
+    "ToolChoice",
+    "ToolFormat",
+    "ToolRequest",
+    "call_grammar",
+    "canonical_tools",
+    "detect_tool_format",
+    "parse_calls",
+    "read_tool_request",
+]

@@ -1,0 +1,34 @@
+"""Tool-call formats, by name."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvmosaic.tools.formats.deepseek import DeepSeekV3, DeepSeekV31
+from kvmosaic.tools.formats.harmony import Harmony
+from kvmosaic.tools.formats.json_formats import Granite, Hermes, Llama3, Mistral, MistralArgs
+from kvmosaic.tools.formats.qwen3_coder import Qwen3Coder
+from kvmosaic.tools.formats.tool_format import ToolFormat
+
+__all__ = ["TOOL_FORMATS", "ToolFormat", "detect_tool_format"]
+
+TOOL_FORMATS: Final[dict[str, ToolFormat]] = {
+    each.name: each
+    for each in (
+        Harmony(),
+        DeepSeekV3(),
+        DeepSeekV31(),
+        MistralArgs(),
+        Mistral(),
+        Granite(),
+        Qwen3Coder(),
+        Hermes(),
+        Llama3(),
+    )
+}
+"""In the order in which a chat template is compared with them: the more special ones first."""
+
+
+def detect_tool_format(template: str) -> ToolFormat | None:
+    """The format in which a chat template writes calls; None if it is none of the known ones."""
+    return next((each for each in TOOL_FORMATS.values() if each.is_used_by(template)), None)
