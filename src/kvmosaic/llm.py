@@ -262,20 +262,23 @@ class LLM:
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if is_one else list(messages)
         params = self._params_for(sampling_params, len(conversations))
-        reader = AnswerReader(self.tool_calling, read_tools(tools, tool_choice, parallel_tool_calls, self.model))
-        params = [reader.sampling(each) for each in params]
+        reader = self._reader(tools, tool_choice, parallel_tool_calls)
         encoded = [
             self.compose(
                 conversation,
                 documents=documents,
-                tools=reader.tools,
+                tools=None if reader is None else reader.tools,
                 salt=salt,
                 is_endless=each.window_tokens is not None,
             )
             for conversation, each in zip(conversations, params, strict=True)
         ]
+        if reader is not None:
+            params = [reader.sampling(each) for each in params]
         placing = position_strategy, chunk_context
         outputs = self._answer(encoded, params, priorities_for(priority, len(encoded)), placing, progress)
+        if reader is None:
+            return outputs
         return [reader.read(output, each) for output, each in zip(outputs, params, strict=True)]
 
     def score(
@@ -338,19 +341,26 @@ class LLM:
             Everything that `generate` and `chat` raise, before the first output.
         """
         params = sampling_params or SamplingParams()
-        reader = AnswerReader(self.tool_calling, read_tools(tools, tool_choice, parallel_tool_calls, self.model))
+        reader = self._reader(tools, tool_choice, parallel_tool_calls)
         if isinstance(prompt, str | Prompt):
-            if reader.tools:
+            if reader is not None:
                 raise InvalidTools(
                     "tools go with a conversation; give messages instead of a prompt, or leave tools out"
                 )
             encoded = self._encoder_for(sampling_params).encode(prompt, salt=salt)
         else:
-            params, is_endless = reader.sampling(params), params.window_tokens is not None
-            encoded = self.compose(prompt, documents=documents, tools=reader.tools, salt=salt, is_endless=is_endless)
+            encoded = self.compose(
+                prompt,
+                documents=documents,
+                tools=None if reader is None else reader.tools,
+                salt=salt,
+                is_endless=params.window_tokens is not None,
+            )
+        if reader is not None:
+            params = reader.sampling(params)
         placing = position_strategy, chunk_context
         outputs = self._stream(encoded, params, check_priority(priority), placing)
-        return outputs if not reader.tools else reader.read_all(outputs, params)
+        return outputs if reader is None else reader.read_all(outputs, params)
 
     def compose(
         self,
@@ -375,7 +385,7 @@ class LLM:
             InvalidMessages, InvalidDocument, InvalidTools: see `chat`.
         """
         encoder = self.encoder.endless() if is_endless else self.encoder
-        if (read := read_tools(tools, None, True, self.model)) is not None:
+        if tools and (read := read_tools(tools, None, True, self.model)) is not None:
             return encoder.encode_chat(
                 messages, documents, salt=salt, preamble=preamble, finder=finder, tools=read.for_template()
             )
@@ -540,6 +550,15 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _reader(
+        self, tools: Tools | None, choice: str | Mapping[str, Any] | None, is_parallel: bool
+    ) -> AnswerReader | None:
+        """Reads the calls out of answers; None without tools."""
+        if not tools and choice in (None, "auto", "none"):
+            return None
+        read = read_tools(tools, choice, is_parallel, self.model)
+        return None if read is None else AnswerReader(self.tool_calling, read)
 
     def _encoder_for(self, params: SamplingParams | None) -> PromptEncoder:
         """With a rolling window, a prompt may be longer than the model."""

@@ -8,7 +8,7 @@ import pytest
 from support.tokenizers import CHATML, make_tokenizer
 from support.tool_families import DEEPSEEK, TOOL_FAMILIES, tool, tool_tokenizer
 
-from kvmosaic.errors import InvalidMessages
+from kvmosaic.errors import InvalidMessages, InvalidTools
 from kvmosaic.prompt import Prompt, PromptEncoder, PromptOptions, SegmentKind
 from kvmosaic.prompt.message import read_messages
 
@@ -118,7 +118,7 @@ def test_a_template_without_tools_is_refused() -> None:
     user = [{"role": "user", "content": "hi"}]
     for template in (CHATML, "{% set x = tools %}" + CHATML):
         tokenizer.chat_template = template
-        with pytest.raises(InvalidMessages, match="does not show tools, so it cannot call them"):
+        with pytest.raises(InvalidTools, match="does not show tools, so it cannot call them"):
             encoder.encode_chat(user, tools=TOOLS)
     assert encoder.encode_chat(user, tools=[]).num_tokens
 

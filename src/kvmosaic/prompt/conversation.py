@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
-from kvmosaic.errors import InvalidMessages
+from kvmosaic.errors import InvalidMessages, InvalidTools
 from kvmosaic.prompt.chat_template.marks import MarkPlace, Marks, map_texts
 from kvmosaic.prompt.text_pieces import TextPiece, foreign, merged, template
 from kvmosaic.prompt.tokenizer import Tokenizer, control_tokens
@@ -177,7 +177,8 @@ class Conversation:
         """Checks that the template shows tools, if there are any.
 
         Raises:
-            InvalidMessages: it does not, or it rejects the conversation.
+            InvalidTools: it does not.
+            InvalidMessages: it rejects the conversation.
         """
         if not self.has_tools:
             return
@@ -185,7 +186,7 @@ class Conversation:
             without = self._render(self.messages, None, {"tools": None})
             if self._render(self.messages, None) != without:
                 return
-        raise InvalidMessages(
+        raise InvalidTools(
             "the chat template of this model does not show tools, so it cannot call them; leave tools out, or load a "
             "model with a template for them"
         )

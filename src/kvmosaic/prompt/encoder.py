@@ -184,7 +184,7 @@ class PromptEncoder:
             salt: tenant salt.
             preamble: where it ends if no part is marked, instead of the settings; see `preamble_rule`.
             finder: finds documents in the messages, instead of the settings. With documents of its own, a conversation
-                is searched only for those that the request placed in its messages.
+                is searched only for what the request placed in its messages.
             template_options: passed to the template, for example tools=..., enable_thinking=..., chat_template=....
 
         Raises:
@@ -223,7 +223,7 @@ class PromptEncoder:
         return replace(prompt, lead_in=lead_in)
 
     def _placed_parts(self, tail: Sequence[TextPiece], finder: DocumentFinder | None, num_documents: int) -> list[Part]:
-        """What follows the documents of a conversation, split at those that the request placed in its messages."""
+        """What follows the documents of a conversation, split at documents placed in its messages."""
         if finder is None or finder.placed is None or self._is_joining:
             return [Part(tuple(tail))]
         return split_at_documents(tail, finder.only_placed(), self.settings.max_prompt_chunks - num_documents)

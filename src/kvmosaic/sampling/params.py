@@ -110,8 +110,8 @@ class SamplingParams:
         elif not isinstance(self.structured_outputs, StructuredOutputs | CallGrammar | None):
             raise InvalidSampling(f"structured_outputs must be StructuredOutputs, got {self.structured_outputs!r:.80}")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        shown = _token_ids("shown_special_token_ids", self.shown_special_token_ids)
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop", self.stop_token_ids))
+        shown = _token_ids("shown_special", self.shown_special_token_ids)
         object.__setattr__(self, "shown_special_token_ids", shown)
 
     @classmethod
@@ -194,10 +194,10 @@ def _token_ids(name: str, ids: object) -> tuple[int, ...]:
     if ids is None:
         return ()
     if not isinstance(ids, Iterable) or isinstance(ids, str | bytes):
-        raise InvalidSampling(f"{name} must be a list of token ids, got {ids!r}")
+        raise InvalidSampling(f"{name}_token_ids must be a list of token ids, got {ids!r}")
     numbers = tuple(ids)
     if len(numbers) > MAX_STOP_IDS:
-        raise InvalidSampling(f"{name} has {len(numbers)} ids; at most {MAX_STOP_IDS} are allowed")
+        raise InvalidSampling(f"{name}_token_ids has {len(numbers)} ids; at most {MAX_STOP_IDS} are allowed")
     for number in numbers:
-        _check_whole(f"an id of {name}", number, 0, 2**31 - 1)
+        _check_whole(f"a {name.replace('_', ' ')} token id", number, 0, 2**31 - 1)
     return tuple(dict.fromkeys(numbers))

@@ -100,19 +100,19 @@ class ToolCalling:
 class AnswerReader:
     """Reads the tool calls out of the outputs of one request, whole or so far."""
 
-    def __init__(self, calling: ToolCalling, request: ToolRequest | None) -> None:
-        """Takes the tools of the request; without any, outputs stay as they are."""
+    def __init__(self, calling: ToolCalling, request: ToolRequest) -> None:
+        """Takes the tools of the request; if none may be called, outputs stay as they are."""
         self._calling = calling
         self._request = request
 
     @property
     def tools(self) -> list[dict[str, Any]]:
         """The tools as a chat template reads them."""
-        return [] if self._request is None else self._request.for_template()
+        return self._request.for_template()
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
         """The parameters of the answers; see `ToolCalling.sampling`."""
-        return params if self._request is None else self._calling.sampling(params, self._request)
+        return self._calling.sampling(params, self._request)
 
     def read(self, output: RequestOutput, params: SamplingParams) -> RequestOutput:
         """A finished output with its calls."""
@@ -122,7 +122,7 @@ class AnswerReader:
         """Outputs of one request so far, with their calls so far."""
         answers: dict[int, _Answer] = {}
         for output in outputs:
-            if self._request is None or not self._request.callable_tools:
+            if not self._request.callable_tools:
                 yield output
                 continue
             for each in output.outputs:

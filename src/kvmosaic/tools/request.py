@@ -15,6 +15,7 @@ MAX_TOOLS_CHARACTERS = 2**20
 """All tools of a request together, as JSON."""
 MAX_TOOL_CHARACTERS = 2**17
 MAX_SCHEMA_DEPTH = 64
+MAX_NAME_CHARACTERS = 64
 NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"
 NAME_RULE = "1 to 64 letters, digits or any of _ . -"
 _NAME = re.compile(NAME_PATTERN.removesuffix("$") + r"\Z")

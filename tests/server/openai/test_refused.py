@@ -28,7 +28,7 @@ def deep(levels):
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"verbosity": "low"}, "verbosity"),
         ({"web_search_options": {}}, "web_search_options"),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages.0"),
+        ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages.0"),
         ({"messages": [IMAGE]}, "messages.0.content"),
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": [TOOL]}]}, "messages.0"),
         ({"messages": []}, "messages"),

@@ -218,10 +218,14 @@ def test_a_model_whose_template_shows_no_tools_says_so(http: httpx.Client) -> No
         ({"tools": [tool("a b")]}, "tools.0.function.name", "must be 1 to 64 letters, digits or any of _ . -"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type", "'function'"),
         ({"tools": [tool(f"t{i}") for i in range(129)]}, "tools", "128"),
-        ({"tools": [tool("a"), tool("a")]}, None, "two tools have the name 'a'"),
+        ({"tools": [tool("a"), tool("a")]}, "tools", "two tools have the name 'a'"),
         ({"tools": []}, None, ""),
-        ({"tool_choice": "required"}, None, "there are no tools"),
-        ({"tools": [tool("a")], "tool_choice": {"type": "function", "function": {"name": "b"}}}, None, "names 'b'"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        (
+            {"tools": [tool("a")], "tool_choice": {"type": "function", "function": {"name": "b"}}},
+            "tool_choice",
+            "names 'b'",
+        ),
         ({"tools": [tool("a")], "tool_choice": "always"}, "tool_choice", ""),
         (
             {"tools": [tool("a")], "tool_choice": "required", "response_format": {"type": "json_object"}},

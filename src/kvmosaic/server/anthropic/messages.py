@@ -30,7 +30,7 @@ from kvmosaic.server.generation.answers import GenerationRequest, deltas, pieces
 from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, Rendering, chat_prompt, served_model
 from kvmosaic.server.generation.sampling_fields import prepared
 from kvmosaic.server.generation.sse import StreamForm, event, open_stream
-from kvmosaic.server.generation.tool_answers import ToolAnswers
+from kvmosaic.server.generation.tool_answers import ToolAnswers, tool_answers
 from kvmosaic.server.generation.usage import UsageTotals
 from kvmosaic.server.json_body import ParsedRoute
 from kvmosaic.server.tenants import Tenant, current_tenant
@@ -104,14 +104,11 @@ def _prompt(sources: PromptSources, tenant: Tenant, body: CountRequest) -> Encod
 def _read(
     sources: PromptSources, tenant: Tenant, body: MessagesRequest
 ) -> tuple[list[EncodedPrompt], SamplingParams, ToolAnswers | None]:
-    request, tools = body.tool_request(), None
+    request = body.tool_request()
     params = body.sampling_params(sources.sampling_defaults())
     prompts = [_prompt(sources, tenant, body)]
-    if request is not None and request.callable_tools:
-        calling = sources.llm.tool_calling
-        params = calling.sampling(params, request)
-        tools = ToolAnswers(calling, request, params)
-    return prompts, prepared(sources.llm, params), tools
+    tools = None if request is None else tool_answers(sources.llm, request, params)
+    return prompts, prepared(sources.llm, params if tools is None else tools.params), tools
 
 
 class MessageWriter:

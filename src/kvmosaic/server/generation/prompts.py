@@ -8,7 +8,7 @@ from typing import Any
 
 from kvmosaic.api.documents import DocumentFields
 from kvmosaic.documents import DocumentStore, label_in
-from kvmosaic.errors import InvalidMessages, InvalidPrompt
+from kvmosaic.errors import InvalidMessages, InvalidPrompt, InvalidTools
 from kvmosaic.llm import LLM
 from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_marked, take_separated
@@ -192,7 +192,7 @@ def _encode_chat(
     options = dict(rendering.template_options or {})
     if not _template_of(llm):
         if rendering.tools:
-            raise InvalidMessages("this model has no chat template, so it cannot be shown tools; leave tools out")
+            raise InvalidTools("this model has no chat template, so it cannot be shown tools; leave tools out")
         if options or rendering.continue_final_message:
             raise InvalidMessages(
                 "this model has no chat template, so there is nothing to be set; leave its options out"

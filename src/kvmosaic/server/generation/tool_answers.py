@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvmosaic.engine import AnswerDelta
+from kvmosaic.llm import LLM
 from kvmosaic.sampling import SamplingParams, ToolCalling
 from kvmosaic.server.generation.answers import WholeAnswer
 from kvmosaic.tools import CallCollector, CallEvent, CallParser, ToolRequest
@@ -25,6 +26,18 @@ class ToolAnswers:
     def whole(self) -> ToolAnswer:
         """Returns an empty answer."""
         return ToolAnswer(parser=self.parser())
+
+
+def tool_answers(llm: LLM, request: ToolRequest, params: SamplingParams) -> ToolAnswers | None:
+    """Returns the parsers of a request's answers and its parameters with tools; None if it can call none.
+
+    Raises:
+        InvalidTools, InvalidSampling: see `ToolCalling.sampling`.
+    """
+    if not request.callable_tools:
+        return None
+    calling = llm.tool_calling
+    return ToolAnswers(calling, request, calling.sampling(params, request))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from kvmosaic.server.generation.answers import (
 from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model
 from kvmosaic.server.generation.sampling_fields import prepared
 from kvmosaic.server.generation.sse import DONE, event, open_stream
-from kvmosaic.server.generation.tool_answers import ToolAnswer, ToolAnswers, read_delta
+from kvmosaic.server.generation.tool_answers import ToolAnswer, ToolAnswers, read_delta, tool_answers
 from kvmosaic.server.generation.usage import UsageTotals
 from kvmosaic.server.json_body import ParsedRoute
 from kvmosaic.server.openai.chat_request import ChatRequest
@@ -43,6 +43,7 @@ from kvmosaic.server.openai.replies import (
 )
 from kvmosaic.server.openai.request_fields import StreamOptions, check_stream_options
 from kvmosaic.server.openai.tool_answers import ending_with, message_deltas, message_of
+from kvmosaic.server.openai.tool_fields import named_by_field
 from kvmosaic.server.tenants import Tenant, current_tenant
 from kvmosaic.tools import CallParser
 
@@ -81,13 +82,12 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
 def _read(
     sources: PromptSources, tenant: Tenant, body: ChatRequest
 ) -> tuple[list[EncodedPrompt], SamplingParams, ToolAnswers | None]:
-    request, tools = body.tool_request(), None
-    params = body.sampling_params(sources.sampling_defaults())
-    prompts = [chat_prompt(sources, tenant, body, body.plain_messages(), body.rendering())]
-    if request is not None and request.callable_tools:
-        params = sources.llm.tool_calling.sampling(params, request)
-        tools = ToolAnswers(sources.llm.tool_calling, request, params)
-    return prompts, prepared(sources.llm, params), tools
+    with named_by_field():
+        request = body.tool_request()
+        params = body.sampling_params(sources.sampling_defaults())
+        prompts = [chat_prompt(sources, tenant, body, body.plain_messages(), body.rendering())]
+        tools = None if request is None else tool_answers(sources.llm, request, params)
+    return prompts, prepared(sources.llm, params if tools is None else tools.params), tools
 
 
 class ChatWriter:

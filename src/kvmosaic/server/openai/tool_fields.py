@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from kvmosaic.api.fields import Body, Ignored, Name, Plain, Text
-from kvmosaic.tools.request import MAX_TOOL_CHARACTERS, MAX_TOOLS, NAME_PATTERN
+from kvmosaic.errors import InvalidTools
+from kvmosaic.server.errors import as_api_error
+from kvmosaic.tools.request import MAX_NAME_CHARACTERS, MAX_TOOL_CHARACTERS, MAX_TOOLS, NAME_PATTERN
 
 MAX_CALLS = 1_024
-ToolName = Annotated[str, Field(pattern=NAME_PATTERN)]
+ToolName = Annotated[str, Field(pattern=NAME_PATTERN, max_length=MAX_NAME_CHARACTERS)]
 
 
 class FunctionFields(Body):
@@ -68,6 +72,17 @@ class CallFields(Body):
 
 
 Calls = Annotated[list[CallFields], Field(max_length=MAX_CALLS)]
+
+
+@contextmanager
+def named_by_field() -> Iterator[None]:
+    """Names the field in errors about tools."""
+    try:
+        yield
+    except InvalidTools as error:
+        told = as_api_error(error)
+        told.param = "tool_choice" if told.message.startswith("tool_choice") else "tools"
+        raise told from error
 
 
 def plain_tools(tools: list[ToolFields] | None) -> list[dict[str, Any]] | None:
