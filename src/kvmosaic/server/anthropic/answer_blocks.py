@@ -118,7 +118,7 @@ def _delta(event: Any) -> BlockDelta:
 
 
 def _read_input(arguments: str) -> dict[str, Any]:
-    """Returns the arguments of a call; of one that was cut off, those that are complete."""
+    """Returns the arguments of a call; of one that was cut off, the complete ones."""
     try:
         read = from_json(arguments, allow_partial="trailing-strings", allow_inf_nan=False)
     except ValueError:
