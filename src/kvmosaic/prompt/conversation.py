@@ -15,6 +15,7 @@ from kvmosaic.prompt.chat_template.marks import MarkPlace, Marks, map_texts
 from kvmosaic.prompt.text_pieces import TextPiece, foreign, merged, template
 from kvmosaic.prompt.tokenizer import Tokenizer, control_tokens
 from kvmosaic.tools import canonical_tools
+from kvmosaic.tools.request import name_of
 
 _SCHEMAS = "{{ tools | tojson }}"
 _OWN_OPTIONS = ("tokenize", "return_dict", "documents", "return_tensors", "sanitize_control_tokens", "padding")
@@ -22,7 +23,7 @@ _CLOCK = "strftime_now"
 """The function by which templates ask for the time."""
 _OTHER_TIME = "{%- macro strftime_now(format) -%}\N{WATCH}{%- endmacro -%}"
 """In front of a template: takes the place of its clock. No time is written like this."""
-_NO_CONTENT = re.compile(r"""(\w+(?:\.content|\[['"]content['"]\])) is (not )?none\b""")
+_NO_CONTENT = re.compile(r"""(?<!\w)(\w+(?:\.content|\[['"]content['"]\])) is (not )?none\b""")
 """How templates ask whether a message has no content; transformers leaves such a content out, which is not none."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 Documents = list[dict[str, str]] | None
@@ -180,7 +181,8 @@ class Conversation:
             InvalidTools: it does not.
             InvalidMessages: it rejects the conversation.
         """
-        if not self.has_tools:
+        tools = self._options.get("tools")
+        if not isinstance(tools, list | tuple) or not any(map(name_of, tools)):
             return
         if "tools" in self.template_source:
             without = self._render(self.messages, None, {"tools": None})

@@ -88,8 +88,8 @@ class _Writer:
 
     def __init__(self, tokens: Mapping[str, ControlToken]) -> None:
         self._tokens = tokens
-        found = sorted(tokens, key=len, reverse=True)
-        self._pattern = re.compile(f"({'|'.join(map(re.escape, found))})") if found else None
+        found = "|".join(re.escape(text) for text in sorted(tokens, key=len, reverse=True))
+        self._pattern = re.compile(f"({found})") if found else None
 
     def is_special(self, text: str) -> bool:
         """Whether a text is a control token that no ordinary text contains."""

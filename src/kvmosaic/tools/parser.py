@@ -364,5 +364,5 @@ def _is_object(text: str) -> bool:
 
 def _any_of(texts: Collection[str]) -> re.Pattern[str] | None:
     """A pattern that matches one of these texts, the longest first."""
-    found = sorted({text for text in texts if text}, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, found))) if found else None
+    found = "|".join(re.escape(text) for text in sorted(filter(None, texts), key=len, reverse=True))
+    return re.compile(found) if found else None

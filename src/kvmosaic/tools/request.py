@@ -117,10 +117,11 @@ def read_tool_request(tools: object, choice: object = None, parallel: object = N
 
 def canonical_tools(tools: Sequence[Any]) -> list[Any]:
     """Tools for a chat template in the order of their names, so that permuted tools are the same prompt."""
-    return sorted(tools, key=_name_of)
+    return sorted(tools, key=name_of)
 
 
-def _name_of(tool: Any) -> str:
+def name_of(tool: Any) -> str:
+    """The name of a tool in any shape; "" without one."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else ""
