@@ -1,7 +1,8 @@
-"""Documents in messages: at their place, computed once, reused in any order."""
+"""Documents in messages: in the format of the chat template or at their place, computed once, reused in any order."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -9,8 +10,20 @@ import httpx
 import pytest
 from support.asking import chat
 from support.messages import MARK, QUESTION, body, document, prompt_tokens, user
+from support.server import RunningServer
+from support.tool_families import tool_model
 
 ASK = "Where does the boat go?"
+
+
+@pytest.fixture(scope="module")
+def placing() -> Iterator[anthropic.Anthropic]:
+    """A model whose chat template has no format for documents."""
+    with (
+        RunningServer(loaded=tool_model("hermes")) as server,
+        anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        yield client
 
 
 def texts(name: str) -> list[dict[str, Any]]:
@@ -43,7 +56,15 @@ def test_documents_are_reused_in_any_order(client: anthropic.Anthropic) -> None:
     assert prompt_tokens(again.usage) == prompt_tokens(first.usage)
 
 
-def test_documents_stay_where_they_were_written(client: anthropic.Anthropic) -> None:
+def test_template_with_a_format_for_documents_writes_them_first(client: anthropic.Anthropic) -> None:
+    boat, mill, _ = texts("Thames")
+    said: list[Any] = [{"type": "text", "text": text} for text in ("First read this:", ASK)]
+    reply = client.messages.create(**body(user(said[0], boat, said[1], mill), system="Be brief."))
+    assert [kind for kind, _ in segments(reply)] == ["system", "chunk", "chunk", "question"]
+
+
+def test_documents_stay_where_they_were_written(placing: anthropic.Anthropic) -> None:
+    client = placing
     boat, mill, _ = texts("Bellos")
     said: list[Any] = [{"type": "text", "text": text} for text in ("First read this:", "Then this:", ASK)]
     reply = client.messages.create(**body(user(said[0], boat, said[1], mill, said[2]), system="Be brief."))
@@ -53,7 +74,16 @@ def test_documents_stay_where_they_were_written(client: anthropic.Anthropic) -> 
     assert "computed" not in actions(moved)
 
 
-def test_document_in_a_later_turn_leaves_the_history_cached(client: anthropic.Anthropic) -> None:
+def test_documents_in_place_are_reused_in_any_order(placing: anthropic.Anthropic) -> None:
+    blocks = texts("Medway")
+    first = placing.messages.create(**body(user(*blocks, {"type": "text", "text": ASK}), system="Be brief."))
+    again = placing.messages.create(**body(user(*blocks[::-1], {"type": "text", "text": ASK}), system="Be brief."))
+    assert actions(first) == ["computed"] * 3 and not set(actions(again)) & {"computed", "partly reused"}
+    assert prompt_tokens(again.usage) == prompt_tokens(first.usage)
+
+
+def test_document_in_a_later_turn_leaves_the_history_cached(placing: anthropic.Anthropic) -> None:
+    client = placing
     boat, mill, zoo = texts("Harbour")
     turns = [user(boat, {"type": "text", "text": ASK})]
     first = client.messages.create(**body(*turns, system="Be brief."))
@@ -65,7 +95,6 @@ def test_document_in_a_later_turn_leaves_the_history_cached(client: anthropic.An
 
 
 def test_document_is_the_same_as_in_the_field_documents(client: anthropic.Anthropic, http: httpx.Client) -> None:
-    """Where the chat template has no format of its own for documents, as that of the bundled model."""
     boat, *_ = texts("Lower Town")
     said = {"title": boat["title"], "text": boat["source"]["data"]}
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": ASK}]
@@ -74,7 +103,9 @@ def test_document_is_the_same_as_in_the_field_documents(client: anthropic.Anthro
     assert "computed" not in actions(reply)
 
 
-def test_field_documents_come_before_documents_of_messages(client: anthropic.Anthropic) -> None:
+@pytest.mark.parametrize("place", ["client", "placing"])
+def test_field_documents_come_before_documents_of_messages(place: str, request: pytest.FixtureRequest) -> None:
+    client: anthropic.Anthropic = request.getfixturevalue(place)
     boat, *_ = texts("Upper Town")
     listed = [{"id": "mill", "text": "The mill of Upper Town grinds oats and rye."}]
     reply = client.messages.create(
@@ -117,7 +148,9 @@ def test_mark_of_a_system_block_ends_the_preamble(client: anthropic.Anthropic) -
     assert "computed" not in actions(ask("The user is somebody else, whose name is Grace."))
 
 
-def test_marked_text_is_a_document_unless_it_is_the_last(client: anthropic.Anthropic) -> None:
+@pytest.mark.parametrize("place", ["client", "placing"])
+def test_marked_text_is_a_document_unless_it_is_the_last(place: str, request: pytest.FixtureRequest) -> None:
+    client: anthropic.Anthropic = request.getfixturevalue(place)
     long = {"type": "text", "text": "The boat of Cove goes to Oak Island every day.", "cache_control": MARK}
     last = {"type": "text", "text": ASK, "cache_control": MARK}
     reply = client.messages.create(**body(user(long, last)))
@@ -126,7 +159,9 @@ def test_marked_text_is_a_document_unless_it_is_the_last(client: anthropic.Anthr
     assert all(kind != "chunk" for kind, _ in segments(alone))
 
 
-def test_documents_alone_are_a_message(client: anthropic.Anthropic) -> None:
+@pytest.mark.parametrize("place", ["client", "placing"])
+def test_documents_alone_are_a_message(place: str, request: pytest.FixtureRequest) -> None:
+    client: anthropic.Anthropic = request.getfixturevalue(place)
     reply = client.messages.create(**body(user(*texts("Alone"))))
     assert len(actions(reply)) == 3
 

@@ -145,7 +145,7 @@ def test_many_messages_with_documents_take_linear_time() -> None:
         ]
         asked = CountRequest.model_validate({"messages": turns})
         begun = time.thread_time()
-        conversation = read_conversation(asked)
+        conversation = read_conversation(asked, "")
         assert len(conversation.places) == number
         placed = conversation.placed
         assert placed is not None

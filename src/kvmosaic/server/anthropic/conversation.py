@@ -1,4 +1,4 @@
-"""Conversations of Anthropic's API as the prompt encoder reads them: texts, and documents at their place in them."""
+"""Conversations of Anthropic's API as the prompt encoder reads them: texts, and documents before them or in them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,25 @@ from kvmosaic.server.anthropic.blocks import (
 from kvmosaic.server.anthropic.request import CountRequest, Message
 from kvmosaic.server.errors import ApiError
 
+_TEMPLATE_DOCUMENTS = "documents"
+"""The variable of chat templates that have a format for documents."""
 _FAILED = "Error:"
 """Before what a tool returned that failed, which templates have no field for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages with texts as contents, and where the documents in them are."""
+    """Messages with texts as contents, and their documents.
 
+    A chat template that has a format for documents writes them before the messages. Otherwise they stay at their place
+    in the messages, as those in results of tools always do.
+    """
+
+    is_in_place: bool
+    """Whether documents stay in messages of the user."""
     messages: list[dict[str, Any]] = field(default_factory=list)
+    documents: list[Document] = field(default_factory=list)
+    """Documents that go before the messages, in order."""
     places: dict[str, tuple[FoundDocument, ...]] = field(default_factory=dict)
 
     @property
@@ -43,8 +53,16 @@ class Conversation:
         """Whether the answer continues the last message, as it does after one of the assistant."""
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
+    @property
+    def has_turns(self) -> bool:
+        """Whether there is a message to be answered."""
+        return any(message["role"] != "system" for message in self.messages)
+
     def add(self, role: str, parts: Sequence[str | Document], **extra: Any) -> None:
         """Appends a message; one that says nothing is left out."""
+        if role == "user" and not self.is_in_place:
+            self.documents.extend(part for part in parts if isinstance(part, Document))
+            parts = [part for part in parts if isinstance(part, str)]
         content, found = placed_content(parts)
         if not content.strip() and not extra.get("tool_calls") and role != "tool":
             return
@@ -53,14 +71,23 @@ class Conversation:
         self.messages.append({"role": role, "content": content, **extra})
 
 
-def read_conversation(body: CountRequest) -> Conversation:
-    """Returns the conversation of a body.
+def read_conversation(body: CountRequest, template: str) -> Conversation:
+    """Returns the conversation of a body, for a chat template.
 
     Raises:
         ApiError: 400, a document without a text, or a block where it cannot be.
         InvalidMessages: there is nothing to answer.
     """
-    conversation = Conversation()
+    conversation = _read(body, is_in_place=_TEMPLATE_DOCUMENTS not in template)
+    if not conversation.has_turns and conversation.documents:  # they are all that was said
+        conversation = _read(body, is_in_place=True)
+    if not conversation.has_turns:
+        raise InvalidMessages("there is nothing to answer: the messages hold no text and no document; send one")
+    return conversation
+
+
+def _read(body: CountRequest, *, is_in_place: bool) -> Conversation:
+    conversation = Conversation(is_in_place)
     if body.system:
         said = body.system
         system = said if isinstance(said, str) else [block.model_dump(exclude_none=True) for block in said]
@@ -70,8 +97,6 @@ def read_conversation(body: CountRequest) -> Conversation:
             _add_answer(conversation, blocks)
         else:
             _add_texts(conversation, role, blocks)
-    if all(message["role"] == "system" for message in conversation.messages):
-        raise InvalidMessages("there is nothing to answer: the messages hold no text and no document; send one")
     return conversation
 
 

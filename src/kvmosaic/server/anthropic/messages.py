@@ -27,7 +27,14 @@ from kvmosaic.server.anthropic.replies import (
 from kvmosaic.server.anthropic.request import CountRequest, MessagesRequest
 from kvmosaic.server.execution import PromptRunner
 from kvmosaic.server.generation.answers import GenerationRequest, deltas, pieces_of, reply_of, whole_answers
-from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, Rendering, chat_prompt, served_model
+from kvmosaic.server.generation.prompts import (
+    BlockDocuments,
+    EncodedPrompt,
+    PromptSources,
+    Rendering,
+    chat_prompt,
+    served_model,
+)
 from kvmosaic.server.generation.sampling_fields import prepared
 from kvmosaic.server.generation.sse import StreamForm, event, open_stream
 from kvmosaic.server.generation.tool_answers import ToolAnswers, tool_answers
@@ -92,13 +99,14 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
 
 
 def _prompt(sources: PromptSources, tenant: Tenant, body: CountRequest) -> EncodedPrompt:
-    conversation, tools = read_conversation(body), body.tool_request()
+    conversation, tools = read_conversation(body, sources.chat_template), body.tool_request()
     rendering = Rendering(
         continue_final_message=conversation.is_continued,
         template_options=body.template_options(sources.chat_template),
         tools=() if tools is None else tuple(tools.for_template()),
     )
-    return chat_prompt(sources, tenant, body, conversation.messages, rendering, conversation.placed)
+    blocks = BlockDocuments(conversation.documents, conversation.placed)
+    return chat_prompt(sources, tenant, body, conversation.messages, rendering, blocks)
 
 
 def _read(

@@ -84,6 +84,21 @@ class Rendering:
     """Whether the question may exceed the model's context: the answer then uses a rolling window."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockDocuments:
+    """Documents that a conversation has as blocks of its messages."""
+
+    listed: Sequence[Document] = ()
+    """These go before the messages."""
+    placed: PlacedDocuments | None = None
+    """These stay at their place."""
+
+    @property
+    def are_any(self) -> bool:
+        """Whether there are any."""
+        return bool(self.listed) or self.placed is not None
+
+
 def served_model(sources: PromptSources, name: str | None) -> str:
     """Returns the name under which a request addresses the model.
 
@@ -107,23 +122,26 @@ def chat_prompt(
     body: DocumentFields,
     messages: Sequence[Mapping[str, Any]],
     rendering: Rendering,
-    placed: PlacedDocuments | None = None,
+    blocks: BlockDocuments | None = None,
 ) -> EncodedPrompt:
     """Renders a conversation over its documents: those of the body, marked parts, and parts between separators.
 
-    Documents that are `placed` in messages stay there; these messages have no separators.
+    Messages with `blocks` of documents have no separators.
 
     Raises:
         InvalidMessages, InvalidDocument, InvalidPrompt: see `PromptEncoder.encode_chat`.
         UnknownDocument: an id that this tenant has not stored.
     """
     kept, marked = take_marked(known_roles(_template_of(sources.llm), messages))
-    kept, separated = take_separated(kept, None if placed else sources.settings.chunk_separator)
+    blocks = blocks or BlockDocuments()
+    kept, separated = take_separated(kept, None if blocks.are_any else sources.settings.chunk_separator)
     with told_by_place(body):
         documents = read_documents(sources.documents, tenant, body)
         rendering = replace(rendering, is_endless=_is_endless(body))
-        finder = replace(_finder(sources, tenant, body), placed=placed)
-        prompt = _encode_chat(sources.llm, kept, (*documents, *separated, *marked), body, rendering, finder)
+        finder = replace(_finder(sources, tenant, body), placed=blocks.placed)
+        prompt = _encode_chat(
+            sources.llm, kept, (*documents, *blocks.listed, *separated, *marked), body, rendering, finder
+        )
     composed = _told(sources.llm, prompt, documents)
     return replace(composed, notes=notes_of(sources.documents, tenant, documents, composed.prompt))
 

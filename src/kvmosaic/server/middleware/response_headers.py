@@ -8,8 +8,6 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvmosaic.api.error_forms import is_messages_route
-
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -38,8 +36,7 @@ class ResponseHeadersMiddleware:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = request_id
-                if is_messages_route(scope["path"]):
-                    headers["Request-Id"] = request_id
+                headers["Request-Id"] = request_id  # its name in Anthropic's API
                 for name, value in HEADERS.items():
                     headers.setdefault(name, value)
             await send(message)
